@@ -7,19 +7,18 @@
         print(broker.result(task))
 
 Inside a task, `from gpubroker import current_task` gives progress, checkpoints and the notice to stop. Names
-are imported when they are first used, so that a task's process does not pay for an HTTP client.
+are imported on first use, so that a task's process does not load an HTTP client.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpubroker.async_broker import AsyncBroker
-    from gpubroker.broker import Broker
-    from gpubroker.cluster.fleet import Gpu, Node, Stats, Tenant
+    from gpubroker.admin import Detection, Released, Token
+    from gpubroker.broker import AsyncBroker, Broker
+    from gpubroker.cluster.fleet import Gpu, Node, Policy, Stats, Tenant
     from gpubroker.cluster.plan import FleetPlan
-    from gpubroker.cluster.policy import Policy
-    from gpubroker.cluster.quarantine import Detection, Quarantined, Released
+    from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
         ModelUnavailable,
@@ -32,52 +31,43 @@ if TYPE_CHECKING:
         WrongArgument,
     )
     from gpubroker.leases.lease import Lease, LeaseEnded, LeaseState, Notice
-    from gpubroker.models.decorators import inference
-    from gpubroker.models.objects import ObjectUsage, StoredObject
-    from gpubroker.models.served import ServedModel
+    from gpubroker.models.model import ObjectUsage, ServedModel, StoredObject
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
-    from gpubroker.tasks.batch import Submission
     from gpubroker.tasks.estimates import Estimate
     from gpubroker.tasks.explanation import Explanation, Simulation
-    from gpubroker.tasks.task import Event, Outcome, Page, Task, TaskState, Token
-    from gpubroker.tasks.task_functions import task
+    from gpubroker.tasks.submission import Submission
+    from gpubroker.tasks.task import Event, Outcome, Quarantined, Task, TaskState
+    from gpubroker.transport.decoding import Page
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "AsyncBroker": "async_broker",
-    "Broker": "broker",
-    "Submission": "tasks.batch",
-    "inference": "models.decorators",
-    "task": "tasks.task_functions",
-    **dict.fromkeys(
-        (
-            "BrokerError",
-            "ModelUnavailable",
-            "Refused",
-            "TaskCancelled",
-            "TaskExpired",
-            "TaskFailed",
-            "Unreachable",
-            "WaitTimeout",
-            "WrongArgument",
-        ),
-        "errors",
+_NAMES = {
+    "admin": ("Detection", "Released", "Token"),
+    "broker": ("AsyncBroker", "Broker"),
+    "cluster.fleet": ("Gpu", "Node", "Policy", "Stats", "Tenant"),
+    "cluster.plan": ("FleetPlan",),
+    "decorators": ("inference", "task"),
+    "errors": (
+        "BrokerError",
+        "ModelUnavailable",
+        "Refused",
+        "TaskCancelled",
+        "TaskExpired",
+        "TaskFailed",
+        "Unreachable",
+        "WaitTimeout",
+        "WrongArgument",
     ),
-    "Estimate": "tasks.estimates",
-    **dict.fromkeys(("Gpu", "Node", "Stats", "Tenant"), "cluster.fleet"),
-    **dict.fromkeys(("Lease", "LeaseEnded", "LeaseState", "Notice"), "leases.lease"),
-    **dict.fromkeys(("Explanation", "Simulation"), "tasks.explanation"),
-    **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "tasks.task"),
-    "FleetPlan": "cluster.plan",
-    **dict.fromkeys(("ObjectUsage", "StoredObject"), "models.objects"),
-    "Policy": "cluster.policy",
-    **dict.fromkeys(("Detection", "Quarantined", "Released"), "cluster.quarantine"),
-    "ServedModel": "models.served",
-    **dict.fromkeys(
-        ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
-    ),
+    "leases.lease": ("Lease", "LeaseEnded", "LeaseState", "Notice"),
+    "models.model": ("ObjectUsage", "ServedModel", "StoredObject"),
+    "runtime": ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"),
+    "tasks.estimates": ("Estimate",),
+    "tasks.explanation": ("Explanation", "Simulation"),
+    "tasks.submission": ("Submission",),
+    "tasks.task": ("Event", "Outcome", "Quarantined", "Task", "TaskState"),
+    "transport.decoding": ("Page",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AsyncBroker",
@@ -128,9 +118,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'gpubroker' has no attribute {name!r}")
-    return getattr(import_module(f"gpubroker.{_HOME[name]}"), name)
+    return getattr(import_module(f"gpubroker.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

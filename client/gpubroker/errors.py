@@ -1,16 +1,16 @@
-"""What can go wrong, as few exceptions as there are things a caller does differently."""
+"""The exceptions of the SDK: one for each thing that a caller handles differently."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class BrokerError(Exception):
-    """The service answered with an error that is not the caller's, or something below this class happened.
+    """The service failed, or an error of a class below this one occurred.
 
     `code` is the stable token of the problem (`exceeds-capacity`, `not-found`, ...); `status` the HTTP
-    status, 0 when there was no answer; `request_id` finds the request in the service's log; `errors` lists
-    `{pointer, detail, code}` for each wrong part of the request; `retry_after_seconds` is when to come again,
-    where the service said so.
+    status, 0 without an answer; `request_id` finds the request in the service's log; `errors` lists
+    `{pointer, detail, code}` for each wrong part of the request; `retry_after_seconds` says when to try
+    again, if the service said so.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class BrokerError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
     def __str__(self) -> str:
-        """The first wrong part is told in `detail`, the others below it."""
+        """`detail` describes the first wrong part; the others follow below it."""
         parts = [self.detail]
         parts += [f"  {error.get('pointer', '')}: {error.get('detail', '')}" for error in self.errors[1:]]
         if self.request_id and self.status >= 500:
@@ -41,34 +41,33 @@ class BrokerError(Exception):
 
 
 class WrongArgument(TypeError):
-    """What was given can be no request at all; nothing was sent."""
+    """The arguments cannot make a valid request; nothing was sent."""
 
 
 class Unreachable(BrokerError):
-    """No service is known, none answered, or it said that it cannot serve now, until patience ran out."""
+    """No service is known, none answered, or it could not serve until the retry time ended."""
 
 
 class ModelUnavailable(BrokerError):
-    """The service was reached, and the model cannot answer now.
+    """The service answered, but the model cannot answer now.
 
-    `code` is `model-not-ready` while it waits for room or is being loaded, `model-queue-timeout` if it had no
-    time, and `model-not-loaded` if its load failed.
-
-    `model` is its name; `retry_after_seconds` is when to come again, None where that alone would not help.
+    `code` is `model-not-ready` while the model waits for memory or loads, `model-queue-timeout` if the
+    request waited too long, and `model-not-loaded` if the load failed. `model` is its name;
+    `retry_after_seconds` is None if waiting alone does not help.
     """
 
     model = ""
 
 
 class Refused(BrokerError):
-    """The service understood the request and said no (4xx). Repeating it unchanged will not help."""
+    """The service refused the request (4xx). Repeating it unchanged does not help."""
 
 
 class TaskFailed(BrokerError):
     """The task ended without a result: its code failed, or it ran out of time.
 
     `kind` is the failure's stable token (`exception`, `timeout`, `exit`, ...); `traceback` is the task's
-    own, as text, where there is one; `log_tail` the end of what it printed.
+    own, as text, if there is one; `log_tail` is the end of what it printed.
     """
 
     ending = "failed"
@@ -89,7 +88,7 @@ class TaskFailed(BrokerError):
 
 
 class TaskExpired(TaskFailed):
-    """It waited longer than it was to wait, or its deadline came."""
+    """The task waited longer than its queue TTL, or reached its deadline."""
 
     ending = "expired"
 
@@ -103,12 +102,12 @@ class TaskCancelled(BrokerError):
 
 
 class WaitTimeout(BrokerError):
-    """The task was not finished in the time the caller was willing to wait. The task goes on."""
+    """The task did not finish within the timeout. The task continues."""
 
     def __init__(self, task_id: str, state: str, waited_seconds: float) -> None:
         super().__init__(
-            f"task {task_id} is still {state} after waiting {waited_seconds:g} s; it goes on: wait again, "
-            "or cancel it",
+            f"task {task_id} is still {state} after {waited_seconds:g} s; it continues: wait again or "
+            "cancel it",
             code="wait-timeout",
         )
         self.task_id = task_id

@@ -6,7 +6,8 @@ from types import TracebackType
 from typing import Self
 
 from gpubroker import Gpu, Task
-from gpubroker.cli import draw
+from gpubroker.cli.gpu_commands import GpuTable
+from gpubroker.cli.tasks.view import task_table
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -52,8 +53,8 @@ class LiveScreen:
     def show(self, gpus: Sequence[Gpu], tasks: Sequence[Task], lines: Sequence[str], /) -> None:
         self._lines.extend(lines)
         picture = Group(
-            Panel(draw.gpus(gpus), title="GPU memory", title_align="left", border_style="dim"),
-            Panel(draw.tasks(tasks), title="tasks", title_align="left", border_style="dim"),
+            Panel(GpuTable(gpus), title="GPU memory", title_align="left", border_style="dim"),
+            Panel(task_table(tasks), title="tasks", title_align="left", border_style="dim"),
             *(Text(line, overflow="ellipsis", no_wrap=True) for line in self._lines),
         )
         self._live.update(picture, refresh=True)

@@ -2,16 +2,16 @@ from typing import Any
 
 import pytest
 from gpubroker import Gpu
-from gpubroker.cli import draw
-from gpubroker.cli.cluster.bars import bar, shares
-from gpubroker.cli.session import console
+from gpubroker.cli.gpu_commands import GpuTable, bar, parts_of
+from gpubroker.transport.decoding import decode
+from rich.console import Console
 
 GIB = 1024
 
 
 def a_gpu(**more: Any) -> Gpu:
     named = {"key": "local/n1/GPU-1", "uuid": "GPU-1", "node": "n1", "kind": "sim"}
-    return Gpu.of({**named, "physical_mb": 24 * GIB, **more})
+    return decode(Gpu, {**named, "physical_mb": 24 * GIB, **more})
 
 
 def test_a_bar_tells_used_from_leased_from_free() -> None:
@@ -38,7 +38,7 @@ def test_a_sliver_is_seen_and_the_bar_keeps_its_width() -> None:
 
 @pytest.mark.parametrize("numbers", [{"leased_mb": 30 * GIB}, {"foreign_mb": 30 * GIB, "leased_mb": GIB}, {}])
 def test_the_parts_add_up_whatever_was_measured(numbers: dict[str, int]) -> None:
-    part = shares(a_gpu(**numbers))
+    part = parts_of(a_gpu(**numbers))
     assert part.used + part.reserved + part.pledged + part.foreign + part.free == 24 * GIB
     assert min(part.used, part.reserved, part.pledged, part.foreign, part.free) >= 0
 
@@ -50,9 +50,9 @@ def test_a_gpu_line_names_its_holders_and_who_memory_is_freed_for() -> None:
         holders=[{"kind": "run", "id": "task_1", "name": "train", "gpu_mb": 14 * GIB, "stopping": True}],
         pledges=[{"task": "task_00000009", "gpu_mb": 20 * GIB, "arrived_mb": 0}],
     )
-    out = console()
+    out = Console(width=1000)
     with out.capture() as captured:
-        out.print(draw.gpus([gpu]))
+        out.print(GpuTable([gpu]))
     assert "10.0 GiB free of 24.0" in captured.get()
     assert "train 14.0 GiB (stopping)" in captured.get()
     assert "0.0 GiB of 20.0 GiB freed for 00000009" in captured.get()

@@ -77,7 +77,7 @@ def test_submit_reads_the_sizes_of_roles(service: RecordedService, run: Run) -> 
     }
     wrong = run("submit a:b --role train=40GiB")
     assert wrong.code == 2
-    assert "must be NAME:FIELD=VALUE" in wrong.err
+    assert "write NAME:FIELD=VALUE" in wrong.err
 
 
 def test_words_behind_two_dashes_are_a_command_with_its_own_options(
@@ -126,9 +126,9 @@ def test_what_cannot_be_meant_is_a_usage_error_and_asks_nothing(
         ("submit train.py", "gpubroker submit -- python train.py"),
         ("submit team.training.fit", "write module:function"),
         ("submit echo hi 'a b'", "gpubroker submit -- echo hi 'a b'"),
-        ("submit a:b epochs=3", "'epochs=3' is one word too many"),
-        ("submit a:b -C /srv", "working_directory is for commands"),
-        ("submit a:b --cpu nan", "do not fit into JSON"),
+        ("submit a:b epochs=3", "unexpected word 'epochs=3'"),
+        ("submit a:b -C /srv", "working_directory is only for commands"),
+        ("submit a:b --cpu nan", "cannot be written as JSON"),
     ],
 )
 def test_the_mistakes_of_the_first_day_are_told_in_one_line(
@@ -164,7 +164,7 @@ def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -
             f"{FULL_ID} expired (exception): no",
         ),
         ([Reply(200, a_task(FULL_ID, "cancelled")), outcome("cancelled")], 4, "was cancelled"),
-        ([Reply(202, a_task(FULL_ID, "running"))], 5, "it goes on"),
+        ([Reply(202, a_task(FULL_ID, "running"))], 5, "it continues"),
         ([a_problem(404, "not-found", "no such task")], 6, "no such task"),
         ([a_problem(500, "internal-error", "our mistake")], 1, "our mistake"),
     ],
@@ -179,7 +179,7 @@ def test_the_exit_code_says_how_it_ended(
 
 
 def test_no_service_and_nobody_listening_are_unreachable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpubroker.cli.session._RETRY_SECONDS", 0)
+    monkeypatch.setattr("gpubroker.cli.lookup._RETRY_SECONDS", 0)
     assert run("--url http://127.0.0.1:1 stats").code == 7
     monkeypatch.delenv("GPUBROKER_URL")
     ended = run("stats")
@@ -241,7 +241,7 @@ def test_a_task_may_be_named_by_its_name_if_it_is_the_only_one(service: Recorded
     assert ("name", "fit") in service.asked[0].params
     ended = run("show", "fit")
     assert ended.code == 6
-    assert ended.err.startswith("gpubroker: 'fit' may be any of ")
+    assert ended.err.startswith("gpubroker: 'fit' is ambiguous: ")
 
 
 def test_a_refused_token_is_traced_to_where_it_came_from(service: RecordedService, run: Run) -> None:
@@ -264,8 +264,8 @@ def test_a_word_that_means_several_tasks_or_none_changes_nothing(service: Record
     service.told(page(FULL_ID), page(), several, page())
     ended = run("cancel", "fit", FULL_ID[:14])
     assert ended.code == 6
-    assert "may be any of" in ended.err
-    assert "nothing was changed, of none of the 2" in ended.err
+    assert "is ambiguous" in ended.err
+    assert "none of the 2 tasks was changed" in ended.err
     assert "no task is named 'zzz'" in run("cancel", "zzz").err
     assert {asked.method for asked in service.asked} == {"GET"}
 
@@ -277,7 +277,7 @@ def test_a_name_goes_before_the_end_of_another_tasks_id(service: RecordedService
     assert run("show", word, "-o", "json").json["id"] == named
     service.told(page(named), page(named, FULL_ID))
     ended = run("cancel", word)
-    assert (ended.code, f"may be any of {named}, {FULL_ID}" in ended.err) == (6, True)
+    assert (ended.code, f"is ambiguous: {named}, {FULL_ID}" in ended.err) == (6, True)
     assert {asked.method for asked in service.asked} == {"GET"}
 
 
@@ -296,7 +296,7 @@ def test_a_refusal_in_the_middle_shows_what_was_changed_and_names_the_rest(
     service.told(Reply(200, a_task(FULL_ID)), a_problem(409, "task-finished", "it is over"))
     ended = run("cancel", FULL_ID, FULL_ID[:-1] + "q", last, "-o", "ndjson")
     assert (ended.code, ended.json["id"]) == (6, FULL_ID)
-    assert f"these were not tried: {last}" in ended.err
+    assert f"not tried after this error: {last}" in ended.err
 
 
 def test_tasks_can_be_cancelled_held_released_and_moved(service: RecordedService, run: Run) -> None:
@@ -388,4 +388,4 @@ def test_a_package_whose_commands_cannot_be_loaded_breaks_no_other_command(
     ended = run("--help")
     assert ended.code == 0
     assert "submit" in ended.out
-    assert "broken:commands cannot be loaded" in ended.err
+    assert "cannot load the commands of broken:commands" in ended.err

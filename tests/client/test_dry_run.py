@@ -80,7 +80,7 @@ WAITS: dict[str, Any] = {
         (
             {"verdict": "preempts", "message": "1 run would be stopped for it", "victims": [RUN]},
             0,
-            ["would start after a preemption: 1 run", "stops another tenant 60.0 GiB (priority 20)"],
+            ["would start after a preemption: 1 run", "preempts another tenant 60.0 GiB (priority 20)"],
         ),
         (
             {"verdict": "refused", "message": "too much", "refusal": {}, "remedies": WAITS["remedies"][2:3]},
@@ -92,8 +92,8 @@ WAITS: dict[str, Any] = {
             8,
             [
                 "would wait (WaitingForMemory): needs 40.0 GiB",
-                "position 3 of 3 in the queue; room expected in about 40s (9 of 10: 4m; from 12 runs",
-                "; of 40 foretold like this one in two was within 20s",
+                "room expected in about 40s (90% within 4m; from 12 similar runs",
+                "; half of the last 40 such forecasts were off by less than 20s",
                 "nobody may be stopped for priority 50",
                 "quota of acme: 24.0 of 20.0 GiB are used, and labs lends it 6.0 more; this counts 40.0 and",
                 "  0-1  fits on n1/gpu3",
@@ -103,7 +103,7 @@ WAITS: dict[str, Any] = {
                 "submit without --kind, --on",
                 "submit with --gpu-memory 1MiB and without --exclusive",
                 "submit with --priority 81",
-                "stops another tenant 60.0 GiB (priority 20)",
+                "preempts another tenant 60.0 GiB (priority 20)",
                 "40s-4m",
                 "(priority 20, 40s left)",
             ],
@@ -132,4 +132,4 @@ def test_of_many_devices_the_nearest_are_shown(service: RecordedService, run: Ru
     [device] = WAITS["devices"]
     many = [{**device, "key": f"n1/gpu{n}", "index": n} for n in range(40)]
     service.told(Reply(200, {**WAITS, "devices": many}))
-    assert "and 16 more that are further from it; -o json has all" in run("submit --gpus 2 --dry-run").out
+    assert "16 more devices are not shown; -o json has all" in run("submit --gpus 2 --dry-run").out

@@ -1,8 +1,9 @@
 """Gangs from the command line, and in what it shows."""
 
 import pytest
-from gpubroker.cli.draw import demand
-from gpubroker.tasks.task import Task
+from gpubroker import Task
+from gpubroker.cli.tasks.view import demand
+from gpubroker.transport.decoding import decode
 
 from tests.client.command_line import Run
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task
@@ -35,7 +36,7 @@ def test_bundles_are_read_with_their_sizes(service: RecordedService, run: Run) -
 def test_a_bundle_that_names_no_field_is_refused(service: RecordedService, run: Run) -> None:
     ended = run("submit a:b --bundle 4")
     assert ended.code == 2
-    assert "must be NAME=VALUE" in ended.err
+    assert "write NAME=VALUE" in ended.err
 
 
 def test_a_gang_is_shown_rank_by_rank(service: RecordedService, run: Run) -> None:
@@ -46,12 +47,12 @@ def test_a_gang_is_shown_rank_by_rank(service: RecordedService, run: Run) -> Non
 
 
 def test_the_ranks_of_a_task_are_read() -> None:
-    task = Task.of(a_task(FULL_ID, "running", ranks=RANKS))
+    task = decode(Task, a_task(FULL_ID, "running", ranks=RANKS))
     assert [(rank.rank, rank.node, rank.state) for rank in task.ranks] == [
         (0, "n1", "running"), (1, "n2", "succeeded"),
     ]  # fmt: skip
     assert task.ranks[0].devices[0].gpu_mb == 1024
-    assert Task.of(a_task(FULL_ID)).ranks == ()
+    assert decode(Task, a_task(FULL_ID)).ranks == ()
 
 
 @pytest.mark.parametrize(

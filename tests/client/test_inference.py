@@ -141,7 +141,7 @@ def test_an_answer_without_bytes_is_read_as_well(service: RecordedService, do: D
 )
 def test_what_is_no_answer_of_a_model_is_said_to_be_none(service: RecordedService, reply: Reply) -> None:
     service.told(reply)
-    with Broker(service.url, "t") as broker, pytest.raises(BrokerError, match="cannot be read") as caught:
+    with Broker(service.url, "t") as broker, pytest.raises(BrokerError, match="cannot read") as caught:
         broker.infer("m", {"x": X})
     assert caught.value.code == "not-a-model"
 
@@ -153,11 +153,11 @@ def test_what_no_model_takes_is_not_sent(service: RecordedService, do: Do) -> No
         do("infer", "m", {"x": np.array([1, "a"], object)})
     with pytest.raises(WrongArgument, match="an element of type int"):
         do("infer", "m", {"x": [1, "a"]})
-    with pytest.raises(WrongArgument, match="inputs is of type ndarray; give a mapping"):
+    with pytest.raises(WrongArgument, match="inputs is of type ndarray; pass a mapping"):
         do("infer", "m", X)
-    with pytest.raises(WrongArgument, match="input x is no array"):
+    with pytest.raises(WrongArgument, match="input x is not an array"):
         do("infer", "m", {"x": [[1, 2], [3]]})
-    with pytest.raises(WrongArgument, match="knows no option prio"):
+    with pytest.raises(WrongArgument, match="has no option prio"):
         do("infer", "m", {"x": X}, prio=1)
     assert service.asked == []
 
@@ -304,9 +304,9 @@ def test_a_function_and_its_broker_are_of_one_sort(service: RecordedService) -> 
 
     def quick() -> None: ...
 
-    with pytest.raises(WrongArgument, match="slow has async def and needs an AsyncBroker"):
+    with pytest.raises(WrongArgument, match="slow is an async function and needs an AsyncBroker"):
         inference(model_name="m", broker=Broker(service.url, "t"))(slow)
-    with pytest.raises(WrongArgument, match="quick has no async def and needs a Broker"):
+    with pytest.raises(WrongArgument, match="quick is not an async function and needs a Broker"):
         inference(model_name="m", broker=AsyncBroker(service.url, "t"))(quick)
 
 

@@ -67,12 +67,12 @@ def test_an_array_is_uploaded_once_and_named_by_questions(service: RecordedServi
 @pytest.mark.parametrize(
     ("inputs", "options", "says"),
     [
-        ({"x": StoredObject("abc", 8)}, {}, "uploaded as bytes; say what they are"),
+        ({"x": StoredObject("abc", 8)}, {}, "uploaded as bytes; describe it"),
         ({"x": np.array([1j])}, {}, "has the dtype complex128"),
         ({"x": np.array([object()])}, {}, "an element of type object"),
-        (np.array([1.0]), {}, "inputs is of type ndarray; give a mapping"),
-        ({"x": {**TENSOR, "data": [object()]}}, {}, "do not fit into JSON"),
-        ({"x": TENSOR}, {"gpus": 1}, "knows no option gpus"),
+        (np.array([1.0]), {}, "inputs is of type ndarray; pass a mapping"),
+        ({"x": {**TENSOR, "data": [object()]}}, {}, "cannot be written as JSON"),
+        ({"x": TENSOR}, {"gpus": 1}, "has no option gpus"),
     ],
 )
 def test_what_no_model_could_be_asked_is_refused_here(

@@ -44,14 +44,14 @@ def test_the_sdk_tells_how_a_size_was_learned_and_when_a_run_may_end(
 
 def test_an_end_that_was_stated_goes_by_no_runs(service: RecordedService, run: Run) -> None:
     service.told(Reply(200, a_task(FULL_ID, state="running", eta={**ETA, "n": 0})))
-    assert "in about 90s, as its submitter said" in run(f"show {FULL_ID}").out
+    assert "in about 90s, as stated at submit" in run(f"show {FULL_ID}").out
 
 
 def test_show_tells_how_a_size_was_learned_and_when_a_run_may_end(service: RecordedService, run: Run) -> None:
     service.told(Reply(200, a_task(FULL_ID, state="running", sizing=SIZING, eta=ETA)))
     told = run(f"show {FULL_ID}").out
     assert SIZING["message"] in told
-    assert "in about 90s, 9 of 10 within 10m (going by 12 runs)" in told
+    assert "in about 90s, 90% within 10m (from 12 runs)" in told
 
 
 def event(kind: str, key: str, **fields: object) -> dict[str, object]:

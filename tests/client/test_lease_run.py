@@ -29,12 +29,12 @@ def test_a_command_runs_with_its_gpus_and_its_exit_code_is_ours(service: Recorde
 def test_a_command_keeps_its_exit_code_where_its_lease_cannot_be_given_back(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch, pid: int | None
 ) -> None:
-    monkeypatch.setattr("gpubroker.cli.session._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("gpubroker.cli.lookup._RETRY_SECONDS", 0.0)
     service.told(Reply(202, a_lease(pid=pid)))
     service.always = a_problem(503, "store-unavailable")
     ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "raise SystemExit(3)")
     assert ended.code == 3
-    assert "could not be given back" in ended.err
+    assert "was not released" in ended.err
     assert (f"gpubroker lease release {FULL_ID}" in ended.err) == (pid is None)
 
 
@@ -136,7 +136,7 @@ def test_a_signal_that_comes_before_the_memory_gives_the_lease_up(service: Recor
 def test_a_program_that_does_not_exist_asks_for_nothing(service: RecordedService, run: Run) -> None:
     ended = run("lease run --gpus 1 -- no-such-program")
     assert ended.code == 2
-    assert "there is no program 'no-such-program'" in ended.err
+    assert "no program 'no-such-program'" in ended.err
     assert not service.asked
 
 
@@ -145,7 +145,7 @@ def test_a_command_is_asked_to_leave_when_its_lease_is(service: RecordedService,
     service.told(Reply(202, a_lease()), Reply(200, stopping), Reply(200, a_lease("ended")))
     ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "import time; time.sleep(60)")
     assert ended.code == 128 + 15
-    assert "has to be given back (preempt)" in ended.err
+    assert "must be released (preempt)" in ended.err
 
 
 def test_a_command_whose_lease_may_not_be_renewed_is_told_why_once(

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker import AsyncBroker, Broker, BrokerError, LeaseEnded, LeaseState, Refused
-from gpubroker.leases.lease import Lease, Standing
-from gpubroker.leases.operations import LeaseOperations
+from gpubroker.leases.lease import Lease, LeaseStatus
+from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Answer, Pause
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE
 
@@ -186,8 +186,8 @@ def test_what_a_proxy_refuses_on_its_own_is_no_notice(service: RecordedService, 
 
 def test_a_service_that_answers_at_once_is_not_asked_without_a_pause(service: RecordedService) -> None:
     """As one does that is about to stop, or behind a proxy that cuts long answers short."""
-    lease = Lease.of(a_lease())
-    steps = LeaseOperations(0).keep(Standing(lease))
+    lease = decode(Lease, a_lease())
+    steps = Broker("http://127.0.0.1:1", retry_seconds=0)._keep(LeaseStatus(lease))
     next(steps)
     assert steps.send(Answer(202, {}, json.dumps(a_lease()).encode())) == Pause(1.0)
 
@@ -195,7 +195,7 @@ def test_a_service_that_answers_at_once_is_not_asked_without_a_pause(service: Re
 def test_when_a_lease_is_expected_is_told_as_of_a_task() -> None:
     start = {"p50_at": AT, "p90_at": AT, "p50_seconds": 1.0, "p90_seconds": 2.0, "n": 3, "basis": "learned"}
     pending = {"reason": "WaitingForMemory", "message": "it waits", "position": 1, "start": start}
-    lease = Lease.of(a_lease("pending", pending=pending))
+    lease = decode(Lease, a_lease("pending", pending=pending))
     assert lease.pending is not None
     assert lease.pending.start is not None
     assert lease.pending.start.p50_at == datetime.fromisoformat(AT)
@@ -262,6 +262,6 @@ def test_an_ended_lease_of_the_same_holder_is_not_meant(service: RecordedService
 def test_a_word_that_may_mean_two_leases_or_none_means_neither(service: RecordedService, run: Run) -> None:
     listed = {"items": [a_lease(), a_lease(id=f"{FULL_ID[:-1]}a")]}
     service.told(Reply(200, listed), Reply(200, {"items": []}), Reply(200, listed))
-    assert "may be any of" in run("lease release vllm").err
+    assert "is ambiguous" in run("lease release vllm").err
     assert "no lease is held by 'nobody'" in run("lease release nobody").err
     assert {asked.method for asked in service.asked} == {"GET"}

@@ -26,7 +26,7 @@ def test_times_are_changed_and_taken_away(service: RecordedService, run: Run) ->
     assert service.asked[-1].body == {"queue_ttl_seconds": 7200.0, "deadline_at": None}
     refused = run("change", FULL_ID)
     assert refused.code == 2
-    assert "say what to change: --priority, --not-before, --queue-ttl or --deadline" in refused.err
+    assert "give at least one of --priority, --not-before, --queue-ttl, --deadline" in refused.err
 
 
 def test_a_priority_is_changed_together_with_times(service: RecordedService, run: Run) -> None:
@@ -72,10 +72,10 @@ def test_all_of_a_sort_are_cancelled_those_that_wait_first(service: RecordedServ
 
 def test_nobody_cancels_many_by_mistake(service: RecordedService, run: Run) -> None:
     service.told(page(FULL_ID))
-    assert "say --yes" in run("cancel --all").err
+    assert "use --yes" in run("cancel --all").err
     for line in ("cancel", f"cancel {FULL_ID} --all", f"cancel {FULL_ID} --state pending"):
         ended = run(line)
-        assert (ended.code, "name tasks, or say which" in ended.err) == (2, True)
+        assert (ended.code, "name tasks, or select them with" in ended.err) == (2, True)
     assert [asked.method for asked in service.asked] == ["GET"]
 
 

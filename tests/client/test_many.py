@@ -177,9 +177,9 @@ def test_tasks_come_from_standard_input_too_and_answers_go_to_programs(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("submit a:b --batch FILE", "beside --batch"),
-        ("submit --gpus 1 --batch FILE", "beside --batch"),
-        ("submit --batch FILE -- true", "beside --batch"),
+        ("submit a:b --batch FILE", "--batch only goes with"),
+        ("submit --gpus 1 --batch FILE", "--batch only goes with"),
+        ("submit --batch FILE -- true", "--batch only goes with"),
         ("submit --batch nowhere.jsonl", "cannot read nowhere.jsonl"),
     ],
 )

@@ -114,7 +114,7 @@ def test_objects_are_deleted_by_their_ids_or_parts_of_them(service: RecordedServ
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("bbbbbbbb", f"may be any of {B}, {C}"),
+        ("bbbbbbbb", f"is ambiguous: {B}, {C}"),
         ("dddddddd", "no object's id begins or ends with 'dddddddd'; see: gpubroker objects"),
         ("aaa", "at least 8 characters"),
     ],
@@ -135,7 +135,7 @@ def test_of_several_it_is_said_which_were_not_tried(service: RecordedService, ru
     assert ended.err.splitlines() == [
         f"deleted {C}",
         "gpubroker: you have no such object",
-        f"after it these were not tried: {B}",
+        f"not tried after this error: {B}",
     ]
 
 

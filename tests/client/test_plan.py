@@ -33,7 +33,7 @@ def test_a_plan_is_drawn_and_its_exit_code_says_whether_it_fits(service: Recorde
         "n1 ×2",
         "displaces another tenant 60.0 GiB (priority 20) on n1",
         "displaces gang 20.0 GiB (priority 10) on n2 (only rank 2, 3)",
-        "in all 2 GPUs (1 whole), 20.0 GiB of GPU memory in parts, 5 CPUs",
+        "total 2 GPUs (1 whole), 20.0 GiB of GPU memory in parts, 5 CPUs",
         "without colocation 20.0 GiB of GPU memory in parts, 5 CPUs",
     ):
         assert text in " ".join(ended.out.split())

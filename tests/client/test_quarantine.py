@@ -78,7 +78,7 @@ def test_a_task_and_a_device_say_it_too(service: RecordedService, run: Run) -> N
         "holders": [holder],
     }
     service.told(Reply(200, a_task(FULL_ID, quarantine=[STUCK])), Reply(200, {"items": [gpu]}))
-    assert "! 8.0 GiB of attempt 2, since " in run(f"show {FULL_ID}").out
+    assert "! 8.0 GiB of attempt 2, for " in run(f"show {FULL_ID}").out
     assert f"train 8.0 GiB (! in quarantine: {STUCK['message']})" in run("gpus").out
 
 
@@ -105,7 +105,7 @@ def test_nothing_is_stated_without_a_yes(
     assert run(f"quarantine release {FULL_ID[-8:]} --because looked").code == 6
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     ended = run("quarantine release train --because looked")
-    assert (ended.code, "say --yes" in ended.err) == (2, True)
+    assert (ended.code, "use --yes" in ended.err) == (2, True)
     assert [asked.method for asked in service.asked] == ["GET", "GET"]
 
 
@@ -123,7 +123,7 @@ def test_what_is_not_in_quarantine_or_may_be_several_is_refused(service: Recorde
     ended = run("quarantine release nobody --yes --because looked")
     assert (ended.code, "nothing of 'nobody' is in quarantine" in ended.err) == (6, True)
     ended = run("quarantine release train --yes --because looked")
-    assert (ended.code, "may be any of" in ended.err) == (6, True)
+    assert (ended.code, "is ambiguous" in ended.err) == (6, True)
 
 
 def answering(text: str) -> io.StringIO:

@@ -43,7 +43,7 @@ def test_resume_says_what_is_asserted_and_asks(
     service.told(STATS, Reply(200, PAUSED), STATS)
     monkeypatch.setattr("sys.stdin", answering("y\n"))
     ended = run("resume --because", "no power")
-    assert (ended.code, ended.out.strip()) == (0, "given up unless heard of first: n1, n2")
+    assert (ended.code, ended.out.strip()) == (0, "given up unless they answer first: n1, n2")
     assert PAUSED["message"] in ended.err
     assert "because 'no power'" in ended.err
     assert (service.asked[-1].path, service.asked[-1].body) == ("/detection/resume", {"reason": "no power"})

@@ -59,8 +59,8 @@ IN_PIECES = {
 }
 UP, DOWN = {"up": True, "fault": ""}, {"up": False, "fault": "no route"}
 IN_PIECES_SAYS = [
-    "25% of what is free, 10.0 GiB (A100 50% · H100 0%)",
-    "! 5 wait for 2 × 30.0 GiB; 40.0 GiB are free, at most 20.0 GiB in one piece",
+    "25% of free memory, 10.0 GiB (A100 50% · H100 0%)",
+    "! 5 tasks wait for 2 × 30.0 GiB; 40.0 GiB are free, at most 20.0 GiB in one piece",
 ]
 EXPLAINED = {
     "id": FULL_ID,
@@ -134,7 +134,7 @@ TENANT = {
         (
             "stats",
             {**STATS, "forecasts": [FORETOLD]},
-            ["forecasts", "learned: 88% of 40 by their p90, off by 70s"],
+            ["forecasts", "learned: 88% of 40 started by their p90, median error 70s"],
         ),
         (
             "stats",
@@ -148,7 +148,7 @@ TENANT = {
             },
             [
                 "a · up, 3 requests",
-                "b · ! http is not asked: no route",
+                "b · ! http is down: no route",
                 "c · ! its node has not joined",
             ],
         ),
@@ -217,7 +217,7 @@ def test_who_was_preempted_says_so_and_by_whom_and_from_where_it_goes_on(
         Reply(200, victim), *history, explained, Reply(200, victim), *history, listed, Reply(200, victim)
     )
     by_whom = (
-        "at 2026-11-21 10:02:11Z for vip (task_2); it goes on from its checkpoint of 2026-11-21 10:02:10Z"
+        "at 2026-11-21 10:02:11Z for vip (task_2); it resumes from its checkpoint of 2026-11-21 10:02:10Z"
     )
     assert by_whom in run("show", FULL_ID).out
     assert f"preempted {by_whom}" in run("explain", FULL_ID).out
@@ -232,14 +232,14 @@ def test_what_cancelled_a_task_is_shown_with_it(service: RecordedService, run: R
         Reply(200, {"items": [{**asked, "fields": fields}], "next_after": 9}),
         Reply(200, {"items": [], "next_after": 9}),
     )
-    assert "cancelled  asked for at 2026-11-21 10:02:11Z: wrong data" in run("show", FULL_ID).out
+    assert "cancelled  requested at 2026-11-21 10:02:11Z: wrong data" in run("show", FULL_ID).out
 
 
 def test_a_failed_task_is_explained_by_its_error(service: RecordedService, run: Run) -> None:
     error = {"kind": "exception", "message": "no luck\nat all", "traceback": ""}
     explained = {"id": FULL_ID, "state": "failed", "message": "failed; it no longer waits for anything"}
     service.told(Reply(200, explained), Reply(200, a_task(FULL_ID, "failed", error=error)))
-    assert f"exception: no luck; more: gpubroker show {FULL_ID[-8:]}" in run("explain", FULL_ID).out
+    assert f"exception: no luck; details: gpubroker show {FULL_ID[-8:]}" in run("explain", FULL_ID).out
 
 
 def test_a_log_whose_beginning_is_gone_says_so_and_begins_with_a_whole_line(
@@ -261,7 +261,7 @@ def test_a_list_without_unfinished_tasks_says_where_the_others_are(
 ) -> None:
     service.told(page(), page())
     assert "gpubroker ps --all" in run("ps").out
-    assert run("ps --all").out == "no such task\n"
+    assert run("ps --all").out == "no matching tasks\n"
 
 
 def test_a_list_of_unfinished_tasks_does_not_deny_those_that_have_ended(
@@ -269,13 +269,13 @@ def test_a_list_of_unfinished_tasks_does_not_deny_those_that_have_ended(
 ) -> None:
     service.told(page(), page())
     for words in (f"ps --after {FULL_ID}", "ps --name fit"):
-        assert run(words).out == "none of these waits or runs; with --all you see those that have ended\n"
+        assert run(words).out == "no matching task is pending or running; --all includes finished tasks\n"
 
 
 def test_a_list_says_that_there_are_more(service: RecordedService, run: Run) -> None:
     service.told(page(FULL_ID, "task_2"), page(FULL_ID, "task_2"))
     cut = run("ps -o ndjson --limit 1")
-    assert (cut.json["id"], "the newest 1 and there are more" in cut.err) == (FULL_ID, True)
+    assert (cut.json["id"], "the newest 1; --limit shows more" in cut.err) == (FULL_ID, True)
     assert run("ps -o ndjson --limit 2").err == ""
 
 
@@ -284,7 +284,7 @@ def test_no_gpus_while_the_cluster_starts_is_no_reason_to_declare_some(
 ) -> None:
     for state, says in (
         ("connecting", "no GPUs yet: connecting"),
-        ("connected", "declare simulated_devices"),
+        ("connected", "set simulated_devices"),
     ):
         service.told(Reply(200, {"items": []}), Reply(200, {"executor": {"state": state}}))
         assert says in run("gpus").out
@@ -302,7 +302,7 @@ def test_commands_of_other_systems_are_answered_with_ours(service: RecordedServi
 def test_a_long_name_takes_nothing_from_the_others(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    monkeypatch.setattr("gpubroker.cli.session._PIPE_WIDTH", columns)
+    monkeypatch.setattr("gpubroker.cli.printing._PIPE_WIDTH", columns)
     pending = {"reason": "WaitingForMemory", "message": "needs room", "position": None}
     waiting = a_task(FULL_ID, name="n" * 200, pending=pending)
     service.told(Reply(200, {"items": [waiting], "next_cursor": None}), Reply(200, waiting))
@@ -322,7 +322,7 @@ def test_a_watch_into_a_pipe_is_one_answer_after_another(
         if (trouble := next(naps)) is not None:
             raise trouble
 
-    monkeypatch.setattr("gpubroker.cli.session.time.sleep", sleep)
+    monkeypatch.setattr("gpubroker.cli.printing.time.sleep", sleep)
     service.told(
         Reply(200, {"items": [{**GPU, "free_mb": 1}]}), Reply(200, {"items": [{**GPU, "free_mb": 2}]})
     )

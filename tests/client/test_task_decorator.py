@@ -31,7 +31,7 @@ def test_it_is_the_function_that_it_was() -> None:
 
 
 def test_it_is_queued_as_it_says(service: RecordedService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpubroker.models.decorators.default_broker", lambda: Broker(service.url, "t"))
+    monkeypatch.setattr("gpubroker.decorators._default_broker", lambda: Broker(service.url, "t"))
     service.told(Reply(202, a_task(FULL_ID)))
     queued = power.submit(3, exponent=4)
     assert queued.id == FULL_ID
@@ -80,7 +80,7 @@ def test_many_and_what_if_know_it_too(service: RecordedService, do: Do) -> None:
 
 
 def test_what_no_function_can_say_is_told_at_once() -> None:
-    with pytest.raises(WrongArgument, match="knows no option gpu; did you mean"):
+    with pytest.raises(WrongArgument, match="has no option gpu; did you mean"):
         task(gpu=1)  # type: ignore[call-arg]  # the mistake is the test
     with pytest.raises(WrongArgument, match="kwargs is of one submit alone"):
         task(kwargs={"a": 1})

@@ -13,15 +13,15 @@ EXIT_WAIT_TIMEOUT = 5
 EXIT_REFUSED = 6
 EXIT_UNREACHABLE = 7
 EXIT_NOT_NOW = 8
-"""It would wait, or does not fit."""
+"""The task would wait, or the components do not fit."""
 EXIT_INTERRUPTED = 130
 
 SHOWN_ID_LENGTH = 8
-"""So much of an id's end is shown in tables, and at least so much of one must be typed."""
+"""Tables show this many characters from the end of an id; as many must be typed."""
 
 
 def main() -> None:
-    """Run the command line and leave with one of the codes above."""
+    """Run the command line and exit with one of the codes above."""
     from gpubroker.cli.app import app
 
     try:

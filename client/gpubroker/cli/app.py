@@ -7,32 +7,35 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from gpubroker.cli import EXIT_USAGE
-from gpubroker.cli.admin import tokens as administer
-from gpubroker.cli.cluster import commands as cluster
-from gpubroker.cli.cluster import detection, estimates, plan, quarantine
-from gpubroker.cli.leases import commands as lease
-from gpubroker.cli.models import commands as served
-from gpubroker.cli.models import objects
-from gpubroker.cli.session import Format, Output, say
-from gpubroker.cli.tasks import change as control
-from gpubroker.cli.tasks import show as tasks
-from gpubroker.cli.tasks import submit
+from gpubroker import __version__
+from gpubroker.cli import (
+    EXIT_USAGE,
+    cluster_commands,
+    gpu_commands,
+    lease_commands,
+    model_commands,
+    object_commands,
+    plan_command,
+    quarantine_commands,
+    token_commands,
+)
+from gpubroker.cli.printing import Format, Output, eprint
+from gpubroker.cli.tasks import change, events, explain, results, submit, view
 
 _SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "migrate-data", "openapi"})
 
-_WORDS_OF_OTHERS: Final = {
+_OTHER_NAMES: Final = {
     "list": "ps", "ls": "ps", "status": "ps", "queue": "ps", "squeue": "ps", "jobs": "ps",
     "get": "show", "describe": "show", "info": "show", "why": "explain",
     "run": "submit", "sbatch": "submit", "start": "serve", "tokens": "token list",
     "kill": "cancel", "stop": "cancel", "rm": "cancel", "scancel": "cancel",
     "leases": "lease list", "top": "gpus", "devices": "gpus", "log": "logs", "output": "logs",
 }  # fmt: skip
-"""What other systems call our commands."""
+"""Names of these commands in other systems."""
 
 
 class Commands(TyperGroup):
-    """Our commands at once; those of other packages only when one of them, or the help, is asked for."""
+    """Loads the commands of other packages only if one of them, or the help, is asked for."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if own := super().get_command(ctx, cmd_name):
@@ -40,10 +43,10 @@ class Commands(TyperGroup):
         if added := self._added().get(cmd_name):
             return added
         if cmd_name in _SERVER_COMMANDS:
-            say(f"gpubroker: `gpubroker {cmd_name}` belongs to the service: pip install gpubroker-server")
+            eprint(f"gpubroker: `gpubroker {cmd_name}` needs the service: pip install gpubroker-server")
             raise typer.Exit(EXIT_USAGE)
-        if meant := _WORDS_OF_OTHERS.get(cmd_name):
-            say(f"gpubroker: there is no command {cmd_name!r}; did you mean: gpubroker {meant}")
+        if meant := _OTHER_NAMES.get(cmd_name):
+            eprint(f"gpubroker: no command {cmd_name!r}; did you mean: gpubroker {meant}")
             raise typer.Exit(EXIT_USAGE)
         return None
 
@@ -57,7 +60,7 @@ class Commands(TyperGroup):
             try:
                 point.load()(app)
             except ImportError as error:
-                say(f"the commands of {point.value} cannot be loaded: {error}")
+                eprint(f"gpubroker: cannot load the commands of {point.value}: {error}")
         for command in app.registered_commands:
             command.rich_help_panel = "Service"
         return dict(get_group(app).commands)
@@ -73,7 +76,7 @@ app = typer.Typer(
 )
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         version()
         raise typer.Exit
@@ -82,12 +85,13 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def options(
     url: Annotated[str | None, typer.Option(help="Address of the service. [GPUBROKER_URL]")] = None,
-    token: Annotated[str | None, typer.Option(help="Token to show to it. [GPUBROKER_TOKEN]")] = None,
+    token: Annotated[str | None, typer.Option(help="Token to authenticate with. [GPUBROKER_TOKEN]")] = None,
     _version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print it and leave.")
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Queue work for shared GPUs, see who holds what, and why a task waits.
+    """Queue work for shared GPUs, see what uses them, and find out why a task waits.
 
     \b
     gpubroker submit team.training:fit -i epochs=3 --gpu-memory 18GiB --wait
@@ -97,25 +101,25 @@ def options(
 
 
 def version(output: Output = Format.TABLE) -> None:
-    """The version of this command line."""
-    from gpubroker import __version__
-
+    """Print the version of this command line."""
     typer.echo(f"gpubroker {__version__}" if output is Format.TABLE else f'{{"version": "{__version__}"}}')
 
 
 for part in (
     submit,
-    tasks,
-    control,
-    lease,
-    estimates,
-    cluster,
-    served,
-    objects,
-    quarantine,
-    detection,
-    plan,
-    administer,
+    view,
+    explain,
+    results,
+    events,
+    change,
+    lease_commands,
+    cluster_commands,
+    gpu_commands,
+    model_commands,
+    object_commands,
+    quarantine_commands,
+    plan_command,
+    token_commands,
 ):
     part.add_to(app)
 app.command(rich_help_panel="Administration")(version)

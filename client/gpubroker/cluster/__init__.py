@@ -1,1 +1,1 @@
-"""Devices, nodes, policy, quarantine and planned fleets as the service answers them."""
+"""See the cluster and plan for it: devices, nodes, tenants, policy, quarantine, planned fleets."""

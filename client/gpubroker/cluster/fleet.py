@@ -1,16 +1,17 @@
-"""What the service answers about devices, machines and the whole cluster; see `gpubroker.tasks.task`."""
+"""Devices, nodes, tenants, policy and totals of the cluster, as the service answers them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from gpubroker.transport.decoding import Raw, each, filled, optional
+from gpubroker.tasks.estimates import ForecastsKept
+from gpubroker.transport.decoding import Raw
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds memory on a device: what it leased and what was last measured."""
+    """A holder of memory on a device: what it leased and what was last measured."""
 
     kind: str
     id: str
@@ -19,20 +20,20 @@ class Holder:
     band: str = ""
     gpu_mb: int = 0
     context_mb: int = 0
-    """Of `gpu_mb`, the process's own cost beyond what was asked for."""
+    """Part of `gpu_mb`: the process's own cost beyond the demand."""
     measured_mb: int | None = None
     overused_mb: int | None = None
-    """What its run used when that was first found to be more than its lease."""
+    """What its run used when it first exceeded its lease."""
     state: str = ""
     stopping: bool = False
     quarantine: Mapping[str, Any] | None = None
-    """Of one that nobody can confirm to be gone: `quarantined_at`, what it `awaits`, and a `message`."""
+    """If it is not confirmed gone: `quarantined_at`, the proofs it `awaits`, and a `message`."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Pledge:
-    """Memory that is being freed for one waiting task; `arrived_mb` of it is free already."""
+    """Memory that is being freed for one waiting task; `arrived_mb` of it is already free."""
 
     task: str
     gpu_mb: int = 0
@@ -53,15 +54,15 @@ class Gpu:
     index: int = 0
     simulated: bool = False
     parent: str = ""
-    """UUID of the GPU of which it is an instance."""
+    """If it is an instance of a GPU: that GPU's UUID."""
     split: bool = False
-    """It has instances: they are leased, and it is not."""
+    """It has instances; they are leased instead of it."""
     power: int = 0
-    """Rank of its kind; more is stronger, 0 is not ranked."""
+    """Rank of its kind; higher is stronger, 0 is unranked."""
     context_mb: int = 0
-    """What each process takes beyond what it asked for."""
+    """What each process uses beyond its demand."""
     present: bool = True
-    """False once its node no longer has it; it is shown while something is leased on it."""
+    """False once its node no longer has it; it is listed while something is leased on it."""
     physical_mb: int = 0
     reserve_mb: int = 0
     leased_mb: int = 0
@@ -69,11 +70,11 @@ class Gpu:
     foreign_mb: int = 0
     """Used by processes that hold no lease."""
     unaccounted_mb: int = 0
-    """Used beyond what holders and foreign processes explain."""
+    """Used, but not explained by holders and foreign processes."""
     pledged_mb: int = 0
     free_mb: int = 0
     stranded_mb: int = 0
-    """Of what is free, what the usual demands cannot use, each counted by its share."""
+    """Part of `free_mb` that the usual demands cannot use, weighted by their frequency."""
     utilization: float | None = None
     """0 to 1."""
     sampled_at: datetime | None = None
@@ -82,22 +83,16 @@ class Gpu:
     pledges: tuple[Pledge, ...] = ()
     raw: Raw = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, raw: Raw) -> "Gpu":
-        return filled(
-            cls, raw, holders=each(Holder, raw.get("holders")), pledges=each(Pledge, raw.get("pledges"))
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. `cpu`, `memory_mb` and `runs` hold what is used of what there is; `agent` its agent's
-    `release`, whether that is `outdated`, and the `message` what to do about it; `silent_since` when that was
-    last heard of, if not lately."""
+    """One machine. `cpu`, `memory_mb` and `runs` say what is used of the total. `agent` has the node agent's
+    `release`, whether it is `outdated`, and a `message` if something has to be done."""
 
     name: str
     ready: bool = True
     silent_since: datetime | None = None
+    """When its agent last answered; None if it answers."""
     cordoned: bool = False
     incarnation: str = ""
     cpu: Mapping[str, float] = field(default_factory=dict)
@@ -108,14 +103,10 @@ class Node:
     agent: Mapping[str, Any] | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, raw: Raw) -> "Node":
-        return filled(cls, raw)
-
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """What most of the waiting tasks ask for is free in sum, and nowhere in one piece."""
+    """The most frequent waiting demand, if it is free in total but nowhere in one piece."""
 
     gpus: int
     gpu_mb: int = 0
@@ -127,7 +118,7 @@ class Scattered:
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """Of the GPUs that take tasks now: what is free, and what of it the usual demands cannot use."""
+    """Of the GPUs that take tasks now: what is free, and which part the usual demands cannot use."""
 
     free_mb: int = 0
     stranded_mb: int = 0
@@ -137,54 +128,28 @@ class Fragmentation:
     scattered: Scattered | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, raw: Raw) -> "Fragmentation":
-        scattered = raw.get("scattered")
-        return filled(
-            cls,
-            raw,
-            kinds=tuple(raw.get("kinds") or ()),
-            scattered=filled(Scattered, scattered) if scattered else None,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One of those who share the cluster. Sizes are MiB of GPU memory; `guaranteed_mb` None: no quota."""
+    """A tenant. Sizes are MiB of GPU memory; without a quota, `guaranteed_mb` is None."""
 
     name: str
     cohort: str | None = None
     guaranteed_mb: int | None = None
     borrow_mb: int | None = None
-    """None: as much as its cohort leaves."""
+    """None: as much as its cohort has left."""
     held_mb: int = 0
     borrowed_mb: int = 0
     pledged_mb: int = 0
-    """What is being freed for its tasks."""
+    """Being freed for its tasks."""
     usage_mb_seconds: float = 0.0
     weight: float = 1.0
     fair_share: float = 0.0
     level: float = 0.0
-    """What it has used and holds against its fair share; within a band the lowest goes first."""
+    """Its usage and holdings relative to its fair share; within a band the lowest goes first."""
     max_priority: int = 100
     pending: int = 0
     active: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Tenant":
-        return filled(cls, raw)
-
-
-@dataclass(frozen=True, slots=True)
-class ForecastsKept:
-    """How true the first forecasts of starts came that rested on the same: stated, learned or guess."""
-
-    basis: str
-    n: int = 0
-    median_error_seconds: float = 0.0
-    within_p90: float = 0.0
-    """The share that started by the p90; 0.9 is right."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 
@@ -199,19 +164,41 @@ class Stats:
     executor: Mapping[str, Any] = field(default_factory=dict)
     leader: Mapping[str, Any] = field(default_factory=dict)
     detection: Mapping[str, Any] = field(default_factory=dict)
-    """`state`, watching or paused; then also the silent `nodes` that are not given up, and the `message`."""
+    """`state`, watching or paused; if paused, the silent `nodes` that are not given up, and a `message`."""
     model_servers: tuple[Mapping[str, Any], ...] = ()
-    """Name, node and requests in flight of each; of `http` and `grpc` whether it is `up`, and the `fault`."""
+    """Name, node and requests in flight; for `http` and `grpc` whether it is `up`, and its `fault`."""
     as_of: datetime | None = None
     age_seconds: float | None = None
     position: int = 0
     raw: Raw = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, raw: Raw) -> "Stats":
-        return filled(
-            cls,
-            raw,
-            fragmentation=optional(Fragmentation, raw.get("fragmentation")),
-            forecasts=each(ForecastsKept, raw.get("forecasts")),
-        )
+
+Rows = tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator has configured. Rows are mappings with the names of the HTTP API. `tenants` only has
+    those that the token may see."""
+
+    placement: str = ""
+    bands: Rows = ()
+    ageing_seconds_per_point: float = 0.0
+    preemption: Mapping[str, Any] = field(default_factory=dict)
+    overuse: str = ""
+    """What becomes of a run that exceeds its lease: `report` or `stop`."""
+    overuse_tolerance: float = 0.0
+    learned_margin: float = 0.0
+    kinds: Rows = ()
+    pools: Rows = ()
+    custom_limits: Rows = ()
+    max_running: Rows = ()
+    maximum: Mapping[str, Any] = field(default_factory=dict)
+    """The most that one task may ask for; None is no limit."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    model_types: Rows = ()
+    tenants: Rows = ()
+    streams: Mapping[str, float] = field(default_factory=dict)
+    body_bytes: int = 0
+    batch_body_bytes: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpubroker.tasks.explanation import Run
-from gpubroker.transport.decoding import Raw, each, filled
+from gpubroker.transport.decoding import Raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +14,9 @@ class PlannedComponent:
     count: int = 0
     placed: int = 0
     missing: int = 0
-    """So many of it have no place."""
+    """How many have no place."""
     reason: str = ""
-    """Why the first of those has none; a stable token."""
+    """Why the first of those has no place; a stable token."""
     message: str = ""
     raw: Raw = field(default_factory=dict, repr=False)
 
@@ -24,59 +24,44 @@ class PlannedComponent:
 @dataclass(frozen=True, slots=True)
 class MissingGpus:
     kinds: tuple[str, ...] = ()
-    """One of these, as asked for; empty: any."""
+    """Any of these kinds; empty: any kind."""
     whole_gpus: int = 0
     gpu_mb: int = 0
-    """For those that need not be whole."""
+    """For parts of GPUs."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """So much more there would have to be, at least."""
+    """The least that would have to be added."""
 
     gpus: tuple[MissingGpus, ...] = ()
     cpu: float = 0.0
     memory_mb: int = 0
     raw: Raw = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, raw: Raw) -> "Missing":
-        return filled(cls, raw, gpus=each(MissingGpus, raw.get("gpus")))
-
 
 @dataclass(frozen=True, slots=True)
 class Displaced(Run):
-    """A run that would have to leave, or of a gang that goes on, these ranks."""
+    """A run that would have to leave, or some ranks of a gang that continues."""
 
     ranks: tuple[int, ...] | None = None
-    """None: all of it leaves."""
+    """None: the whole run leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """Where each component goes, what is missing, and whom it would displace."""
+    """Where each component goes, what is missing, and which runs it would displace."""
 
     fits: bool
     message: str
     components: tuple[PlannedComponent, ...] = ()
     places: tuple[Raw, ...] = ()
-    """`component`, `number`, `node`, `devices`, of a gang `rank`, and how many runs it `displaces`."""
+    """`component`, `number`, `node`, `devices`, for a gang `rank`, and how many runs it `displaces`."""
     displaced: tuple[Displaced, ...] = ()
     missing: Missing = field(default_factory=Missing)
-    """What has no place, less what is left."""
+    """The demand without a place, minus the free memory."""
     totals: Mapping[str, Any] = field(default_factory=dict)
     totals_without_colocation: Mapping[str, Any] = field(default_factory=dict)
-    """If each role ran by itself that now takes turns with others."""
+    """If each role ran alone instead of taking turns with others."""
     raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "FleetPlan":
-        return filled(
-            cls,
-            raw,
-            fits=bool(raw.get("fits")),
-            components=each(PlannedComponent, raw.get("components")),
-            displaced=each(Displaced, raw.get("displaced")),
-            missing=Missing.of(raw.get("missing") or {}),
-        )

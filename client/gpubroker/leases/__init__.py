@@ -1,1 +1,1 @@
-"""GPU memory for programs that the broker does not start."""
+"""Lease GPU memory for programs that the broker does not start."""

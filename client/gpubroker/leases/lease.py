@@ -1,4 +1,4 @@
-"""GPU memory for programs that the broker does not start: ask, hold, be asked to leave, give back."""
+"""Leases: GPU memory for programs that the broker does not start."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -9,19 +9,18 @@ from typing import TypedDict
 
 from gpubroker.errors import BrokerError
 from gpubroker.tasks.task import Failure, Pending, TaskDevice
-from gpubroker.transport.decoding import Raw, each, filled, optional
+from gpubroker.transport.decoding import Raw
 
-LONGEST_INTERVAL_SECONDS = 30.0
-AGAIN_SECONDS = 1.0
+_LONGEST_INTERVAL_SECONDS = 30.0
 
 
 class LeaseState(StrEnum):
     PENDING = "pending"
     HELD = "held"
     STOPPING = "stopping"
-    """Its holder is asked to leave."""
+    """The holder is asked to leave."""
     QUARANTINED = "quarantined"
-    """It is over and was not given back: its memory still counts as used."""
+    """It has ended without a release: its memory still counts as used."""
     ENDED = "ended"
     UNKNOWN = "unknown"
     """A state that this version of the SDK does not know; `lease.raw["state"]` names it."""
@@ -33,18 +32,18 @@ class LeaseState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Free the memory, then release the lease, by then."""
+    """Free the memory and then release the lease, before the deadline."""
 
     reason: str
-    """preempt, deadline (it was not renewed), cancel, overuse; `ended` if nobody waits any more, `refused` if
-    the service does not let this program renew it (`fault` of what is held says how)."""
+    """preempt, deadline (it was not renewed), cancel or overuse; `ended` if the lease has ended, `refused` if
+    the service does not let this program renew it (see `HeldLease.fault`)."""
     deadline_at: datetime | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease as the service told it."""
+    """A lease as the service answers it."""
 
     id: str
     holder: str
@@ -63,24 +62,12 @@ class Lease:
     requested_at: datetime | None = None
     held_at: datetime | None = None
     deadline_at: datetime | None = None
-    """To be renewed before then."""
+    """Renew it before then."""
     ended_at: datetime | None = None
     notice: Notice | None = None
     pending: Pending | None = None
     error: Failure | None = None
     raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Lease":
-        return filled(
-            cls,
-            raw,
-            state=LeaseState(raw.get("state", "")),
-            devices=each(TaskDevice, raw.get("devices")),
-            notice=optional(Notice, raw.get("notice")),
-            pending=optional(Pending, raw.get("pending")),
-            error=optional(Failure, raw.get("error")),
-        )
 
     @property
     def device_uuids(self) -> tuple[str, ...]:
@@ -89,7 +76,7 @@ class Lease:
     @property
     def interval_seconds(self) -> float:
         """How often to renew it."""
-        return min(self.ttl_seconds / 3, LONGEST_INTERVAL_SECONDS)
+        return min(self.ttl_seconds / 3, _LONGEST_INTERVAL_SECONDS)
 
 
 AnyLease = Lease | str
@@ -97,17 +84,18 @@ AnyLease = Lease | str
 
 
 class LeaseOptions(TypedDict, total=False):
-    """What is asked for. `holder` is for people; left out it names this program, machine and process."""
+    """What `lease` and `ask_lease` take by name."""
 
     holder: str
+    """Shown to people. Default: this program, user, machine and process."""
     gpu_mb: int
-    """MiB of each GPU; left out: whole GPUs."""
+    """MiB of each GPU; without it, whole GPUs."""
     gpus: int
     priority: int | str
     ttl_seconds: float
     grace_seconds: float
     pid: int
-    """A process on the lease's node whose use, with that of its children, is the lease's."""
+    """A process on the lease's node; what it and its children use counts as the lease's."""
     node: str
     devices: Sequence[str]
     kinds: Sequence[str]
@@ -116,45 +104,42 @@ class LeaseOptions(TypedDict, total=False):
 
 
 class LeaseEnded(BrokerError):
-    """There is no such lease to hold: it was not given in time, or ended while it was waited for."""
+    """The lease was not given in time, or ended while it was waited for."""
 
     def __init__(self, lease_id: str, detail: str) -> None:
         super().__init__(detail, code="lease-ended")
         self.lease_id = lease_id
 
 
-class Standing:
-    """What is known of a lease that is being held; told by whoever renews it, asked by anybody."""
+class LeaseStatus:
+    """What is known of a held lease: written by what renews it, read by the holder."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self.is_over = False
-        """Nobody needs to renew it any longer."""
+        """The holder has left its block, so nothing renews the lease any more."""
         self.is_unreachable = False
-        """The service could not be asked last time. Its memory is given to nobody else meanwhile."""
-        self._told = threading.Event()
-        self._notice: Notice | None = None
+        """The last renewal got no answer. The memory is not given away meanwhile."""
+        self.notice: Notice | None = None
         self.fault: BrokerError | None = None
-        """How the service refused to renew it."""
+        """Why the service refused a renewal."""
+        self._has_notice = threading.Event()
 
-    @property
-    def notice(self) -> Notice | None:
-        return self._notice
-
-    def note(self, lease: Lease) -> None:
+    def update(self, lease: Lease) -> None:
         self.lease = lease
         self.is_unreachable = False
         if lease.state is not LeaseState.HELD:
-            self.give(lease.notice or Notice("ended"))
+            self.give_notice(lease.notice or Notice("ended"))
 
     def refuse(self, fault: BrokerError) -> None:
         self.fault = fault
-        self.give(Notice("refused"))
+        self.give_notice(Notice("refused"))
 
-    def give(self, notice: Notice) -> None:
-        if self._notice is None:
-            self._notice = notice
-            self._told.set()
+    def give_notice(self, notice: Notice) -> None:
+        """Only the first notice counts."""
+        if self.notice is None:
+            self.notice = notice
+            self._has_notice.set()
 
-    def wait(self, timeout_seconds: float | None) -> bool:
-        return self._told.wait(timeout_seconds)
+    def wait_for_notice(self, timeout_seconds: float | None) -> bool:
+        return self._has_notice.wait(timeout_seconds)

@@ -1,1 +1,1 @@
-"""Ask models, now or queued, with arrays or uploaded objects."""
+"""Ask models on Triton, at once or queued, and move them in and out of GPU memory."""

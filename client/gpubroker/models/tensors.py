@@ -1,7 +1,7 @@
-"""Arrays in the form of Triton's protocol: requests to models, and their answers.
+"""Arrays in the binary form of Triton's protocol.
 
-A body is JSON that describes the tensors, and then their bytes, one after the other. numpy is loaded when the
-first array is sent, since all else of this SDK goes without.
+A body is JSON that describes the tensors, followed by their bytes. numpy is imported when the first array is
+sent; the rest of the SDK does not need it.
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 HEAD_BYTES = "inference-header-content-length"
-"""The header that says how long the JSON is, where bytes of tensors follow it."""
+"""The header with the length of the JSON, if bytes of tensors follow it."""
 
 _DTYPES = {
     "BOOL": "?", "INT8": "<i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "<u1",
@@ -26,33 +26,33 @@ _DTYPES = {
 }  # fmt: skip
 _DATATYPES = {dtype.strip("<"): datatype for datatype, dtype in _DTYPES.items()}
 _BFLOAT16 = "bfloat16"
-"""What libraries that add this type to numpy, which has none, call it."""
+"""The name of the type in libraries that add it to numpy."""
 
 
-def written(
+def encode(
     inputs: "Mapping[str, ArrayLike]",
     outputs: Sequence[str] | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> tuple[bytes, int]:
-    """The body of a request, and the length of its head. Without `outputs`: for all that the model has.
+    """The body of a request, and the length of its JSON. Without `outputs`, the request is for all of them.
 
     Raises WrongArgument.
     """
-    told = [described(name, given) for name, given in named(inputs).items()]
-    parts = [b"", *(data for _, data in told)]
-    asked: dict[str, Any] = {"inputs": [tensor for tensor, _ in told]}
+    check_names(inputs)
+    tensors = [tensor_of(name, value) for name, value in inputs.items()]
+    request: dict[str, Any] = {"inputs": [tensor for tensor, _ in tensors]}
     if outputs is not None:
-        asked["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
-    asked["parameters"] = {**(parameters or {}), "binary_data_output": True}
-    parts[0] = json.dumps(asked, allow_nan=False).encode()
-    return b"".join(parts), len(parts[0])
+        request["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
+    request["parameters"] = {**(parameters or {}), "binary_data_output": True}
+    head = json.dumps(request, allow_nan=False).encode()
+    return b"".join([head, *(data for _, data in tensors)]), len(head)
 
 
-def read(answer: Answer) -> "dict[str, NDArray[Any]]":
-    """The outputs by name, each with memory of its own that may be written to. BYTES are arrays of `bytes`,
-    and BF16, which numpy does not know, are FP32 of the same values.
+def decode_outputs(answer: Answer) -> "dict[str, NDArray[Any]]":
+    """The outputs by name, as writable arrays. BYTES become arrays of `bytes`; BF16, which numpy lacks,
+    becomes FP32 with the same values.
 
-    Raises BrokerError if it is no answer of a model.
+    Raises BrokerError if it is not the answer of a model.
     """
     content = memoryview(answer.content)
     try:
@@ -62,42 +62,49 @@ def read(answer: Answer) -> "dict[str, NDArray[Any]]":
             size = (output.get("parameters") or {}).get("binary_data_size")
             shape, datatype = output["shape"], output["datatype"]
             if size is None:
-                found[output["name"]] = _listed(output["data"], datatype, shape)
+                found[output["name"]] = _from_json(output["data"], datatype, shape)
             else:
-                found[output["name"]] = _unpacked(content[at : at + size], datatype, shape)
+                found[output["name"]] = _unpack(content[at : at + size], datatype, shape)
                 at += size
     except (ValueError, KeyError, TypeError, struct.error) as fault:
         raise BrokerError(
-            f"the answer of the model cannot be read: {fault!r}", code="not-a-model", status=answer.status
+            f"cannot read the answer of the model: {fault!r}", code="not-a-model", status=answer.status
         ) from fault
     return found
 
 
-def described(name: str, given: "ArrayLike") -> tuple[dict[str, Any], bytes]:
-    """An input, and its bytes, which follow the JSON. Raises WrongArgument."""
-    datatype, shape, data = _packed(name, given)
+def tensor_of(name: str, given: "ArrayLike") -> tuple[dict[str, Any], bytes]:
+    """The description of an input, and its bytes, which follow the JSON. Raises WrongArgument."""
+    datatype, shape, data = _pack(name, given)
     size = {"binary_data_size": len(data)}
     return {"name": name, "datatype": datatype, "shape": shape, "parameters": size}, data
 
 
-def named(inputs: "Mapping[str, ArrayLike]") -> "Mapping[str, ArrayLike]":
-    """The same. Raises WrongArgument where there is an array without a name."""
+def object_body(data: "bytes | bytearray | memoryview | ArrayLike") -> tuple[bytes, dict[str, Any]]:
+    """The bytes of an object, and an array's datatype and shape. Raises WrongArgument."""
+    if isinstance(data, bytes | bytearray | memoryview):
+        return bytes(data), {}
+    datatype, shape, packed = _pack("of the object", data)
+    return packed, {"datatype": datatype, "shape": tuple(shape)}
+
+
+def check_names(inputs: object) -> None:
+    """Raises WrongArgument for an array without a name."""
     if not isinstance(inputs, Mapping):
         raise WrongArgument(
-            f"inputs is of type {type(inputs).__name__}; give a mapping of arrays by the names of the "
-            "model's inputs, such as {'INPUT0': array}"
+            f"inputs is of type {type(inputs).__name__}; pass a mapping from the names of the model's inputs "
+            "to arrays, such as {'INPUT0': array}"
         )
-    return inputs
 
 
-def _packed(name: str, given: "ArrayLike") -> tuple[str, list[int], bytes]:
-    """Its datatype, shape and bytes, in rows."""
+def _pack(name: str, given: "ArrayLike") -> tuple[str, list[int], bytes]:
+    """Datatype, shape, and bytes in row-major order."""
     array = _array(name, given)
     datatype, shape = _datatype_of(name, array), list(array.shape)
     if datatype == "BF16":
         return datatype, shape, array.tobytes()
     if datatype == "BYTES":
-        return datatype, shape, b"".join(_counted(name, array))
+        return datatype, shape, b"".join(_with_lengths(name, array))
     return datatype, shape, array.astype(_DTYPES[datatype], copy=False).tobytes()
 
 
@@ -106,13 +113,13 @@ def _array(name: str, given: "ArrayLike") -> "NDArray[Any]":
     try:
         try:
             array: NDArray[Any] = numpy.asarray(given)
-        except UnicodeDecodeError:  # str and bytes, of which numpy would make one type
+        except UnicodeDecodeError:  # a mix of str and bytes, which numpy would give one type
             array = numpy.asarray(given, object)
         if array.dtype.kind in "SU" and not isinstance(given, numpy.ndarray):
-            # Of numpy's own types of text all lose the NULs at their end, and numbers among them become text.
+            # numpy's text types drop NULs at the end, and turn numbers among the text into text.
             array = numpy.asarray(given, object)
     except ValueError as fault:
-        raise WrongArgument(f"input {name} is no array: {fault}") from None
+        raise WrongArgument(f"input {name} is not an array: {fault}") from None
     return array
 
 
@@ -125,13 +132,13 @@ def _datatype_of(name: str, array: "NDArray[Any]") -> str:
     datatype = _DATATYPES.get(f"{kind}{array.dtype.itemsize}" if kind != "b" else "?")
     if datatype is None:
         raise WrongArgument(
-            f"input {name} has the dtype {array.dtype}, for which Triton has no datatype; "
-            f"convert it to one of {', '.join(_DTYPES)}, or to text for BYTES"
+            f"input {name} has the dtype {array.dtype}, which Triton does not have; convert it to one of "
+            f"{', '.join(_DTYPES)}, or to text for BYTES"
         )
     return datatype
 
 
-def _counted(name: str, array: "NDArray[Any]") -> Iterable[bytes]:
+def _with_lengths(name: str, array: "NDArray[Any]") -> Iterable[bytes]:
     for data in _encoded(name, array):
         yield struct.pack("<I", len(data))
         yield data
@@ -142,13 +149,13 @@ def _encoded(name: str, array: "NDArray[Any]") -> Iterable[bytes]:
         data = element.encode() if isinstance(element, str) else element
         if not isinstance(data, bytes):
             raise WrongArgument(
-                f"input {name} has an element of type {type(element).__name__}; BYTES are made of str and "
-                "bytes, and numbers need an array of one dtype"
+                f"input {name} has an element of type {type(element).__name__}; BYTES need str or bytes, and "
+                "numbers an array of one dtype"
             )
         yield data
 
 
-def _unpacked(data: memoryview, datatype: str, shape: Sequence[int]) -> "NDArray[Any]":
+def _unpack(data: memoryview, datatype: str, shape: Sequence[int]) -> "NDArray[Any]":
     numpy = _numpy()
     if datatype == "BYTES":
         return _objects(_elements(data), shape)
@@ -170,8 +177,8 @@ def _elements(data: memoryview) -> list[bytes]:
     return elements
 
 
-def _listed(data: Sequence[Any], datatype: str, shape: Sequence[int]) -> "NDArray[Any]":
-    """Of an output that came as JSON, such as a classification."""
+def _from_json(data: Sequence[Any], datatype: str, shape: Sequence[int]) -> "NDArray[Any]":
+    """An output sent as JSON, such as a classification."""
     if datatype == "BYTES":
         return _objects([element.encode() for element in data], shape)
     array: NDArray[Any] = _numpy().array(data, _dtype(datatype)).reshape(shape)
@@ -187,7 +194,7 @@ def _objects(elements: Sequence[bytes], shape: Sequence[int]) -> "NDArray[np.obj
 
 def _dtype(datatype: str) -> str:
     if datatype not in _DTYPES:
-        raise ValueError(f"an output has the datatype {datatype}, which this SDK does not know")
+        raise ValueError(f"unknown datatype {datatype} of an output")
     return _DTYPES[datatype]
 
 
@@ -196,7 +203,6 @@ def _numpy() -> ModuleType:
         import numpy
     except ImportError as missing:
         raise ImportError(
-            "models are asked with arrays of numpy, which is not installed here; "
-            "`pip install 'gpubroker[inference]'` installs it"
+            "arrays need numpy, which is not installed; install it with `pip install 'gpubroker[inference]'`"
         ) from missing
     return numpy

@@ -1,1 +1,1 @@
-"""Submit tasks and read their answers."""
+"""Submit tasks, follow them and get their results."""

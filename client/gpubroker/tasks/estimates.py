@@ -1,14 +1,14 @@
-"""What the service has learned from past runs, and what it makes of that; see `gpubroker.tasks.task`."""
+"""What the service learned from past runs, and what it expects from that."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from gpubroker.transport.decoding import Raw, filled, optional
+from gpubroker.transport.decoding import Raw
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of `n` runs: half, nine tenths and 19 of 20 of them stayed at or below so much."""
+    """Of `n` runs: the values that 50, 90 and 95 % of them did not exceed."""
 
     n: int = 0
     p50: float = 0.0
@@ -19,31 +19,22 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the runs of one subject took on one kind of device; None where nothing was measured."""
+    """What the runs of one subject used on one kind of device; None if nothing was measured."""
 
     subject: str
     """A model type, else a name, else an entrypoint."""
     kind: str = ""
     """Empty for runs without a device."""
     gpu_mb: Quantiles | None = None
-    """The most that a run used of one device, in MiB."""
+    """A run's peak on one device, in MiB."""
     seconds: Quantiles | None = None
     raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Estimate":
-        return filled(
-            cls,
-            raw,
-            gpu_mb=optional(Quantiles, raw.get("gpu_mb")),
-            seconds=optional(Quantiles, raw.get("seconds")),
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """How the size of a task, or of the ranks of a gang, was learned when it was submitted. `gpu_mb` is None
-    for whole devices; of ranks that differ it is the largest, and the message tells of each."""
+    """How `gpu_mb: learned` was settled at submit. `gpu_mb` is None for whole devices; for ranks that differ
+    it is the largest, and the message describes each."""
 
     gpu_mb: int | None = None
     p95_mb: int | None = None
@@ -55,15 +46,27 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """When something is likely to happen: one in two by the first time, nine in ten by the second."""
+    """When something is likely to happen: 50 % by the first time, 90 % by the second."""
 
     p50_at: datetime | None = None
     p90_at: datetime | None = None
     p50_seconds: float = 0.0
-    """From when that was told."""
+    """Counted from the answer."""
     p90_seconds: float = 0.0
     n: int = 0
-    """Of how many runs this speaks; 0: of none."""
+    """How many past runs it is based on."""
     basis: str = ""
     """`stated`, `learned` or `guess`."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastsKept:
+    """How accurate past start forecasts were that had the same basis: stated, learned or guess."""
+
+    basis: str
+    n: int = 0
+    median_error_seconds: float = 0.0
+    within_p90: float = 0.0
+    """The share that started by the p90; 0.9 is ideal."""
     raw: Raw = field(default_factory=dict, repr=False)

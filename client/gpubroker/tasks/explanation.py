@@ -1,20 +1,18 @@
-"""Why a task waits and what would help, as light values; see `gpubroker.tasks.task`."""
+"""Why a task waits, what would help, and what would become of a task if it were submitted."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from gpubroker.cluster.fleet import ForecastsKept
-from gpubroker.tasks.estimates import Expected
-from gpubroker.tasks.states import TaskState
-from gpubroker.tasks.task import Inherited
-from gpubroker.transport.decoding import Raw, each, filled, optional
+from gpubroker.tasks.estimates import Expected, ForecastsKept
+from gpubroker.tasks.task import Inherited, TaskState
+from gpubroker.transport.decoding import Raw
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Somebody's run as another task sees it. `id` and `name` are empty for another tenant's."""
+    """A run as the submitter of another task sees it. `id` and `name` are empty for another tenant's run."""
 
     id: str = ""
     name: str = ""
@@ -23,24 +21,20 @@ class Run:
     gpu_mb: int = 0
     node: str = ""
     lost_gpu_seconds: float = 0.0
-    """Work that stopping it would throw away."""
+    """Work that is lost if it is stopped."""
     shield: str = ""
-    """What keeps it from being stopped; a stable token."""
+    """What protects it from preemption; a stable token."""
     stopping: bool = False
     quarantine: Raw | None = None
-    """Nobody can confirm that it is gone: what that waits for."""
+    """If it is not confirmed gone: which proof that waits for."""
     ends: Expected | None = None
-    """Expected; None if nobody can tell."""
+    """None if its end cannot be estimated."""
     raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Run":
-        return filled(cls, raw, ends=optional(Expected, raw.get("ends")))
 
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """One thing in a task's way. `reason` is a stable token; a lower `tier` is more structural."""
+    """One thing that keeps a task waiting. `reason` is a stable token; a lower `tier` is more structural."""
 
     reason: str
     message: str
@@ -50,7 +44,7 @@ class Blocker:
 
 @dataclass(frozen=True, slots=True)
 class DeviceVerdict:
-    """What one device says to a waiting task. `need_mb` is None if it is too small even when empty."""
+    """Why a waiting task cannot use a device. `need_mb` is None if even the empty device is too small."""
 
     key: str
     node: str
@@ -62,45 +56,43 @@ class DeviceVerdict:
     free_mb: int = 0
     allocatable_mb: int = 0
     free_in: Expected | None = None
-    """When it has enough, if nobody else takes that."""
+    """When it has enough free memory, if no other task takes it."""
     holders: tuple[Run, ...] = ()
     raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "DeviceVerdict":
-        free_in = optional(Expected, raw.get("free_in"))
-        return filled(cls, raw, free_in=free_in, holders=each(Run, raw.get("holders")))
 
 
 @dataclass(frozen=True, slots=True)
 class RankVerdict:
-    """One rank of a waiting gang, judged with those in their places that have room together; after the first
-    that has none, each by itself."""
+    """Whether there is room for one rank of a waiting gang.
+
+    Ranks are placed in order, each beside those before it; after the first that does not fit, each is judged
+    alone.
+    """
 
     rank: int
     message: str
     place: Raw | None = None
-    """`node` and `devices`, where there is room for it."""
+    """`node` and `devices`, if there is room."""
     reason: str | None = None
-    """Why there is none; None as well for ranks that the gang can start without."""
+    """Why there is no room; None also for ranks that the gang can start without."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How a task stands against the quota of its tenant, in MiB."""
+    """How a task stands against its tenant's quota, in MiB."""
 
     tenant: str
     cohort: str | None = None
     guaranteed_mb: int = 0
     used_mb: int = 0
-    """What the tenant has, and what is being freed for its tasks."""
+    """What the tenant holds, and what is being freed for its tasks."""
     borrowed_mb: int = 0
-    """What of that is beyond its guarantee."""
+    """Part of `used_mb`: what exceeds the guarantee."""
     lent_mb: int = 0
-    """What its cohort would lend it now, beyond what it has."""
+    """What the cohort would lend now, beyond `used_mb`."""
     left_mb: int = 0
-    """What it may still take."""
+    """What the tenant may still take."""
     counts_mb: int = 0
     """What the task would count."""
     raw: Raw = field(default_factory=dict, repr=False)
@@ -108,60 +100,32 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One thing that would do, found by planning the task anew with it."""
+    """One change that would let the task start, found by planning it again with that change."""
 
     message: str
     effect: str = ""
     """starts, preempts or starts_later."""
     change: Mapping[str, Any] = field(default_factory=dict)
-    """What to ask for instead, under `bundles` in every rank; empty: it is enough to wait."""
+    """What to ask for instead, under `bundles` in every rank; empty if waiting is enough."""
     places: tuple[Raw, ...] = ()
-    """`node` and `devices`; of a gang one for each rank. None if runs must leave first."""
+    """`node` and `devices`, for a gang one per rank. Empty if runs must leave first."""
     victims: tuple[Run, ...] = ()
     after: Run | None = None
-    """The run after whose end it starts."""
+    """The run that must end first."""
     within: Expected | None = None
     raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Remedy":
-        return filled(
-            cls,
-            raw,
-            victims=each(Run, raw.get("victims")),
-            after=optional(Run, raw.get("after")),
-            within=optional(Expected, raw.get("within")),
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """Why nobody is stopped for a task, or who would be. `why` is a stable token."""
+    """Which runs would be preempted for a task, or why none is. `why` is a stable token."""
 
     why: str
     message: str
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Runs on nodes that it could use, by what shields them."""
+    """Number of runs on usable nodes, by what protects them."""
     runs: tuple[Run, ...] = ()
     raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Preemption":
-        return filled(cls, raw, runs=each(Run, raw.get("runs")))
-
-
-def told(raw: Raw) -> dict[str, Any]:
-    """The fields that explanations and simulations share."""
-    return {
-        "start": optional(Expected, raw.get("start")),
-        "start_record": optional(ForecastsKept, raw.get("start_record")),
-        "preemption": optional(Preemption, raw.get("preemption")),
-        "remedies": each(Remedy, raw.get("remedies")),
-        "blockers": each(Blocker, raw.get("blockers")),
-        "quota": optional(Quota, raw.get("quota")),
-        "ranks": each(RankVerdict, raw.get("ranks")),
-        "devices": each(DeviceVerdict, raw.get("devices")),
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,37 +142,32 @@ class Explanation:
     queue_length: int = 0
     inherits: Inherited | None = None
     start: Expected | None = None
-    """When it has room, unless somebody who waits as well takes that before; None if nobody can tell."""
+    """When there is room, unless another waiting task takes it first; None if it cannot be estimated."""
     start_record: ForecastsKept | None = None
-    """How true starts came that were foretold on the same basis; None if none was yet."""
+    """How accurate past forecasts with the same basis were; None if there were none."""
     preemption: Preemption | None = None
     remedies: tuple[Remedy, ...] = ()
-    """What would help, what changes least first."""
+    """What would help; the smallest change first."""
     blockers: tuple[Blocker, ...] = ()
     quota: Quota | None = None
     """None without GPUs, and for a tenant without a quota."""
     ranks: tuple[RankVerdict, ...] = ()
-    """Of a gang that waits."""
+    """For a gang that waits."""
     devices: tuple[DeviceVerdict, ...] = ()
-    """For a gang, as its first rank without room finds them."""
+    """For a gang: for its first rank without room."""
     raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Explanation":
-        inherits = optional(Inherited, raw.get("inherits"))
-        return filled(cls, raw, state=TaskState(raw.get("state", "")), inherits=inherits, **told(raw))
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What would become of a task if it were submitted now."""
+    """What would become of a task if it were submitted now. Fields not described here: see `Explanation`."""
 
     verdict: str
     """refused, starts (there is room), preempts (`victims` would be asked to leave) or waits."""
     message: str
     reason: str | None = None
     refusal: Raw | None = None
-    """The problem with which a submit would be refused: `code`, `detail` and `errors`."""
+    """The problem that a submit would be refused with: `code`, `detail` and `errors`."""
     evaluated_at: datetime | None = None
     priority: int | None = None
     resources: Raw | None = None
@@ -226,20 +185,13 @@ class Simulation:
     remedies: tuple[Remedy, ...] = ()
     blockers: tuple[Blocker, ...] = ()
     quota: Quota | None = None
-    """None without GPUs, and for a tenant without a quota."""
     ranks: tuple[RankVerdict, ...] = ()
-    """Of a gang that waits."""
     devices: tuple[DeviceVerdict, ...] = ()
-    """For a gang, as its first rank without room finds them."""
     as_of: datetime | None = None
     age_seconds: float | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
     @property
     def starts(self) -> bool:
-        """At once, or when its victims have left."""
+        """At once, or as soon as its victims have left."""
         return self.verdict in ("starts", "preempts")
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Simulation":
-        return filled(cls, raw, victims=each(Run, raw.get("victims")), **told(raw))

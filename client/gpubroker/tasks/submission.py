@@ -1,24 +1,24 @@
-"""From what a caller wants to run to the body of `POST /tasks`, and from a result's bytes back to a value."""
+"""The options of a submit, and the bodies of `POST /tasks` and `POST /tasks/batch`."""
 
 import base64
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
-from typing import Any, Final, Literal, TypedDict, cast
+from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
 import cloudpickle
 
 from gpubroker.errors import WrongArgument
 
 Target = str | Sequence[str] | Callable[..., Any]
-"""`"module:function"` names an entrypoint the operator allows; a list of words is a command; a function is
-pickled with its arguments and travels along."""
+"""`"module:function"` names an entrypoint that the operator allows; a list of words is a command; a function
+is pickled with its arguments."""
 
 
 class SubmitOptions(TypedDict, total=False):
-    """What `submit` takes by name besides the positional arguments of the task. All may be left out."""
+    """What `submit` takes by name. All may be left out."""
 
     kwargs: Mapping[str, Any]
     """The task's own keyword arguments."""
@@ -28,79 +28,79 @@ class SubmitOptions(TypedDict, total=False):
     """0 to 100, or the name of a band: critical, interactive, batch (default), background, idle."""
     gpu_mb: int | Literal["learned"]
     """MiB per device; without `gpus`, of one device. `"learned"`: what earlier runs of the same model type
-    (else name, else entrypoint) used, and a margin; whole devices as long as too few are known."""
+    (else name, else entrypoint) used, plus a margin; whole devices while too few runs are known."""
     gpus: int
-    """How many devices; without `gpu_mb` and `gpu_fraction`, whole ones."""
+    """Number of devices; without `gpu_mb` and `gpu_fraction`, whole ones."""
     gpu_fraction: float
-    """Share of each device's memory, instead of `gpu_mb`."""
+    """Fraction of each device's memory, instead of `gpu_mb`."""
     exclusive: bool
-    """Share the devices with nobody."""
+    """Share the devices with no other holder."""
     cpu: float
-    """1 if not given, and 0 for tasks with a GPU."""
+    """Default: 1, and 0 for tasks with a GPU."""
     memory_mb: int
     """Host memory, in MiB."""
     custom: Mapping[str, float]
-    """Amounts of resources that the operator has named."""
+    """Amounts of custom resources that the operator defined."""
     kinds: Sequence[str]
     """Only GPUs of one of these kinds, such as `["H100", "A100"]`."""
     min_power: int
-    """Only kinds of this rank or above; the operator ranks them."""
+    """Only kinds of at least this rank; the operator ranks them."""
     min_device_mb: int
-    """Only GPUs with so much memory in all, in MiB."""
+    """Only GPUs with at least this much memory in total, in MiB."""
     nodes: Mapping[str, Sequence[str]]
-    """Only nodes with one of the values of each label; the label `node` is the name."""
+    """Only nodes that have one of the values for each label; the label `node` is the node's name."""
     prefer_kinds: Sequence[str]
-    """Best first; no more than a wish."""
+    """Preferred kinds, best first."""
     prefer_nodes: Mapping[str, Sequence[str]]
-    """As `nodes`, and no more than a wish."""
+    """Preferred nodes, in the form of `nodes`."""
     pool: str
-    """The operator's pool whose devices and amounts it uses."""
+    """The operator's pool to take devices and custom resources from."""
     roles: Mapping[str, Mapping[str, Any]]
-    """Instead of sizes: those of each of several roles that take turns, such as
-    `{"train": {"gpu_mb": 40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}`. It gets the most of each."""
+    """Instead of sizes: the sizes of several roles that take turns, such as
+    `{"train": {"gpu_mb": 40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}`. It gets the largest of each."""
     bundles: Sequence[Mapping[str, Any]]
-    """A gang: what each rank asks for, such as `[{"count": 4, "gpus": 1}, {"cpu": 2}]`; all start together
-    or none does. `gpu_mb` of a rank may be `"learned"` too."""
+    """A gang: the demand of each rank, such as `[{"count": 4, "gpus": 1}, {"cpu": 2}]`; all start together
+    or none does. `gpu_mb` of a rank may be `"learned"`."""
     strategy: str
-    """How ranks lie on nodes: `pack` (default) on as few as may be, `spread` on as many, `strict_pack` on
-    one, `strict_spread` each on its own."""
+    """How ranks are placed: `pack` (default) on as few nodes as possible, `spread` on as many as possible,
+    `strict_pack` on one node, `strict_spread` each on its own node."""
     min_ranks: int
-    """With so many of its ranks, the first ones, the gang runs as well."""
+    """The gang may start with only this many ranks, counted from the first."""
     placement: str
-    """`pack` (default) fills devices that are in use, `spread` takes empty ones first."""
+    """`pack` (default) fills devices that are in use; `spread` takes empty ones first."""
     model_type: str
     """Kind of model, for statistics."""
     stream: str
-    """The operator's work stream by whose weight tasks of equal priority and age are ordered."""
+    """The operator's work stream; its weight orders tasks of equal priority and age."""
     labels: Mapping[str, str]
-    """To find it by."""
+    """To find the task by."""
     env: Mapping[str, str]
-    """Environment variables of its process."""
+    """Environment variables of the task's process."""
     max_retries: int
-    """How often a failed run is tried again; being preempted counts for nothing."""
+    """How often a failed run is retried; a preemption does not count."""
     timeout_seconds: float
-    """Limit for one run, not for waiting in the queue."""
+    """Time limit of one run; time in the queue does not count."""
     grace_seconds: float
-    """How long the task may take to stop after it was told to."""
+    """Time to stop after the notice."""
     after: Sequence[Any]
-    """Tasks, or their ids, that must have ended before it starts. If one does not succeed it fails as well;
-    `{"task": id, "on_failure": "ignore"}` runs it all the same."""
+    """Tasks, or their ids, that must end first. If one does not succeed, this task fails;
+    `{"task": id, "on_failure": "ignore"}` starts it anyway."""
     not_before: datetime | str
-    """It is not started earlier. An aware datetime, or RFC 3339 with an offset or Z."""
+    """The earliest start: an aware datetime, or RFC 3339 with an offset or Z."""
     queue_ttl_seconds: float
-    """So long it waits for its first start, from `not_before` on; then it expires."""
+    """How long it waits for its first start, counted from `not_before`; then it expires."""
     deadline_at: datetime | str
-    """If it still waits then it expires; if it runs it is told to stop."""
+    """At this time it expires if it waits, and is asked to stop if it runs."""
     deadline_seconds: float
     """`deadline_at`, counted from now."""
     expected_seconds: float
-    """How long one run takes. For forecasts; it limits nothing."""
+    """How long one run takes, for forecasts only."""
     result_format: str
     """`json` (default) or `cloudpickle` (default for functions)."""
     working_directory: str
-    """For commands."""
+    """Only for commands."""
     idempotency_key: str
-    """Submits with the same key and body are one task. Made up by the SDK if not given."""
+    """Submits with the same key and body make one task. Default: a new key."""
 
 
 _RESOURCES = (
@@ -115,7 +115,7 @@ _TOP_LEVEL = (
 )  # fmt: skip
 
 
-_WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
+_OTHER_NAMES: Final[Mapping[str, str]] = {
     "gpu": "gpus",
     "gpu_memory": "gpu_mb",
     "fraction": "gpu_fraction",
@@ -136,21 +136,21 @@ _WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
     "cwd": "working_directory",
     "key": "idempotency_key",
 }
-"""What the command line and other systems call our options."""
+"""Names of these options on the command line and in other systems."""
 
 
-USUAL = "_gpubroker_options"
-"""The attribute of a function that holds how it is submitted where a submit says nothing else."""
+DEFAULTS = "_gpubroker_options"
+"""The attribute of a function that holds its default options, set by the decorator `task`."""
 
 
 def submission_body(target: Target, args: Sequence[Any], options: SubmitOptions) -> bytes:
     """The JSON of `POST /tasks`. Raises WrongArgument for what no service could accept."""
-    options = cast("SubmitOptions", {**getattr(target, USUAL, {}), **options})
+    options = cast("SubmitOptions", {**getattr(target, DEFAULTS, {}), **options})
     return _body(target, {"run": _run_of(target, args, options)}, options)
 
 
-def question_body(target: Target | None, args: Sequence[Any], options: SubmitOptions) -> bytes:
-    """The JSON of `POST /tasks/simulate`: the same, or without a target that of a bare demand."""
+def simulation_body(target: Target | None, args: Sequence[Any], options: SubmitOptions) -> bytes:
+    """The JSON of `POST /tasks/simulate`: as for a submit, or of a demand alone."""
     return _body(None, {}, options) if target is None else submission_body(target, args, options)
 
 
@@ -167,36 +167,36 @@ def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -
         return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise WrongArgument(
-            f"the arguments of {target!r} do not fit into JSON ({error}); pass plain values, or submit the "
-            "function itself instead of its name, so that it travels pickled"
+            f"the arguments of {target!r} cannot be written as JSON ({error}); pass plain values, or submit "
+            "the function itself, which is pickled"
         ) from None
 
 
 def check_options(options: SubmitOptions) -> None:
-    """Raises WrongArgument for one that there is not."""
+    """Raises WrongArgument for an unknown option."""
     for name in options:
         if name not in SubmitOptions.__annotations__:
             raise WrongArgument(_unknown_option(name))
 
 
 def plain(name: str, value: Any) -> Any:
-    """Times and tasks as the service reads them."""
+    """Times and tasks in the form of the HTTP API."""
     if name == "after":
         if isinstance(value, str):
-            raise WrongArgument("after is a list of tasks; write after=[task]")
+            raise WrongArgument("after must be a list of tasks; write after=[task]")
         return [getattr(task, "id", task) for task in value]
     if not isinstance(value, datetime):
         return value
     if value.tzinfo is None:
-        raise WrongArgument(f"{name} has no time zone; give an aware datetime, such as datetime.now(UTC)")
+        raise WrongArgument(f"{name} has no time zone; use an aware datetime, such as datetime.now(UTC)")
     return value.isoformat()
 
 
 def _unknown_option(name: str) -> str:
-    near = get_close_matches(_WORDS_OF_OTHERS.get(name, name), SubmitOptions.__annotations__, n=1)
-    meant = f"did you mean {near[0]}? " if near else ""
+    near = get_close_matches(_OTHER_NAMES.get(name, name), SubmitOptions.__annotations__, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
     return (
-        f"submit() knows no option {name}; {meant}Keyword arguments of the task itself go into "
+        f"submit() has no option {name}{hint} Pass keyword arguments of the task itself as "
         f"kwargs={{{name!r}: ...}}"
     )
 
@@ -205,7 +205,7 @@ def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict
     kwargs = options.get("kwargs") or {}
     directory = options.get("working_directory")
     if directory is not None and (callable(target) or isinstance(target, str)):
-        raise WrongArgument("working_directory is for commands; functions run where their worker runs")
+        raise WrongArgument("working_directory is only for commands")
     if callable(target):
         return {
             "function": base64.b64encode(_pickled(target, args, kwargs)).decode(),
@@ -215,15 +215,15 @@ def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict
     if isinstance(target, str):
         if ":" not in target:
             raise WrongArgument(
-                f"{target!r} names no entrypoint; write module:function, or give a command as a list of words"
+                f"invalid entrypoint {target!r}: write module:function, or pass a command as a list of words"
             )
         return {"entrypoint": target, "args": list(args), "kwargs": dict(kwargs)}
     if not target or not isinstance(cast("object", target), Sequence):
         raise WrongArgument(
-            f"{target!r} cannot be run; give module:function, a command as a list of words, or a function"
+            f"cannot run {target!r}: pass module:function, a command as a list of words, or a function"
         )
     if args or kwargs:
-        raise WrongArgument("a command takes no arguments beside its words; put them into the list")
+        raise WrongArgument("a command takes no separate arguments; put them into the list of words")
     run: dict[str, Any] = {"command": [str(word) for word in target]}
     return run if directory is None else run | {"working_directory": directory}
 
@@ -231,15 +231,60 @@ def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict
 def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     try:
         packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
-    except Exception as error:  # what objects refuse it with is their affair
+    except Exception as error:  # objects may raise anything when they are pickled
         name = getattr(function, "__qualname__", repr(function))
         raise WrongArgument(
-            f"{name} or what it refers to cannot be pickled ({type(error).__name__}: {error}); make locks, "
-            "files and connections inside of the function, and pass plain values"
+            f"cannot pickle {name} or an object that it refers to ({type(error).__name__}: {error}); create "
+            "locks, files and connections inside the function, and pass plain values"
         ) from error
     return packed
 
 
-def opened(data: bytes) -> Any:
-    """Unpickle a result. This runs code that the task chose: open only results of tasks you trust."""
-    return cloudpickle.loads(data)
+MOST_TASKS_TOGETHER = 10_000
+_TASKS_PER_PART = 1000
+_BYTES_PER_PART = 8 * 2**20
+
+
+class Submission:
+    """The arguments of one `submit`, for `submit_many`."""
+
+    def __init__(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> None:
+        """Raises WrongArgument for what no service could accept."""
+        if "idempotency_key" in options:
+            raise WrongArgument("a Submission has no key of its own; pass one key to submit_many")
+        self.body = submission_body(target, args, options)
+
+
+AnySubmission = Submission | Mapping[str, Any]
+"""A mapping is the body of `POST /tasks`."""
+
+
+def body_of(task: AnySubmission) -> bytes:
+    if isinstance(task, Submission):
+        return task.body
+    try:
+        return json.dumps(task, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise WrongArgument(
+            f"a task cannot be written as JSON ({error}); pass plain values, or a Submission"
+        ) from None
+
+
+def batches(bodies: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """The bodies in parts that fit into one request each."""
+    part: list[bytes] = []
+    size_bytes = 0
+    for body in bodies:
+        if part and (len(part) == _TASKS_PER_PART or size_bytes + len(body) > _BYTES_PER_PART):
+            yield part
+            part, size_bytes = [], 0
+        part.append(body)
+        size_bytes += len(body) + 1
+    if part:
+        yield part
+
+
+def batch_body(part: Sequence[bytes], all_or_nothing: bool) -> bytes:
+    """The JSON of `POST /tasks/batch`."""
+    together = b',"all_or_nothing":true' if all_or_nothing else b""
+    return b'{"tasks":[' + b",".join(part) + b"]" + together + b"}"

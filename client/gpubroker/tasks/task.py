@@ -1,21 +1,41 @@
-"""What the service answers about tasks, events and tokens, as light values. Devices: `cluster.fleet`.
+"""Tasks, their outcomes and their events, as the service answers them.
 
 Every model keeps the whole answer in `raw`. Times are aware datetimes in UTC.
-A field that the service did not send has its default.
 """
 
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Generic, TypeVar
+from enum import StrEnum
+from typing import Any
 
-from gpubroker.cluster.quarantine import Quarantined
+from gpubroker.errors import TaskCancelled, TaskExpired, TaskFailed
 from gpubroker.tasks.estimates import Expected, Sizing
-from gpubroker.tasks.states import TaskState as TaskState
-from gpubroker.transport.decoding import Raw, each, filled, optional
+from gpubroker.transport.decoding import Raw, decode
 
-T = TypeVar("T")
+
+class TaskState(StrEnum):
+    PENDING = "pending"
+    ADMITTED = "admitted"
+    """Memory is leased; the run is being started."""
+    RUNNING = "running"
+    STOPPING = "stopping"
+    """Asked to stop, by a cancel, a preemption, its time limit or its deadline; still holds its memory."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    UNKNOWN = "unknown"
+    """A state that this version of the SDK does not know; `task.raw["state"]` names it."""
+
+    @classmethod
+    def _missing_(cls, _value: object) -> "TaskState":
+        return cls.UNKNOWN
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +50,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """By whose priority a task stands in the queue: that one waits for it, if only through others."""
+    """The priority that a task inherits in the queue, from a task that waits for it, directly or not."""
 
     priority: int
     task: str
@@ -48,15 +68,10 @@ class Pending:
     start: Expected | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, raw: Raw) -> "Pending":
-        inherits = optional(Inherited, raw.get("inherits"))
-        return filled(cls, raw, start=optional(Expected, raw.get("start")), inherits=inherits)
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a run last said of itself; `fraction` from 0 to 1."""
+    """What a run last reported; `fraction` from 0 to 1."""
 
     fraction: float | None = None
     message: str | None = None
@@ -71,10 +86,10 @@ class TaskDevice:
     uuid: str
     gpu_mb: int = 0
     context_mb: int = 0
-    """Of `gpu_mb`, the process's own cost beyond what was asked for."""
+    """Part of `gpu_mb`: the process's own cost beyond the demand."""
     state: str = ""
     overused_mb: int | None = None
-    """What the run used when that was first found to be more than its lease."""
+    """What the run used when it first exceeded its lease."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 
@@ -89,9 +104,41 @@ class TaskRank:
     devices: tuple[TaskDevice, ...] = ()
     raw: Raw = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, raw: Raw) -> "TaskRank":
-        return filled(cls, raw, devices=each(TaskDevice, raw.get("devices")))
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedDevice:
+    uuid: str
+    index: int = 0
+    gpu_mb: int = 0
+    measured_mb: int = 0
+    """Used by its processes at the last measurement."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A run of a task, or an external lease, that counts as using memory because it is not confirmed gone.
+
+    `id` and `name` are empty if the token may not see that tenant.
+    """
+
+    id: str
+    name: str
+    kind: str
+    """run, gang_member or external."""
+    tenant: str
+    attempt: int = 0
+    rank: int = 0
+    node: str = ""
+    node_ready: bool = True
+    gpu_mb: int = 0
+    devices: tuple[QuarantinedDevice, ...] = ()
+    quarantined_at: datetime | None = None
+    awaits: tuple[str, ...] = ()
+    """Any of these proofs ends the quarantine; the most likely first."""
+    message: str = ""
+    """The same in words."""
+    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,31 +159,31 @@ class Task:
     expected_seconds: float | None = None
     queue_ttl_seconds: float | None = None
     after: tuple[Raw, ...] = ()
-    """The tasks whose end it waits for: `task`, its id, and `on_failure`, fail or ignore."""
+    """The tasks that must end first: `task`, the id, and `on_failure`, fail or ignore."""
     failed_by: str | None = None
-    """The first task of the chain because of which it failed."""
+    """The first failed task of the dependency chain that made this one fail."""
     labels: Mapping[str, str] = field(default_factory=dict)
     model_type: str | None = None
     stream: str | None = None
     result_format: str = "json"
     held: bool = False
     attempt: int = 0
-    """How often it was admitted so far; 0 before the first time."""
+    """How often it was admitted; 0 before the first time."""
     failures: int = 0
     preemptions: int = 0
     node: str | None = None
     devices: tuple[TaskDevice, ...] = ()
     ranks: tuple[TaskRank, ...] = ()
-    """Of a gang that is placed; `devices` are those of all of them."""
+    """Of a gang that is placed; `devices` has the devices of all ranks."""
     submitted_at: datetime | None = None
     admitted_at: datetime | None = None
     started_at: datetime | None = None
     checkpoint_at: datetime | None = None
     not_before: datetime | None = None
     expires_at: datetime | None = None
-    """Until then it waits for its first start."""
+    """If it has not started by then, it expires."""
     deadline_at: datetime | None = None
-    """By then it has ended, or is told to stop."""
+    """At this time it expires if it waits, and is asked to stop if it runs."""
     finished_at: datetime | None = None
     stop_reason: str | None = None
     stop_deadline_at: datetime | None = None
@@ -145,34 +192,25 @@ class Task:
     eta: Expected | None = None
     error: Failure | None = None
     quarantine: tuple[Quarantined, ...] = ()
-    """Its runs, also of earlier attempts, that nobody can confirm to be gone."""
+    """Its runs, of any attempt, that are not confirmed gone."""
     raw: Raw = field(default_factory=dict, repr=False)
 
     @property
     def is_finished(self) -> bool:
         return self.state.is_terminal
 
-    @classmethod
-    def of(cls, raw: Raw) -> "Task":
-        return filled(
-            cls,
-            raw,
-            state=TaskState(raw.get("state", "")),
-            after=tuple(raw.get("after") or ()),
-            devices=each(TaskDevice, raw.get("devices")),
-            ranks=each(TaskRank, raw.get("ranks")),
-            progress=optional(Progress, raw.get("progress")),
-            pending=optional(Pending, raw.get("pending")),
-            sizing=optional(Sizing, raw.get("sizing")),
-            eta=optional(Expected, raw.get("eta")),
-            quarantine=each(Quarantined, raw.get("quarantine")),
-            error=optional(Failure, raw.get("error")),
-        )
+
+AnyTask = Task | str
+"""A task, or its id."""
+
+
+def id_of(task: AnyTask) -> str:
+    return task.id if isinstance(task, Task) else task
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a task ended. `value` is the JSON result; a pickled one stays bytes in `data` until opened."""
+    """How a task ended. `value` is the JSON result; a pickled one stays bytes in `data`."""
 
     id: str
     state: TaskState
@@ -186,19 +224,28 @@ class Outcome:
     @classmethod
     def of(cls, raw: Raw) -> "Outcome":
         packed = raw.get("data_base64")
-        return filled(
-            cls,
-            raw,
-            state=TaskState(raw.get("state", "")),
-            value=raw.get("result"),
-            data=None if packed is None else b64decode(packed),
-            error=optional(Failure, raw.get("error")),
+        return decode(cls, raw, value=raw.get("result"), data=None if packed is None else b64decode(packed))
+
+
+def check_success(outcome: Outcome) -> None:
+    """Raises TaskFailed, TaskExpired or TaskCancelled for a task that ended without a result."""
+    if outcome.state is TaskState.CANCELLED:
+        raise TaskCancelled(outcome.id)
+    if outcome.state is not TaskState.SUCCEEDED:
+        error = outcome.error or Failure(str(outcome.raw.get("state")), "it left no message")
+        fault = TaskExpired if outcome.state is TaskState.EXPIRED else TaskFailed
+        raise fault(
+            outcome.id,
+            kind=error.kind,
+            message=error.message,
+            traceback=error.traceback,
+            log_tail=outcome.log_tail,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One line of the event log; `position` counts without gaps, in the order of commits."""
+    """One event of the log; positions have no gaps and follow the order of commits."""
 
     position: int = 0
     at: datetime | None = None
@@ -207,40 +254,3 @@ class Event:
     version: int = 0
     fields: Raw = field(default_factory=dict)
     raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Event":
-        return filled(cls, raw)
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A token as the service lists it. `token` is its secret, known only in the answer to its creation."""
-
-    name: str
-    tenant: str = ""
-    scopes: tuple[str, ...] = ()
-    max_priority: int = 100
-    created_at: datetime | None = None
-    expires_at: datetime | None = None
-    token: str | None = field(default=None, repr=False)
-    raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Token":
-        return filled(cls, raw, scopes=tuple(raw.get("scopes", ())))
-
-
-@dataclass(frozen=True, slots=True)
-class Page(Generic[T]):
-    """Some items of a list, and where the next ones begin; None after the last."""
-
-    items: tuple[T, ...]
-    next_cursor: str | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self.items)
-
-    def __len__(self) -> int:
-        return len(self.items)

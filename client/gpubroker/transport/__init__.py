@@ -1,1 +1,1 @@
-"""Find the service, send a request, retry, decode."""
+"""Find the service, send a request, retry, decode the answer."""

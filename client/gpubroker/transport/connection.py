@@ -1,4 +1,4 @@
-"""Where the service is and how to prove who asks: arguments, then the environment, then client.json."""
+"""Find the address and the token of the service: arguments, then the environment, then client.json."""
 
 import json
 import os
@@ -23,11 +23,11 @@ class Connection:
 def find_service(
     url: str | None = None, token: str | None = None, *, environ: Mapping[str, str] = os.environ
 ) -> Connection:
-    """The service to talk to: `url` and `token` if given, else the environment, else `client.json`, which
-    the service writes for the users of its own machine.
+    """Use `url` and `token` if given, else the environment, else `client.json`, which the service writes for
+    the users of its own machine.
 
-    The file is only read for what is still missing, and the token in it is only ever sent to the address in
-    it. Raises Unreachable when no address is known, or when what is needed of the file cannot be read.
+    The file is only read for what is missing, and its token is only sent to its address. Raises Unreachable
+    if no address is known, or if the file is needed and cannot be read.
     """
     path = client_file(environ)
     token = token or environ.get(TOKEN_VARIABLE)
@@ -37,13 +37,13 @@ def find_service(
         url, source = written_url, f"from {path}"
     if not url:
         raise Unreachable(
-            f"no gpubroker service is known here: no url was given, {URL_VARIABLE} is not set and {path} "
-            f"does not exist; start one with `gpubroker serve`, or set {URL_VARIABLE} and {TOKEN_VARIABLE}",
+            f"no gpubroker service is known: no url was given, {URL_VARIABLE} is not set, and {path} does "
+            f"not exist; start a service with `gpubroker serve`, or set {URL_VARIABLE} and {TOKEN_VARIABLE}",
             code="no-service",
         )
     if not url.startswith(("http://", "https://")):
         raise Unreachable(
-            f"the address {url!r} ({source}) must begin with http:// or https://", code="no-service"
+            f"invalid address {url!r} ({source}): it must begin with http:// or https://", code="no-service"
         )
     url = url.rstrip("/")
     if token is None and written_url is not None and url == written_url.rstrip("/"):
@@ -52,7 +52,7 @@ def find_service(
 
 
 def client_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """`client.json` in the data directory of a service on this machine, whether it exists or not."""
+    """`client.json` in the data directory of a service on this machine; it may not exist."""
     if given := environ.get("GPUBROKER_DATA_DIR"):
         return Path(given).expanduser() / "client.json"
     state = environ.get("XDG_STATE_HOME")
@@ -68,5 +68,5 @@ def _read(path: Path) -> tuple[str | None, str | None]:
         return None, None
     except (OSError, ValueError, AttributeError) as error:
         raise Unreachable(
-            f"{path} cannot be read ({error}); set {URL_VARIABLE} and {TOKEN_VARIABLE}", code="no-service"
+            f"cannot read {path}: {error}; set {URL_VARIABLE} and {TOKEN_VARIABLE}", code="no-service"
         ) from error

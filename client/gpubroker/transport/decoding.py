@@ -1,47 +1,77 @@
-"""From the JSON of the service to models, by name. Nothing is checked: newer services say more."""
+"""From the service's JSON to models, by field name. Nothing is validated: a newer service may send more."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import datetime
-from typing import Any, TypeVar, get_args, get_origin
+from enum import StrEnum
+from functools import cache
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 Raw = Mapping[str, Any]
 
 _TIMES = frozenset({"at", "as_of", "not_before"})
-"""Fields that are times though their names do not end in `_at`."""
+"""Fields that are times although their names do not end in `_at`."""
 
 
-def filled(model: type[T], raw: Raw, **read: Any) -> T:
-    """Fill a model from an answer by name; `read` holds the fields that are models themselves. Lists become
-    tuples where the model says so: what a task returned stays what it is."""
-    given: dict[str, Any] = {"raw": raw}
-    for wanted in fields(model):  # type: ignore[arg-type]  # every model here is a dataclass
-        name = wanted.name
-        value = read.get(name, raw.get(name))
-        if isinstance(value, str) and (name.endswith("_at") or name in _TIMES):
-            given[name] = datetime.fromisoformat(value)
-        elif value is not None:
-            given[name] = tuple(value) if isinstance(value, list) and _is_tuple(wanted.type) else value
-        elif wanted.default is MISSING and wanted.default_factory is MISSING:
-            given[name] = ""
-    return model(**given)
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """Some items of a list, and the cursor of the next page; None after the last page."""
+
+    items: tuple[T, ...]
+    next_cursor: str | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
 
 
-def _is_tuple(annotation: Any) -> bool:
-    """A tuple, or nothing."""
-    return tuple in {get_origin(part) for part in (annotation, *get_args(annotation))}
+def page_of(model: type[T], raw: Raw) -> Page[T]:
+    return Page(tuple(decode(model, item) for item in raw["items"]), raw.get("next_cursor"), raw)
 
 
-def optional(model: type[T], raw: Raw | None) -> T | None:
-    return None if raw is None else _read(model, raw)
+def decode(model: type[T], raw: Raw, **given: Any) -> T:
+    """Fill a model from an answer by field name; `given` goes before the answer.
+
+    The annotation of a field says what becomes of its value: a model, an enum, a tuple of either, or a tuple.
+    A field that the service did not send has its default, and an empty text if it has none.
+    """
+    values: dict[str, Any] = {"raw": raw} | given
+    for name, is_required, read in _fields_of(model):  # type: ignore[arg-type]  # a class is hashable
+        if name in values:
+            continue
+        value = raw.get(name)
+        if value is None and is_required:
+            value = ""
+        if value is not None:
+            values[name] = read(value)
+    return model(**values)
 
 
-def each(model: type[T], raws: Sequence[Raw] | None) -> tuple[T, ...]:
-    return tuple(_read(model, raw) for raw in raws or ())
+@cache
+def _fields_of(model: type[Any]) -> tuple[tuple[str, bool, Callable[[Any], Any]], ...]:
+    """Of each field its name, whether it must be given, and what reads its value."""
+    return tuple(
+        (known.name, known.default is MISSING and known.default_factory is MISSING, _reader(known))
+        for known in fields(model)
+    )
 
 
-def _read(model: type[T], raw: Raw) -> T:
-    """As the model itself reads an answer, where it has models within."""
-    of: Callable[[Raw], T] | None = getattr(model, "of", None)
-    return filled(model, raw) if of is None else of(raw)
+def _reader(known: Field[Any]) -> Callable[[Any], Any]:
+    if known.name.endswith("_at") or known.name in _TIMES:
+        return lambda value: datetime.fromisoformat(value) if isinstance(value, str) else value
+    parts = (known.type, *get_args(known.type))
+    enum = next((part for part in parts if isinstance(part, type) and issubclass(part, StrEnum)), None)
+    if enum is not None:
+        return enum
+    model = next((part for part in parts if isinstance(part, type) and is_dataclass(part)), None)
+    if tuple in [get_origin(part) for part in parts]:
+        return tuple if model is None else lambda value: tuple(decode(model, item) for item in value)
+    return _unchanged if model is None else lambda value: decode(model, value)
+
+
+def _unchanged(value: Any) -> Any:
+    return value

@@ -1,1 +1,1 @@
-"""Commands about tasks."""
+"""Commands that submit, show and change tasks."""

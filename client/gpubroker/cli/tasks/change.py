@@ -1,66 +1,55 @@
-"""Commands that ask for a change of tasks: cancel, hold, release, priority, change."""
+"""`gpubroker cancel`, `hold`, `release`, `priority` and `change`."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from gpubroker.cli import quantities
-from gpubroker.cli.session import (
-    UNFINISHED,
-    AnyTaskWords,
-    Format,
-    Output,
-    TaskWord,
-    TaskWords,
-    agree,
-    broker_of,
-    emit_all,
-    say,
-    task_id,
-)
-from gpubroker.errors import BrokerError
+from gpubroker.cli import parsing
+from gpubroker.cli.lookup import UNFINISHED, AnyTaskWords, TaskWord, TaskWords, change_each, connect, task_id
+from gpubroker.cli.printing import Format, Output, confirm, emit_all, eprint
+from gpubroker.cli.tasks.view import task_table
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.operations import ChangeOptions, ListOptions
     from gpubroker.tasks.task import Task
+    from gpubroker.tasks.task_api import ChangeOptions, ListOptions
 
 _NONE = "none"
 _PAGE = 200
+_PRIORITY_HELP = "0 to 100, or the name of a band."
 
 
 def cancel(
     context: typer.Context,
     tasks: AnyTaskWords = None,
-    everything: Annotated[
-        bool, typer.Option("--all", "-a", help="All that wait or run, instead of naming some.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="All pending and running tasks.")] = False,
     state: Annotated[
-        list[str] | None, typer.Option("--state", "-s", help="All in this state; repeatable.")
+        list[str] | None, typer.Option("--state", "-s", help="All tasks in this state; repeatable.")
     ] = None,
     label: Annotated[
-        list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE", help="All with this label.")
+        list[str] | None,
+        typer.Option("--label", "-l", metavar="NAME=VALUE", help="All tasks with this label; repeatable."),
     ] = None,
-    stream: Annotated[str | None, typer.Option(help="All of this work stream.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before cancelling many.")] = False,
+    stream: Annotated[str | None, typer.Option(help="All tasks of this work stream.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     grace: Annotated[
         float | None,
-        typer.Option(parser=quantities.seconds, metavar="DURATION", help="Time to stop in after notice."),
+        typer.Option(parser=parsing.seconds, metavar="DURATION", help="Time to stop after the notice."),
     ] = None,
-    reason: Annotated[str | None, typer.Option(help="Told in the event log.")] = None,
+    reason: Annotated[str | None, typer.Option(help="Reason to record in the event log.")] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """End tasks: waiting ones at once, running ones after notice and their grace period.
+    """Cancel tasks: pending ones at once, running ones after notice and their grace period.
 
     \b
     gpubroker cancel last
     gpubroker cancel --label run=42 --state pending
     """
-    wanted = {"state": state, "labels": quantities.pairs(label or [], "--label"), "stream": stream}
-    narrowed = {option: value for option, value in wanted.items() if value}
-    if bool(tasks) == (everything or bool(narrowed)):
-        raise typer.BadParameter("name tasks, or say which: --all, --state, --label, --stream")
+    filters = {"state": state, "labels": parsing.pairs(label or [], "--label"), "stream": stream}
+    given = {option: value for option, value in filters.items() if value}
+    if bool(tasks) == (everything or bool(given)):
+        raise typer.BadParameter("name tasks, or select them with --all, --state, --label or --stream")
 
     def end(broker: "Broker", task: str) -> "Task":
         return broker.cancel(task, grace_seconds=grace, reason=reason)
@@ -68,14 +57,13 @@ def cancel(
     if tasks:
         _change(context, tasks, output, end)
         return
-    with broker_of(context) as broker:
-        chosen = cast("ListOptions", {"state": UNFINISHED, "limit": _PAGE, **narrowed})
-        found = sorted(broker.list(**chosen), key=lambda task: task.state != "pending")
+    with connect(context) as broker:
+        options = cast("ListOptions", {"state": UNFINISHED, "limit": _PAGE, **given})
+        found = sorted(broker.list(**options), key=lambda task: task.state != "pending")
         if found and not yes:
-            agree(
-                f"cancel {len(found)} tasks, of which {sum(t.state != 'pending' for t in found)} have begun?"
-            )
-        change_all(broker, [task.id for task in found], output, end)
+            started = sum(task.state != "pending" for task in found)
+            confirm(f"cancel {len(found)} tasks, {started} of them started?")
+        _change_all(broker, [task.id for task in found], output, end)
 
 
 def hold(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE) -> None:
@@ -84,23 +72,23 @@ def hold(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE
 
 
 def release(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE) -> None:
-    """Let held tasks run when there is room."""
+    """Release held tasks, so that they can start."""
     _change(context, tasks, output, lambda broker, task: broker.change(task, held=False))
 
 
 def priority(
     context: typer.Context,
     task: TaskWord,
-    value: Annotated[str, typer.Argument(metavar="PRIORITY", help="0 to 100, or the name of a band.")],
+    value: Annotated[str, typer.Argument(metavar="PRIORITY", help=_PRIORITY_HELP)],
     output: Output = Format.TABLE,
 ) -> None:
     """Change the priority of a task."""
-    wanted = quantities.priority(value)
+    wanted = parsing.priority(value)
     _change(context, [task], output, lambda broker, found: broker.change(found, priority=wanted))
 
 
 def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Also takes the word none, for what is to be taken away."""
+    """Also accepts the word none, which removes the value."""
     return lambda text: _NONE if text == _NONE else parse(text)
 
 
@@ -108,79 +96,75 @@ def change(
     context: typer.Context,
     tasks: TaskWords,
     priority: Annotated[
-        Any,
-        typer.Option(parser=quantities.priority, metavar="PRIORITY", help="0 to 100, or the name of a band."),
+        Any, typer.Option(parser=parsing.priority, metavar="PRIORITY", help=_PRIORITY_HELP)
     ] = None,
     not_before: Annotated[
         Any,
         typer.Option(
-            parser=_or_none(quantities.time_ahead), metavar="TIME", help="Do not start it earlier; or none."
+            parser=_or_none(parsing.time_ahead),
+            metavar="TIME",
+            help="Earliest start; or none.",
         ),
     ] = None,
     queue_ttl: Annotated[
         Any,
         typer.Option(
-            parser=_or_none(quantities.seconds),
+            parser=_or_none(parsing.seconds),
             metavar="DURATION",
-            help="Wait so long from now, or from the time before which it is not started; or none.",
+            help="Expire after waiting this long from now, or from --not-before; or none.",
         ),
     ] = None,
     deadline: Annotated[
         Any,
         typer.Option(
-            parser=_or_none(quantities.time_ahead), metavar="TIME", help="Expire, or stop, by then; or none."
+            parser=_or_none(parsing.time_ahead),
+            metavar="TIME",
+            help="Time to expire or stop at; or none.",
         ),
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Change the priority of tasks, and the times of those that wait."""
-    asked = {
+    """Change the priority of tasks, or the times of pending ones."""
+    given = {
         "priority": priority,
         "not_before": not_before,
         "queue_ttl_seconds": queue_ttl,
         "deadline_at": deadline,
     }
-    wanted = {name: None if value == _NONE else value for name, value in asked.items() if value is not None}
+    wanted = {name: None if value == _NONE else value for name, value in given.items() if value is not None}
     if not wanted:
-        raise typer.BadParameter("say what to change: --priority, --not-before, --queue-ttl or --deadline")
-    given = cast("ChangeOptions", wanted)
-    _change(context, tasks, output, lambda broker, found: broker.change(found, **given))
+        raise typer.BadParameter("give at least one of --priority, --not-before, --queue-ttl, --deadline")
+    options = cast("ChangeOptions", wanted)
+    _change(context, tasks, output, lambda broker, found: broker.change(found, **options))
 
 
 def _change(
     context: typer.Context, words: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]
 ) -> None:
-    """Find all the tasks before changing any, so that a mistyped word changes nothing."""
-    with broker_of(context) as broker:
+    """Find all tasks before changing any, so that a mistyped word changes nothing."""
+    with connect(context) as broker:
         try:
             found = [task_id(broker, word, to_change=True) for word in words]
         except typer.Exit:
             if len(words) > 1:
-                say(f"nothing was changed, of none of the {len(words)}")
+                eprint(f"none of the {len(words)} tasks was changed")
             raise
-        change_all(broker, found, output, change)
+        _change_all(broker, found, output, change)
 
 
-def change_all(
+def _change_all(
     broker: "Broker", tasks: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]
 ) -> None:
-    """Shows what was changed also where a later one is refused, and says which were not."""
-    from gpubroker.cli import draw
-
+    """Shows what was changed, also if a later change is refused."""
     changed: list[Task] = []
     try:
-        for task in tasks:
-            changed.append(change(broker, task))
-    except BrokerError as fault:
-        if rest := tasks[len(changed) + 1 :]:
-            fault.add_note(f"after it these were not tried: {', '.join(rest)}")
-        if changed:
-            emit_all(output, changed, draw.tasks)
-        raise
-    emit_all(output, changed, draw.tasks)
-    for done in changed:
-        if done.pending and done.pending.reason == "BackendUnavailable":  # so it is still as it was
-            say(f"{done.id}: {done.pending.message}")
+        change_each(tasks, lambda task: changed.append(change(broker, task)))
+    finally:
+        if changed or not tasks:
+            emit_all(output, changed, task_table)
+    for task in changed:
+        if task.pending and task.pending.reason == "BackendUnavailable":
+            eprint(f"{task.id}: {task.pending.message}")
 
 
 def add_to(app: typer.Typer) -> None:

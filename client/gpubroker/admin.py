@@ -1,0 +1,114 @@
+"""Operations for administrators: tokens, lost nodes, quarantine, shutdown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from gpubroker.tasks.task import AnyTask, Quarantined, id_of
+from gpubroker.transport.decoding import Raw, decode
+from gpubroker.transport.exchange import Steps
+from gpubroker.transport.operations import Operations, operation, path_part, without_none
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token as the service lists it. `token` is its secret, only sent when it is created."""
+
+    name: str
+    tenant: str = ""
+    scopes: tuple[str, ...] = ()
+    max_priority: int = 100
+    created_at: datetime | None = None
+    expires_at: datetime | None = None
+    token: str | None = field(default=None, repr=False)
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """Whether silent nodes are given up. While it is paused, `nodes` are silent and not given up."""
+
+    state: str
+    """watching or paused."""
+    message: str = ""
+    nodes: tuple[str, ...] = ()
+    runs: int = 0
+    of_runs: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What was stated to be gone, and what of it is still in quarantine."""
+
+    id: str
+    gpu_mb: int = 0
+    devices: tuple[str, ...] = ()
+    """UUIDs."""
+    quarantine: tuple[Quarantined, ...] = ()
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+class AdminApi(Operations):
+    @operation
+    def release_quarantine(
+        self,
+        holder: AnyTask,
+        reason: str,
+        *,
+        attempts: Sequence[int] = (),
+        ranks: Sequence[int] = (),
+        devices: Sequence[str] = (),
+    ) -> Steps[Released]:
+        """State that a quarantined holder is gone, or only these attempts, ranks and device UUIDs of it.
+
+        The service does not check the statement; it records the token's name and the reason. Raises Refused
+        (`nothing-quarantined`, `still-in-use`).
+        """
+        limits = {"attempts": list(attempts), "ranks": list(ranks), "devices": list(devices)}
+        body = {"reason": reason, **{name: some for name, some in limits.items() if some}}
+        answer = yield from self._ask_once("POST", f"/quarantine/{path_part(id_of(holder))}/release", body)
+        return decode(Released, answer.json())
+
+    @operation
+    def resume(self, reason: str) -> Steps[Detection]:
+        """State that the nodes which fell silent together are lost. Raises Refused (`nothing-paused`)."""
+        answer = yield from self._ask_once("POST", "/detection/resume", {"reason": reason})
+        return decode(Detection, answer.json())
+
+    @operation
+    def tokens(self) -> Steps[tuple[Token, ...]]:
+        """All tokens, without their secrets."""
+        raw = yield from self._ask("GET", "/tokens")
+        return tuple(decode(Token, item) for item in raw["items"])
+
+    @operation
+    def create_token(
+        self,
+        name: str,
+        *,
+        scopes: Sequence[str],
+        tenant: str | None = None,
+        max_priority: int | None = None,
+        expires_in_seconds: float | None = None,
+    ) -> Steps[Token]:
+        """Create a token; its secret is in `.token` of this answer and nowhere else."""
+        body = {
+            "name": name,
+            "scopes": list(scopes),
+            "tenant": tenant,
+            "max_priority": max_priority,
+            "expires_in_seconds": expires_in_seconds,
+        }
+        answer = yield from self._ask_once("POST", "/tokens", without_none(body))
+        return decode(Token, answer.json())
+
+    @operation
+    def revoke_token(self, name: str) -> Steps[None]:
+        """Make a token invalid at once."""
+        yield from self._ask_once("DELETE", f"/tokens/{path_part(name)}")
+
+    @operation
+    def shutdown(self, *, stop_cluster: bool = False) -> Steps[None]:
+        """Stop the service, and with `stop_cluster` the local Ray that it started."""
+        yield from self._ask_once("POST", "/shutdown", {"stop_cluster": stop_cluster})

@@ -1,0 +1,96 @@
+"""A child process that gets the signals of this process, and does not outlive it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+EXIT_SIGNALLED = 128
+"""Shells add it to the number of the signal that ended a command."""
+
+_KEY_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
+"""Ctrl-C and Ctrl-\\: a terminal also sends them to the command."""
+_SIGNALS = (*_KEY_SIGNALS, signal.SIGTERM, signal.SIGHUP)
+
+# Runs in the child before the command: a preexec_fn could deadlock on locks that other threads hold. Python
+# ignores two signals; the command gets their default.
+_BIND_AND_EXEC = """
+import ctypes, os, signal, sys
+for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(number, signal.SIG_DFL)
+if sys.platform == "linux":
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit()
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as fault:
+    sys.exit(f"gpubroker: cannot start {sys.argv[2]!r}: {fault}")
+"""
+
+
+class ChildProcess:
+    """Signals that would end this process go to the child, and this process ends after it. Before the child
+    starts, and after it ends, they end this process.
+    """
+
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] | None = None
+        """Signals received while the child is being started; None before."""
+
+    @contextlib.contextmanager
+    def signals_passed_on(self) -> Iterator[None]:
+        """Only on the main thread. The block also covers the cleanup after the child."""
+        before = {number: signal.signal(number, self._pass_on) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """On Linux, the child is killed if this process is."""
+        python = [sys.executable, "-I", "-S", "-c", _BIND_AND_EXEC, str(os.getpid())]
+        self._early = []
+        self._child = subprocess.Popen([*python, *words], env={**os.environ, **environment})  # noqa: S603
+        for number in self._early:
+            self._child.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait for its end; returns the exit code."""
+        assert self._child is not None
+        code = self._child.wait()
+        self.has_ended.set()
+        return code if code >= 0 else EXIT_SIGNALLED - code
+
+    def end(self, grace_seconds: float) -> None:
+        """From another thread: send SIGTERM, and SIGKILL after that time."""
+        assert self._child is not None
+        self._child.send_signal(signal.SIGTERM)
+        if not self.has_ended.wait(grace_seconds):
+            self._child.kill()
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        if self._early is None or self.has_ended.is_set():
+            raise SystemExit(EXIT_SIGNALLED + number)
+        if self._child is None:
+            self._early.append(number)
+        elif number not in _KEY_SIGNALS or not _is_in_foreground():
+            self._child.send_signal(number)
+
+
+def _is_in_foreground() -> bool:
+    """Whether a terminal sends key signals to this process, and so to the child as well."""
+    try:
+        with Path("/dev/tty").open("rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # there is no terminal
+        return False

@@ -1,0 +1,246 @@
+"""`gpubroker nodes`, `tenants`, `stats`, `policy` and `estimates`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gpubroker.cli.lookup import connect
+from gpubroker.cli.printing import Format, Output, emit, emit_all
+from gpubroker.cli.tables import Column, PlainTable, details, duration, executor_in_words, gib, size
+from gpubroker.cluster.fleet import Fragmentation, Node, Policy, Stats, Tenant
+from gpubroker.tasks.estimates import Estimate, ForecastsKept
+
+
+def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """List nodes, and what is used of them."""
+    with connect(context) as broker:
+        emit_all(output, broker.nodes().items, _nodes)
+
+
+def tenants(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """List tenants: held, guaranteed, borrowed and used memory, and fair share.
+
+    USED is in GiB-hours and decays. LEVEL is usage relative to the fair share: the lowest goes first.
+    """
+    with connect(context) as broker:
+        emit_all(output, broker.tenants().items, _tenants)
+
+
+def stats(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """Show totals of tasks and memory, and whether tasks can run."""
+    with connect(context) as broker:
+        emit(output, broker.stats(), _stats)
+
+
+def policy(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """Show what the operator has configured: bands, kinds, pools, limits, defaults."""
+    with connect(context) as broker:
+        emit(output, broker.policy(), lambda found: details(_policy_rows(found)))
+
+
+def estimates(
+    context: typer.Context,
+    subject: Annotated[
+        str | None, typer.Argument(metavar="SUBJECT", help="Model type, name or entrypoint. Default: all.")
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show what past runs used: peak GPU memory, and time."""
+    with connect(context) as broker:
+        emit_all(output, broker.estimates(subject).items, _estimates)
+
+
+_NODE_COLUMNS = (
+    Column("NODE", share=0.3),
+    Column("STATE"),
+    Column("CPU"),
+    Column("MEMORY"),
+    Column("RUNS"),
+    Column("GPUS"),
+)
+
+
+def _nodes(listed: Sequence[Node]) -> RenderableType:
+    rows = [
+        (
+            node.name,
+            _state(node),
+            f"{node.cpu.get('used', 0):g}/{node.cpu.get('total', 0):g}",
+            f"{gib(node.memory_mb.get('used', 0))}/{gib(node.memory_mb.get('total', 0))} GiB",
+            f"{node.runs.get('used', 0)}/{node.runs.get('limit', 0)}",
+            str(node.gpus),
+        )
+        for node in listed
+    ]
+    notes = [
+        Text(f"! {node.name}: {node.agent['message']}", style="yellow")
+        for node in listed
+        if node.agent and node.agent.get("message")
+    ]
+    return Group(PlainTable(_NODE_COLUMNS, rows), *notes) if rows else Text("no nodes")
+
+
+def _state(node: Node) -> Text:
+    if node.cordoned:
+        state = "cordoned"
+    elif not node.ready:
+        state = "not answering"
+    else:
+        state = "ready" if node.silent_since is None else "silent"
+    return Text(state, style="green" if state == "ready" else "yellow")
+
+
+_TENANT_COLUMNS = (
+    Column("TENANT", share=0.4),
+    Column("COHORT", share=0.2),
+    Column("HELD"),
+    Column("GUARANTEED"),
+    Column("BORROWED"),
+    Column("USED"),
+    Column("FAIR SHARE"),
+    Column("LEVEL"),
+    Column("PENDING"),
+    Column("ACTIVE"),
+)
+
+
+def _tenants(listed: Sequence[Tenant]) -> RenderableType:
+    rows = [
+        (
+            tenant.name,
+            tenant.cohort or "",
+            size(tenant.held_mb),
+            "no quota" if tenant.guaranteed_mb is None else size(tenant.guaranteed_mb),
+            size(tenant.borrowed_mb) if tenant.borrowed_mb else "",
+            f"{gib(tenant.usage_mb_seconds / 3600)} GiBh",
+            f"{tenant.fair_share:.0%}",
+            f"{tenant.level:.2f}",
+            str(tenant.pending),
+            str(tenant.active),
+        )
+        for tenant in listed
+    ]
+    return PlainTable(_TENANT_COLUMNS, rows) if rows else Text("no tenants yet")
+
+
+def _stats(found: Stats) -> RenderableType:
+    gpu = found.gpu
+    sizes = (
+        f"{name} {gib(gpu[f'{name}_mb'])} GiB"
+        for name in ("leased", "used", "free", "total")
+        if f"{name}_mb" in gpu
+    )
+    rows = [
+        ("gpu memory", " · ".join(sizes)),
+        *_fragmentation(found.fragmentation),
+        *(("forecasts", _forecasts(kept)) for kept in found.forecasts),
+        ("tasks", " · ".join(f"{state} {count}" for state, count in found.tasks.items())),
+        ("executor", executor_in_words(found.executor)),
+        *(("model server", _model_server(server)) for server in found.model_servers),
+    ]
+    if found.detection.get("message"):
+        rows.append(("nodes", f"! {found.detection['message']}"))
+    if found.age_seconds is not None:
+        rows.append(("as of", f"{found.age_seconds:.1f} s ago, event {found.position}"))
+    return details(rows)
+
+
+def _fragmentation(found: Fragmentation | None) -> Iterator[tuple[str, str]]:
+    """The share of free memory that is stranded, by kind if there are several."""
+    if found is None or found.share is None:
+        return
+    kinds = [f"{kind['kind']} {kind['share']:.0%}" for kind in found.kinds if kind.get("share") is not None]
+    more = f" ({' · '.join(kinds)})" if len(kinds) > 1 else ""
+    yield "stranded", f"{found.share:.0%} of free memory, {gib(found.stranded_mb)} GiB{more}"
+    if one := found.scattered:
+        sizes = f"{size(one.gpu_mb)}" if one.gpus == 1 else f"{one.gpus} × {size(one.gpu_mb)}"
+        free = f"{gib(one.free_mb)} GiB are free, at most {size(one.largest_mb)} in one piece"
+        yield "in pieces", f"! {one.waiting} tasks wait for {sizes}; {free}"
+
+
+def _forecasts(kept: ForecastsKept) -> str:
+    error = duration(kept.median_error_seconds)
+    return f"{kept.basis}: {kept.within_p90:.0%} of {kept.n} started by their p90, median error {error}"
+
+
+def _model_server(server: Mapping[str, Any]) -> str:
+    """Whether a model server answers, and if not, why."""
+    ways = {name: server[name] for name in ("http", "grpc") if server.get(name)}
+    faults = [f"! {server['node_fault']}"] if server.get("node_fault") else []
+    faults += [f"! {name} is down: {way.get('fault')}" for name, way in ways.items() if not way.get("up")]
+    state = faults or [f"up, {server.get('requests_in_flight')} requests"]
+    return " · ".join([str(server.get("name")), *state])
+
+
+def _policy_rows(found: Policy) -> Iterator[tuple[str, str]]:
+    yield "bands", " · ".join(f"{band['name']} {band['lowest']} to {band['highest']}" for band in found.bands)
+    yield "placement", found.placement
+    preemption = {name: value for name, value in found.preemption.items() if name != "enabled"}
+    yield "preemption", _fields(preemption) if found.preemption.get("enabled", True) else "off"
+    yield "defaults", _fields(found.defaults)
+    yield "at most", _fields(found.maximum)
+    for name, rows, key in (
+        ("kind", found.kinds, "name"),
+        ("pool", found.pools, "name"),
+        ("custom", found.custom_limits, "name"),
+        ("running", found.max_running, "of"),
+        ("model type", found.model_types, "name"),
+        ("tenant", found.tenants, "name"),
+    ):
+        for row in rows:
+            rest = _fields({field: value for field, value in row.items() if field != key})
+            yield name, f"{row[key]}: {rest}"
+    yield "streams", _fields(found.streams)
+
+
+def _fields(fields: Mapping[str, Any]) -> str:
+    given = (f"{name} {_plain(value)}" for name, value in fields.items() if value not in (None, "", [], {}))
+    return " · ".join(given)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={_plain(part)}" for name, part in value.items())
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+_ESTIMATE_COLUMNS = (
+    Column("SUBJECT", share=0.4),
+    Column("KIND", share=0.3),
+    Column("RUNS"),
+    Column("MEMORY p50"),
+    Column("p95"),
+    Column("TIME p50"),
+    Column("p90"),
+)
+
+
+def _estimates(listed: Sequence[Estimate]) -> RenderableType:
+    rows = [_estimate(estimate) for estimate in listed]
+    return PlainTable(_ESTIMATE_COLUMNS, rows) if rows else Text("nothing learned yet: no run has succeeded")
+
+
+def _estimate(estimate: Estimate) -> tuple[str, ...]:
+    memory, time = estimate.gpu_mb, estimate.seconds
+    return (
+        estimate.subject,
+        estimate.kind,
+        str(max((known.n for known in (memory, time) if known), default=0)),
+        size(memory.p50) if memory else "",
+        size(memory.p95) if memory else "",
+        duration(time.p50) if time else "",
+        duration(time.p90) if time else "",
+    )
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(rich_help_panel="Tasks")(estimates)
+    for command in (nodes, tenants, stats, policy):
+        app.command(rich_help_panel="Cluster")(command)

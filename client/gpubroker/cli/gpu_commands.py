@@ -1,0 +1,146 @@
+"""`gpubroker gpus`: each GPU's memory as a bar, with its holders."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from gpubroker.cli.lookup import connect, stats_if_allowed
+from gpubroker.cli.printing import Format, Output, Watch, emit_all, watch
+from gpubroker.cli.tables import executor_in_words, gib, short_id, size
+from gpubroker.cluster.fleet import Gpu, Holder
+
+if TYPE_CHECKING:
+    from gpubroker.broker import Broker
+
+_LEGEND = (
+    "█ leased and used  ▒ leased, not yet used  ▓ freed and kept for a waiting task  ░ free  ! not leased"
+)
+_NAME_CELLS = 24
+
+
+def gpus(context: typer.Context, watching: Watch = False, output: Output = Format.TABLE) -> None:
+    """Show GPU memory: leased, used, free, and used without a lease."""
+    with connect(context) as broker:
+
+        def drawn(listed: Sequence[Gpu]) -> RenderableType:
+            return GpuTable(listed) if listed else _why_none(broker)
+
+        if watching:
+            watch(output, lambda: broker.gpus().items, drawn)
+        else:
+            emit_all(output, broker.gpus().items, drawn)
+
+
+def _why_none(broker: "Broker") -> str:
+    stats = stats_if_allowed(broker)
+    if stats and stats.executor.get("state") != "connected":
+        return f"no GPUs yet: {executor_in_words(stats.executor)}"
+    return "no GPUs; to try the service without one, set simulated_devices in its settings"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTable:
+    """One line per GPU below its node, with a bar of its memory."""
+
+    listed: Sequence[Gpu]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = min(24, max(8, options.max_width // 5))
+        for node, group in groupby(self.listed, key=lambda gpu: gpu.node):
+            devices = list(group)
+            yield Text.assemble((node, "bold"), f"  {_totals(devices)}")
+            table = Table.grid(padding=(0, 1, 0, 0))
+            for fits in (True, True, False):
+                table.add_column(no_wrap=fits, overflow="ellipsis" if fits else "fold")
+            indexes = {gpu.uuid: gpu.index for gpu in devices}
+            for gpu in devices:
+                label = f"{gpu.index:>3} {gpu.kind:<10}"
+                parent = f"instance of {indexes.get(gpu.parent, gpu.parent)}   " if gpu.parent else ""
+                table.add_row(label, Text(bar(gpu, cells), style="green"), Text(f"{parent}{_facts(gpu)}"))
+            yield table
+        yield Text(_LEGEND, style="dim")
+
+
+def _totals(devices: Sequence[Gpu]) -> str:
+    whole = [gpu for gpu in devices if not gpu.split]
+    count = "1 GPU" if len(whole) == 1 else f"{len(whole)} GPUs"
+    simulated = " (simulated)" if all(gpu.simulated for gpu in whole) else ""
+    leased, used, physical = (
+        gib(sum(getattr(gpu, f"{part}_mb") for gpu in whole)) for part in ("leased", "used", "physical")
+    )
+    return f"{count}{simulated}   leased {leased} · used {used} of {physical} GiB"
+
+
+def _facts(gpu: Gpu) -> str:
+    if gpu.split:
+        return "split: its instances are leased"
+    stranded = f", {size(gpu.stranded_mb)} stranded" if gpu.stranded_mb else ""
+    foreign = gpu.foreign_mb + gpu.unaccounted_mb
+    facts = (
+        f"{size(gpu.free_mb)} free of {gib(gpu.physical_mb)}{stranded}",
+        " · ".join(map(_holder, gpu.holders)),
+        " · ".join(
+            f"{size(pledge.arrived_mb)} of {size(pledge.gpu_mb)} freed for {short_id(pledge.task)}"
+            for pledge in gpu.pledges
+        ),
+        f"! {size(foreign)} used but not leased" if foreign else "",
+        f"{gpu.utilization:.0%} busy" if gpu.utilization is not None else "",
+        "no recent measurement" if gpu.stale else "",
+    )
+    return "   ".join(fact for fact in facts if fact)
+
+
+def _holder(holder: Holder) -> str:
+    name = holder.name if len(holder.name) <= _NAME_CELLS else f"{holder.name[: _NAME_CELLS - 1]}…"
+    notes = (
+        " (stopping)" if holder.stopping else "",
+        f" (! in quarantine: {holder.quarantine['message']})" if holder.quarantine else "",
+        f" (! used {size(holder.overused_mb)})" if holder.overused_mb else "",
+    )
+    return f"{name or short_id(holder.id)} {size(holder.gpu_mb)}{''.join(notes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """MiB of one device, in parts that add up to the whole."""
+
+    used: int
+    reserved: int
+    pledged: int
+    foreign: int
+    free: int
+
+
+def parts_of(gpu: Gpu) -> Parts:
+    """Foreign is what processes without a lease use, and what nothing explains."""
+    foreign = min(gpu.foreign_mb + gpu.unaccounted_mb, gpu.physical_mb)
+    leased = min(gpu.leased_mb, gpu.physical_mb - foreign)
+    used = min(leased, max(0, gpu.used_mb - foreign))
+    pledged = min(sum(pledge.arrived_mb for pledge in gpu.pledges), gpu.physical_mb - foreign - leased)
+    free = gpu.physical_mb - foreign - leased - pledged
+    return Parts(used, leased - used, pledged, foreign, free)
+
+
+def bar(gpu: Gpu, width: int = 24) -> str:
+    """The device's memory in `width` characters, free memory before the foreign part.
+
+    Each part that is not zero has at least one character, taken from the longest part.
+    """
+    parts = parts_of(gpu)
+    whole = max(1, gpu.physical_mb)
+    signs = {"█": parts.used, "▒": parts.reserved, "▓": parts.pledged, "░": parts.free, "!": parts.foreign}
+    cells = {sign: max(mb > 0, round(mb * width / whole)) for sign, mb in signs.items()}
+    while (surplus := sum(cells.values()) - width) != 0:
+        longest = max(cells, key=lambda sign: cells[sign])
+        cells[longest] -= 1 if surplus > 0 else -1
+    return "".join(sign * count for sign, count in cells.items())
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(rich_help_panel="Cluster")(gpus)

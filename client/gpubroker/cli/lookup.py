@@ -1,0 +1,188 @@
+"""Connect to the service, and find the task or lease that a person means."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpubroker.cli import SHOWN_ID_LENGTH
+from gpubroker.cli.printing import eprint, refuse
+from gpubroker.errors import BrokerError, Refused
+from gpubroker.transport.connection import TOKEN_VARIABLE, client_file
+
+if TYPE_CHECKING:
+    from gpubroker.broker import Broker
+    from gpubroker.cluster.fleet import Stats
+
+_TASK_ID_LENGTH = len("task_") + 26
+_TASKS_SEARCHED = 2000
+_RETRY_SECONDS = 3.0
+"""At a terminal, a quick error is better than a long wait for a service that may come back."""
+UNFINISHED = ("pending", "admitted", "running", "stopping")
+UNFINISHED_LEASES = "pending,held,stopping,quarantined"
+
+_WAYS = (
+    f"id, unique name, {SHOWN_ID_LENGTH} or more characters from the start or end of an id, or `last` (the "
+    "task you last submitted from here)."
+)
+TaskWord = Annotated[str, typer.Argument(metavar="TASK", help=_WAYS.capitalize())]
+_TASKS = typer.Argument(metavar="TASK", help=f"For each task: {_WAYS}")
+TaskWords = Annotated[list[str], _TASKS]
+AnyTaskWords = Annotated[list[str] | None, _TASKS]
+
+
+@contextlib.contextmanager
+def connect(context: typer.Context, retry_seconds: float | None = None) -> Iterator["Broker"]:
+    """The service of the global options, otherwise found as the SDK finds it."""
+    from gpubroker.broker import Broker
+
+    options: Mapping[str, str | None] = context.find_root().params
+    retry_seconds = _RETRY_SECONDS if retry_seconds is None else retry_seconds
+    with Broker(options.get("url"), options.get("token"), retry_seconds=retry_seconds) as broker:
+        try:
+            yield broker
+        except Refused as refused:
+            if refused.code == "unauthenticated":
+                refused.add_note(_token_source(broker.connection.url, options.get("token")))
+            if refused.code == "task-not-finished":
+                refused.add_note("wait for it: gpubroker result TASK --wait")
+            raise
+
+
+def _token_source(url: str, given: str | None) -> str:
+    """Where the refused token came from. The usual mistake is the data directory of another service."""
+    variable = os.environ.get(TOKEN_VARIABLE)
+    source = "--token" if given else TOKEN_VARIABLE if variable else str(client_file())
+    return (
+        f"the token came from {source} and was sent to {url}; pass another with --token or {TOKEN_VARIABLE}, "
+        "or name the service's data directory in GPUBROKER_DATA_DIR"
+    )
+
+
+def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
+    """The id of the task that a person means; exits with 6 if it is ambiguous.
+
+    A name goes before a part of an id; for a change, a word may not be both. Each load of a model is a task
+    with the model's name: its earlier loads only count if it has no unfinished one. `last` is the task last
+    submitted from here; without one, it shows the newest task of the service but never changes it.
+    """
+    if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
+        return word
+    if word == "last":
+        return _last(broker, to_change)
+    named = list(islice(broker.list(name=word, limit=6), 6))
+    if all(task.run.get("kind") == "model" for task in named):
+        named = [task for task in named if not task.is_finished] or named[:1]
+    found = [task.id for task in named]
+    if is_part_of_id(word) and (to_change or not found):
+        recent = islice(broker.list(limit=500), _TASKS_SEARCHED)
+        found += [task.id for task in recent if matches(task.id, word) and task.id not in found]
+    return only(found, word, f"no task is named {word!r}, and {_no_such_id(word)}")
+
+
+def lease_id(broker: "Broker", word: str) -> str:
+    """The id of the lease that a person means, as in `task_id`; the holder is its name.
+
+    Ended leases of a holder only count if it has no other.
+    """
+    if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
+        return word
+    if_none = f"no lease is held by {word!r}, and {_no_such_id(word)}"
+    if held := [lease.id for lease in broker.leases(state=UNFINISHED_LEASES, holder=word)]:
+        return only(held, word, if_none)
+    recent = list(islice(broker.leases(), _TASKS_SEARCHED))
+    found = [lease.id for lease in recent if lease.holder == word]
+    return only(found or [lease.id for lease in recent if matches(lease.id, word)], word, if_none)
+
+
+def only(found: Sequence[str], word: str, if_none: str) -> str:
+    """The only id that was found; otherwise exits with 6."""
+    if not found:
+        refuse(if_none)
+    if len(found) > 1:
+        ids = ", ".join(found[:5]) + (" ..." if found[5:] else "")
+        refuse(f"{word!r} is ambiguous: {ids}; use one of these ids")
+    return found[0]
+
+
+def _no_such_id(word: str) -> str:
+    if is_part_of_id(word):
+        return f"no id among the newest {_TASKS_SEARCHED} begins or ends with it"
+    return f"an id needs at least {SHOWN_ID_LENGTH} characters, as lists show them"
+
+
+def is_part_of_id(word: str) -> bool:
+    """Fewer characters than lists show could match the task of another person."""
+    return len(word.removeprefix("task_")) >= SHOWN_ID_LENGTH
+
+
+def matches(id: str, word: str) -> bool:
+    """Whether the word is long enough, and the beginning or the end of this id."""
+    return is_part_of_id(word) and (id.startswith((word, f"task_{word}")) or id.endswith(word))
+
+
+def change_each(ids: Sequence[str], change: Callable[[str], None]) -> None:
+    """Change one after the other; an error names those that were not tried."""
+    for number, id in enumerate(ids, start=1):
+        try:
+            change(id)
+        except BrokerError as fault:
+            if rest := ids[number:]:
+                fault.add_note(f"not tried after this error: {', '.join(rest)}")
+            raise
+
+
+def _last(broker: "Broker", to_change: bool) -> str:
+    url = broker.connection.url
+    if known := _submitted().get(url):
+        return known
+    newest = next(broker.list(limit=1), None)
+    if newest is None:
+        refuse("there is no task yet")
+    if to_change:
+        refuse(
+            f"`last` is the task you last submitted from here, and there is none; the newest task of {url} "
+            f"is {newest.id}{f' ({newest.name})' if newest.name else ''}; to change it, use its id"
+        )
+    eprint(f"nothing was submitted from here yet; this is the newest task of {url}")
+    return newest.id
+
+
+def remember_last(broker: "Broker", task: str) -> None:
+    """Keep the newest submitted task per service. If the file cannot be written, `last` does not work."""
+    path = _last_file()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({**_submitted(), broker.connection.url: task}, file)
+        Path(draft).replace(path)
+
+
+def _submitted() -> dict[str, str]:
+    try:
+        known = json.loads(_last_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _last_file() -> Path:
+    # The service's data directory may belong to another user or be on another machine.
+    state = os.environ.get("XDG_STATE_HOME")
+    base = Path(state) if state else Path.home() / ".local" / "state"
+    return base / "gpubroker-client" / "last.json"
+
+
+def stats_if_allowed(broker: "Broker") -> "Stats | None":
+    """For a hint only: None if the token may not see the cluster."""
+    try:
+        return broker.stats()
+    except Refused:
+        return None

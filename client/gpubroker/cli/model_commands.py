@@ -1,0 +1,116 @@
+"""`gpubroker models`, `load`, `unload` and `pin`."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from gpubroker.cli import EXIT_WAIT_TIMEOUT, parsing
+from gpubroker.cli.lookup import connect
+from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
+from gpubroker.cli.tables import Column, PlainTable, ago, size
+from gpubroker.models.model import ServedModel
+
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model on its server.")]
+Server = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The model's server, if several have the model.")
+]
+
+
+def models(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """List the models of servers: in memory, waiting for it, or cold."""
+    with connect(context) as broker:
+        emit_all(output, broker.models().items, _models)
+
+
+def load(
+    context: typer.Context,
+    model: Name,
+    priority: Annotated[
+        Any,
+        typer.Option(
+            help="0 to 100, or the name of a band. Default: as configured.",
+            metavar="PRIORITY",
+            parser=parsing.priority,
+        ),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Longest time to wait until it is in memory.")
+    ] = 0.0,
+    server: Server = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Load a model into memory, in its turn; it may take the room of lower priorities."""
+    with connect(context) as broker:
+        loaded = broker.load_model(model, priority=priority, wait_seconds=wait, server=server)
+        emit(output, loaded, _requested)
+    if wait and loaded.state != "resident":
+        eprint(f"gpubroker: {model} was not in memory within {wait:g} s")
+        raise typer.Exit(EXIT_WAIT_TIMEOUT)
+
+
+def unload(context: typer.Context, model: Name, server: Server = None, output: Output = Format.TABLE) -> None:
+    """Unload a model after its current requests; the next request loads it again."""
+    with connect(context) as broker:
+        emit(output, broker.unload_model(model, server=server), _model)
+
+
+def pin(
+    context: typer.Context,
+    model: Name,
+    off: Annotated[bool, typer.Option("--off", help="End the pin.")] = False,
+    server: Server = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Keep a model in memory, even if others need the room."""
+    with connect(context) as broker:
+        pinned = broker.pin_model(model, pinned=not off, server=server)
+        emit(output, pinned, _model if off else _requested)
+
+
+_COLUMNS = (
+    Column("MODEL", share=0.3),
+    Column("SERVER"),
+    Column("STATE"),
+    Column("PRIORITY"),
+    Column("MEMORY"),
+    Column("LOADED"),
+    Column("NOTE", wraps=True),
+)
+
+
+def _models(listed: Sequence[ServedModel]) -> RenderableType:
+    rows = [
+        (
+            one.name,
+            one.server,
+            one.state,
+            "pinned" if one.pinned else "" if one.priority is None else str(one.priority),
+            "" if one.gpu_mb is None else size(one.gpu_mb),
+            ago(one.loaded_at),
+            " ".join((one.reason or "").split()),
+        )
+        for one in listed
+    ]
+    return PlainTable(_COLUMNS, rows) if rows else Text("no models")
+
+
+def _model(shown: ServedModel) -> Text:
+    memory = "" if shown.gpu_mb is None else f" of {size(shown.gpu_mb)}"
+    pinned = ", pinned" if shown.pinned else ""
+    return Text(f"{shown.name}{memory} on {shown.server}: {shown.state}{pinned}")
+
+
+def _requested(shown: ServedModel) -> RenderableType:
+    if shown.state == "resident":
+        return _model(shown)
+    commands = ["gpubroker models"] + ([f"gpubroker explain {shown.task}"] if shown.task else [])
+    hint = f"\nrequested, not in memory yet; to follow it: {', '.join(commands)}"
+    return Text.assemble(_model(shown), hint, f"\n{shown.reason}" if shown.reason else "")
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (models, load, unload, pin):
+        app.command(rich_help_panel="Models")(command)

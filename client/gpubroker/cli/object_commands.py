@@ -1,0 +1,108 @@
+"""`gpubroker upload`, `objects` and `objects delete`: inputs that are stored for queued inferences."""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from gpubroker.cli import SHOWN_ID_LENGTH
+from gpubroker.cli.lookup import change_each, connect, is_part_of_id, matches, only
+from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
+from gpubroker.cli.tables import Column, PlainTable, ago, size_of_bytes, timestamp
+from gpubroker.models.model import StoredObject
+
+if TYPE_CHECKING:
+    from gpubroker.broker import Broker
+
+objects = typer.Typer(help="List the objects that your tenant has uploaded.")
+
+_WHOLE_ID = re.compile("[0-9a-f]{64}")
+_COLUMNS = (Column("ID", share=0.45), Column("SIZE"), Column("CREATED"), Column("KEPT UNTIL"))
+
+
+@objects.callback(invoke_without_command=True)
+def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """List the objects that your tenant has uploaded, newest first, and their total size."""
+    if context.invoked_subcommand is not None:
+        return
+    with connect(context) as broker:
+        found = sorted(broker.objects(), key=_created, reverse=True)
+        emit_all(output, found, _objects)
+        if output is Format.TABLE:
+            usage = broker.object_usage()
+            used, limit = size_of_bytes(usage.counted_bytes), size_of_bytes(usage.most_bytes)
+            eprint(f"{used} of the {limit} of your tenant are used")
+
+
+@objects.command()
+def delete(
+    context: typer.Context,
+    ids: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ID",
+            help=f"For each object: id, or {SHOWN_ID_LENGTH} or more characters from its start or end.",
+        ),
+    ],
+) -> None:
+    """Delete objects. Inferences that are queued already keep their values."""
+    with connect(context) as broker:
+
+        def delete_one(id: str) -> None:
+            broker.delete_object(id)
+            eprint(f"deleted {id}")
+
+        change_each(_found(broker, ids), delete_one)
+
+
+def upload(
+    context: typer.Context,
+    file: Annotated[
+        typer.FileBinaryRead, typer.Argument(metavar="FILE", help="File to upload; `-` is standard input.")
+    ],
+    output: Output = Format.TABLE,
+) -> None:
+    """Upload a file as an object for queued inferences, and print its id."""
+    with connect(context) as broker:
+        stored = broker.upload(file.read())
+        emit(output, stored, lambda stored: stored.id)
+        until = timestamp(stored.expires_at)
+        eprint(f"{size_of_bytes(stored.size_bytes)}, kept until {until}; each use extends that")
+
+
+def _created(stored: StoredObject) -> float:
+    return stored.created_at.timestamp() if stored.created_at else 0.0
+
+
+def _found(broker: "Broker", words: Sequence[str]) -> Sequence[str]:
+    """The ids of all objects that a person means, before any is deleted; exits with 6 if one is ambiguous."""
+    if all(map(_WHOLE_ID.fullmatch, words)):
+        return list(dict.fromkeys(words))
+    known = [stored.id for stored in broker.objects()]
+    return list(dict.fromkeys(_only(known, word) for word in words))
+
+
+def _only(known: Sequence[str], word: str) -> str:
+    if _WHOLE_ID.fullmatch(word):
+        return word
+    if is_part_of_id(word):
+        if_none = f"no object's id begins or ends with {word!r}; see: gpubroker objects"
+    else:
+        if_none = f"{word!r} is too short: an id needs at least {SHOWN_ID_LENGTH} characters"
+    return only([id for id in known if matches(id, word)], word, f"{if_none}; nothing was deleted")
+
+
+def _objects(listed: Sequence[StoredObject]) -> RenderableType:
+    rows = [
+        (stored.id, size_of_bytes(stored.size_bytes), ago(stored.created_at), timestamp(stored.expires_at))
+        for stored in listed
+    ]
+    return PlainTable(_COLUMNS, rows) if rows else Text("no objects")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(rich_help_panel="Models")(upload)
+    app.add_typer(objects, name="objects", rich_help_panel="Models")

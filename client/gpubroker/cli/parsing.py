@@ -1,0 +1,123 @@
+"""Parse what people type: sizes, durations, times, NAME=VALUE pairs, JSON. Each raises typer.BadParameter."""
+
+import json
+import math
+import re
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import typer
+
+_BYTES = {
+    "": 1024**2, "m": 1024**2, "mib": 1024**2, "mb": 10**6,
+    "g": 1024**3, "gib": 1024**3, "gb": 10**9, "t": 1024**4, "tib": 1024**4, "tb": 10**12,
+}  # fmt: skip
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def size_mb(text: str) -> int:
+    """`18GiB`, `18g`, `512MiB`, `80GB` or a number of MiB, as MiB, rounded up."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _BYTES:
+        raise typer.BadParameter(f"invalid size {text!r}: write 18GiB, 512MiB or 18432 (MiB)")
+    return math.ceil(float(found[1]) * _BYTES[found[2].lower()] / 1024**2)
+
+
+def gpu_size(text: str) -> int | str:
+    """A size, or `learned`."""
+    return text if text == "learned" else size_mb(text)
+
+
+def seconds(text: str) -> float:
+    """`90`, `90s`, `15m`, `1h30m` or `2d`, as seconds."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise typer.BadParameter(f"invalid duration {text!r}: write 90s, 15m or 1h30m")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def time_ahead(text: str) -> datetime:
+    """A time, or a duration from now. A time without a zone is in the zone of this machine."""
+    return _time(text, 1, "in two hours")
+
+
+def time_or_seconds(text: str) -> datetime | float:
+    """As `time_ahead`, but a duration is returned as seconds, for the clock of the service."""
+    with suppress(typer.BadParameter):
+        return seconds(text)
+    return time_ahead(text)
+
+
+def time_ago(text: str) -> datetime:
+    """As `time_ahead`, but a duration counts back from now."""
+    return _time(text, -1, "two hours ago")
+
+
+def _time(text: str, direction: int, two_hours: str) -> datetime:
+    with suppress(ValueError):
+        return datetime.fromisoformat(text).astimezone()
+    with suppress(typer.BadParameter):
+        return datetime.fromtimestamp(time.time() + direction * seconds(text), UTC)
+    raise typer.BadParameter(f"invalid time {text!r}: write 2026-11-21T22:00, or 2h for {two_hours}")
+
+
+def priority(text: str) -> int | str:
+    """A number, or the name of a band; the service checks the name."""
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+
+
+def amount(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"invalid number {text!r}: write 2 or 0.5") from None
+
+
+def json_or_text(text: str) -> Any:
+    """A JSON value; other text is a string, so `-i name=resnet` needs no quotes."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def demand(text: str, option: str) -> dict[str, Any]:
+    """`count=4,gpu_mb=18GiB,custom.fpga=1` in the form of the API; several kinds: `kinds=H100/A100`."""
+    found: dict[str, Any] = {}
+    for name, value in pairs(text.split(","), option).items():
+        if name.startswith("custom."):
+            found.setdefault("custom", {})[name.removeprefix("custom.")] = amount(value)
+        elif name == "gpu_mb":
+            found[name] = gpu_size(value)
+        elif name.endswith("_mb"):
+            found[name] = size_mb(value)
+        elif name.endswith("kinds"):
+            found[name] = value.split("/")
+        else:
+            found[name] = json_or_text(value)
+    return found
+
+
+def role(text: str) -> tuple[str, dict[str, Any]]:
+    """`train:gpu_mb=40GiB,cpu=4` as a name and a demand."""
+    name, colon, needs = text.partition(":")
+    if not name or not colon:
+        raise typer.BadParameter(
+            f"invalid --role {text!r}: write NAME:FIELD=VALUE,..., such as train:gpu_mb=40GiB,cpu=4"
+        )
+    return name, demand(needs, "--role")
+
+
+def pairs(words: list[str], option: str) -> dict[str, str]:
+    """`["a=1", "b=x=y"]` as `{"a": "1", "b": "x=y"}`."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"invalid {option} {word!r}: write NAME=VALUE")
+        found[name] = value
+    return found

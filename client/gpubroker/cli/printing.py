@@ -1,0 +1,113 @@
+"""Print answers as tables or JSON, and messages for people."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated, Any, NoReturn, Protocol, TypeVar
+
+import typer
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from gpubroker.cli import EXIT_REFUSED, EXIT_USAGE
+
+_WATCH_SECONDS = 1.0
+_PIPE_WIDTH = 1000
+
+
+class Format(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+    NDJSON = "ndjson"
+
+
+Output = Annotated[Format, typer.Option("--output", "-o", help="Output format.")]
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")]
+
+
+class Answered(Protocol):
+    """A model of the SDK."""
+
+    @property
+    def raw(self) -> Mapping[str, Any]: ...
+
+
+A = TypeVar("A", bound=Answered)
+
+
+def emit(output: Format, answer: A, draw: Callable[[A], RenderableType]) -> None:
+    """Write one answer to standard output; `draw` is only called for a table."""
+    if output is Format.TABLE:
+        print_drawn(draw(answer))
+    else:
+        typer.echo(json.dumps(answer.raw, indent=2 if output is Format.JSON else None))
+
+
+def emit_all(output: Format, answers: Sequence[A], draw: Callable[[Sequence[A]], RenderableType]) -> None:
+    """Write a list to standard output: a table, a JSON array, or one line of JSON per item."""
+    match output:
+        case Format.TABLE:
+            print_drawn(draw(answers))
+        case Format.JSON:
+            typer.echo(json.dumps([answer.raw for answer in answers], indent=2))
+        case Format.NDJSON:
+            for answer in answers:
+                typer.echo(json.dumps(answer.raw))
+
+
+def watch(
+    output: Format, ask: Callable[[], Sequence[A]], draw: Callable[[Sequence[A]], RenderableType]
+) -> None:
+    """Ask every second until Ctrl-C. A terminal shows one table that changes; a pipe gets every answer."""
+    out = _console()
+    try:
+        if output is Format.TABLE and out.is_terminal:
+            with Live(draw(ask()), console=out, auto_refresh=False, screen=True) as live:
+                while True:
+                    time.sleep(_WATCH_SECONDS)
+                    live.update(draw(ask()), refresh=True)
+        while True:
+            emit_all(output, ask(), draw)
+            sys.stdout.flush()
+            time.sleep(_WATCH_SECONDS)
+    except KeyboardInterrupt:
+        return
+
+
+def print_drawn(drawn: RenderableType, *, error: bool = False) -> None:
+    """Print a table. In pipes and files its lines have no spaces at their end."""
+    out = _console(error=error)
+    if out.is_terminal:
+        out.print(drawn)
+        return
+    with out.capture() as captured:
+        out.print(drawn)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()), err=error)
+
+
+def _console(*, error: bool = False) -> Console:
+    """A pipe gets a large width, so that no cell is cut off for a program."""
+    is_terminal = (sys.stderr if error else sys.stdout).isatty()
+    width = None if is_terminal else _PIPE_WIDTH
+    return Console(highlight=False, markup=False, width=width, stderr=error)
+
+
+def eprint(message: str) -> None:
+    """Print a message to standard error."""
+    typer.echo(message, err=True)
+
+
+def refuse(message: str) -> NoReturn:
+    eprint(f"gpubroker: {message}")
+    raise typer.Exit(EXIT_REFUSED)
+
+
+def confirm(question: str) -> None:
+    """Return if the person says yes; otherwise exit. Without a terminal, exit."""
+    if not sys.stdin.isatty():
+        eprint("gpubroker: cannot ask for confirmation without a terminal; use --yes")
+        raise typer.Exit(EXIT_USAGE)
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(EXIT_REFUSED)

@@ -1,0 +1,139 @@
+"""`gpubroker quarantine`, `quarantine release` and `resume`: holders and nodes that do not answer."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from gpubroker.cli.lookup import connect, matches, only
+from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, eprint
+from gpubroker.cli.tables import Column, PlainTable, ago, size
+from gpubroker.tasks.task import Quarantined
+
+if TYPE_CHECKING:
+    from gpubroker.admin import Released
+    from gpubroker.broker import Broker
+
+quarantine = typer.Typer(help="List memory that counts as used because its holder is not confirmed gone.")
+
+Because = Annotated[
+    str, typer.Option(metavar="REASON", help="What you checked; recorded with your token's name.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+
+
+@quarantine.callback(invoke_without_command=True)
+def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """List memory that counts as used because its holder is not confirmed gone, and what it waits for."""
+    if context.invoked_subcommand is None:
+        with connect(context) as broker:
+            emit_all(output, broker.quarantine().items, _quarantined)
+
+
+@quarantine.command()
+def release(
+    context: typer.Context,
+    holder: Annotated[
+        str, typer.Argument(metavar="TASK", help="Id, end of an id as listed, or unique name.")
+    ],
+    because: Because,
+    attempt: Annotated[list[int], typer.Option(help="Only this attempt; repeatable.")] = [],  # noqa: B006  # typer copies it
+    rank: Annotated[list[int], typer.Option(help="Only this rank of a gang; repeatable.")] = [],  # noqa: B006
+    device: Annotated[list[str], typer.Option(help="Only this GPU, by UUID; repeatable.")] = [],  # noqa: B006
+    yes: Yes = False,
+    output: Output = Format.TABLE,
+) -> None:
+    """Release quarantined memory: state that the processes of a task or lease are gone.
+
+    Use it if no agent can prove that, as for a machine that does not come back. The service does not check
+    the statement.
+    """
+    with connect(context) as broker:
+        found = _found(broker, holder)
+        if not yes:
+            _confirm(found, because)
+        # Only what was shown, not what came later.
+        attempts = attempt or sorted({one.attempt for one in found})
+        released = broker.release_quarantine(
+            found[0].id, because, attempts=attempts, ranks=rank, devices=device
+        )
+        emit(output, released, _released)
+
+
+def resume(context: typer.Context, because: Because, yes: Yes = False, output: Output = Format.TABLE) -> None:
+    """Declare nodes lost that fell silent together, so that their tasks start elsewhere.
+
+    The service does not give them up by itself, because the fault may be its own.
+    """
+    with connect(context) as broker:
+        detection = broker.stats().detection
+        if not yes and detection.get("state") == "paused":
+            eprint(str(detection.get("message")))
+            eprint(f"You state that they are lost, because {because!r}.")
+            eprint("Runs that are still alive there are stopped when their node answers again.")
+            confirm("Give these nodes up?")
+        resumed = broker.resume(because)
+        emit(output, resumed, lambda shown: f"given up unless they answer first: {', '.join(shown.nodes)}")
+
+
+def _found(broker: "Broker", word: str) -> Sequence[Quarantined]:
+    """All quarantined runs of the holder that a person means."""
+    found = [
+        one for one in broker.quarantine().items if one.id and (matches(one.id, word) or one.name == word)
+    ]
+    ids = sorted({one.id for one in found})
+    only(ids, word, f"nothing of {word!r} is in quarantine; see: gpubroker quarantine")
+    return found
+
+
+def _confirm(found: Sequence[Quarantined], because: str) -> None:
+    eprint(f"You state that these are gone, because {because!r}:")
+    for one in found:
+        name = f"{one.id} {one.name}".rstrip()
+        eprint(f"  every process of {name}, attempt {_attempt(one)}, on {one.node}: {size(one.gpu_mb)}")
+    eprint("The service does not check it. If one is alive, other tasks get memory that it still uses.")
+    confirm("Release this memory?")
+
+
+def _attempt(one: Quarantined) -> str:
+    return f"{one.attempt} rank {one.rank}" if one.kind == "gang_member" else str(one.attempt)
+
+
+_COLUMNS = (
+    Column("ID", share=0.3),
+    Column("NAME", share=0.2),
+    Column("ATTEMPT"),
+    Column("NODE", share=0.2),
+    Column("MEMORY"),
+    Column("SINCE"),
+    Column("WAITS FOR", wraps=True),
+)
+
+
+def _quarantined(listed: Sequence[Quarantined]) -> RenderableType:
+    rows = [
+        (
+            one.id or f"(tenant {one.tenant})",
+            one.name,
+            _attempt(one),
+            one.node,
+            size(one.gpu_mb),
+            ago(one.quarantined_at),
+            one.message,
+        )
+        for one in listed
+    ]
+    return PlainTable(_COLUMNS, rows) if rows else Text("nothing is in quarantine")
+
+
+def _released(released: "Released") -> RenderableType:
+    text = f"released {size(released.gpu_mb)} of {released.id}; it is free after the next measurement"
+    left = sum(one.gpu_mb for one in released.quarantine)
+    return Text(f"{text}; still in quarantine: {size(left)}" if released.quarantine else text)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(rich_help_panel="Cluster")(resume)
+    app.add_typer(quarantine, name="quarantine", rich_help_panel="Cluster")

@@ -1,0 +1,185 @@
+"""`gpubroker events`, and what a task's own events say about its past."""
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gpubroker.cli.lookup import connect, task_id
+from gpubroker.cli.printing import Format, Output, emit, emit_all
+from gpubroker.cli.tables import short_id, size, timestamp
+from gpubroker.errors import Refused
+from gpubroker.tasks.task import Event, Task, TaskState
+
+if TYPE_CHECKING:
+    from gpubroker.broker import Broker
+
+_KIND_CELLS = 16
+
+
+def events(
+    context: typer.Context,
+    task: Annotated[str | None, typer.Argument(metavar="TASK", help="Only events of this task.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events as they happen.")] = False,
+    after: Annotated[int | None, typer.Option(help="Start after this position of the log.")] = None,
+    last: Annotated[
+        int, typer.Option("--last", "-n", help="Without --after: start with this many of the newest.")
+    ] = 50,
+    output: Output = Format.TABLE,
+) -> None:
+    """Print the event log: changes of tasks, leases, pledges, devices and nodes, in order."""
+    with connect(context) as broker:
+        wanted = None if task is None else task_id(broker, task)
+        if after is None:
+            after = 0 if wanted else max(0, broker.stats().position - last)
+        if output is Format.JSON and not follow:
+            emit_all(output, list(broker.events(wanted, after=after)), _event_lines)
+            return
+        try:
+            for event in broker.events(wanted, after=after, follow=follow):
+                emit(Format.NDJSON if output is Format.JSON else output, event, _event_line)
+        except KeyboardInterrupt:
+            return
+
+
+def _event_lines(listed: Sequence[Event]) -> RenderableType:
+    return Group(*map(_event_line, listed))
+
+
+def _event_line(event: Event) -> Text:
+    """Position, time, kind, subject, and the new values in words. `-o json` has all fields."""
+    at = f"{event.at:%H:%M:%S}" if event.at else ""
+    subject, place = _subject(event)
+    facts = ", ".join(fact for fact in (place, *_facts(event)) if fact)
+    if not facts and event.kind.endswith(".changed"):
+        facts = ", ".join(event.fields)
+    return Text.assemble(
+        (f"{event.position:>6} {at} ", "dim"),
+        (f"{event.kind:<{_KIND_CELLS}} ", "bold"),
+        f"{subject}  {facts}",
+    )
+
+
+def _subject(event: Event) -> tuple[str, str]:
+    """What an event is about, and on which device; for leases and pledges both are in the key."""
+    match event.kind.partition(".")[0], event.key.split(":"):
+        case "task", _:
+            return short_id(event.key), ""
+        case "lease", [_, holder, _, _, device]:
+            return short_id(holder), _on(device)
+        case "pledge", [preemptor, device]:
+            return short_id(preemptor), _on(device)
+        case "request", _:
+            return short_id(event.fields.get("task")), ""
+        case "device", _:
+            return event.key.rpartition("/")[2], ""
+        case _:
+            return event.key, ""
+
+
+def _on(device: str) -> str:
+    return f"on {device.rpartition('/')[2]}"
+
+
+def _facts(event: Event) -> Iterator[str]:
+    if event.kind.startswith("pledge.") and event.kind != "pledge.made":
+        return  # it has the same fields as pledge.made
+    for name, value in event.fields.items():
+        if value is not None and (word := _fact(name, value)):
+            yield word
+
+
+def _fact(name: str, value: Any) -> str:
+    """A field in words; empty if it repeats another one or is only for programs."""
+    match name:
+        case "name" | "stop_reason" | "reason" | "what" | "kind" | "proof" | "by":
+            return str(value)
+        case "priority" | "preemptions" | "failures" | "cpu" | "index":
+            return f"{name} {value}"
+        case "mb" | "gpu_mb" | "physical_mb":
+            return size(value)
+        case "overused_mb":
+            return f"used {size(value)}" if value else ""
+        case "values":
+            return ", ".join(_learned(*lesson) for lesson in value)
+        case "node":
+            return f"on {value}"
+        case "freeing_for":
+            return f"for {short_id(value)}"
+        case "demand" | "fields":
+            return ", ".join(word for part, inner in value.items() if (word := _fact(part, inner)))
+        case "ready":
+            return "answers" if value else "does not answer"
+        case "awaits":
+            return "" if value else "waits for no other task any more"
+        case "failed_by":
+            return f"because of {short_id(value)}"
+        case "after":
+            return f"after {', '.join(short_id(task) for task, _ in value)}"
+        case "held":
+            return "held" if value else "released"
+        case "gpus" if value > 1:
+            return f"{value} GPUs"
+        case "stop_deadline_at" | "checkpoint_at" | "not_before" | "deadline_at" | "expires_at":
+            words = {"checkpoint_at": "saved at", "not_before": "not before", "expires_at": "expires at"}
+            return f"{words.get(name, 'by')} {str(value)[11:19]}"
+        case _:
+            return ""
+
+
+def _learned(kind: str, what: str, value: float | None) -> str:
+    """What a run used, and on which kind of device; without a value, the estimate was dropped."""
+    used = "" if value is None else size(value) if what == "gpu_mb" else f"{value:g} s"
+    return " ".join(word for word in (used or what, f"on {kind}" if kind else "") if word)
+
+
+def past_of(broker: "Broker", task: Task) -> dict[str, str]:
+    """What made a task stop, by subject. Only asks for the events of a task that was stopped."""
+    if not task.preemptions and not task.stop_reason and task.state is not TaskState.CANCELLED:
+        return {}
+    lines: dict[str, str] = {}
+    notice: Event | None = None
+    saved_at, resumed = None, ""
+    for event in broker.events(task):
+        fields = event.fields
+        saved_at = fields.get("checkpoint_at") or saved_at
+        match event.kind:
+            case "task.stopping" if fields.get("stop_reason") in ("preempt", "move"):
+                notice, resumed = event, ""
+            case "task.requeued" if notice and not resumed:
+                resumed = _resumed_from(task, saved_at)
+            case "request.made" if fields.get("what") == "cancel":
+                reason = fields["fields"].get("reason")
+                lines["cancelled"] = f"requested at {timestamp(event.at)}{f': {reason}' if reason else ''}"
+    if notice is not None:
+        what = "moved" if notice.fields["stop_reason"] == "move" else "preempted"
+        lines[what] = _preempted(broker, task, notice) + resumed
+    return lines
+
+
+def _preempted(broker: "Broker", task: Task, notice: Event) -> str:
+    other = notice.fields.get("freeing_for")
+    preemptor = f"{_name(broker, other)} ({short_id(other)})" if other else "a task of another tenant"
+    times = f"{task.preemptions}×, last " if task.preemptions > 1 else ""
+    return f"{times}at {timestamp(notice.at)} for {preemptor}"
+
+
+def _resumed_from(task: Task, saved_at: str | None) -> str:
+    resumes, starts = ("resumes", "starts") if task.state is TaskState.PENDING else ("resumed", "started")
+    if saved_at is None:
+        return f"; without a checkpoint it {starts} from the beginning"
+    return f"; it {resumes} from its checkpoint of {timestamp(datetime.fromisoformat(saved_at))}"
+
+
+def _name(broker: "Broker", task: str) -> str:
+    try:
+        return broker.get(task).name or "a task"
+    except Refused:
+        return "a task that is no longer kept"
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(rich_help_panel="Tasks")(events)

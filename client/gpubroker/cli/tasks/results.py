@@ -1,0 +1,124 @@
+"""`gpubroker wait`, `result` and `logs`: how a task ended, and what it returned and printed."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpubroker.cli import EXIT_INTERRUPTED, parsing
+from gpubroker.cli.lookup import TaskWord, connect, task_id
+from gpubroker.cli.printing import Format, Output, emit, eprint
+from gpubroker.cli.tasks.view import task_details
+from gpubroker.errors import Unreachable
+from gpubroker.tasks.task import Outcome, check_success
+
+if TYPE_CHECKING:
+    from gpubroker.broker import Broker
+
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout", parser=parsing.seconds, metavar="DURATION", help="Longest time to wait, such as 90s."
+    ),
+]
+
+
+def wait(
+    context: typer.Context, task: TaskWord, timeout: Timeout = None, output: Output = Format.TABLE
+) -> None:
+    """Wait until a task is finished. The exit code says how it ended."""
+    with connect(context) as broker:
+        wanted = task_id(broker, task)
+        _wait(broker, wanted, timeout)
+        emit(output, broker.get(wanted), task_details)
+        check_success(broker.outcome(wanted))
+
+
+def result(
+    context: typer.Context,
+    task: TaskWord,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the task is finished.")] = False,
+    timeout: Timeout = None,
+    save: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Print the result of a finished task, and its log to standard error."""
+    with connect(context) as broker:
+        wanted = task_id(broker, task)
+        if wait:
+            _wait(broker, wanted, timeout)
+        _show(broker.outcome(wanted), output, save)
+
+
+def logs(context: typer.Context, task: TaskWord) -> None:
+    """Print the last 16 KiB of a finished task's output.
+
+    The output of a running task cannot be read yet.
+    """
+    with connect(context) as broker:
+        typer.echo(_log_of(broker.outcome(task_id(broker, task))), nl=False)
+
+
+def wait_and_show(broker: "Broker", task: str, timeout_seconds: float | None, output: Format) -> None:
+    """Wait, then print the result. Raises what the exit codes stand for."""
+    _wait(broker, task, timeout_seconds)
+    _show(broker.outcome(task), output)
+
+
+def _wait(broker: "Broker", task: str, timeout_seconds: float | None) -> None:
+    """Wait with the retry time of the SDK, which survives a restart of the service."""
+    from gpubroker.broker import Broker
+
+    hint = f"the task continues; wait again: gpubroker wait {task}   stop it: gpubroker cancel {task}"
+    try:
+        with Broker(broker.connection.url, broker.connection.token) as patient:
+            patient.wait(task, timeout_seconds)
+    except KeyboardInterrupt:
+        eprint(hint)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except Unreachable as fault:
+        fault.add_note(hint)
+        raise
+
+
+def _show(outcome: Outcome, output: Format, save: Path | None = None) -> None:
+    """Print a result, or write it to `save`. A pickled one is never opened, only saved."""
+    if output is not Format.TABLE:
+        emit(output, outcome, lambda _: "")
+    try:
+        check_success(outcome)
+    finally:
+        if outcome.log_tail:
+            eprint(_log_of(outcome).rstrip())
+    if save is not None:
+        data = outcome.data if outcome.data is not None else json.dumps(outcome.value).encode()
+        save.write_bytes(data)
+        eprint(f"wrote {save}")
+    elif output is Format.TABLE and outcome.data is not None:
+        eprint(
+            f"the result is a pickled object of {len(outcome.data)} bytes; save it with --save FILE, or open "
+            "it in Python with Broker().result(...)"
+        )
+    elif output is Format.TABLE:
+        value = outcome.value
+        typer.echo(value if isinstance(value, str) else json.dumps(value, indent=2))
+    sys.stdout.flush()
+
+
+def _log_of(outcome: Outcome) -> str:
+    """The end of the task's output, from a line's beginning; a first line says if something is missing."""
+    from gpubroker.runtime.output import TAIL_BYTES
+
+    printed = outcome.log_tail
+    if len(printed.encode()) < TAIL_BYTES:
+        return printed
+    _, newline, rest = printed.partition("\n")
+    whole = rest if newline else printed
+    return f"[only the last {TAIL_BYTES // 1024} KiB were kept]\n{whole}"
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (wait, result, logs):
+        app.command(rich_help_panel="Tasks")(command)

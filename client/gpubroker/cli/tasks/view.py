@@ -1,0 +1,290 @@
+"""`gpubroker ps` and `gpubroker show`: tasks as a table, and one task in full."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from math import inf
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gpubroker.cli import parsing
+from gpubroker.cli.lookup import UNFINISHED, TaskWord, connect, task_id
+from gpubroker.cli.printing import Format, Output, Watch, emit, emit_all, eprint, watch
+from gpubroker.cli.tables import (
+    Column,
+    PlainTable,
+    ago,
+    details,
+    duration,
+    gib,
+    short_id,
+    size,
+    timestamp,
+    with_short_ids,
+)
+from gpubroker.cli.tasks.events import past_of
+from gpubroker.tasks.estimates import Expected
+from gpubroker.tasks.task import Quarantined, Task, TaskDevice, TaskRank, TaskState
+
+if TYPE_CHECKING:
+    from gpubroker.broker import Broker
+    from gpubroker.tasks.task_api import ListOptions
+
+NO_PAST: Mapping[str, str] = MappingProxyType({})
+_REASONS_ASKED = 20
+_STATE_STYLES = {
+    TaskState.PENDING: "yellow",
+    TaskState.ADMITTED: "cyan",
+    TaskState.RUNNING: "green",
+    TaskState.STOPPING: "magenta",
+    TaskState.SUCCEEDED: "bold green",
+    TaskState.FAILED: "bold red",
+    TaskState.EXPIRED: "red",
+}
+_COLUMNS = (
+    Column("ID"),
+    Column("NAME", share=0.2),
+    Column("STATE"),
+    Column("PRIORITY"),
+    Column("GPU MEMORY", from_width=100),
+    Column("AGE", from_width=120),
+    Column("NODE", from_width=120, share=0.2),
+    Column("NOTE", wraps=True),
+)
+
+
+def ps(
+    context: typer.Context,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Include finished tasks.")] = False,
+    state: Annotated[
+        list[str] | None, typer.Option("--state", "-s", help="Only tasks in this state; repeatable.")
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", "-l", metavar="NAME=VALUE", help="Only tasks with this label; repeatable."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", "-n", help="Only tasks with this name.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="Only entrypoint, command, function, inference, model or external (leases) tasks."),
+    ] = None,
+    model_type: Annotated[str | None, typer.Option(help="Only tasks of this model type.")] = None,
+    stream: Annotated[str | None, typer.Option(help="Only tasks of this work stream.")] = None,
+    after: Annotated[
+        str | None, typer.Option("--after", metavar="TASK", help="Only tasks that run after this one.")
+    ] = None,
+    since: Annotated[
+        Any,
+        typer.Option(
+            parser=parsing.time_ago, metavar="TIME", help="Only tasks submitted since: a time, or 2h."
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many tasks.")] = 50,
+    watching: Watch = False,
+    output: Output = Format.TABLE,
+) -> None:
+    """List tasks, newest first, and why pending ones wait."""
+    given = {
+        "state": state or ([] if everything else UNFINISHED),
+        "labels": parsing.pairs(label or [], "--label"),
+        "name": name,
+        "kind": kind,
+        "model_type": model_type,
+        "stream": stream,
+        "submitted_from": since,
+    }
+    filters = cast("ListOptions", {option: value for option, value in given.items() if value})
+    if state or everything:
+        if_none = "no matching tasks"
+    elif len(filters) > 1 or after:
+        if_none = "no matching task is pending or running; --all includes finished tasks"
+    else:
+        if_none = "no task is pending or running; gpubroker ps --all includes finished tasks"
+    with connect(context) as broker:
+        if after:
+            filters["after"] = task_id(broker, after)
+        _list(broker, filters, limit, watching, output, if_none)
+
+
+def _list(
+    broker: "Broker", filters: "ListOptions", limit: int, watching: bool, output: Format, if_none: str
+) -> None:
+    filters["limit"] = min(limit, 200)
+
+    def listed() -> list[Task]:
+        found = list(islice(broker.list(**filters), limit + 1))
+        if len(found) > limit:
+            del found[limit:]
+            eprint(f"these are the newest {limit}; --limit shows more")
+        return _with_reasons(broker, found) if output is Format.TABLE else found
+
+    def drawn(found: Sequence[Task]) -> RenderableType:
+        return task_table(found, if_none)
+
+    if watching:
+        watch(output, listed, drawn)
+    else:
+        emit_all(output, listed(), drawn)
+
+
+def _with_reasons(broker: "Broker", listed: list[Task]) -> list[Task]:
+    """A list has no reasons, since each costs the service time; ask for those of the newest pending tasks."""
+    asked = [task.id for task in listed if task.state == "pending"][:_REASONS_ASKED]
+    return [broker.get(task.id) if task.id in asked else task for task in listed]
+
+
+def show(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
+    """Show one task in full."""
+    with connect(context) as broker:
+        found = broker.get(task_id(broker, task))
+        emit(output, found, lambda found: task_details(found, past_of(broker, found)))
+
+
+def task_table(listed: Sequence[Task], if_none: str = "no tasks") -> RenderableType:
+    rows = [
+        (
+            short_id(task.id),
+            task.name,
+            Text(str(task.raw.get("state", "")), style=_STATE_STYLES.get(task.state, "")),
+            f"{task.priority} {task.band}",
+            demand(task.resources),
+            ago(task.submitted_at),
+            task.node or "",
+            _note(task),
+        )
+        for task in listed
+    ]
+    return PlainTable(_COLUMNS, rows) if rows else Text(if_none)
+
+
+def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableType:
+    """`past`: lines from the task's events, by subject."""
+    run = task.run
+    rows: dict[str, Any] = {
+        "id": task.id,
+        "name": task.name,
+        "state": task.raw.get("state"),
+        "why": "" if task.state is TaskState.RUNNING else _now(task),
+        "progress": _progress(task),
+        "ends": _expected_end(task.eta) if task.eta else None,
+        "priority": f"{task.priority} ({task.band})",
+        "runs": run.get("entrypoint") or shlex.join(run.get("command") or ()) or run.get("kind"),
+        "model": run.get("model"),
+        "gpu": demand(task.resources),
+        "size": task.sizing.message if task.sizing else None,
+        "node": task.node,
+        "devices": ", ".join(map(_device, task.devices)) if not task.ranks else None,
+        "ranks": "\n".join(map(_rank, task.ranks)),
+        "quarantine": "\n".join(map(_quarantined, task.quarantine)),
+        "attempt": task.attempt,
+        "failed": f"{task.failures}× of at most {task.max_retries + 1}" if task.failures else None,
+        **past,
+        "held": "yes" if task.held else None,
+        "labels": ", ".join(f"{name}={value}" for name, value in task.labels.items()),
+        "submitted": timestamp(task.submitted_at),
+        "started": timestamp(task.started_at),
+        "checkpoint": timestamp(task.checkpoint_at),
+        "finished": timestamp(task.finished_at),
+    }
+    table = details(rows.items())
+    if task.error and task.error.traceback:
+        return Group(table, Text(), Text(task.error.traceback.rstrip(), style="red"))
+    return table
+
+
+def demand(resources: Mapping[str, Any]) -> str:
+    """`2 × 18.0 GiB`, `1 × ½ GPU`, `2 GPUs`, or nothing; for a gang, the demands of its ranks."""
+    bundles = resources.get("bundles") or ()
+    if bundles:
+        ranks = [(bundle.get("count", 1), demand(bundle)) for bundle in bundles]
+        least = resources.get("min_ranks") or inf
+        return " + ".join(
+            f"{count} rank{'s' if count > 1 else ''}" + (f" of {each}" if each else "")
+            for count, each in ranks
+        ) + (f", at least {least}" if least < sum(count for count, _ in ranks) else "")
+    gpus = resources.get("gpus") or 0
+    if not gpus:
+        return ""
+    times = f"{gpus} × " if gpus > 1 else ""
+    if resources.get("gpu_mb"):
+        return f"{times}{gib(resources['gpu_mb'])} GiB"
+    if resources.get("gpu_fraction"):
+        return f"{times}{resources['gpu_fraction']:g} GPU"
+    return f"{gpus} whole"
+
+
+def failure(task: Task) -> str:
+    """The first line of the error message, or else the kind of the error."""
+    if task.error is None:
+        return ""
+    return (task.error.message.splitlines() or [task.error.kind])[0]
+
+
+def _device(device: TaskDevice) -> str:
+    return f"{device.uuid} {size(device.gpu_mb)} {device.state}"
+
+
+def _rank(rank: TaskRank) -> str:
+    return " ".join((f"{rank.rank}:", rank.state, "on", rank.node, *map(_device, rank.devices)))
+
+
+def _quarantined(one: Quarantined) -> str:
+    rank = f" rank {one.rank}" if one.kind == "gang_member" else ""
+    return (
+        f"! {size(one.gpu_mb)} of attempt {one.attempt}{rank}, for {ago(one.quarantined_at)}: {one.message}"
+    )
+
+
+def _note(task: Task) -> str:
+    preempted = f"preempted {task.preemptions}×" if task.preemptions and not task.is_finished else ""
+    return "; ".join(part for part in (_now(task), preempted) if part)
+
+
+def _now(task: Task) -> str:
+    """What matters about a task in its present state."""
+    match task.state:
+        case TaskState.PENDING if task.pending:
+            position = f" (position {task.pending.position})" if task.pending.position else ""
+            heir = task.pending.inherits
+            inherits = f"; inherits priority {heir.priority} from {short_id(heir.task)}" if heir else ""
+            message = with_short_ids(task.pending.message)
+            return f"{message}{position}{inherits}{_expected_start(task.pending.start)}"
+        case TaskState.RUNNING:
+            return _progress(task)
+        case TaskState.STOPPING if task.stop_deadline_at:
+            return f"{task.stop_reason}, by {task.stop_deadline_at:%H:%M:%S}Z"
+        case TaskState.FAILED | TaskState.EXPIRED:
+            return failure(task)
+        case _:
+            return ""
+
+
+def _progress(task: Task) -> str:
+    if task.progress is None or task.progress.fraction is None:
+        return ""
+    return f"{task.progress.fraction:.0%} {task.progress.message or ''}".rstrip()
+
+
+def _expected_end(eta: Expected) -> str:
+    if not eta.n:
+        return f"in about {duration(eta.p50_seconds)}, as stated at submit"
+    runs = "1 run" if eta.n == 1 else f"{eta.n} runs"
+    return f"in about {duration(eta.p50_seconds)}, 90% within {duration(eta.p90_seconds)} (from {runs})"
+
+
+def _expected_start(start: Expected | None) -> str:
+    if start is None:
+        return ""
+    basis = f"{start.basis}, {start.n} runs" if start.n else start.basis
+    return (
+        f"; starts in about {duration(start.p50_seconds)}, 90% within {duration(start.p90_seconds)} ({basis})"
+    )
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (ps, show):
+        app.command(rich_help_panel="Tasks")(command)

@@ -1,0 +1,89 @@
+"""`gpubroker token create`, `list` and `revoke`."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from gpubroker.admin import Token
+from gpubroker.cli import parsing
+from gpubroker.cli.lookup import connect
+from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
+from gpubroker.cli.tables import Column, PlainTable, timestamp
+
+token = typer.Typer(help="Create, list and revoke tokens.", no_args_is_help=True)
+
+_COLUMNS = (
+    Column("NAME", share=0.3),
+    Column("TENANT", share=0.2),
+    Column("HIGHEST PRIORITY", from_width=80),
+    Column("SCOPES", wraps=True),
+    Column("EXPIRES"),
+)
+
+
+@token.command()
+def create(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name to list and revoke it by.")],
+    scope: Annotated[
+        list[str],
+        typer.Option(
+            "--scope",
+            "-s",
+            help="tasks:read, tasks:write, tasks:code, tasks:command, cluster:read, cluster:write, "
+            "metrics:read, models:infer, models:manage, admin, *; repeatable.",
+        ),
+    ],
+    tenant: Annotated[str | None, typer.Option(help="Tenant whose tasks it reads and submits.")] = None,
+    max_priority: Annotated[int | None, typer.Option(help="Highest priority it may ask for.")] = None,
+    expires: Annotated[
+        float | None,
+        typer.Option(parser=parsing.seconds, metavar="DURATION", help="How long the token is valid."),
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Create a token and print its secret, which is shown only once."""
+    with connect(context) as broker:
+        created = broker.create_token(
+            name, scopes=scope, tenant=tenant, max_priority=max_priority, expires_in_seconds=expires
+        )
+        emit(output, created, lambda token: token.token or "")
+        eprint(f"store it: it is not shown again; to revoke it: gpubroker token revoke {name}")
+
+
+@token.command("list")
+def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """List all tokens, without their secrets."""
+    with connect(context) as broker:
+        emit_all(output, broker.tokens(), _tokens)
+
+
+@token.command()
+def revoke(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the token.")],
+) -> None:
+    """Make a token invalid at once."""
+    with connect(context) as broker:
+        broker.revoke_token(name)
+        eprint(f"token {name} is revoked")
+
+
+def _tokens(listed: Sequence[Token]) -> RenderableType:
+    rows = [
+        (
+            token.name,
+            token.tenant,
+            str(token.max_priority),
+            " ".join(token.scopes),
+            timestamp(token.expires_at) or "never",
+        )
+        for token in listed
+    ]
+    return PlainTable(_COLUMNS, rows)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(token, name="token", rich_help_panel="Administration")

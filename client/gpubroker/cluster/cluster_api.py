@@ -1,0 +1,65 @@
+"""Operations that look at the cluster, and plan for it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpubroker.cluster.fleet import Gpu, Node, Policy, Stats, Tenant
+from gpubroker.cluster.plan import FleetPlan
+from gpubroker.tasks.task import Quarantined
+from gpubroker.transport.decoding import Page, decode, page_of
+from gpubroker.transport.exchange import Steps
+from gpubroker.transport.operations import Operations, operation, without_none
+
+
+class ClusterApi(Operations):
+    @operation
+    def gpus(self) -> Steps[Page[Gpu]]:
+        """All devices, with what is leased, used and free on each."""
+        return page_of(Gpu, (yield from self._ask("GET", "/gpus")))
+
+    @operation
+    def nodes(self) -> Steps[Page[Node]]:
+        """All machines, and whether they answer."""
+        return page_of(Node, (yield from self._ask("GET", "/nodes")))
+
+    @operation
+    def quarantine(self) -> Steps[Page[Quarantined]]:
+        """Holders that count as using memory because they are not confirmed gone; the oldest first."""
+        return page_of(Quarantined, (yield from self._ask("GET", "/quarantine")))
+
+    @operation
+    def tenants(self) -> Steps[Page[Tenant]]:
+        """Quota, holdings, usage and fair share of your tenant, or of all with the scope cluster:read."""
+        return page_of(Tenant, (yield from self._ask("GET", "/tenants")))
+
+    @operation
+    def stats(self) -> Steps[Stats]:
+        """Counts of tasks and memory over the whole cluster."""
+        return decode(Stats, (yield from self._ask("GET", "/stats")))
+
+    @operation
+    def policy(self) -> Steps[Policy]:
+        """What the operator has configured: bands, kinds, pools, limits, defaults."""
+        return decode(Policy, (yield from self._ask("GET", "/policy")))
+
+    @operation
+    def ready(self) -> Steps[Mapping[str, str]]:
+        """Return once the service can take and run tasks. Raises Unreachable after `retry_seconds`."""
+        parts: Mapping[str, str] = (yield from self._ask("GET", "/readyz"))["parts"]
+        return parts
+
+    @operation
+    def plan(
+        self,
+        components: Sequence[Mapping[str, Any]],
+        fleet: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tenant: str | None = None,
+    ) -> Steps[FleetPlan]:
+        """Whether these components fit the present fleet, or the one described; nothing is stored.
+
+        Both are as in `POST /plan`: `[{"name": "trainer", "count": 4, "resources": {"gpus": 1}}]`. `tenant`
+        says whose quota and limits apply. Default: the token's tenant, and none on a described fleet.
+        """
+        body = without_none({"components": list(components), "fleet": fleet, "tenant": tenant})
+        return decode(FleetPlan, (yield from self._ask("POST", "/plan", body)))

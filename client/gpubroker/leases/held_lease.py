@@ -1,0 +1,163 @@
+"""Leases as context managers: held in the block, renewed meanwhile, released at its end."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self
+
+from gpubroker.errors import BrokerError
+from gpubroker.leases.lease import Lease, LeaseOptions, LeaseStatus, Notice
+from gpubroker.leases.lease_api import LeaseApi
+from gpubroker.transport.exchange import Steps
+
+_JOIN_SECONDS = 5.0
+
+
+class _Held:
+    """What both kinds of held lease offer inside their block."""
+
+    _held: LeaseStatus | None = None
+
+    def __init__(
+        self,
+        api: LeaseApi,
+        carry_out: Callable[[Steps[Any]], Any],
+        options: LeaseOptions,
+        timeout_seconds: float | None,
+    ) -> None:
+        self._api = api
+        self._carry_out = carry_out
+        self._options = options
+        self._timeout_seconds = timeout_seconds
+
+    @property
+    def _status(self) -> LeaseStatus:
+        if self._held is None:
+            raise RuntimeError("the lease is only held inside its block: `with broker.lease(...) as lease:`")
+        return self._held
+
+    @property
+    def lease(self) -> Lease:
+        """As the service last answered it."""
+        return self._status.lease
+
+    @property
+    def id(self) -> str:
+        return self.lease.id
+
+    @property
+    def node(self) -> str | None:
+        return self.lease.node
+
+    @property
+    def device_uuids(self) -> tuple[str, ...]:
+        return self.lease.device_uuids
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For a program that may see these GPUs and no others."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.device_uuids)}
+
+    @property
+    def notice(self) -> Notice | None:
+        """Why and by when to leave the block; None while the lease may be held."""
+        return None if self._held is None else self._held.notice
+
+    @property
+    def fault(self) -> BrokerError | None:
+        """The service's answer if the notice is `refused`."""
+        return None if self._held is None else self._held.fault
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether the last renewal got no answer. The lease goes on: its memory is not given away before its
+        holder has left, and a service that comes back learns of the lease first."""
+        return self._held is not None and self._held.is_unreachable
+
+
+class HeldLease(_Held):
+    """A thread renews it. Entering the block waits for the memory and may raise LeaseEnded."""
+
+    _thread: threading.Thread
+
+    def wait_for_notice(self, timeout_seconds: float | None = None) -> bool:
+        """Sleep until the lease has to be released; returns whether it has to."""
+        return self._status.wait_for_notice(timeout_seconds)
+
+    def __enter__(self) -> Self:
+        asked: Lease = self._carry_out(self._api._new_lease(self._options))
+        try:
+            lease: Lease = self._carry_out(self._api._acquire(asked, self._timeout_seconds))
+        except BaseException:
+            with contextlib.suppress(BrokerError):
+                self._carry_out(self._api._released(asked))
+            raise
+        self._held = LeaseStatus(lease)
+        self._thread = threading.Thread(
+            target=self._keep, args=(self._held,), name=f"lease-{lease.id}", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.is_over = True
+        # The release ends the thread's current wait.
+        self._carry_out(self._api._released(self.lease))
+        self._thread.join(_JOIN_SECONDS)
+
+    def _keep(self, status: LeaseStatus) -> None:
+        try:
+            self._carry_out(self._api._keep(status))
+        except Exception:
+            if not status.is_over:
+                status.give_notice(Notice("ended"))
+                raise
+
+
+class AsyncHeldLease(_Held):
+    """An asyncio task renews it. Entering the block waits for the memory and may raise LeaseEnded."""
+
+    _carry_out: Callable[[Steps[Any]], Coroutine[Any, Any, Any]]
+    _keeper: asyncio.Task[None]
+    _has_notice: asyncio.Event
+
+    async def wait_for_notice(self, timeout_seconds: float | None = None) -> bool:
+        """Sleep until the lease has to be released; returns whether it has to."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_notice.wait(), timeout_seconds)
+        return self._has_notice.is_set()
+
+    async def __aenter__(self) -> Self:
+        asked: Lease = await self._carry_out(self._api._new_lease(self._options))
+        try:
+            lease: Lease = await self._carry_out(self._api._acquire(asked, self._timeout_seconds))
+        except BaseException:
+            with contextlib.suppress(BrokerError):
+                await asyncio.shield(self._carry_out(self._api._released(asked)))
+            raise
+        self._held = LeaseStatus(lease)
+        self._has_notice = asyncio.Event()
+        self._keeper = asyncio.create_task(self._keep(self._held))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.is_over = True
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._carry_out(self._api._released(self.lease))
+
+    async def _keep(self, status: LeaseStatus) -> None:
+        try:
+            await self._carry_out(self._api._keep(status))
+        except Exception:
+            status.give_notice(Notice("ended"))
+            raise
+        finally:
+            if status.notice is not None:
+                self._has_notice.set()

@@ -1,0 +1,132 @@
+"""Operations on leases: ask, renew, release; and the steps that hold one while a program runs."""
+
+import getpass
+import os
+import socket
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Unpack
+
+from gpubroker.errors import BrokerError, Refused
+from gpubroker.leases.lease import AnyLease, Lease, LeaseEnded, LeaseOptions, LeaseState, LeaseStatus
+from gpubroker.transport.decoding import Page, decode, page_of
+from gpubroker.transport.exchange import Call, Pause, Steps
+from gpubroker.transport.operations import Operations, Pages, json_body, listing, operation, path_part
+
+_PAUSE_SECONDS = 1.0
+_FINAL_CODES = frozenset({"unauthenticated", "forbidden", "not-found", "closed"})
+"""Problem codes after which this program can never renew. A proxy's 4xx has no code."""
+
+
+class LeaseApi(Operations):
+    @operation
+    def ask_lease(self, **options: Unpack[LeaseOptions]) -> Steps[Lease]:
+        """Ask for a lease and do not wait. Renew it, also while it is pending, and release it at the end."""
+        return (yield from self._new_lease(options))
+
+    @operation
+    def get_lease(self, lease: AnyLease) -> Steps[Lease]:
+        """The lease as it is now."""
+        return decode(Lease, (yield from self._ask("GET", _path(lease))))
+
+    @listing
+    def leases(self, *, state: str | None = None, holder: str | None = None) -> Pages[Lease]:
+        """All leases that match, newest first; `state` may be several, separated by commas."""
+
+        def fetch(cursor: str | None) -> Steps[Page[Lease]]:
+            raw = yield from self._ask("GET", "/leases", state=state, holder=holder, cursor=cursor)
+            return page_of(Lease, raw)
+
+        return Pages(fetch)
+
+    @operation
+    def renew_lease(self, lease: AnyLease, ttl_seconds: float | None = None) -> Steps[Lease]:
+        """Keep the lease for another TTL. Raises Refused (`lease-under-notice`, `lease-ended`)."""
+        return (yield from self._renewed(lease, ttl_seconds))
+
+    @operation
+    def release_lease(self, lease: AnyLease) -> Steps[Lease]:
+        """State that its memory is free, or that it is no longer wanted."""
+        return (yield from self._released(lease))
+
+    def _new_lease(self, options: LeaseOptions) -> Steps[Lease]:
+        body: dict[str, Any] = {"holder": _this_program(), **options}
+        key = body.pop("idempotency_key", None) or uuid.uuid4().hex
+        headers = {"Idempotency-Key": f'"{key}"'}
+        call = Call("POST", "/leases", body=json_body(body), headers=headers)
+        return decode(Lease, (yield from self._send(call)).json())
+
+    def _renewed(self, lease: AnyLease, ttl_seconds: float | None = None) -> Steps[Lease]:
+        body = {} if ttl_seconds is None else {"ttl_seconds": ttl_seconds}
+        return decode(Lease, (yield from self._ask("POST", f"{_path(lease)}/renew", body)))
+
+    def _released(self, lease: AnyLease) -> Steps[Lease]:
+        return decode(Lease, (yield from self._ask("DELETE", _path(lease))))
+
+    def _acquire(self, lease: Lease, timeout_seconds: float | None) -> Steps[Lease]:
+        """Renew a pending lease until it is held. Raises LeaseEnded if it is not held in time."""
+        began = time.monotonic()
+        while lease.state is LeaseState.PENDING:
+            left = lease.interval_seconds
+            if timeout_seconds is not None:
+                left = min(left, timeout_seconds - (time.monotonic() - began))
+            if left <= 0:
+                why = "" if lease.pending is None else f": {lease.pending.message}"
+                raise LeaseEnded(lease.id, f"no memory was given within {timeout_seconds:g} s{why}")
+            lease = yield from self._wait_while(lease, LeaseState.PENDING, left)
+            if lease.state is LeaseState.PENDING:
+                yield from self._renewed(lease)
+        if lease.state is not LeaseState.HELD:
+            why = f": {lease.error.message}" if lease.error else ""
+            raise LeaseEnded(lease.id, f"lease {lease.id} is {lease.raw.get('state')}{why}")
+        return lease
+
+    def _keep(self, status: LeaseStatus) -> Steps[None]:
+        """Renew a held lease until its holder has left, or has to leave."""
+        while not status.is_over and status.notice is None:
+            try:
+                status.update((yield from self._renewed_in_time(status)))
+            except BrokerError as fault:
+                if fault.code in _FINAL_CODES:
+                    status.refuse(fault)
+                else:
+                    status.is_unreachable = True
+                    yield Pause(_PAUSE_SECONDS)
+
+    def _renewed_in_time(self, status: LeaseStatus) -> Steps[Lease]:
+        """Returns after a fraction of the TTL, or as soon as the lease is no longer held."""
+        lease = yield from self._wait_while(status.lease, LeaseState.HELD, status.lease.interval_seconds)
+        if lease.state is not LeaseState.HELD or status.is_over:
+            return lease
+        try:
+            return (yield from self._renewed(lease))
+        except Refused as refused:
+            if refused.code not in ("lease-ended", "lease-under-notice"):
+                raise
+        return decode(Lease, (yield from self._ask("GET", _path(lease))))
+
+    def _wait_while(self, lease: Lease, state: LeaseState, seconds: float) -> Steps[Lease]:
+        """Returns when the lease leaves the state, or after that many seconds.
+
+        A service that is stopping, or a proxy that cuts long answers short, answers early without news: then
+        the next request is delayed.
+        """
+        began = time.monotonic()
+        params = {"state": state.value, "timeout_seconds": round(max(0.0, seconds), 3)}
+        call = Call("GET", f"{_path(lease)}/wait", params=params, patience_seconds=seconds)
+        lease = decode(Lease, (yield from self._send(call)).json())
+        left = seconds - (time.monotonic() - began)
+        if lease.state is state and left > seconds / 2:
+            yield Pause(min(left, _PAUSE_SECONDS))
+        return lease
+
+
+def _path(lease: AnyLease) -> str:
+    return f"/leases/{path_part(lease.id if isinstance(lease, Lease) else lease)}"
+
+
+def _this_program() -> str:
+    program = Path(sys.argv[0]).name or "python"
+    return f"{program} of {getpass.getuser()} on {socket.gethostname()} ({os.getpid()})"

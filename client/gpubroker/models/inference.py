@@ -1,0 +1,148 @@
+"""Requests to models: the options, and what is sent for `infer` and `infer_later`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from gpubroker.errors import WrongArgument
+from gpubroker.models.model import StoredObject
+from gpubroker.models.tensors import HEAD_BYTES, check_names, encode, tensor_of
+from gpubroker.tasks.submission import plain
+from gpubroker.transport.exchange import Call
+from gpubroker.transport.operations import path_part
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+_PATIENCE_SECONDS = 300.0
+"""For loading the model, waiting for a slot and computing. The service has its own limits for each, and
+answers when one is exceeded."""
+
+
+class InferOptions(TypedDict, total=False):
+    """What `infer` takes by name."""
+
+    priority: int | str
+    """0 to 100, or the name of a band; orders the requests that wait for the model."""
+    model_type: str
+    """Kind of model; the operator may have set a priority for it."""
+    outputs: Sequence[str]
+    """Only these outputs. Default: all."""
+    version: int | str
+    """Of the model. Default: the server's choice."""
+    parameters: Mapping[str, Any]
+    """The model's own, passed to Triton unchanged."""
+    timeout_seconds: float
+    """The longest wait for a slot. The request is not retried then."""
+    idempotent: bool
+    """Asking twice does no harm: the request is sent again even if it may have been carried out. The service
+    may send it to another server."""
+
+
+Inputs = Mapping[str, Any]
+"""By name: a numpy array, or what numpy makes an array of; a `StoredObject`; or a mapping with `datatype`,
+`shape` and `data` as in Triton's protocol, or with `object`, an object's id. A mapping needs no numpy."""
+
+
+class InferLaterOptions(TypedDict, total=False):
+    """What `infer_later` takes by name."""
+
+    version: str
+    """Of the model."""
+    outputs: Sequence[str]
+    """Only these outputs. Default: all."""
+    parameters: Mapping[str, Any]
+    """The model's own, passed to Triton unchanged."""
+    id: str
+    """Comes back with the answer."""
+    name: str
+    """Shown in lists."""
+    priority: int | str
+    """0 to 100, or the name of a band; also the priority at which the model is wanted meanwhile."""
+    stream: str
+    labels: Mapping[str, str]
+    max_retries: int
+    timeout_seconds: float
+    after: Sequence[Any]
+    """Tasks, or their ids, that must end first."""
+    not_before: datetime | str
+    queue_ttl_seconds: float
+    deadline_at: datetime | str
+    deadline_seconds: float
+    expected_seconds: float
+    idempotency_key: str
+    """Inferences with the same key and body make one task. Default: a new key."""
+
+
+def infer_call(model: str, inputs: "Mapping[str, ArrayLike]", options: InferOptions) -> Call:
+    """Raises WrongArgument. The call is only repeatable if the options say idempotent."""
+    _check_options("infer", options, InferOptions)
+    check_model(model, "infer()")
+    body, head_bytes = encode(inputs, options.get("outputs"), options.get("parameters"))
+    is_idempotent = options.get("idempotent", False)
+    given = {
+        "x-priority": options.get("priority"),
+        "x-model-type": options.get("model_type"),
+        "x-timeout-seconds": options.get("timeout_seconds"),
+        "x-idempotent": "true" if is_idempotent else None,
+    }
+    headers = {
+        "Content-Type": "application/octet-stream",
+        HEAD_BYTES: str(head_bytes),
+        # Compressing tensors costs more time than it saves.
+        "Accept-Encoding": "identity",
+        **{name: str(value) for name, value in given.items() if value is not None},
+    }
+    version = options.get("version")
+    versioned = "" if version is None else f"/versions/{path_part(str(version))}"
+    return Call(
+        "POST",
+        f"/v2/models/{path_part(model)}{versioned}/infer",
+        body=body,
+        headers=headers,
+        patience_seconds=_PATIENCE_SECONDS,
+        repeatable=is_idempotent,
+    )
+
+
+def inference_body(model: str, inputs: Inputs, options: InferLaterOptions) -> tuple[bytes, dict[str, str]]:
+    """The body of `POST /inferences`, and the headers that describe it. Raises WrongArgument."""
+    _check_options("infer_later", options, InferLaterOptions)
+    check_model(model, "infer_later()")
+    check_names(inputs)
+    given = {name: plain(name, value) for name, value in options.items() if name != "idempotency_key"}
+    if "outputs" in given:
+        given["outputs"] = [{"name": name} for name in given["outputs"]]
+    tensors = [_input(name, value) for name, value in inputs.items()]
+    body = {"model": model, "inputs": [tensor for tensor, _ in tensors], **given}
+    try:
+        head = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise WrongArgument(
+            f"the inputs cannot be written as JSON ({error}); pass numbers, booleans or text"
+        ) from None
+    data = b"".join(data for _, data in tensors)
+    if not data:
+        return head, {}
+    return head + data, {HEAD_BYTES: str(len(head)), "Content-Type": "application/octet-stream"}
+
+
+def check_model(model: object, method: str) -> None:
+    """Raises WrongArgument for what cannot be a name. An empty one would be the path of another resource."""
+    if not isinstance(model, str) or not model:
+        raise WrongArgument(f"{method} needs the name of a model, not {model!r}; models() lists them")
+
+
+def _check_options(method: str, options: Mapping[str, Any], known: type) -> None:
+    for name in options:
+        if name not in known.__annotations__:
+            raise WrongArgument(
+                f"{method}() has no option {name}; options: {', '.join(sorted(known.__annotations__))}"
+            )
+
+
+def _input(name: str, value: Any) -> tuple[dict[str, Any], bytes]:
+    if isinstance(value, StoredObject):
+        value = value.as_input(name)
+    return ({"name": name, **value}, b"") if isinstance(value, Mapping) else tensor_of(name, value)

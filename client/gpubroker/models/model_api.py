@@ -1,0 +1,177 @@
+"""Operations on models and uploaded objects: ask, queue, load, unload, pin, upload."""
+
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Unpack
+
+from gpubroker.errors import BrokerError, ModelUnavailable
+from gpubroker.models.inference import (
+    InferLaterOptions,
+    InferOptions,
+    Inputs,
+    check_model,
+    infer_call,
+    inference_body,
+)
+from gpubroker.models.model import AnyObject, ObjectUsage, ServedModel, StoredObject
+from gpubroker.models.tensors import decode_outputs, object_body
+from gpubroker.tasks.task import Task
+from gpubroker.transport.decoding import Page, decode, page_of
+from gpubroker.transport.exchange import Answer, Call, Steps, exchange
+from gpubroker.transport.operations import (
+    Operations,
+    Pages,
+    json_body,
+    listing,
+    operation,
+    path_part,
+    without_none,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+_OBJECTS_PER_PAGE = 500
+
+
+class ModelApi(Operations):
+    @operation
+    def infer(
+        self, model: str, inputs: "Mapping[str, ArrayLike]", **options: Unpack[InferOptions]
+    ) -> Steps[dict[str, "NDArray[Any]"]]:
+        """Ask a model that Triton serves; arrays in, arrays out.
+
+            probabilities = broker.infer("resnet", {"image": pixels}, priority="interactive")["probabilities"]
+
+        Text (str or bytes) is BYTES, and comes back as arrays of `bytes`. The options are those of
+        `InferOptions`: priority, model_type, outputs, version, parameters, timeout_seconds, idempotent. Waits
+        until the model is loaded and has a free slot. Raises ModelUnavailable, Refused or Unreachable; errors
+        of Triton itself have no `code`; `retry_after_seconds` is set if the service knows when to try again.
+        """
+        call = infer_call(model, inputs, options)
+        retry_seconds = self._retry_seconds if options.get("timeout_seconds") is None else 0.0
+        return decode_outputs((yield from _naming(model, call, retry_seconds)))
+
+    @operation
+    def infer_later(self, model: str, inputs: Inputs, **options: Unpack[InferLaterOptions]) -> Steps[Task]:
+        """Queue a request to a model; when this returns, the task is on the service's disk.
+
+            task = broker.infer_later("resnet", {"image": pixels}, priority="batch")
+            broker.result(task)["outputs"][0]["data"]
+
+        It is answered when the model is in memory and idle, batched with similar requests. `inputs`: arrays
+        by name, as for `infer`, a `StoredObject` from `upload`, or mappings with datatype, shape, and data or
+        object. The result is the JSON of Triton's protocol. The options are those of `InferLaterOptions`.
+        Raises Refused.
+        """
+        key = options.get("idempotency_key") or uuid.uuid4().hex
+        body, headers = inference_body(model, inputs, options)
+        call = Call("POST", "/inferences", body=body, headers={**headers, "Idempotency-Key": f'"{key}"'})
+        return decode(Task, (yield from self._send(call)).json())
+
+    @operation
+    def triton_healthy(self) -> Steps[bool]:
+        """Whether a model server is there and answers. Raises Unreachable if the service does not answer."""
+        try:
+            yield from exchange(Call("GET", "/v2/health/ready"), 0.0)
+        except BrokerError as fault:
+            if fault.status == 0:
+                raise
+            return False
+        return True
+
+    @operation
+    def models(self) -> Steps[Page[ServedModel]]:
+        """The models of servers whose memory the service manages, in memory or not."""
+        return page_of(ServedModel, (yield from self._ask("GET", "/models")))
+
+    @operation
+    def model(self, name: str, *, server: str | None = None) -> Steps[ServedModel]:
+        """One model. `server`, here and below, is needed if several servers have it."""
+        check_model(name, "model()")
+        return decode(ServedModel, (yield from self._ask("GET", f"/models/{path_part(name)}", server=server)))
+
+    @operation
+    def load_model(
+        self,
+        name: str,
+        *,
+        priority: int | str | None = None,
+        wait_seconds: float = 0.0,
+        server: str | None = None,
+    ) -> Steps[ServedModel]:
+        """Load the model into memory, and wait up to `wait_seconds` for it."""
+        body = {"wait_seconds": wait_seconds, **without_none({"priority": priority})}
+        return (yield from self._change_model(name, "load", body, server, wait_seconds))
+
+    @operation
+    def unload_model(self, name: str, *, server: str | None = None) -> Steps[ServedModel]:
+        """Unload the model once it has answered its requests; the next request loads it again."""
+        return (yield from self._change_model(name, "unload", None, server))
+
+    @operation
+    def pin_model(self, name: str, *, pinned: bool = True, server: str | None = None) -> Steps[ServedModel]:
+        """Keep the model in memory even if others need the room; `pinned=False` ends that."""
+        return (yield from self._change_model(name, "pin", {"pinned": pinned}, server))
+
+    @operation
+    def upload(self, data: "bytes | ArrayLike") -> Steps[StoredObject]:
+        """Store an array or bytes once, as an input of any number of `infer_later` calls.
+
+        Raises Refused, with the code `objects-full` if the tenant's limit is reached.
+        """
+        body, array = object_body(data)
+        headers = {"Content-Type": "application/octet-stream"}
+        answer = yield from self._send(Call("POST", "/objects", body=body, headers=headers))
+        return decode(StoredObject, answer.json(), **array)
+
+    @listing
+    def objects(self) -> Pages[StoredObject]:
+        """All objects of your tenant, by id, fetched page by page as they are used.
+
+        Datatype and shape of an array are only in the answer of `upload`.
+        """
+
+        def fetch(cursor: str | None) -> Steps[Page[StoredObject]]:
+            raw = yield from self._ask("GET", "/objects", limit=_OBJECTS_PER_PAGE, cursor=cursor)
+            return page_of(StoredObject, raw)
+
+        return Pages(fetch)
+
+    @operation
+    def object_usage(self) -> Steps[ObjectUsage]:
+        """How many bytes the objects of your tenant count, and the limit."""
+        return decode(ObjectUsage, (yield from self._ask("GET", "/objects", limit=1)))
+
+    @operation
+    def delete_object(self, stored: AnyObject) -> Steps[None]:
+        """Delete an object; queued requests keep its values. Raises Refused (`not-found`)."""
+        id = stored.id if isinstance(stored, StoredObject) else stored
+        yield from self._ask_once("DELETE", f"/objects/{path_part(id)}")
+
+    def _change_model(
+        self,
+        name: str,
+        verb: str,
+        body: Mapping[str, Any] | None,
+        server: str | None,
+        patience_seconds: float = 0.0,
+    ) -> Steps[ServedModel]:
+        check_model(name, f"{verb}_model()")
+        call = Call(
+            "POST",
+            f"/models/{path_part(name)}/{verb}",
+            params=without_none({"server": server}),
+            body=json_body(body),
+            patience_seconds=patience_seconds,
+        )
+        return decode(ServedModel, (yield from _naming(name, call, self._retry_seconds)).json())
+
+
+def _naming(model: str, call: Call, retry_seconds: float) -> Steps[Answer]:
+    """As `exchange`; a ModelUnavailable names the model."""
+    try:
+        return (yield from exchange(call, retry_seconds))
+    except ModelUnavailable as fault:
+        fault.model = model
+        raise

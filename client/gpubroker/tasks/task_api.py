@@ -1,0 +1,270 @@
+"""Operations on tasks: submit, follow, change, explain."""
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypedDict, Unpack, cast
+
+import cloudpickle
+
+from gpubroker.errors import BrokerError, WaitTimeout, WrongArgument
+from gpubroker.tasks.estimates import Estimate
+from gpubroker.tasks.explanation import Explanation, Simulation
+from gpubroker.tasks.submission import (
+    MOST_TASKS_TOGETHER,
+    AnySubmission,
+    SubmitOptions,
+    Target,
+    batch_body,
+    batches,
+    body_of,
+    plain,
+    simulation_body,
+    submission_body,
+)
+from gpubroker.tasks.task import AnyTask, Event, Outcome, Task, check_success, id_of
+from gpubroker.transport.decoding import Page, decode, page_of
+from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
+from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part, without_none
+
+_LONG_POLL_SECONDS = 30.0
+"""The longest wait in one request; the service answers as soon as the task ends."""
+_BATCH_SECONDS = 60.0
+_EVENTS_PER_PAGE = 500
+_FOLLOW_PAUSE_SECONDS = 0.5
+
+
+class ListOptions(TypedDict, total=False):
+    """The filters of `list`; a task must match all that are given."""
+
+    state: Sequence[str] | str
+    kind: str
+    """entrypoint, command, function, inference, model, or external (a lease of a program that the broker does
+    not start)."""
+    min_priority: int
+    max_priority: int
+    labels: Mapping[str, str]
+    name: str
+    model_type: str
+    stream: str
+    after: AnyTask
+    """Only tasks that run after this one."""
+    submitted_from: datetime
+    submitted_before: datetime
+    finished_from: datetime
+    finished_before: datetime
+    limit: int
+    """Tasks per page; all pages are fetched as they are used."""
+
+
+class ChangeOptions(TypedDict, total=False):
+    """What `change` changes. None removes a time; what is left out stays."""
+
+    priority: int | str
+    """0 to 100, or the name of a band."""
+    held: bool
+    """A held task stays in the queue until it is released (False)."""
+    not_before: datetime | str | None
+    queue_ttl_seconds: float | None
+    """Counted from the change, or from `not_before`."""
+    deadline_at: datetime | str | None
+
+
+TaskOrError = str | BrokerError
+"""The id of a submitted task, or why it was refused."""
+
+
+class TaskApi(Operations):
+    @operation
+    def submit(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> Steps[Task]:
+        """Queue a task; when this returns, the task is on the service's disk.
+
+            broker.submit("team.training:fit", "s3://data", kwargs={"epochs": 3}, gpu_mb=18 * 1024)
+            broker.submit(["python", "train.py", "--epochs", "3"], gpus=1, priority="batch")
+            broker.submit(function, 1, 2)
+
+        `target` is the name of an entrypoint (arguments and result are JSON), a command as a list of words,
+        or a function, which is pickled and needs the scope `tasks:code`; the modules that it imports must be
+        importable where it runs. Raises Refused, also for a task that can never fit.
+
+        The options are those of `SubmitOptions`: kwargs (the task's own), name, priority, labels, model_type,
+        stream; gpu_mb (MiB per GPU, or "learned"), gpus, gpu_fraction, exclusive, placement, cpu, memory_mb,
+        custom; kinds, prefer_kinds, min_power, min_device_mb, nodes, prefer_nodes, pool, roles; bundles,
+        strategy, min_ranks; max_retries, timeout_seconds, grace_seconds; after, not_before,
+        queue_ttl_seconds, deadline_at or deadline_seconds, expected_seconds; env, working_directory (of
+        commands), result_format, idempotency_key.
+        """
+        key = options.get("idempotency_key") or uuid.uuid4().hex
+        body = submission_body(target, args, options)
+        call = Call("POST", "/tasks", body=body, headers={"Idempotency-Key": f'"{key}"'})
+        return decode(Task, (yield from self._send(call)).json())
+
+    @operation
+    def submit_many(
+        self,
+        tasks: Iterable[AnySubmission],
+        *,
+        all_or_nothing: bool = False,
+        idempotency_key: str | None = None,
+    ) -> Steps[Sequence[TaskOrError]]:
+        """Queue many tasks; returns their ids in order, and an error in place of each refused task.
+
+            broker.submit_many(Submission("team.images:resize", name, cpu=0.5) for name in names)
+
+        Each task is a `Submission`, which takes the arguments of `submit`, or a mapping, the body of
+        `POST /tasks`. They are sent in parts of up to 1,000, each stored in one commit. With
+        `all_or_nothing`, up to 10,000 are stored together or not at all: then Refused is raised, and its
+        `errors` name all wrong tasks. With your own key the call can be repeated with the same tasks. Raises
+        only if nothing was accepted; a later error takes the place of each task that it affected.
+        """
+        bodies = [body_of(task) for task in tasks]
+        if all_or_nothing and len(bodies) > MOST_TASKS_TOGETHER:
+            raise WrongArgument(
+                f"all_or_nothing takes at most {MOST_TASKS_TOGETHER} tasks, not {len(bodies)}; leave "
+                "all_or_nothing out, or send fewer"
+            )
+        parts = [bodies] if all_or_nothing and bodies else list(batches(bodies))
+        key = idempotency_key or uuid.uuid4().hex
+        answers: list[TaskOrError] = []
+        for number, part in enumerate(parts):
+            call = Call(
+                "POST",
+                "/tasks/batch",
+                body=batch_body(part, all_or_nothing),
+                headers={"Idempotency-Key": f'"{key if len(parts) == 1 else f"{key}-{number}"}"'},
+                patience_seconds=_BATCH_SECONDS,
+            )
+            try:
+                answer = yield from self._send(call)
+            except BrokerError as error:
+                if not answers:
+                    raise
+                return answers + [error] * (len(bodies) - len(answers))
+            answers += [_id_or_error(item) for item in answer.json()["items"]]
+        return answers
+
+    @operation
+    def simulate(
+        self, target: Target | None = None, *args: Any, **options: Unpack[SubmitOptions]
+    ) -> Steps[Simulation]:
+        """What would become of this task if it were submitted now; nothing is stored.
+
+        Without a target, of a demand alone. A refusal is part of the answer; raises Refused if the token may
+        not ask.
+        """
+        known = {name: value for name, value in options.items() if name != "idempotency_key"}
+        body = simulation_body(target, args, cast("SubmitOptions", known))
+        answer = yield from self._send(Call("POST", "/tasks/simulate", body=body))
+        return decode(Simulation, answer.json())
+
+    @operation
+    def get(self, task: AnyTask) -> Steps[Task]:
+        """The task as it is now."""
+        return decode(Task, (yield from self._ask("GET", _path(task))))
+
+    @operation
+    def wait(self, task: AnyTask, timeout_seconds: float | None = None) -> Steps[Task]:
+        """Return when the task is finished, however it ended. Raises WaitTimeout; the task continues."""
+        return (yield from self._wait(task, timeout_seconds))
+
+    @operation
+    def result(self, task: AnyTask, timeout_seconds: float | None = None) -> Steps[Any]:
+        """Wait for the task and return its result. Raises TaskFailed, TaskCancelled or WaitTimeout.
+
+        A result in cloudpickle format, the default for functions, is unpickled here, which runs code that the
+        task chose: use `outcome` for tasks you do not trust.
+        """
+        yield from self._wait(task, timeout_seconds)
+        return value_of((yield from self._outcome(task)))
+
+    @operation
+    def outcome(self, task: AnyTask) -> Steps[Outcome]:
+        """How a finished task ended, with its pickled result as bytes and the end of its log."""
+        return (yield from self._outcome(task))
+
+    @operation
+    def cancel(
+        self, task: AnyTask, *, grace_seconds: float | None = None, reason: str | None = None
+    ) -> Steps[Task]:
+        """End the task; a running one gets notice and then its grace period."""
+        body = without_none({"grace_seconds": grace_seconds, "reason": reason})
+        return decode(Task, (yield from self._ask("POST", f"{_path(task)}/cancel", body)))
+
+    @operation
+    def change(self, task: AnyTask, **wanted: Unpack[ChangeOptions]) -> Steps[Task]:
+        """Change a task's priority, hold it in the queue (`held=True`) or release it, or change its times
+        while it waits. The options are those of `ChangeOptions`."""
+        body = {name: plain(name, value) for name, value in wanted.items()}
+        return decode(Task, (yield from self._ask("PATCH", _path(task), body)))
+
+    @listing
+    def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
+        """All tasks that match, newest first, fetched page by page as they are used."""
+        params: dict[str, Any] = {
+            name: plain(name, value) for name, value in wanted.items() if name != "after"
+        }
+        if "after" in wanted:
+            params["after"] = id_of(wanted["after"])
+        params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
+
+        def fetch(cursor: str | None) -> Steps[Page[Task]]:
+            return page_of(Task, (yield from self._ask("GET", "/tasks", **params, cursor=cursor)))
+
+        return Pages(fetch)
+
+    @operation
+    def explain(self, task: AnyTask) -> Steps[Explanation]:
+        """Why the task waits, with a verdict per device; or where it runs."""
+        return decode(Explanation, (yield from self._ask("GET", f"{_path(task)}/explain")))
+
+    @listing
+    def events(self, task: AnyTask | None = None, *, after: int = 0, follow: bool = False) -> Pages[Event]:
+        """The event log after a position, oldest first; of one task if given. With `follow` it never ends."""
+        path = "/events" if task is None else f"{_path(task)}/events"
+
+        def fetch(cursor: str | None) -> Steps[Page[Event]]:
+            raw = yield from self._ask("GET", path, after=cursor or after, limit=_EVENTS_PER_PAGE)
+            items = tuple(decode(Event, item) for item in raw["items"])
+            if follow and not items:
+                yield Pause(_FOLLOW_PAUSE_SECONDS)
+            return Page(items, str(raw["next_after"]) if follow or items else None, raw)
+
+        return Pages(fetch)
+
+    @operation
+    def estimates(self, subject: str | None = None) -> Steps[Page[Estimate]]:
+        """What your past runs used, by model type (else name, else entrypoint) and kind of device."""
+        return page_of(Estimate, (yield from self._ask("GET", "/estimates", subject=subject)))
+
+    def _wait(self, task: AnyTask, timeout_seconds: float | None) -> Steps[Task]:
+        began = time.monotonic()
+        while True:
+            left = _LONG_POLL_SECONDS
+            if timeout_seconds is not None:
+                left = min(left, max(0.0, timeout_seconds - (time.monotonic() - began)))
+            params = {"timeout_seconds": round(left, 3)}
+            call = Call("GET", f"{_path(task)}/wait", params=params, patience_seconds=left)
+            seen = decode(Task, (yield from self._send(call)).json())
+            if seen.is_finished:
+                return seen
+            waited = time.monotonic() - began
+            if timeout_seconds is not None and waited >= timeout_seconds:
+                raise WaitTimeout(seen.id, str(seen.raw.get("state")), timeout_seconds)
+
+    def _outcome(self, task: AnyTask) -> Steps[Outcome]:
+        return Outcome.of((yield from self._ask("GET", f"{_path(task)}/result")))
+
+
+def value_of(outcome: Outcome) -> Any:
+    """The result of a finished task; unpickles it if it is a pickle. Raises as `check_success` does."""
+    check_success(outcome)
+    return outcome.value if outcome.data is None else cloudpickle.loads(outcome.data)
+
+
+def _id_or_error(item: Mapping[str, Any]) -> TaskOrError:
+    return str(item["id"]) if "id" in item else error_of_problem(item["problem"], int(item["status"]))
+
+
+def _path(task: AnyTask) -> str:
+    return f"/tasks/{path_part(id_of(task))}"

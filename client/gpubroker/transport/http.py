@@ -1,0 +1,194 @@
+"""Carry out steps over httpx: a Call is a request, its response an Answer, a lost connection Unreachable."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from gpubroker.errors import BrokerError, Unreachable
+from gpubroker.transport.connection import Connection, find_service
+from gpubroker.transport.exchange import Answer, Call, Pause, Steps
+from gpubroker.transport.operations import AsyncCaller, Pages, SyncCaller
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS = 5.0
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+class SyncHttp(SyncCaller):
+    """One pooled connection to the service, shared by threads."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        timeout_seconds: float = 30.0,
+        retry_seconds: float = 30.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.connection: Connection = find_service(url, token)
+        self._timeout_seconds = timeout_seconds
+        self._retry_seconds = retry_seconds
+        self._http = httpx.Client(transport=transport, **_client_settings(self.connection))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _carry_out(self, steps: Steps[T]) -> T:
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    answer = self._perform(step)
+                except BrokerError as fault:
+                    step = steps.throw(fault)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+    def _perform(self, step: Call | Pause) -> Answer | None:
+        if isinstance(step, Pause):
+            time.sleep(step.seconds)
+            return None
+        _check_open(self._http)
+        try:
+            return _answer_of(self._http.request(**_request_of(step, self._timeout_seconds)))
+        except httpx.TransportError as error:
+            raise _unreachable(self.connection, error) from error
+
+    def _items(self, pages: Pages[T]) -> Iterator[T]:
+        cursor: str | None = None
+        while True:
+            page = self._carry_out(pages.fetch(cursor))
+            yield from page.items
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+
+class AsyncHttp(AsyncCaller):
+    """`SyncHttp` for asyncio."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        timeout_seconds: float = 30.0,
+        retry_seconds: float = 30.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.connection: Connection = find_service(url, token)
+        self._timeout_seconds = timeout_seconds
+        self._retry_seconds = retry_seconds
+        self._http = httpx.AsyncClient(transport=transport, **_client_settings(self.connection))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _carry_out(self, steps: Steps[T]) -> T:
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    answer = await self._perform(step)
+                except BrokerError as fault:
+                    step = steps.throw(fault)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+    async def _perform(self, step: Call | Pause) -> Answer | None:
+        if isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
+            return None
+        _check_open(self._http)
+        try:
+            return _answer_of(await self._http.request(**_request_of(step, self._timeout_seconds)))
+        except httpx.TransportError as error:
+            raise _unreachable(self.connection, error) from error
+
+    async def _items(self, pages: Pages[T]) -> AsyncIterator[T]:
+        cursor: str | None = None
+        while True:
+            page = await self._carry_out(pages.fetch(cursor))
+            for item in page.items:
+                yield item
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+
+def _client_settings(connection: Connection) -> dict[str, Any]:
+    headers = {"Accept": "application/json", "User-Agent": "gpubroker-python"}
+    if connection.token is not None:
+        headers["Authorization"] = f"Bearer {connection.token}"
+    url = httpx.URL(connection.url)
+    return {
+        "base_url": connection.url,
+        "headers": headers,
+        # A proxy named in the environment cannot reach a service on this machine's own loopback address.
+        "trust_env": url.host not in _LOOPBACK,
+        # Loading the certificate authorities takes 25 ms, and only https needs them.
+        "verify": url.scheme == "https",
+    }
+
+
+def _request_of(call: Call, timeout_seconds: float) -> dict[str, Any]:
+    headers = dict(call.headers)
+    if call.body is not None:
+        headers.setdefault("Content-Type", "application/json")
+    return {
+        "method": call.method,
+        "url": call.path,
+        "params": call.params or None,
+        "content": call.body,
+        "headers": headers,
+        "timeout": httpx.Timeout(timeout_seconds + call.patience_seconds, connect=_CONNECT_SECONDS),
+    }
+
+
+def _answer_of(response: httpx.Response) -> Answer:
+    return Answer(
+        response.status_code,
+        {name.lower(): text for name, text in response.headers.items()},
+        response.content,
+    )
+
+
+def _unreachable(connection: Connection, error: httpx.TransportError) -> Unreachable:
+    return Unreachable(
+        f"no answer from {connection.url} ({connection.source}): {str(error) or type(error).__name__}; is "
+        "the service running? `gpubroker serve` starts one here",
+        code="unreachable",
+    )
+
+
+def _check_open(http: httpx.Client | httpx.AsyncClient) -> None:
+    if http.is_closed:
+        raise BrokerError("this Broker is closed; create another one", code="closed")

@@ -1,0 +1,142 @@
+"""Each operation of the API is written once, as a generator of steps, and is a method of both brokers.
+
+    class TaskApi(Operations):
+        @operation
+        def get(self, task: AnyTask) -> Steps[Task]: ...
+
+`Broker.get` returns the Task, `AsyncBroker.get` is a coroutine function.
+"""
+
+import inspect
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from functools import update_wrapper
+from types import NoneType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, overload
+from urllib.parse import quote
+
+from gpubroker.transport.decoding import Page
+from gpubroker.transport.exchange import Answer, Call, Steps, exchange
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Pages(Generic[T]):
+    """A list of the service; `fetch` gets the page at a cursor, None for the first."""
+
+    fetch: Callable[[str | None], Steps[Page[T]]]
+
+
+class Operations:
+    """What the operations share."""
+
+    _retry_seconds: float
+
+    def _send(self, call: Call) -> Steps[Answer]:
+        return (yield from exchange(call, self._retry_seconds))
+
+    def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, **params: Any
+    ) -> Steps[Any]:
+        """Send a call and return the JSON of its answer. Parameters that are None are left out."""
+        answer = yield from self._send(Call(method, path, params=without_none(params), body=json_body(body)))
+        return answer.json()
+
+    def _ask_once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Steps[Answer]:
+        """Send a call that must not be carried out twice."""
+        return (yield from self._send(Call(method, path, body=json_body(body), repeatable=False)))
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def json_body(body: Mapping[str, Any] | None) -> bytes | None:
+    return None if body is None else json.dumps(body, allow_nan=False).encode()
+
+
+def path_part(name: str) -> str:
+    return quote(name, safe="")
+
+
+class SyncCaller(ABC):
+    """Carries out operations and returns their values."""
+
+    @abstractmethod
+    def _carry_out(self, steps: Steps[T]) -> T: ...
+
+    @abstractmethod
+    def _items(self, pages: Pages[T]) -> Iterator[T]:
+        """Of all pages, each fetched when it is needed."""
+
+
+class AsyncCaller(ABC):
+    """`SyncCaller` for asyncio."""
+
+    @abstractmethod
+    async def _carry_out(self, steps: Steps[T]) -> T: ...
+
+    @abstractmethod
+    def _items(self, pages: Pages[T]) -> AsyncIterator[T]: ...
+
+
+class operation(Generic[P, T]):  # noqa: N801  # a decorator
+    """A method of both brokers, from a generator of steps: its value, or a coroutine of it."""
+
+    def __init__(self, steps: Callable[Concatenate[Any, P], Steps[T]]) -> None:
+        def call(broker: SyncCaller, *args: P.args, **options: P.kwargs) -> T:
+            return broker._carry_out(steps(broker, *args, **options))
+
+        async def call_async(broker: AsyncCaller, *args: P.args, **options: P.kwargs) -> T:
+            return await broker._carry_out(steps(broker, *args, **options))
+
+        self._sync = _documented(call, steps)
+        self._async = _documented(call_async, steps)
+
+    @overload
+    def __get__(self, instance: SyncCaller, owner: Any) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, instance: AsyncCaller, owner: Any) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    @overload
+    def __get__(self, instance: object, owner: Any) -> Callable[..., Any]: ...
+    def __get__(self, instance: object, owner: Any) -> Any:
+        method = self._async if issubclass(owner, AsyncCaller) else self._sync
+        return method.__get__(instance, owner)
+
+
+class listing(Generic[P, T]):  # noqa: N801  # a decorator
+    """A method of both brokers that iterates over all pages, from a function that returns Pages."""
+
+    def __init__(self, pages: Callable[Concatenate[Any, P], Pages[T]]) -> None:
+        def call(broker: SyncCaller, *args: P.args, **options: P.kwargs) -> Iterator[T]:
+            return broker._items(pages(broker, *args, **options))
+
+        def call_async(broker: AsyncCaller, *args: P.args, **options: P.kwargs) -> AsyncIterator[T]:
+            return broker._items(pages(broker, *args, **options))
+
+        self._sync = _documented(call, pages, Iterator)
+        self._async = _documented(call_async, pages, AsyncIterator)
+
+    @overload
+    def __get__(self, instance: SyncCaller, owner: Any) -> Callable[P, Iterator[T]]: ...
+    @overload
+    def __get__(self, instance: AsyncCaller, owner: Any) -> Callable[P, AsyncIterator[T]]: ...
+    @overload
+    def __get__(self, instance: object, owner: Any) -> Callable[..., Any]: ...
+    def __get__(self, instance: object, owner: Any) -> Any:
+        method = self._async if issubclass(owner, AsyncCaller) else self._sync
+        return method.__get__(instance, owner)
+
+
+def _documented(function: Callable[..., Any], written: Callable[..., Any], iterator: Any = None) -> Any:
+    """Give a method the name, text and signature of the operation as it was written."""
+    update_wrapper(function, written)
+    signature = inspect.signature(written)
+    value = get_args(signature.return_annotation)[-1]
+    returns = iterator[value] if iterator else None if value is NoneType else value
+    setattr(function, "__signature__", signature.replace(return_annotation=returns))  # noqa: B010
+    return function
