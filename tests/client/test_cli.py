@@ -284,7 +284,7 @@ def test_a_name_goes_before_the_end_of_another_tasks_id(service: RecordedService
 def test_fewer_characters_than_tables_show_are_a_name_and_no_id(service: RecordedService, run: Run) -> None:
     service.told(page(), page(FULL_ID), Reply(200, a_task(FULL_ID)))
     ended = run("cancel", FULL_ID[-7:])
-    assert (ended.code, "at least 8 characters are needed" in ended.err) == (6, True)
+    assert (ended.code, "needs at least 8 characters" in ended.err) == (6, True)
     assert run("cancel", FULL_ID[-7:]).code == 0
     assert [asked.method for asked in service.asked] == ["GET", "GET", "POST"]
 

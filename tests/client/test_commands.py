@@ -218,7 +218,7 @@ def test_what_is_uploaded_is_listed_and_deleted(gpubroker: Run, tmp_path: Path) 
     id = gpubroker("upload", str(file)).out.strip()
     listed = gpubroker("objects")
     assert (listed.code, id in listed.out) == (0, True)
-    assert "they count 5 KiB of the 4.0 GiB" in listed.err
+    assert "your tenant uses 5 KiB of 4.0 GiB" in listed.err
     assert gpubroker("objects delete", id[-8:]).err == f"deleted {id}\n"
     assert gpubroker("objects -o json").json == []
     assert "you have no object" in gpubroker("objects delete", id).err

@@ -95,7 +95,7 @@ WAITS: dict[str, Any] = {
                 "room expected in about 40s (90% within 4m; from 12 similar runs",
                 "; half of the last 40 such forecasts were off by less than 20s",
                 "nobody may be stopped for priority 50",
-                "quota of acme: 24.0 of 20.0 GiB are used, and labs lends it 6.0 more; this counts 40.0 and",
+                "quota of acme: 24.0 of 20.0 GiB used, and labs lends 6.0 more; this task counts 40.0,",
                 "  0-1  fits on n1/gpu3",
                 "    2  no place beside the others",
                 "submit with --min-ranks 2",

@@ -93,7 +93,7 @@ def test_the_list_has_the_newest_first_and_says_how_much_they_count(
         (second, (A, "3.0 GiB", "2026-11-22 10:02:11Z")),
     ):
         assert [text for text in texts if text not in line] == []
-    assert shown.err == "they count 24 KiB of the 4.0 GiB that your tenant may have\n"
+    assert shown.err == "your tenant uses 24 KiB of 4.0 GiB\n"
     assert run("objects").out == "no objects\n"
     as_json = run("objects -o json")
     assert ([one["id"] for one in as_json.json], as_json.err) == ([B, A], "")

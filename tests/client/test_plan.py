@@ -57,9 +57,9 @@ def test_a_file_that_is_no_plan_is_refused_before_anything_is_asked(
 ) -> None:
     file = tmp_path / "fleet.yaml"
     for text, says in (
-        ("a: [", "cannot be read"),
+        ("a: [", "cannot read"),
         ("[]", "no list"),
-        ("{components: [], x: 1}", "unknown x"),
+        ("{components: [], x: 1}", "unknown keys: x"),
     ):
         file.write_text(text)
         ended = run(f"plan -f {file}", "--output", "json")

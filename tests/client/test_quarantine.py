@@ -91,7 +91,7 @@ def test_a_statement_names_what_it_asserts_and_covers_no_more_than_was_shown(
     assert ended.code == 0
     assert f"every process of {FULL_ID} train, attempt 2, on n2: 8.0 GiB" in ended.err
     assert "because 'pulled its plug'" in ended.err
-    assert f"8.0 GiB of {FULL_ID} given back" in ended.out
+    assert f"released 8.0 GiB of {FULL_ID}" in ended.out
     asked = service.asked[-1]
     assert asked.path == f"/quarantine/{FULL_ID}/release"
     assert asked.body == {"reason": "pulled its plug", "attempts": [2]}

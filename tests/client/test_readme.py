@@ -63,7 +63,7 @@ def test_the_commands_do_what_they_are_listed_for(service: ServiceProcess) -> No
     assert re.search(r"small +pending +54 batch", told["ps"])
     assert re.search(r"large +running +54 batch", told["ps"])
     assert json.loads(told["result last --wait"])["epoch"] == 3
-    assert re.search(r"preempted +at .* for small .* on from its checkpoint of 20", told["show large"])
+    assert re.search(r"preempted +at .* for small .* from its checkpoint of 20", told["show large"])
     assert re.search(r"cancelled|stopping", told["cancel large"])
     assert "2 GPUs (simulated)" in told["gpus"]
     assert "succeeded 2" in told["stats"]

@@ -20,7 +20,7 @@ def test_the_list_says_what_is_in_memory_and_why_the_rest_is_not(service: Record
     assert (shown.code, shown.err) == (0, "")
     for text in ("llm", "resident", "18.0 GiB", "79", "bert", "cold", "no such layer At: model.py"):
         assert text in shown.out
-    assert run("models").out == "there are no models\n"
+    assert run("models").out == "no models\n"
     assert [one["name"] for one in run("models -o json").json] == ["llm"]
 
 
@@ -71,10 +71,10 @@ def test_what_is_only_asked_for_is_said_to_be(service: RecordedService, run: Run
         assert (shown.code, shown.err) == (0, "")
         assert shown.out == (
             "llm of 18.0 GiB on main: waiting\n"
-            "asked for, and not in memory yet; how it stands: gpubroker models, gpubroker explain task_1\n"
+            "requested, not in memory yet; to follow it: gpubroker models, gpubroker explain task_1\n"
         )
     waited = run("load llm --wait 5")
-    assert (waited.code, waited.err) == (5, "gpubroker: it was not there within 5 s\n")
+    assert (waited.code, waited.err) == (5, "gpubroker: llm was not in memory within 5 s\n")
     assert run("load llm --wait 5").code == 0
 
 

@@ -82,5 +82,5 @@ def test_many_and_what_if_know_it_too(service: RecordedService, do: Do) -> None:
 def test_what_no_function_can_say_is_told_at_once() -> None:
     with pytest.raises(WrongArgument, match="has no option gpu; did you mean"):
         task(gpu=1)  # type: ignore[call-arg]  # the mistake is the test
-    with pytest.raises(WrongArgument, match="kwargs is of one submit alone"):
+    with pytest.raises(WrongArgument, match="kwargs belongs to one submit"):
         task(kwargs={"a": 1})

@@ -15,7 +15,7 @@ def test_a_task_goes_on_where_the_service_does_not_come_back(service: RecordedSe
     service.told(Reply(202, a_task(FULL_ID)), Reply(503, {"detail": "gone"}, {"Retry-After": "100"}))
     ended = run("submit a:b --wait")
     assert ended.code == 7
-    assert f"the task goes on; wait again: gpubroker wait {FULL_ID}" in ended.err
+    assert f"the task continues; wait again: gpubroker wait {FULL_ID}" in ended.err
 
 
 def test_wait_ends_as_the_task_did(service: RecordedService, run: Run) -> None:

@@ -34,7 +34,7 @@ def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
         if output is Format.TABLE:
             usage = broker.object_usage()
             used, limit = size_of_bytes(usage.counted_bytes), size_of_bytes(usage.most_bytes)
-            eprint(f"{used} of the {limit} of your tenant are used")
+            eprint(f"your tenant uses {used} of {limit}")
 
 
 @objects.command()
@@ -55,7 +55,12 @@ def delete(
             broker.delete_object(id)
             eprint(f"deleted {id}")
 
-        change_each(_found(broker, ids), delete_one)
+        try:
+            found = _found(broker, ids)
+        except typer.Exit:
+            eprint("nothing was deleted")
+            raise
+        change_each(found, delete_one)
 
 
 def upload(
@@ -92,7 +97,7 @@ def _only(known: Sequence[str], word: str) -> str:
         if_none = f"no object's id begins or ends with {word!r}; see: gpubroker objects"
     else:
         if_none = f"{word!r} is too short: an id needs at least {SHOWN_ID_LENGTH} characters"
-    return only([id for id in known if matches(id, word)], word, f"{if_none}; nothing was deleted")
+    return only([id for id in known if matches(id, word)], word, if_none)
 
 
 def _objects(listed: Sequence[StoredObject]) -> RenderableType:
