@@ -34,7 +34,7 @@ class Broker(SyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
         GPU; without it, whole GPUs), gpus, priority, ttl_seconds, grace_seconds, pid, node, devices, kinds,
         labels.
         """
-        return HeldLease(self, self._carry_out, options, timeout_seconds)
+        return HeldLease(self._retry_seconds, self._carry_out, options, timeout_seconds)
 
 
 class AsyncBroker(AsyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
@@ -47,4 +47,4 @@ class AsyncBroker(AsyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
         self, *, timeout_seconds: float | None = None, **options: Unpack[LeaseOptions]
     ) -> AsyncHeldLease:
         """`async with broker.lease(...) as lease:`, otherwise like `Broker.lease`."""
-        return AsyncHeldLease(self, self._carry_out, options, timeout_seconds)
+        return AsyncHeldLease(self._retry_seconds, self._carry_out, options, timeout_seconds)

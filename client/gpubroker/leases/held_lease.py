@@ -9,25 +9,25 @@ from typing import Any, Self
 
 from gpubroker.errors import BrokerError
 from gpubroker.leases.lease import Lease, LeaseOptions, LeaseStatus, Notice
-from gpubroker.leases.lease_api import LeaseApi
+from gpubroker.leases.lease_api import LeaseSteps
 from gpubroker.transport.exchange import Steps
 
 _JOIN_SECONDS = 5.0
 
 
-class _Held:
+class _Held(LeaseSteps):
     """What both kinds of held lease offer inside their block."""
 
     _held: LeaseStatus | None = None
 
     def __init__(
         self,
-        api: LeaseApi,
+        retry_seconds: float,
         carry_out: Callable[[Steps[Any]], Any],
         options: LeaseOptions,
         timeout_seconds: float | None,
     ) -> None:
-        self._api = api
+        self._retry_seconds = retry_seconds
         self._carry_out = carry_out
         self._options = options
         self._timeout_seconds = timeout_seconds
@@ -87,16 +87,16 @@ class HeldLease(_Held):
         return self._status.wait_for_notice(timeout_seconds)
 
     def __enter__(self) -> Self:
-        asked: Lease = self._carry_out(self._api._new_lease(self._options))
+        asked: Lease = self._carry_out(self._new_lease(self._options))
         try:
-            lease: Lease = self._carry_out(self._api._acquire(asked, self._timeout_seconds))
+            lease: Lease = self._carry_out(self._acquire(asked, self._timeout_seconds))
         except BaseException:
             with contextlib.suppress(BrokerError):
-                self._carry_out(self._api._released(asked))
+                self._carry_out(self._released(asked))
             raise
         self._held = LeaseStatus(lease)
         self._thread = threading.Thread(
-            target=self._keep, args=(self._held,), name=f"lease-{lease.id}", daemon=True
+            target=self._keep_renewed, args=(self._held,), name=f"lease-{lease.id}", daemon=True
         )
         self._thread.start()
         return self
@@ -106,12 +106,12 @@ class HeldLease(_Held):
     ) -> None:
         self._status.is_over = True
         # The release ends the thread's current wait.
-        self._carry_out(self._api._released(self.lease))
+        self._carry_out(self._released(self.lease))
         self._thread.join(_JOIN_SECONDS)
 
-    def _keep(self, status: LeaseStatus) -> None:
+    def _keep_renewed(self, status: LeaseStatus) -> None:
         try:
-            self._carry_out(self._api._keep(status))
+            self._carry_out(self._keep(status))
         except Exception:
             if not status.is_over:
                 status.give_notice(Notice("ended"))
@@ -127,21 +127,22 @@ class AsyncHeldLease(_Held):
 
     async def wait_for_notice(self, timeout_seconds: float | None = None) -> bool:
         """Sleep until the lease has to be released; returns whether it has to."""
+        status = self._status
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._has_notice.wait(), timeout_seconds)
-        return self._has_notice.is_set()
+        return status.notice is not None
 
     async def __aenter__(self) -> Self:
-        asked: Lease = await self._carry_out(self._api._new_lease(self._options))
+        asked: Lease = await self._carry_out(self._new_lease(self._options))
         try:
-            lease: Lease = await self._carry_out(self._api._acquire(asked, self._timeout_seconds))
+            lease: Lease = await self._carry_out(self._acquire(asked, self._timeout_seconds))
         except BaseException:
             with contextlib.suppress(BrokerError):
-                await asyncio.shield(self._carry_out(self._api._released(asked)))
+                await asyncio.shield(self._carry_out(self._released(asked)))
             raise
         self._held = LeaseStatus(lease)
         self._has_notice = asyncio.Event()
-        self._keeper = asyncio.create_task(self._keep(self._held))
+        self._keeper = asyncio.create_task(self._keep_renewed(self._held))
         return self
 
     async def __aexit__(
@@ -150,11 +151,11 @@ class AsyncHeldLease(_Held):
         self._status.is_over = True
         self._keeper.cancel()
         await asyncio.gather(self._keeper, return_exceptions=True)
-        await self._carry_out(self._api._released(self.lease))
+        await self._carry_out(self._released(self.lease))
 
-    async def _keep(self, status: LeaseStatus) -> None:
+    async def _keep_renewed(self, status: LeaseStatus) -> None:
         try:
-            await self._carry_out(self._api._keep(status))
+            await self._carry_out(self._keep(status))
         except Exception:
             status.give_notice(Notice("ended"))
             raise

@@ -20,36 +20,8 @@ _FINAL_CODES = frozenset({"unauthenticated", "forbidden", "not-found", "closed"}
 """Problem codes after which this program can never renew. A proxy's 4xx has no code."""
 
 
-class LeaseApi(Operations):
-    @operation
-    def ask_lease(self, **options: Unpack[LeaseOptions]) -> Steps[Lease]:
-        """Ask for a lease and do not wait. Renew it, also while it is pending, and release it at the end."""
-        return (yield from self._new_lease(options))
-
-    @operation
-    def get_lease(self, lease: AnyLease) -> Steps[Lease]:
-        """The lease as it is now."""
-        return decode(Lease, (yield from self._ask("GET", _path(lease))))
-
-    @listing
-    def leases(self, *, state: str | None = None, holder: str | None = None) -> Pages[Lease]:
-        """All leases that match, newest first; `state` may be several, separated by commas."""
-
-        def fetch(cursor: str | None) -> Steps[Page[Lease]]:
-            raw = yield from self._ask("GET", "/leases", state=state, holder=holder, cursor=cursor)
-            return page_of(Lease, raw)
-
-        return Pages(fetch)
-
-    @operation
-    def renew_lease(self, lease: AnyLease, ttl_seconds: float | None = None) -> Steps[Lease]:
-        """Keep the lease for another TTL. Raises Refused (`lease-under-notice`, `lease-ended`)."""
-        return (yield from self._renewed(lease, ttl_seconds))
-
-    @operation
-    def release_lease(self, lease: AnyLease) -> Steps[Lease]:
-        """State that its memory is free, or that it is no longer wanted."""
-        return (yield from self._released(lease))
+class LeaseSteps(Operations):
+    """Ask for a lease, hold it and release it, as steps for `LeaseApi` and for held leases."""
 
     def _new_lease(self, options: LeaseOptions) -> Steps[Lease]:
         body: dict[str, Any] = {"holder": _this_program(), **options}
@@ -121,6 +93,38 @@ class LeaseApi(Operations):
         if lease.state is state and left > seconds / 2:
             yield Pause(min(left, _PAUSE_SECONDS))
         return lease
+
+
+class LeaseApi(LeaseSteps):
+    @operation
+    def ask_lease(self, **options: Unpack[LeaseOptions]) -> Steps[Lease]:
+        """Ask for a lease and do not wait. Renew it, also while it is pending, and release it at the end."""
+        return (yield from self._new_lease(options))
+
+    @operation
+    def get_lease(self, lease: AnyLease) -> Steps[Lease]:
+        """The lease as it is now."""
+        return decode(Lease, (yield from self._ask("GET", _path(lease))))
+
+    @listing
+    def leases(self, *, state: str | None = None, holder: str | None = None) -> Pages[Lease]:
+        """All leases that match, newest first; `state` may be several, separated by commas."""
+
+        def fetch(cursor: str | None) -> Steps[Page[Lease]]:
+            raw = yield from self._ask("GET", "/leases", state=state, holder=holder, cursor=cursor)
+            return page_of(Lease, raw)
+
+        return Pages(fetch)
+
+    @operation
+    def renew_lease(self, lease: AnyLease, ttl_seconds: float | None = None) -> Steps[Lease]:
+        """Keep the lease for another TTL. Raises Refused (`lease-under-notice`, `lease-ended`)."""
+        return (yield from self._renewed(lease, ttl_seconds))
+
+    @operation
+    def release_lease(self, lease: AnyLease) -> Steps[Lease]:
+        """State that its memory is free, or that it is no longer wanted."""
+        return (yield from self._released(lease))
 
 
 def _path(lease: AnyLease) -> str:

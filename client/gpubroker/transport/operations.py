@@ -88,11 +88,11 @@ class operation(Generic[P, T]):  # noqa: N801  # a decorator
     """A method of both brokers, from a generator of steps: its value, or a coroutine of it."""
 
     def __init__(self, steps: Callable[Concatenate[Any, P], Steps[T]]) -> None:
-        def call(broker: SyncCaller, *args: P.args, **options: P.kwargs) -> T:
-            return broker._carry_out(steps(broker, *args, **options))
+        def call(self: SyncCaller, *args: P.args, **options: P.kwargs) -> T:
+            return self._carry_out(steps(self, *args, **options))
 
-        async def call_async(broker: AsyncCaller, *args: P.args, **options: P.kwargs) -> T:
-            return await broker._carry_out(steps(broker, *args, **options))
+        async def call_async(self: AsyncCaller, *args: P.args, **options: P.kwargs) -> T:
+            return await self._carry_out(steps(self, *args, **options))
 
         self._sync = _documented(call, steps)
         self._async = _documented(call_async, steps)
@@ -112,11 +112,11 @@ class listing(Generic[P, T]):  # noqa: N801  # a decorator
     """A method of both brokers that iterates over all pages, from a function that returns Pages."""
 
     def __init__(self, pages: Callable[Concatenate[Any, P], Pages[T]]) -> None:
-        def call(broker: SyncCaller, *args: P.args, **options: P.kwargs) -> Iterator[T]:
-            return broker._items(pages(broker, *args, **options))
+        def call(self: SyncCaller, *args: P.args, **options: P.kwargs) -> Iterator[T]:
+            return self._items(pages(self, *args, **options))
 
-        def call_async(broker: AsyncCaller, *args: P.args, **options: P.kwargs) -> AsyncIterator[T]:
-            return broker._items(pages(broker, *args, **options))
+        def call_async(self: AsyncCaller, *args: P.args, **options: P.kwargs) -> AsyncIterator[T]:
+            return self._items(pages(self, *args, **options))
 
         self._sync = _documented(call, pages, Iterator)
         self._async = _documented(call_async, pages, AsyncIterator)
