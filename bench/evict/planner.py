@@ -6,7 +6,7 @@ from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState
-from gpubroker_server.core.domain.models import ModelTerms, Usage
+from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId, device_key
@@ -30,13 +30,13 @@ class Planner:
 
     def __init__(self, load_seconds: Mapping[str, float]) -> None:
         self._load_seconds = load_seconds
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, ModelUsage] = {}
 
     def loaded(self, _model: str, _number: int) -> None:
         pass
 
     def used(self, use: Use, _number: int) -> None:
-        self._usage[use.model] = self._usage.get(use.model, Usage()).used(Instant(use.at))
+        self._usage[use.model] = self._usage.get(use.model, ModelUsage()).used(Instant(use.at))
 
     def victim(self, resident: Collection[str], now: float) -> str:
         [decision] = plan_cycle(self._world(resident, Instant(now)), Policy(), Instant(now)).decisions
@@ -73,8 +73,8 @@ class Planner:
         )
 
 
-def terms_of(model: str, load_seconds: float = 0.0, usage: Usage | None = None) -> ModelTerms:
-    return ModelTerms("server", model, load_seconds=Seconds(load_seconds), usage=usage or Usage())
+def terms_of(model: str, load_seconds: float = 0.0, usage: ModelUsage | None = None) -> ModelTerms:
+    return ModelTerms("server", model, load_seconds=Seconds(load_seconds), usage=usage or ModelUsage())
 
 
 def lease_of(task: Task) -> Lease:

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gpubroker_server.core.world.fragmentation_gradient import (
-    Measure,
+    DeviceChoice,
+    FragmentationMeasure,
+    Inventory,
     Remainder,
     Shape,
-    Spot,
-    Stock,
     fgd,
     tasks_lost,
-    usual,
+    typical_shapes,
 )
 
 from bench.openb.trace import WHOLE_GPU, Job, Machine
@@ -44,7 +44,7 @@ class Policy(ABC):
     """Where a task would go on one node, and which node it gets."""
 
     @abstractmethod
-    def spot(self, job: Job, node: Node) -> Spot | None:
+    def spot(self, job: Job, node: Node) -> DeviceChoice | None:
         """None if CPU or GPUs do not suffice. Memory and GPU kind of the node were checked before."""
 
     def choose(self, scores: Sequence[int]) -> int | None:
@@ -59,12 +59,12 @@ class RandomFit(Policy):
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
 
-    def spot(self, job: Job, node: Node) -> Spot | None:
+    def spot(self, job: Job, node: Node) -> DeviceChoice | None:
         devices = tightest(job, node)
         if devices is not None and 0 < job.gpu_milli < WHOLE_GPU:
             room = [place for place, left in enumerate(node.room.left) if left >= job.gpu_milli]
             devices = (self._chance.choice(room),)
-        return None if devices is None else Spot(0, devices)
+        return None if devices is None else DeviceChoice(0, devices)
 
     def choose(self, scores: Sequence[int]) -> int | None:
         possible = [place for place, score in enumerate(scores) if score >= 0]
@@ -74,9 +74,9 @@ class RandomFit(Policy):
 class ByScore(Policy):
     """A policy of the simulator that scores nodes; on the node the tightest GPU is taken."""
 
-    def spot(self, job: Job, node: Node) -> Spot | None:
+    def spot(self, job: Job, node: Node) -> DeviceChoice | None:
         devices = tightest(job, node)
-        return None if devices is None else Spot(self.score(job, node), devices)
+        return None if devices is None else DeviceChoice(self.score(job, node), devices)
 
     @abstractmethod
     def score(self, job: Job, node: Node) -> int:
@@ -132,12 +132,12 @@ class Packing(ByScore):
 class LeastStranded(Policy):
     """The node on which the least is stranded, by one of the core's measures."""
 
-    def __init__(self, measure: Measure, kinds: Sequence[str]) -> None:
+    def __init__(self, measure: FragmentationMeasure, kinds: Sequence[str]) -> None:
         self._measure = measure
         self._kinds = kinds
         self._shapes: dict[Job, Shape] = {}
 
-    def spot(self, job: Job, node: Node) -> Spot | None:
+    def spot(self, job: Job, node: Node) -> DeviceChoice | None:
         shape = self._shapes.get(job)
         if shape is None:
             shape = self._shapes[job] = shape_of(job, self._kinds)
@@ -160,9 +160,9 @@ def policy(name: str, jobs: Sequence[Job], machines: Sequence[Machine], chance: 
             return Packing()
         case "best_fit":
             return BestFit()
-    stock: Stock = {kind: (count, WHOLE_GPU) for kind, count in gpus_by_kind(machines).items()}
+    stock: Inventory = {kind: (count, WHOLE_GPU) for kind, count in gpus_by_kind(machines).items()}
     kinds = sorted(stock)
-    shapes = usual(Counter(shape_of(job, kinds) for job in jobs))
+    shapes = typical_shapes(Counter(shape_of(job, kinds) for job in jobs))
     measure = fgd(shapes, WHOLE_GPU) if name == "fgd" else tasks_lost(shapes, stock)
     return LeastStranded(measure, kinds)
 

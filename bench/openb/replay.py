@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from gpubroker_server.core.world.fragmentation_gradient import Remainder, Spot
+from gpubroker_server.core.world.fragmentation_gradient import DeviceChoice, Remainder
 
 from bench.openb.policies import Node, Policy, group
 from bench.openb.trace import Job, Machine
@@ -16,7 +16,7 @@ class Candidates:
 
     def __init__(self, nodes: int) -> None:
         self.scores = [TOO_FULL] * nodes
-        self.spots: list[Spot | None] = [None] * nodes
+        self.spots: list[DeviceChoice | None] = [None] * nodes
         self.seen = 0
         """The number of changes taken into account."""
 

@@ -25,7 +25,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.policy import BANDS, Policy, band_of
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, Position, Seconds, TaskId
-from gpubroker_server.core.lifecycle.deadlines import Watch, due, keep_watch
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
 from gpubroker_server.core.lifecycle.learning import learn
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.backfill import Forecast
@@ -34,7 +34,7 @@ from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts import make_forecasts
 from gpubroker_server.core.planning.fragmentation import Sum, fragmentation
 from gpubroker_server.core.planning.memory import Memory
-from gpubroker_server.core.world.dependencies import settle
+from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.events import NewEvent, events_of, submitted
 from gpubroker_server.core.world.world import World
 
@@ -118,7 +118,7 @@ class Replay:
         self._number = count()
         self._runs: dict[TaskId, Run] = {}
         self._reports: list[Report] = []
-        self._watch: Watch | None = None
+        self._watch: ObservationWindow | None = None
         self._memory = Memory()
         self._forecasts: list[Forecast] = []
         self._consolidation = Consolidation()
@@ -177,8 +177,8 @@ class Replay:
         reports, self._reports = self._reports, []
         self._commit(learn(self.world, react(self.world, reports, self._now, self._policy), self._now))
         self._commit(due(self.world, self._now, self._policy, self._watch))
-        self._watch = keep_watch(self._watch, self._now)
-        while decisions := settle(self.world.awaited, self.world.tasks, self._now):
+        self._watch = extend_window(self._watch, self._now)
+        while decisions := settle_dependencies(self.world.awaited, self.world.tasks, self._now):
             self._commit(decisions)
         cursor = None
         while True:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Dependency, External, Task
+from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Task
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.world.event_codec import device_fields, node_fields
 from gpubroker_server.core.world.events import NewEvent, submitted
@@ -124,7 +124,7 @@ def test_external_leases_are_left_out_of_a_replay_and_counted(
     workload = a_day(4, hours=1.0, gpus=8, load=1.0)
     recorded = Recorded(workload, Policy())
     recorded.run()
-    lease = replace(workload.jobs[0].task, id=TaskId("task_lease"), external=External(ttl_seconds=60.0))
+    lease = replace(workload.jobs[0].task, id=TaskId("task_lease"), external=ExternalTerms(ttl_seconds=60.0))
     submit = submitted(lease)
     lease_events = [
         {"kind": submit.kind, "key": submit.key, "at": 1.0, "fields": dict(submit.fields)},

@@ -2,7 +2,7 @@
 
 import pytest
 from gpubroker_server.bootstrap.compose import defaults_of, inventory_rules_of, policy_of, simulated_devices
-from gpubroker_server.core.domain.device import SHIPPED, Kind
+from gpubroker_server.core.domain.device import SHIPPED_KINDS, GpuKind
 from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Pool
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.gateway.parts import ModelType
@@ -11,7 +11,7 @@ from gpubroker_server.settings.loading import SettingsRefused, load_settings
 
 def test_what_is_kept_from_leases_comes_from_the_settings() -> None:
     settings = load_settings(device_reserve_mb=256, declared_foreign_mb={"n1": 2048, "NVIDIA L4": 512})
-    kinds = tuple(sorted(SHIPPED))
+    kinds = tuple(sorted(SHIPPED_KINDS))
     assert inventory_rules_of(settings) == InventoryRules(
         "local", 256, {"n1": 2048, "NVIDIA L4": 512}, kinds=kinds
     )
@@ -20,7 +20,7 @@ def test_what_is_kept_from_leases_comes_from_the_settings() -> None:
 def test_a_power_alone_ranks_a_kind_and_labels_are_taken_as_they_are() -> None:
     settings = load_settings(kinds={"L4": 100, "T4": {"context_mb": 300}}, node_labels={"n1": {"zone": "a"}})
     rules = inventory_rules_of(settings)
-    assert {*rules.kinds} == {*SHIPPED, Kind("L4", 100), Kind("T4", 0, 300)}
+    assert {*rules.kinds} == {*SHIPPED_KINDS, GpuKind("L4", 100), GpuKind("T4", 0, 300)}
     assert rules.node_labels == {"n1": {"zone": "a"}}
 
 

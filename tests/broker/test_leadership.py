@@ -9,7 +9,7 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.broker import leadership
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.leader_term import Standing, Tenure
+from gpubroker_server.core.domain.leader_term import LeadershipStatus, Tenure
 from gpubroker_server.core.domain.orders import Ended, Ending, StartOrder
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId, Term
@@ -217,7 +217,7 @@ async def test_a_leader_that_slept_stands_back_and_leads_again_if_nobody_else_do
     await party.until(("one", 1))
     party.clock.time = Instant(party.clock.time + 3600.0)
     await party.until(("one", 2))
-    assert party.candidates["one"].standing() == Standing(Term(2), Seconds(TOO_LONG), takeovers=2)
+    assert party.candidates["one"].standing() == LeadershipStatus(Term(2), Seconds(TOO_LONG), takeovers=2)
 
 
 async def test_a_leader_without_its_database_stands_back_and_leads_again_when_that_is_back(
@@ -237,7 +237,7 @@ async def test_a_leader_that_hears_of_another_term_stands_back(party: Party) -> 
     await party.until(("one", 1))
     await next_term(party.store, "another", ttl_seconds=3600.0)
     await party.until()
-    assert party.candidates["one"].standing() == Standing(takeovers=1)
+    assert party.candidates["one"].standing() == LeadershipStatus(takeovers=1)
 
 
 async def test_a_leader_that_is_stopped_while_it_stands_back_stops(party: Party) -> None:

@@ -6,10 +6,10 @@ import pytest
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.orders import Beat, Ended, Gone, NodeLost, NodeSeen, Report
+from gpubroker_server.core.domain.orders import Ended, Gone, Heartbeat, NodeLost, NodeSeen, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId, Ticks
-from gpubroker_server.core.lifecycle.quarantine import ASK_SECONDS
+from gpubroker_server.core.lifecycle.quarantine import PROBE_SECONDS
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.core.world.world import World
 
@@ -31,7 +31,7 @@ class Watcher:
     def pass_time(self, seconds: float, *beating: str) -> None:
         for _ in range(int(seconds / 0.5)):
             self.seconds += 0.5
-            self.observer.hear([Beat(NodeName(name), NOW) for name in beating])
+            self.observer.hear([Heartbeat(NodeName(name), NOW) for name in beating])
             commit(self.world, self.observer.on_time(NOW))
 
     @property
@@ -104,7 +104,7 @@ async def test_a_word_that_was_lost_on_its_way_is_asked_for_and_ends_the_quarant
         since = stage.clock.time
         assert list(quarantined) == ["one"]
         while quarantined:
-            assert stage.clock.time < since + 2 * ASK_SECONDS
+            assert stage.clock.time < since + 2 * PROBE_SECONDS
             await stage.later(1.0)
-        assert stage.clock.time >= since + ASK_SECONDS
+        assert stage.clock.time >= since + PROBE_SECONDS
         assert stage.world.nodes[NodeName("n1")].ready

@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "memory is released when the code has ended, before its process is gone",
         "service/gpubroker_server/core/lifecycle/runs.py",
-        "LeaseState.RELEASING)\n    fold.orders.append(forget)",
-        "LeaseState.RELEASED)\n    fold.orders.append(forget)",
+        "LeaseState.RELEASING)\n    update.orders.append(forget)",
+        "LeaseState.RELEASED)\n    update.orders.append(forget)",
         "tests/simulation/test_day.py::test_the_same_seed_is_the_same_day",
     ),
     Mutant(

@@ -24,7 +24,7 @@ from gpubroker_server.core.domain.submission import BatchSubmission, Submission,
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId, Term
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.deadlines import Watch, due
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -119,7 +119,7 @@ class Scene:
     def due_in(self, seconds: float = 0.0) -> Sequence[Decision]:
         """What is due `seconds` from now, for a leader that has kept watch all the time."""
         now = Instant(self.now + seconds)
-        return due(self.world, now, self.policy, Watch(Instant(0.0), now))
+        return due(self.world, now, self.policy, ObservationWindow(Instant(0.0), now))
 
     def node_answers(self) -> Sequence[Decision]:
         """The agent answers, and knows of no run."""

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from gpubroker_server.core.domain.leader_term import Tenure
 from gpubroker_server.core.domain.orders import (
-    Beat,
     Checkpointed,
     Ended,
     ForgetOrder,
     Gone,
     GoOrder,
+    Heartbeat,
     NodeLost,
     NodeSeen,
     Order,
@@ -193,7 +193,7 @@ class Bench:
                 match report:
                     case NodeSeen() | NodeLost():
                         self.nodes.append(report)
-                    case Beat():
+                    case Heartbeat():
                         self.beats.append(asyncio.get_running_loop().time())
                     case Sampled():
                         self.samples.append(report)

@@ -15,7 +15,7 @@ from gpubroker_server.bootstrap.leader_status import Lead
 from gpubroker_server.bootstrap.world_loading import fill, fill_anew
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId, Term
-from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.last_values import LastValues, LeaderSeen
@@ -152,7 +152,9 @@ async def test_a_picture_hears_of_a_commit_elsewhere_and_knows_that_it_is_curren
 async def test_what_the_leader_holds_back_and_whom_it_does_not_hear_is_told_everywhere(
     postgres_url: str,
 ) -> None:
-    paused = Paused(Instant(1.0), (NodeName("n1"), NodeName("n2")), 7, 20, "2 nodes fell silent at once")
+    paused = PausedDetection(
+        Instant(1.0), (NodeName("n1"), NodeName("n2")), 7, 20, "2 nodes fell silent at once"
+    )
     silent = {NodeName("n1"): Instant(2.0)}
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         seen = Picture(two, HALF_LIFE_SECONDS, fails)

@@ -20,12 +20,12 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import unpack
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.orders import (
-    Beat,
     Checkpointed,
     Ended,
     Ending,
     Failure,
     Gone,
+    Heartbeat,
     NodeLost,
     NodeSeen,
     Progressed,
@@ -88,7 +88,7 @@ def test_reports_are_read(agent: int) -> None:
         Ended(*OF_RUN, Ending.FAILED, None, "json", Failure("exception", "no", "Trace"), b"log", 1),
         Gone(*OF_RUN, "process_absent", SAMPLE, 1),
         Sampled(N, AT, SAMPLE),
-        Beat(N, AT),
+        Heartbeat(N, AT),
         NodeLost(N, "a.1", AT, "dead"),
     ]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
-from gpubroker_server.core.domain.task import Dependency, External, Move, OnFailure, TaskState
+from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Move, OnFailure, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.ports.store import Stand, TaskFilter, TaskStore, TokenRow
 
@@ -54,7 +54,7 @@ async def test_pages_follow_each_other_without_gap_or_repetition(six: TaskStore)
 
 
 async def test_external_holders_are_kept_as_they_asked_and_listed_apart(six: TaskStore) -> None:
-    terms = External(Seconds(60.0), pid=4711)
+    terms = ExternalTerms(Seconds(60.0), pid=4711)
     await six.submit(a_submission(a_task("t8", tenant="lab", external=terms, deadline_at=Instant(NOW + 60))))
     assert await listed(six, kind="external") == ["t8"]
     assert (await listed(six))[:2] == ["t8", "t6"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request, write_move
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.models import ModelTerms, Usage
+from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
 from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, Task
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.world.event_codec import task_from
@@ -190,7 +190,7 @@ def a_model(id: str, server: str = "main", **terms: Any) -> Task:
 
 
 async def test_a_model_reads_back_with_its_terms(store: TaskStore) -> None:
-    usage = Usage(Instant(NOW), (1.0, 2.5, 3.0, 4.0))
+    usage = ModelUsage(Instant(NOW), (1.0, 2.5, 3.0, 4.0))
     asked = {"asked_priority": 70, "asked_at": Instant(NOW), "queued": True}
     told = {"load_seconds": 4.5, "usage": usage, "steps": ("a", "b"), "versions": ("1", "3")}
     task = a_model("m1", pinned=True, **asked, **told)

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
-from gpubroker_server.core.lifecycle.deadlines import Watch, due
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 
 from tests.builders import (
@@ -75,7 +75,7 @@ def shrunk() -> Agents:
 def wait(gang: Agents, seconds: float) -> list[Decision]:
     """Time passes; the leader has looked all the while, and half a second ago."""
     gang.now = Instant(gang.now + seconds)
-    watch = Watch(since=Instant(NOW - 60.0), last=Instant(gang.now - 0.5))
+    watch = ObservationWindow(since=Instant(NOW - 60.0), last=Instant(gang.now - 0.5))
     decisions = due(gang.world, gang.now, gang.policy, watch)
     commit(gang.world, decisions, gang.now)
     return decisions

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.lease import OF_SERVERS, HolderKind, Lease, LeaseState, Pledge
+from gpubroker_server.core.domain.lease import HOLDERS_ON_SERVERS, HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Member, Task, TaskState
 from gpubroker_server.core.domain.units import NodeName
@@ -56,7 +56,7 @@ class Naive(NaiveLeavers):
         listed = book.sample.foreign_mb
         here = [lease for lease in self.leases if lease.device == device.key]
         begun = [lease for lease in here if lease.state is not LeaseState.RESERVED]
-        loaded = sum(lease.mb for lease in begun if lease.holder_kind in OF_SERVERS)
+        loaded = sum(lease.mb for lease in begun if lease.holder_kind in HOLDERS_ON_SERVERS)
         served = min(listed or 0, loaded)
         foreign = max((listed or 0) - served, device.declared_foreign_mb)
         if listed is None:

@@ -8,12 +8,12 @@ from typing import Any
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.world.fragmentation_gradient import (
-    Measure,
+    FragmentationMeasure,
     Remainder,
     Shape,
     fgd,
     tasks_lost,
-    usual,
+    typical_shapes,
 )
 
 
@@ -26,7 +26,7 @@ def whole(device: Any) -> int:
     return device.physical_mb - device.reserve_mb - device.declared_foreign_mb if device.present else 0
 
 
-def learn(naive: Any, edition: Mapping[Demand, int]) -> Measure | None:
+def learn(naive: Any, edition: Mapping[Demand, int]) -> FragmentationMeasure | None:
     """What is usual, as tasks of these devices; None if there is nothing that could run."""
     if naive.policy.placement not in ("stranded", "fgd"):
         return None
@@ -43,8 +43,8 @@ def learn(naive: Any, edition: Mapping[Demand, int]) -> Measure | None:
     if not mix:
         return None
     if naive.policy.placement == "fgd":
-        return fgd(usual(mix), sum(map(whole, devices)) / len(devices))
-    return tasks_lost(usual(mix), fleet)
+        return fgd(typical_shapes(mix), sum(map(whole, devices)) / len(devices))
+    return tasks_lost(typical_shapes(mix), fleet)
 
 
 def fullest(naive: Any, node: Any, task: Task) -> tuple[tuple[str, int], ...] | None:

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolic
 from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.deadlines import due
-from gpubroker_server.core.world.dependencies import settle
+from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.world import World
 from hypothesis import strategies as st
 
@@ -213,7 +213,7 @@ class Story:
                     let_go(self.world, run)
             case _:
                 self._change(what, pick)
-        while decisions := settle(self.world.awaited, self.world.tasks, Instant(self.now)):
+        while decisions := settle_dependencies(self.world.awaited, self.world.tasks, Instant(self.now)):
             commit(self.world, decisions)
         self.measure()
 

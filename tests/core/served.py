@@ -5,14 +5,14 @@ from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.deadlines import due, keep_watch
+from gpubroker_server.core.lifecycle.deadlines import due, extend_window
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -72,7 +72,7 @@ def index(
     versions: tuple[str, ...] = (),
 ) -> list[Decision]:
     """Read on `main`; what is not named was never loaded."""
-    models = {name: Indexed(name, stage, versions) for name, stage in stages.items()}
+    models = {name: IndexedModel(name, stage, versions) for name, stage in stages.items()}
     claims = frozenset((TaskId(name), the(world, name).fence) for name in under_way or ())
     decisions = seen(world, ServerSeen("main", at(seconds), models, claims), at(seconds), POLICY)
     commit(world, decisions, at(seconds))
@@ -99,7 +99,7 @@ def ask(world: World, what: str, seconds: float = 0.0, task: str = LLM, **fields
 
 def pass_time(world: World, seconds: float) -> list[Decision]:
     """A leader that has looked since the beginning."""
-    watch = replace(keep_watch(None, NOW), last=at(seconds - 1.0))
+    watch = replace(extend_window(None, NOW), last=at(seconds - 1.0))
     decisions = due(world, at(seconds), POLICY, watch)
     commit(world, decisions, at(seconds))
     return decisions

@@ -14,18 +14,18 @@ from typing import Any
 import httpx
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.leader_term import Standing
+from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Report, Started
 from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.deadlines import Watch, due
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
 from gpubroker_server.core.lifecycle.runs import react
-from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.world.dependencies import settle
+from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.app import create_app, openapi_document
@@ -109,7 +109,7 @@ class Gateway:
         self.forecasts: list[Forecast] = []
         self.term = Term(0)
         self.leads = True
-        self.paused: Paused | None = None
+        self.paused: PausedDetection | None = None
         self.silent: dict[NodeName, Instant] = {}
         self.hears = True
         self.parts = GatewayParts(
@@ -128,7 +128,7 @@ class Gateway:
             age_seconds=lambda: self.age_seconds,
             shutdown=self.shutdowns.append,
             term=lambda: self.term,
-            standing=lambda: Standing(self.term, Seconds(2.0), takeovers=1),
+            standing=lambda: LeadershipStatus(self.term, Seconds(2.0), takeovers=1),
             paused=lambda: self.paused,
             leader=self._seen,
             forecasts=lambda: self.forecasts,
@@ -236,13 +236,13 @@ class Gateway:
 
     async def settle_dependencies(self) -> None:
         """Let in and fail those whose dependencies have ended, as far as the World knows of it."""
-        while decisions := settle(self.world.awaited, self.world.tasks, self.clock.now()):
+        while decisions := settle_dependencies(self.world.awaited, self.world.tasks, self.clock.now()):
             await self.commit(*decisions)
 
     async def pass_time(self) -> None:
         """Commit what time has made due for a leader that was there all along. Let the clock go on before."""
         now = self.clock.now()
-        await self.commit(*due(self.world, now, self.policy, Watch(since=Instant(0.0), last=now)))
+        await self.commit(*due(self.world, now, self.policy, ObservationWindow(since=Instant(0.0), last=now)))
 
     async def admit(self, task_id: str) -> None:
         """Give the task what it asks for and let it start."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen
+from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen
 from gpubroker_server.core.domain.model_orders import Stage as Where
 from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.task import Task
@@ -57,7 +57,7 @@ class Homes:
         for name in stages:
             await self.host.load(name, (), Seconds(1.0))
         now = self.gateway.clock.now()
-        models = {name: Indexed(name, stage) for name, stage in stages.items()}
+        models = {name: IndexedModel(name, stage) for name, stage in stages.items()}
         for decision in seen(self.gateway.world, ServerSeen("main", now, models), now, self.gateway.policy):
             if not decision.is_empty():
                 await self.gateway.commit(decision)

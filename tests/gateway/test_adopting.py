@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.model_orders import Stage
 from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.core.lifecycle.deadlines import due, keep_watch
+from gpubroker_server.core.lifecycle.deadlines import due, extend_window
 from gpubroker_server.gateway.proxy.residency.adoption import Adopting
 
 from tests.builders import GIB, NOW
@@ -114,7 +114,7 @@ async def test_one_whose_last_holder_was_given_up_is_entered_and_has_what_that_o
         await there.unload()
         gateway.clock.advance(100.0)
         now = gateway.clock.now()
-        watch = replace(keep_watch(None, NOW), last=now)
+        watch = replace(extend_window(None, NOW), last=now)
         for decision in due(gateway.world, now, gateway.policy, watch):
             await gateway.commit(decision)
         assert list(gateway.world.unconfirmed.quarantined) == [first.id]

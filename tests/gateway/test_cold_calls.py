@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
 from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
@@ -31,7 +31,7 @@ def homes(cold_seconds: float = 55.0) -> tuple[ServerRules, SimulatedHost]:
 
 async def index(gateway: Gateway, stage: Stage) -> None:
     now = gateway.clock.now()
-    index = ServerSeen("main", now, {"any": Indexed("any", stage)})
+    index = ServerSeen("main", now, {"any": IndexedModel("any", stage)})
     for decision in seen(gateway.world, index, now, gateway.policy):
         if not decision.is_empty():
             await gateway.commit(decision)

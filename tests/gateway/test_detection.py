@@ -1,12 +1,14 @@
 """What is told, and may be asked, while silent nodes are not given up."""
 
 from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 
 from tests.builders import NOW
 from tests.gateway.harness import Client, Gateway
 
-PAUSED = Paused(Instant(NOW - 60.0), (NodeName("n1"), NodeName("n2")), 7, 20, "2 nodes with 7 of 20 runs")
+PAUSED = PausedDetection(
+    Instant(NOW - 60.0), (NodeName("n1"), NodeName("n2")), 7, 20, "2 nodes with 7 of 20 runs"
+)
 REASON = {"reason": "rack 4 has no power"}
 
 

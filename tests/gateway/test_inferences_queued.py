@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
 from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.policy import Serving
@@ -252,7 +252,7 @@ def holder(gateway: Gateway, model: str = "llm") -> Task:
 async def load(gateway: Gateway) -> None:
     await gateway.plan(holder(gateway).id)
     now = gateway.clock.now()
-    index = ServerSeen("main", now, {"llm": Indexed("llm", Stage.READY)})
+    index = ServerSeen("main", now, {"llm": IndexedModel("llm", Stage.READY)})
     await gateway.commit(*seen(gateway.world, index, now, gateway.policy))
 
 

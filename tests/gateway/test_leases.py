@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.orders import Gone
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, Seconds, TaskId
-from gpubroker_server.core.lifecycle.deadlines import Watch, due
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
 from gpubroker_server.gateway.status.task_view import rfc3339
 
 from tests.builders import GIB, a_device, a_node, a_sample
@@ -40,7 +40,7 @@ async def overdue(gateway: Gateway, lease: str) -> None:
     await gateway.pass_time()
     gateway.clock.advance(task.grace_seconds + gateway.policy.kill_patience_seconds)
     now = gateway.clock.now()
-    watch = Watch(since=task.deadline_at, last=Instant(now - 1.0))
+    watch = ObservationWindow(since=task.deadline_at, last=Instant(now - 1.0))
     await gateway.commit(*due(gateway.world, now, gateway.policy, watch))
 
 

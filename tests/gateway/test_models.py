@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import httpx
 from gpubroker import AsyncBroker
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
 from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib
@@ -36,7 +36,7 @@ def holder(gateway: Gateway, model: str = "llm") -> Task:
 
 async def index(gateway: Gateway, **stages: Stage) -> None:
     now = gateway.clock.now()
-    models = {name: Indexed(name, stage) for name, stage in stages.items()}
+    models = {name: IndexedModel(name, stage) for name, stage in stages.items()}
     for decision in seen(gateway.world, ServerSeen("main", now, models), now, gateway.policy):
         if not decision.is_empty():
             await gateway.commit(decision)

@@ -4,7 +4,7 @@ import re
 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.core.lifecycle.stopping import overuse
+from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 
 from tests.builders import GIB, a_device, a_sample
 from tests.gateway.harness import Client, Gateway, problem
@@ -203,7 +203,7 @@ async def test_a_run_that_uses_more_than_it_leased_is_shown(gateway: Gateway, ap
     gateway.world.measure([used])
     [holder] = (await api.get("/gpus")).json()["items"][0]["holders"]
     assert holder["overused_mb"] is None
-    await gateway.commit(*overuse(gateway.world, gateway.clock.now(), gateway.policy))
+    await gateway.commit(*overuse_decisions(gateway.world, gateway.clock.now(), gateway.policy))
     [holder] = (await api.get("/gpus")).json()["items"][0]["holders"]
     assert (holder["gpu_mb"], holder["measured_mb"], holder["overused_mb"]) == (10 * GIB, 12 * GIB, 12 * GIB)
     [device] = (await api.get(f"/tasks/{task_id}")).json()["devices"]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from gpubroker_server.core.domain.device import Kind
+from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.policy import Maximum, TenantPolicy
 from gpubroker_server.core.domain.units import Mib, Seconds
 
@@ -11,7 +11,7 @@ from tests.gateway.harness import Client, Gateway, a_body, problem
 
 
 async def test_the_policy_tells_what_a_submit_meets(gateway: Gateway, api: Client) -> None:
-    gateway.change(kinds=(Kind("H100", 2000, Mib(512)),))
+    gateway.change(kinds=(GpuKind("H100", 2000, Mib(512)),))
     told = (await api.get("/policy")).json()
     assert told["bands"][0] == {"name": "critical", "lowest": 90, "highest": 100}
     assert told["placement"] == "stranded"

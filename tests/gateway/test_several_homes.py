@@ -6,7 +6,7 @@ from typing import Any
 
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
 from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib
@@ -50,7 +50,7 @@ async def loaded(gateway: Gateway, server: str, model: str = "llm") -> None:
     assert task is not None
     await gateway.plan(task.id)
     now = gateway.clock.now()
-    index = ServerSeen(server, now, {model: Indexed(model, Stage.READY)})
+    index = ServerSeen(server, now, {model: IndexedModel(model, Stage.READY)})
     await gateway.commit(*seen(gateway.world, index, now, gateway.policy))
 
 

@@ -18,7 +18,14 @@ from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.leader_term import Tenure
-from gpubroker_server.core.domain.orders import Beat, ForgetOrder, Report, SeenDevice, StartOrder, StopOrder
+from gpubroker_server.core.domain.orders import (
+    ForgetOrder,
+    Heartbeat,
+    Report,
+    SeenDevice,
+    StartOrder,
+    StopOrder,
+)
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.units import Mib, NodeName, Seconds, TaskId, Term, Ticks
 from gpubroker_server.core.explain.admission import check
@@ -237,7 +244,7 @@ class Day:
         for machine in self._cluster.machines.values():
             if machine.can_be_measured:
                 self._world.measure(machine.samples())
-                self._leader.hear([Beat(machine.name, self._timeline.now())])
+                self._leader.hear([Heartbeat(machine.name, self._timeline.now())])
         try:
             with suppress(StoreUnavailable):
                 await self._leader.cycle()

@@ -36,16 +36,16 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName
 from gpubroker_server.core.explain.admission import check, check_priority
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.deadlines import Watch, due, keep_watch
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile, take_over
 from gpubroker_server.core.lifecycle.runs import react
-from gpubroker_server.core.lifecycle.silent_nodes import unanswered
+from gpubroker_server.core.lifecycle.silent_nodes import nodes_without_answer
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts import make_forecasts
 from gpubroker_server.core.planning.memory import Memory
-from gpubroker_server.core.world.dependencies import End, settle
+from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencies
 from gpubroker_server.core.world.world import World
 
 from tests.builders import NOW, a_world, check_ledger, commit, submit
@@ -63,14 +63,14 @@ class Ground:
     def __init__(self, world: World, policy: Policy, now: float) -> None:
         self.world, self.policy, self.now = world, policy, now
         self.agents = {name: agent_of(world, name) for name in sorted(world.nodes)}
-        self.ends: dict[str, End] = {}
+        self.ends: dict[str, TaskEnd] = {}
         self.submitted: list[str] = []
         self.orders_get_lost = False
         """The leader dies between its next commit and the orders of it."""
         self._memory = Memory()
         self._consolidation = Consolidation()
         self._forecasts: Sequence[Forecast] = ()
-        self._watch: Watch | None = None
+        self._watch: ObservationWindow | None = None
         self._said: deque[Report] = deque()
         self._open: set[tuple[str, DeviceKey]] = set()
         self._asked = 0
@@ -191,10 +191,10 @@ class Ground:
             if agent.is_heard:
                 self.world.measure(agent.samples(now))
         self._hear()
-        since = keep_watch(self._watch, now).since
-        lost = react(self.world, unanswered(self.world, since, now), now, self.policy)
+        since = extend_window(self._watch, now).since
+        lost = react(self.world, nodes_without_answer(self.world, since, now), now, self.policy)
         self._carry(lost or due(self.world, now, self.policy, self._watch))
-        self._watch = keep_watch(self._watch, now)
+        self._watch = extend_window(self._watch, now)
         self._settle()
         self._plan()
         self._move()
@@ -217,7 +217,7 @@ class Ground:
         awaited = self.world.awaited
         asked = sorted(awaited.unknown)
         awaited.learn(asked, {task: self.ends[task] for task in asked if task in self.ends})
-        while decisions := settle(self.world.awaited, self.world.tasks, self._instant):
+        while decisions := settle_dependencies(self.world.awaited, self.world.tasks, self._instant):
             self._carry(decisions)
 
     def _plan(self) -> None:
@@ -269,7 +269,7 @@ class Ground:
             commit(self.world, decision, self.now)
             for write in decision.tasks:
                 if write.task.is_terminal:
-                    self.ends[write.task.id] = End(write.task.state, write.task.failed_by)
+                    self.ends[write.task.id] = TaskEnd(write.task.state, write.task.failed_by)
             self.check()
             if not self.orders_get_lost:
                 for order in decision.orders:

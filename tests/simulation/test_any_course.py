@@ -7,7 +7,7 @@ import pytest
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.orders import Ending
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import ACTIVE, Dependency, External, OnFailure, Task, TaskState
+from gpubroker_server.core.domain.task import ACTIVE, Dependency, ExternalTerms, OnFailure, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.world import World
 from hypothesis import settings
@@ -164,7 +164,7 @@ class Course(RuleBasedStateMachine):
     )
     def somebody_asks_for_memory_alone(self, gpu_mb: int, ttl: float, priority: int) -> None:
         """Who is not started by the broker, and says himself when he has left."""
-        terms = {"external": External(Seconds(ttl)), "deadline_at": ttl, "grace_seconds": Seconds(5.0)}
+        terms = {"external": ExternalTerms(Seconds(ttl)), "deadline_at": ttl, "grace_seconds": Seconds(5.0)}
         self._submit({"gpu_mb": gpu_mb, "priority": priority, "gang": {}, **terms})
 
     @rule(acts=st.lists(st.tuples(st.sampled_from(ACTS), PICKS), min_size=1, max_size=6))

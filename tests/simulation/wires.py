@@ -9,8 +9,8 @@ from typing import Any
 
 from gpubroker_server.core.domain.leader_term import Tenure
 from gpubroker_server.core.domain.orders import (
-    Beat,
     Gone,
+    Heartbeat,
     NodeLost,
     NodeSeen,
     Order,
@@ -132,7 +132,7 @@ class Network:
         elif run in held:
             held[run].append(report)
             return
-        elif not isinstance(report, Beat | Sampled):
+        elif not isinstance(report, Heartbeat | Sampled):
             if self.happens():
                 held[run] = [report]
                 self.timeline.after(self._chance.uniform(0.1, 3.0), lambda: self._release(node, run))

@@ -8,8 +8,8 @@ import psutil
 from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.core.domain.device import Kind
-from gpubroker_server.core.domain.leader_term import WHILE_THE_PROCESS_LIVES, TenureRules
+from gpubroker_server.core.domain.device import GpuKind
+from gpubroker_server.core.domain.leader_term import UNTIL_PROCESS_EXIT, TenureRules
 from gpubroker_server.core.domain.orders import SeenDevice
 from gpubroker_server.core.domain.policy import (
     CustomLimit,
@@ -79,7 +79,7 @@ def _pool_of(name: str, given: PoolSettings) -> Pool:
 
 def tenure_rules_of(settings: Settings) -> TenureRules:
     """A SQLite file is locked by the one process that has it, for as long as that lives."""
-    return WHILE_THE_PROCESS_LIVES if settings.database.startswith("sqlite:") else TenureRules()
+    return UNTIL_PROCESS_EXIT if settings.database.startswith("sqlite:") else TenureRules()
 
 
 def new_executor(settings: Settings, clock: Clock) -> Executor:
@@ -152,7 +152,7 @@ def inventory_rules_of(settings: Settings) -> InventoryRules:
         ),
         node_labels=settings.node_labels,
         kinds=tuple(
-            Kind(name, kind.power, Mib(kind.context_mb)) for name, kind in sorted(settings.kinds.items())
+            GpuKind(name, kind.power, Mib(kind.context_mb)) for name, kind in sorted(settings.kinds.items())
         ),
     )
 
@@ -203,7 +203,7 @@ def _capped(value: Number, most: Number | None) -> Number:
     return value if most is None else min(value, most)
 
 
-def kinds_of(settings: Settings) -> tuple[Kind, ...]:
+def kinds_of(settings: Settings) -> tuple[GpuKind, ...]:
     """Strongest first."""
-    kinds = [Kind(name, kind.power, Mib(kind.context_mb)) for name, kind in settings.kinds.items()]
+    kinds = [GpuKind(name, kind.power, Mib(kind.context_mb)) for name, kind in settings.kinds.items()]
     return tuple(sorted(kinds, key=lambda kind: (-kind.power, kind.name)))

@@ -19,7 +19,7 @@ from gpubroker_server.bootstrap.follower import Job, Picture
 from gpubroker_server.bootstrap.leader_status import Lead
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
 from gpubroker_server.bootstrap.start_checks import own_host, write_private
-from gpubroker_server.core.domain.leader_term import Standing
+from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.gateway.app import create_app
 from gpubroker_server.gateway.http.access import Callers
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
@@ -90,7 +90,7 @@ class GatewayRole:
             shutdown=shut_down,
             has_executor=broker is not None,
             term=(lambda: None) if broker is None else broker.term,
-            standing=Standing if broker is None else broker.candidate.standing,
+            standing=LeadershipStatus if broker is None else broker.candidate.standing,
             paused=lead.paused,
             leader=lead.leader,
             forecasts=lead.forecasts,

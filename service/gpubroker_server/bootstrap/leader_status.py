@@ -13,7 +13,7 @@ from gpubroker_server.bootstrap.follower import Job, Picture, word_seconds
 from gpubroker_server.broker.observe import forget_ended
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.forecast_accuracy import EVERY_SECONDS, Foresight
 from gpubroker_server.ports.last_values import LeaderSeen
@@ -69,7 +69,7 @@ class Lead:
             return self._broker.executor.status()
         return {"state": "unknown", "address": "", "message": "nobody leads"}
 
-    def paused(self) -> Paused | None:
+    def paused(self) -> PausedDetection | None:
         leader = self.leader()
         return None if leader is None else leader.paused
 

@@ -12,7 +12,13 @@ from contextlib import suppress
 import structlog
 
 from gpubroker_server.broker.loop import Leader
-from gpubroker_server.core.domain.leader_term import LeaderRow, Standing, Tenure, TenureRules, Watched
+from gpubroker_server.core.domain.leader_term import (
+    LeaderRow,
+    LeadershipStatus,
+    ObservedLeader,
+    Tenure,
+    TenureRules,
+)
 from gpubroker_server.core.domain.units import Term, Ticks
 from gpubroker_server.ports.store import (
     Executor,
@@ -79,11 +85,11 @@ class Candidate:
         """None while another process leads, or none does."""
         return None if self.leader is None else self.leader.tenure.term
 
-    def standing(self) -> Standing:
+    def standing(self) -> LeadershipStatus:
         if self.leader is None:
-            return Standing(takeovers=self._takeovers)
+            return LeadershipStatus(takeovers=self._takeovers)
         tenure = self.leader.tenure
-        return Standing(tenure.term, tenure.seconds_left(self._ticks()), self._takeovers)
+        return LeadershipStatus(tenure.term, tenure.seconds_left(self._ticks()), self._takeovers)
 
     async def run(self) -> None:
         """Raises what makes a leader's picture useless: PictureDiverged, and what a listener raised."""
@@ -107,14 +113,14 @@ class Candidate:
 
     async def _win(self) -> Tenure:
         """Back with a term of our own, as soon as nobody else has one."""
-        watched: Watched | None = None
+        watched: ObservedLeader | None = None
         is_away = False
         while True:
             self._resigned.clear()
             try:
                 self.row = await self._store.leader()
                 now = self._ticks()
-                watched = Watched(self.row, now) if watched is None else watched.next(self.row, now)
+                watched = ObservedLeader(self.row, now) if watched is None else watched.next(self.row, now)
                 if watched.may_take(now, self._rules) and (tenure := await self._take(self.row)):
                     return tenure
                 is_away = False

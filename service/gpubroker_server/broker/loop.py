@@ -17,12 +17,12 @@ from gpubroker_server.core.domain.orders import Checkpointed, Ended, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.lifecycle.reconcile import take_over
-from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import Slice
 from gpubroker_server.core.planning.forecast_accuracy import Foresight
 from gpubroker_server.core.planning.memory import Memory
-from gpubroker_server.core.world.dependencies import End, settle
+from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencies
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import (
@@ -209,7 +209,7 @@ class Leader:
             self._executor.ask(nodes)
 
     @property
-    def paused(self) -> Paused | None:
+    def paused(self) -> PausedDetection | None:
         """What it does not give up, and why; None if it holds nothing back."""
         return self._observer.silence.paused
 
@@ -276,8 +276,8 @@ class Leader:
         if awaited.unknown:
             asked = sorted(awaited.unknown)[:MOST_ASKED]
             stands = await self._store.stands(asked)
-            awaited.learn(asked, {task: End(at.state, at.failed_by) for task, at in stands.items()})
-        while decisions := settle(self._world.awaited, self._world.tasks, self._clock.now()):
+            awaited.learn(asked, {task: TaskEnd(at.state, at.failed_by) for task, at in stands.items()})
+        while decisions := settle_dependencies(self._world.awaited, self._world.tasks, self._clock.now()):
             if set(await self._carry_out(decisions)) != {COMMITTED}:
                 return
 

@@ -9,12 +9,12 @@ from gpubroker_server.core.domain.decisions import Decision, Outcome
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.model_orders import ServerSeen
 from gpubroker_server.core.domain.orders import (
-    Beat,
     Checkpointed,
     Ended,
     Ending,
     Failure,
     Gone,
+    Heartbeat,
     NodeLost,
     NodeSeen,
     Progressed,
@@ -32,11 +32,11 @@ from gpubroker_server.core.lifecycle import (
     quarantine,
     runs,
 )
-from gpubroker_server.core.lifecycle.learning import Gauge, learn
-from gpubroker_server.core.lifecycle.quarantine import Inquiry
+from gpubroker_server.core.lifecycle.learning import ModelMeter, learn
+from gpubroker_server.core.lifecycle.quarantine import QuarantineProbe
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
-from gpubroker_server.core.lifecycle.silent_nodes import Silence, unanswered
-from gpubroker_server.core.lifecycle.stopping import overuse
+from gpubroker_server.core.lifecycle.silent_nodes import HeartbeatMonitor, nodes_without_answer
+from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning import inference_admission
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
@@ -122,11 +122,11 @@ class Observer:
         self._inventory = inventory
         self._inline_bytes = inline_bytes
         self._progress = progress
-        self._watch: deadlines.Watch | None = None
+        self._watch: deadlines.ObservationWindow | None = None
         self._ticks = ticks
-        self.silence = Silence(policy)
-        self._inquiry = Inquiry()
-        self._gauge = Gauge()
+        self.silence = HeartbeatMonitor(policy)
+        self._inquiry = QuarantineProbe()
+        self._gauge = ModelMeter()
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None until it is looked."""
         self.to_ask: list[NodeName] = []
@@ -142,7 +142,7 @@ class Observer:
         given_up = self._given_up(self.silence.accuse(told, self._world, self._ticks(), now))
         for report in reports:
             match report:
-                case Beat():
+                case Heartbeat():
                     pass
                 case NodeLost():
                     if report in given_up:
@@ -180,7 +180,7 @@ class Observer:
         """What has just come in, and is not looked into before its turn: who says something is there."""
         at = self._ticks()
         for report in reports:
-            if isinstance(report, Beat | Sampled):
+            if isinstance(report, Heartbeat | Sampled):
                 self.silence.hear(report.node, at)
             elif isinstance(report, NodeSeen):
                 self.silence.hear(report.node.name, at)
@@ -203,11 +203,11 @@ class Observer:
         decisions += quarantine.removed(self._world)
         decisions += model_lifecycle.due(self._world, now)
         if self._servers is not None:
-            decisions += model_adoption.give_up(self._world, self._servers, now)
-        self._watch = deadlines.keep_watch(self._watch, now)
+            decisions += model_adoption.give_up_removed_servers(self._world, self._servers, now)
+        self._watch = deadlines.extend_window(self._watch, now)
         decided = {decision.subject for decision in decisions}
         decisions += self._gauge.look(self._world, now, decided)
-        more = [*overuse(self._world, now, self._policy), *self._about_inferences(now)]
+        more = [*overuse_decisions(self._world, now, self._policy), *self._about_inferences(now)]
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]
 
     def _about_inferences(self, now: Instant) -> list[Decision]:
@@ -223,8 +223,8 @@ class Observer:
         at = self._ticks()
         was_paused = self.silence.paused
         lost = self.silence.look(self._world, at, now, listening=listening)
-        since = deadlines.keep_watch(self._watch, now).since
-        if told := unanswered(self._world, since, now):
+        since = deadlines.extend_window(self._watch, now).since
+        if told := nodes_without_answer(self._world, since, now):
             lost += self.silence.accuse(told, self._world, at, now)
         paused = self.silence.paused
         if paused is not None and was_paused is None:

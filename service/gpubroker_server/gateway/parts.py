@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from gpubroker_server.core.domain.device import Kind
-from gpubroker_server.core.domain.leader_term import Standing
+from gpubroker_server.core.domain.device import GpuKind
+from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.core.domain.policy import BAND_NAMES, Policy
 from gpubroker_server.core.domain.units import Seconds, TaskId, Term
-from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.asking import Asking
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.world.world import World
@@ -108,9 +108,9 @@ class GatewayParts:
     """What to do about an age that time does not mend; empty where it does."""
     term: Callable[[], Term | None] = lambda: None
     """The term of the leader in this process; None if it does not lead."""
-    standing: Callable[[], Standing] = Standing
+    standing: Callable[[], LeadershipStatus] = LeadershipStatus
     """How this process stands to the lead."""
-    paused: Callable[[], Paused | None] = lambda: None
+    paused: Callable[[], PausedDetection | None] = lambda: None
     """Which silent nodes the leader does not give up."""
     leader: Callable[[], LeaderSeen | None] = lambda: None
     """Whoever leads, here or elsewhere; None if nobody is known to."""
@@ -136,7 +136,7 @@ class GatewayParts:
     """The Python minor that runs pickled functions."""
     cloudpickle: str = version("cloudpickle")
     """What opens them there."""
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[GpuKind, ...] = ()
     """Those that the operator has ranked, strongest first."""
     served: Sequence[tuple[ServerRules, ModelHost]] = ()
     """The servers whose models are held in the ledger."""

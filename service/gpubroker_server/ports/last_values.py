@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId, Term
-from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.serving.slot_shares import Claim, Shares
 from gpubroker_server.ports.store import Progress
 
@@ -20,7 +20,7 @@ class LeaderSeen:
     at: Instant
     executor: Mapping[str, Any]
     """As `Executor.status`."""
-    paused: Paused | None = None
+    paused: PausedDetection | None = None
     """Which silent nodes it does not give up."""
     silent: Mapping[NodeName, Instant] = field(default_factory=dict)
     """Nodes of which it has heard nothing for more than two beats, and when it last did."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from gpubroker_server.core.domain.model_orders import Indexed as Indexed
+from gpubroker_server.core.domain.model_orders import IndexedModel as IndexedModel
 from gpubroker_server.core.domain.model_orders import Stage as Stage
 from gpubroker_server.core.domain.units import DeviceKey, Seconds
 
@@ -18,7 +18,7 @@ from gpubroker_server.core.domain.units import DeviceKey, Seconds
 class Index:
     """What a server has, read in one call."""
 
-    models: Mapping[str, Indexed]
+    models: Mapping[str, IndexedModel]
     incarnation: str = ""
     """Another text after each start of the server; empty where that cannot be seen."""
 

@@ -21,7 +21,7 @@ from gpubroker_server.core.domain.submission import SubmitVerdict as SubmitVerdi
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Position, Seconds, TaskId, Term, Ticks
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.core.world.tenant_accounts import Usage
+from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.objects import ObjectRows
 
 
@@ -166,7 +166,7 @@ class Snapshot:
     finished: Mapping[tuple[str, TaskState], int]
     estimates: Sequence[tuple[Topic, Sketch]]
     """The one that learned last comes last."""
-    usage: Sequence[Usage]
+    usage: Sequence[TenantUsage]
 
 
 ReadTicks = Callable[[], Ticks]

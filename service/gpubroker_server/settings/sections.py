@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from gpubroker_server.core.domain.device import SHIPPED
+from gpubroker_server.core.domain.device import SHIPPED_KINDS
 from gpubroker_server.core.domain.policy import BAND_NAMES
 
 
@@ -271,7 +271,7 @@ def over_the_shipped(kinds: Any) -> Any:
     """What is said of a kind changes no other; of a shipped one all else stays. Null takes it out."""
     if not isinstance(kinds, dict):
         return kinds
-    merged: dict[Any, Any] = {kind.name: {"power": kind.power} for kind in SHIPPED}
+    merged: dict[Any, Any] = {kind.name: {"power": kind.power} for kind in SHIPPED_KINDS}
     for name, said in kinds.items():
         said = {"power": said} if isinstance(said, int | str) else said
         merged[name] = {**merged.get(name, {}), **said} if isinstance(said, dict) else said

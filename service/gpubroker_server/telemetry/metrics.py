@@ -13,13 +13,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gpubroker_server.core.domain.estimates import What
-from gpubroker_server.core.domain.leader_term import Standing
+from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.lifecycle.learning import size_records
-from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.lifecycle.learning import size_accuracies
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.backfill import Basis
 from gpubroker_server.core.planning.forecast_accuracy import topic_of
 from gpubroker_server.core.planning.fragmentation import Fragmentation, Scattered
@@ -167,11 +167,11 @@ class Sources:
 
     world: World
     age_seconds: Callable[[], float]
-    standing: Callable[[], Standing]
+    standing: Callable[[], LeadershipStatus]
     policy: Policy
     now: Callable[[], Instant]
     fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
-    paused: Callable[[], Paused | None]
+    paused: Callable[[], PausedDetection | None]
 
 
 class Telemetry:
@@ -261,7 +261,7 @@ class WorldCollector(Collector):
         yield from _tenant_metrics(sources)
         yield from _forecast_metrics(sources.world)
         yield from inference_metrics(sources.world)
-        sizes = size_records(sources.world)
+        sizes = size_accuracies(sources.world)
         yield _gauge("gpubroker_model_size_ratio", [((of.server,), of.ratio) for of in sizes])
         yield _gauge("gpubroker_model_size_enough_ratio", [((of.server,), of.enough) for of in sizes])
         yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
@@ -292,7 +292,7 @@ def _counter(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Met
     return family
 
 
-def _leader_metrics(standing: Standing) -> Iterator[Metric]:
+def _leader_metrics(standing: LeadershipStatus) -> Iterator[Metric]:
     leads = standing.term is not None
     yield _gauge("gpubroker_is_leader", [((), leads)])
     yield _gauge("gpubroker_leader_term", [((), standing.term)] if standing.term is not None else [])

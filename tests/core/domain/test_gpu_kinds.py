@@ -1,7 +1,7 @@
 """Which kind a device is of, by what its driver calls it."""
 
 import pytest
-from gpubroker_server.core.domain.device import SHIPPED, Kind, is_of_kind, kind_of
+from gpubroker_server.core.domain.device import SHIPPED_KINDS, GpuKind, is_of_kind, kind_of
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.device import SHIPPED, Kind, is_of_kind, kind_
     ],
 )
 def test_shipped_kinds_are_found_in_what_drivers_report(reported: str, name: str):
-    kind = kind_of(reported, SHIPPED)
+    kind = kind_of(reported, SHIPPED_KINDS)
     assert kind is not None
     assert kind.name == name
 
@@ -25,9 +25,9 @@ def test_a_kind_is_found_by_whole_words_only():
     assert not is_of_kind("NVIDIA L40S", "L40")
     assert is_of_kind("NVIDIA RTX A6000", "rtx a6000")
     assert not is_of_kind("NVIDIA RTX 6000 Ada", "RTX A6000")
-    assert kind_of("NVIDIA L40S", SHIPPED) is None
+    assert kind_of("NVIDIA L40S", SHIPPED_KINDS) is None
 
 
 def test_the_name_that_says_most_wins():
-    kinds = (Kind("H100", 2000), Kind("H100 80GB", 2100))
+    kinds = (GpuKind("H100", 2000), GpuKind("H100 80GB", 2100))
     assert kind_of("NVIDIA H100 80GB HBM3", kinds) == kinds[1]

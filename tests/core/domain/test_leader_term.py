@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.core.domain.leader_term import (
     NEVER,
-    WHILE_THE_PROCESS_LIVES,
+    UNTIL_PROCESS_EXIT,
     LeaderRow,
+    ObservedLeader,
     Tenure,
     TenureRules,
-    Watched,
 )
 from gpubroker_server.core.domain.units import Instant, Seconds, Term, Ticks
 
@@ -62,7 +62,7 @@ def test_a_term_without_a_lease_is_never_over() -> None:
 
 
 def test_a_candidate_waits_while_the_leader_renews() -> None:
-    watched = Watched(ROW, Ticks(0.0))
+    watched = ObservedLeader(ROW, Ticks(0.0))
     for second in range(1, 10):
         row = replace(ROW, lease_until=Instant(NOW + 3.0 + second), at=Instant(NOW + second))
         watched = watched.next(row, Ticks(float(second)))
@@ -71,7 +71,7 @@ def test_a_candidate_waits_while_the_leader_renews() -> None:
 
 def test_a_candidate_takes_over_when_the_lease_is_past_by_the_databases_clock() -> None:
     row = replace(ROW, at=ROW.lease_until)
-    assert Watched(row, Ticks(0.0)).may_take(Ticks(0.0), RULES)
+    assert ObservedLeader(row, Ticks(0.0)).may_take(Ticks(0.0), RULES)
 
 
 @pytest.mark.parametrize(("seconds", "may_take"), [(3.0, False), (3.1, True)])
@@ -79,11 +79,11 @@ def test_a_candidate_takes_over_when_nothing_was_renewed_though_the_databases_cl
     seconds: float, may_take: bool
 ) -> None:
     row = replace(ROW, at=Instant(NOW - 3600.0))
-    watched = Watched(row, Ticks(0.0)).next(row, Ticks(seconds))
+    watched = ObservedLeader(row, Ticks(0.0)).next(row, Ticks(seconds))
     assert watched.may_take(Ticks(seconds), RULES) is may_take
 
 
 def test_where_a_lock_keeps_others_out_a_term_lasts_until_it_is_let_go() -> None:
-    row = replace(ROW, lease_until=Instant(NOW + WHILE_THE_PROCESS_LIVES.ttl_seconds))
-    assert not Watched(row, Ticks(0.0)).may_take(Ticks(1e6), WHILE_THE_PROCESS_LIVES)
-    assert Watched(replace(row, lease_until=Instant(0.0)), Ticks(0.0)).may_take(Ticks(0.0), RULES)
+    row = replace(ROW, lease_until=Instant(NOW + UNTIL_PROCESS_EXIT.ttl_seconds))
+    assert not ObservedLeader(row, Ticks(0.0)).may_take(Ticks(1e6), UNTIL_PROCESS_EXIT)
+    assert ObservedLeader(replace(row, lease_until=Instant(0.0)), Ticks(0.0)).may_take(Ticks(0.0), RULES)

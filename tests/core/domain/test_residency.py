@@ -5,7 +5,7 @@ import json
 from gpubroker_server.core.domain.models import (
     HALF_LIVES_SECONDS,
     HORIZON_SECONDS,
-    Usage,
+    ModelUsage,
     expected_seconds,
     min_residency_seconds,
 )
@@ -18,14 +18,14 @@ HOUR, DAY = 3600.0, 86_400.0
 moments = st.lists(st.floats(0, 10 * DAY), min_size=1, max_size=30).map(sorted)
 
 
-def used(*moments: float) -> Usage:
-    usage = Usage()
+def used(*moments: float) -> ModelUsage:
+    usage = ModelUsage()
     for moment in moments:
         usage = usage.used(Instant(moment))
     return usage
 
 
-def cost(now: float, usage: Usage, *, load_seconds: float = 20.0) -> float:
+def cost(now: float, usage: ModelUsage, *, load_seconds: float = 20.0) -> float:
     return expected_seconds(Seconds(load_seconds), usage, Instant(now))
 
 
@@ -64,7 +64,7 @@ def test_a_use_right_after_another_counts_less_than_one_an_hour_later():
 
 
 def test_evicting_a_model_that_was_never_used_costs_nothing():
-    assert cost(9 * DAY, Usage()) == 0
+    assert cost(9 * DAY, ModelUsage()) == 0
 
 
 def test_a_model_stays_for_ten_seconds_or_twice_its_load_time_whichever_is_longer():
@@ -76,7 +76,7 @@ def test_a_model_stays_for_ten_seconds_or_twice_its_load_time_whichever_is_longe
 def test_a_usage_that_was_stored_as_json_gives_the_same_chance(uses: list[float], later: float):
     usage, now = used(*uses), Instant(uses[-1] + later)
     at, *counts = json.loads(json.dumps([usage.at, *usage.counts]))
-    stored = Usage(at, tuple(counts))
+    stored = ModelUsage(at, tuple(counts))
     assert stored == usage
     assert stored.chance(now) == usage.chance(now)
 

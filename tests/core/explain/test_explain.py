@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.explain.explain import Explanation, explain
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.survey import Verdict
-from gpubroker_server.core.world.dependencies import End
+from gpubroker_server.core.world.dependencies import TaskEnd
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -392,6 +392,6 @@ def test_a_task_that_runs_after_others_names_them_and_how_they_stand() -> None:
     assert told.reason is Reason.DEPENDENCY_PENDING
     assert told.message == "runs after a (pending), b (running), c (pending) and 1 more"
     assert told.position is None
-    world.awaited.learn(["d"], {TaskId("d"): End(TaskState.SUCCEEDED)})
+    world.awaited.learn(["d"], {TaskId("d"): TaskEnd(TaskState.SUCCEEDED)})
     assert "c (pending)" in explain(world, TaskId("new"), POLICY, NOW).message
     assert "more" not in explain(world, TaskId("new"), POLICY, NOW).message

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.demand import Where
-from gpubroker_server.core.domain.device import Kind
+from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason
@@ -106,7 +106,7 @@ def test_roles_that_take_turns_are_counted_together_and_apart():
 
 
 def test_a_fleet_that_need_not_exist_has_the_costs_of_the_kinds_that_are_known():
-    known = Kind("H100", 9, Mib(GIB))
+    known = GpuKind("H100", 9, Mib(GIB))
     world = fleet_of([a_machine()], [known], NOW)
     [book] = world.books.values()
     assert (book.device.power, book.device.context_mb, book.device.physical_mb) == (9, GIB, 80 * GIB)
@@ -125,7 +125,7 @@ def test_what_is_missing_is_told_in_amounts_less_what_is_left_and_with_the_first
 
 
 def test_parts_of_gpus_are_missing_in_mib_with_what_a_process_costs():
-    world = fleet_of([a_machine(gpus=2)], [Kind("H100", 9, Mib(GIB))], NOW)
+    world = fleet_of([a_machine(gpus=2)], [GpuKind("H100", 9, Mib(GIB))], NOW)
     plan = planned(world, a_component("part", 6, gpu_mb=39 * GIB))
     assert (unplaced(plan), plan.missing) == ({"part": 2}, Missing((OfKinds((), 0, 80 * GIB),), 0.0, 0))
 

@@ -11,9 +11,9 @@ from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle.deadlines import (
     GAP_SECONDS,
     KILL_AGAIN_SECONDS,
-    Watch,
+    ObservationWindow,
     due,
-    keep_watch,
+    extend_window,
 )
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -39,9 +39,9 @@ from tests.builders import (
 POLICY = Policy()
 
 
-def watched(now: float, looked_seconds_ago: float = 0.5) -> Watch:
+def watched(now: float, looked_seconds_ago: float = 0.5) -> ObservationWindow:
     """The watch of a leader that never slept."""
-    return Watch(since=Instant(0.0), last=Instant(now - looked_seconds_ago))
+    return ObservationWindow(since=Instant(0.0), last=Instant(now - looked_seconds_ago))
 
 
 def stopping(id: str = "run", reason: StopReason = StopReason.PREEMPT, **fields: Any) -> Holding:
@@ -189,7 +189,7 @@ def test_a_kill_is_sent_again_every_few_seconds_however_often_the_leader_looks()
     for step in range(38):
         now = Instant(NOW - 1.0 + step * 0.25)
         kills += len(due(world, now, POLICY, watch))
-        watch = keep_watch(watch, now)
+        watch = extend_window(watch, now)
     assert now < NOW + 3 * KILL_AGAIN_SECONDS
     assert kills == 3
 
@@ -226,12 +226,16 @@ def test_a_preempted_run_nobody_confirms_comes_back_as_preempted_and_not_as_fail
 def test_a_leader_that_slept_gives_every_run_the_whole_patience_again() -> None:
     world = a_world(stopping())
     woken = Instant(NOW + 3600.0)
-    assert [d.why for d in due(world, woken, POLICY, Watch(Instant(0.0), NOW))] == ["kill"]
-    watch = keep_watch(Watch(Instant(0.0), NOW), woken)
+    assert [d.why for d in due(world, woken, POLICY, ObservationWindow(Instant(0.0), NOW))] == ["kill"]
+    watch = extend_window(ObservationWindow(Instant(0.0), NOW), woken)
     almost = Instant(woken + POLICY.kill_patience_seconds - 0.1)
-    assert "unconfirmed" not in {d.why for d in due(world, almost, POLICY, Watch(watch.since, almost))}
+    assert "unconfirmed" not in {
+        d.why for d in due(world, almost, POLICY, ObservationWindow(watch.since, almost))
+    }
     after = Instant(woken + POLICY.kill_patience_seconds)
-    assert [d.why for d in due(world, after, POLICY, Watch(watch.since, almost))] == ["unconfirmed"]
+    assert [d.why for d in due(world, after, POLICY, ObservationWindow(watch.since, almost))] == [
+        "unconfirmed"
+    ]
 
 
 def test_a_new_leader_gives_up_nobody_at_its_first_look() -> None:
@@ -242,8 +246,8 @@ def test_a_new_leader_gives_up_nobody_at_its_first_look() -> None:
 
 
 def test_a_watch_goes_on_while_the_leader_keeps_looking() -> None:
-    watch = keep_watch(keep_watch(None, NOW), Instant(NOW + GAP_SECONDS))
-    assert watch == Watch(since=NOW, last=Instant(NOW + GAP_SECONDS))
+    watch = extend_window(extend_window(None, NOW), Instant(NOW + GAP_SECONDS))
+    assert watch == ObservationWindow(since=NOW, last=Instant(NOW + GAP_SECONDS))
 
 
 def test_a_pledge_whose_victims_are_late_is_dissolved_and_its_victims_free_for_all() -> None:
@@ -340,9 +344,11 @@ def test_a_new_leader_gives_a_run_that_ended_the_whole_patience_again() -> None:
     later = Instant(NOW + 3600.0)
     assert due(world, later, POLICY, None) == []
     almost = Instant(later + POLICY.kill_patience_seconds - 0.1)
-    assert due(world, almost, POLICY, Watch(since=later, last=almost)) == []
+    assert due(world, almost, POLICY, ObservationWindow(since=later, last=almost)) == []
     after = Instant(later + POLICY.kill_patience_seconds)
-    assert [d.why for d in due(world, after, POLICY, Watch(since=later, last=almost))] == ["unconfirmed"]
+    assert [d.why for d in due(world, after, POLICY, ObservationWindow(since=later, last=almost))] == [
+        "unconfirmed"
+    ]
 
 
 def test_what_an_earlier_attempt_left_behind_is_quarantined_beside_the_next_attempt() -> None:

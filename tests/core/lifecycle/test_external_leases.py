@@ -17,10 +17,10 @@ from gpubroker_server.core.domain.orders import (
     WatchOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import External, StopReason, Task, TaskState
+from gpubroker_server.core.domain.task import ExternalTerms, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.deadlines import due, keep_watch
+from gpubroker_server.core.lifecycle.deadlines import due, extend_window
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -54,7 +54,7 @@ def at(seconds: float) -> Instant:
 def an_asking(id: str = LEASE, *, pid: int | None = None, **fields: Any) -> Task:
     """Who asks for 50 of 80 GiB, for a minute at a time."""
     facts = {"gpu_mb": 50 * GIB, "deadline_at": at(TTL), "grace_seconds": Seconds(10.0), **fields}
-    return a_task(id, external=External(Seconds(TTL), pid), **facts)
+    return a_task(id, external=ExternalTerms(Seconds(TTL), pid), **facts)
 
 
 def plan(world: World, seconds: float = 0.0) -> list[Decision]:
@@ -75,7 +75,7 @@ def ask(world: World, what: str, seconds: float = 0.0, task: str = LEASE, **fiel
 
 def pass_time(world: World, seconds: float) -> list[Decision]:
     """A leader that has looked since the beginning."""
-    watch = replace(keep_watch(None, NOW), last=at(seconds - 1.0))
+    watch = replace(extend_window(None, NOW), last=at(seconds - 1.0))
     decisions = due(world, at(seconds), POLICY, watch)
     commit(world, decisions)
     check_ledger(world)
@@ -311,7 +311,7 @@ def test_a_leader_that_was_away_gives_it_its_whole_time_to_be_renewed() -> None:
     world = a_world(a_device())
     submit(world, an_asking())
     plan(world)
-    watch = keep_watch(None, at(600))
+    watch = extend_window(None, at(600))
     assert due(world, at(600 + TTL - 1), POLICY, replace(watch, last=at(600 + TTL - 2))) == []
     [decision] = due(world, at(600 + TTL), POLICY, replace(watch, last=at(600 + TTL - 1)))
     assert decision.tasks[0].task.stop_reason is StopReason.DEADLINE

@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
-from gpubroker_server.core.lifecycle.deadlines import Watch, due
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 
 from tests.builders import GIB, NOW, a_node, a_sample, a_world, commit
@@ -36,7 +36,7 @@ from tests.core.gangs import (
 def time_passes(gang: Agents, seconds: float) -> list[Decision]:
     """Whatever time alone makes due; the leader has looked all the while."""
     gang.now = Instant(gang.now + seconds)
-    watch = Watch(since=Instant(NOW - 100.0), last=Instant(gang.now - 0.5))
+    watch = ObservationWindow(since=Instant(NOW - 100.0), last=Instant(gang.now - 0.5))
     decisions = due(gang.world, gang.now, gang.policy, watch)
     commit(gang.world, decisions, gang.now)
     return decisions

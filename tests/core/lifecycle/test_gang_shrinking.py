@@ -22,7 +22,7 @@ from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, 
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import due
-from gpubroker_server.core.lifecycle.stopping import overuse
+from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.expected_ends import Departures
 
@@ -249,4 +249,4 @@ def test_a_rank_that_is_leaving_may_use_what_it_likes_until_it_has_left():
     [lease] = [lease for lease in world.leases_of(gang) if lease.rank == leaving.rank]
     used = Mib(70 * GIB)
     world.measure([DeviceSample(lease.device, Instant(g.now + 1.0), used, by_holder={lease.mark: used})])
-    assert overuse(world, Instant(g.now + 1.0), Policy(overuse="stop")) == []
+    assert overuse_decisions(world, Instant(g.now + 1.0), Policy(overuse="stop")) == []

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import What
-from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.core.lifecycle.learning import WARM_SECONDS, Gauge, learned_mb, size_records
+from gpubroker_server.core.lifecycle.learning import WARM_SECONDS, ModelMeter, learned_mb, size_accuracies
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.world.world import World
 
@@ -23,7 +23,7 @@ class Scene:
 
     def __init__(self, *parts: object, **fields: object) -> None:
         self.world: World = a_world(*parts)  # type: ignore[arg-type]
-        self.gauge = Gauge()
+        self.gauge = ModelMeter()
         submit(self.world, a_model(**fields))  # type: ignore[arg-type]
         plan(self.world, 1.0)
 
@@ -128,7 +128,7 @@ def test_each_version_of_a_model_has_its_own_size() -> None:
     assert scene.of("4") == pytest.approx(75 * GIB, rel=0.03)
     assert scene.of("5") == scene.of() == scene.of("4"), "the last one is the nearest"
     assert learned_mb(scene.world, "default", "ll", {"H100"}, 0.25) is None
-    [record] = size_records(other.world)
+    [record] = size_accuracies(other.world)
     assert record.ratio == pytest.approx(50 / 60, rel=0.03)
 
 
@@ -198,13 +198,13 @@ def test_a_load_that_failed_is_forgotten_and_what_is_decided_anyway_comes_first(
 @pytest.mark.parametrize(("took", "ratio", "enough"), [(40, 1.25, 1.0), (25, 2.0, 1.0), (60, 0.83, 0.0)])
 def test_what_is_leased_is_compared_with_what_was_measured(took: int, ratio: float, enough: float) -> None:
     scene = Scene()
-    assert size_records(scene.world) == []
+    assert size_accuracies(scene.world) == []
     scene.look(1.5)
     index(scene.world, {"llm": Stage.READY}, 5.0)
-    assert size_records(scene.world) == [], "nobody has measured it yet"
+    assert size_accuracies(scene.world) == [], "nobody has measured it yet"
     scene.measure(6.0, took)
     scene.look(WARM)
-    [record] = size_records(scene.world)
+    [record] = size_accuracies(scene.world)
     assert (record.server, record.enough) == ("main", enough)
     assert record.ratio == pytest.approx(ratio, rel=0.03)
 
@@ -216,7 +216,7 @@ def test_of_one_model_that_two_servers_loaded_at_once_both_loads_are_learned_fro
     plan(scene.world, 1.2)
     scene.look(1.5)
     index(scene.world, {"llm": Stage.READY}, 5.0)
-    there = ServerSeen("other", at(5.0), {"llm": Indexed("llm", Stage.READY)})
+    there = ServerSeen("other", at(5.0), {"llm": IndexedModel("llm", Stage.READY)})
     commit(scene.world, seen(scene.world, there, at(5.0), POLICY), at(5.0))
     full = {"used_mb": Mib(60 * GIB), "foreign_mb": Mib(60 * GIB)}
     scene.world.measure([a_sample(gpu, at(6.0), **full) for gpu in ("gpu0", "gpu1")])

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.model_orders import CheckOrder, Stage
-from gpubroker_server.core.domain.models import ModelTerms, Usage
+from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
 from gpubroker_server.core.domain.orders import NodeLost
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, NodeName, Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
 from gpubroker_server.core.lifecycle.model_lifecycle import in_time
 from gpubroker_server.core.lifecycle.runs import react
-from gpubroker_server.core.lifecycle.stopping import overuse
+from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.trial import Planner
 from gpubroker_server.core.planning.victims import lost_gpu_seconds
@@ -94,9 +94,9 @@ def test_after_that_while_it_has_to_make_room() -> None:
 
 
 def test_of_two_models_that_goes_whose_loading_is_expected_to_cost_less() -> None:
-    often = Usage(at(0.0), (9.0, 20.0, 50.0, 50.0))
+    often = ModelUsage(at(0.0), (9.0, 20.0, 50.0, 50.0))
     used = a_model("used", gpu_mb=30 * GIB, terms={"usage": often})
-    idle = a_model("idle", gpu_mb=30 * GIB, terms={"usage": Usage(at(0.0), (0.0, 0.1, 0.1, 0.1))})
+    idle = a_model("idle", gpu_mb=30 * GIB, terms={"usage": ModelUsage(at(0.0), (0.0, 0.1, 0.1, 0.1))})
     world = loaded(used, idle, seconds=5.0)
     submit(world, a_task("run", priority=95, gpu_mb=40 * GIB))
     plan(world, 100.0)
@@ -156,7 +156,7 @@ def test_over_use_is_no_fault_of_a_model() -> None:
     [lease] = [lease for claim in world.leases.values() for lease in claim.values()]
     used = Mib(60 * GIB)
     world.measure([a_sample("gpu0", at(2), used_mb=used, by_holder={lease.mark: used})])
-    assert overuse(world, at(2), replace(POLICY, overuse="stop")) == []
+    assert overuse_decisions(world, at(2), replace(POLICY, overuse="stop")) == []
 
 
 def test_an_index_tells_of_its_own_server_only() -> None:

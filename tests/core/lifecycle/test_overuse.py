@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.runs import react
-from gpubroker_server.core.lifecycle.stopping import overuse
+from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.world.events import events_of
 from gpubroker_server.core.world.world import World
 from hypothesis import given
@@ -45,7 +45,7 @@ def measured(world: World, gib: float, device: str = "gpu0") -> None:
 
 
 def over(world: World, policy: Policy = Policy()) -> list[Decision]:  # noqa: B008  # frozen
-    decisions = overuse(world, NOW, policy)
+    decisions = overuse_decisions(world, NOW, policy)
     commit(world, decisions)
     return decisions
 

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Proof, quarantine
 from gpubroker_server.core.domain.orders import Ended, Ending, Gone, NodeLost, NodeSeen, SeenDevice, Started
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import External, TaskState
+from gpubroker_server.core.domain.task import ExternalTerms, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.quarantine import quarantined, removed
@@ -229,7 +229,9 @@ def test_ranks_and_attempts_are_told_apart_and_the_longest_comes_first() -> None
 
 
 def external(pid: int | None) -> World:
-    task = a_task("run", demand=Demand(gpus=1, gpu_mb=Mib(8 * GIB)), external=External(Seconds(60.0), pid))
+    task = a_task(
+        "run", demand=Demand(gpus=1, gpu_mb=Mib(8 * GIB)), external=ExternalTerms(Seconds(60.0), pid)
+    )
     held = holding(task, "gpu0", state=TaskState.EXPIRED)
     kept = replace(held.leases[0], holder_kind=HolderKind.EXTERNAL, state=LeaseState.QUARANTINED)
     return a_world(held.task, kept)

@@ -6,9 +6,9 @@ import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof, release
-from gpubroker_server.core.domain.task import External, TaskState
+from gpubroker_server.core.domain.task import ExternalTerms, TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, NodeName, Seconds, Ticks
-from gpubroker_server.core.lifecycle.quarantine import ASK_SECONDS, Inquiry
+from gpubroker_server.core.lifecycle.quarantine import PROBE_SECONDS, QuarantineProbe
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, Part, a_device, a_lease, a_task, a_world, commit, holding
@@ -20,7 +20,7 @@ class Asked:
     def __init__(self, world: World) -> None:
         self.world = world
         self.seconds = 1000.0
-        self._inquiry = Inquiry()
+        self._inquiry = QuarantineProbe()
 
     def after(self, seconds: float) -> list[NodeName]:
         self.seconds += seconds
@@ -46,15 +46,15 @@ def note(world: World, node: str, *, ready: bool) -> None:
 
 def test_nobody_is_asked_while_nothing_is_in_quarantine() -> None:
     asked = Asked(a_world(holding(a_task("run", gpu_mb=GIB), "gpu0")))
-    assert [asked.after(ASK_SECONDS) for _ in range(3)] == [[], [], []]
+    assert [asked.after(PROBE_SECONDS) for _ in range(3)] == [[], [], []]
 
 
 def test_a_node_with_memory_in_quarantine_is_asked_again_and_again_and_not_at_once() -> None:
     asked = Asked(a_world(*in_quarantine()))
     assert asked.after(0.0) == []
-    assert asked.after(ASK_SECONDS - 1.0) == []
+    assert asked.after(PROBE_SECONDS - 1.0) == []
     assert asked.after(1.0) == ["n1"]
-    assert asked.after(ASK_SECONDS - 1.0) == []
+    assert asked.after(PROBE_SECONDS - 1.0) == []
     assert asked.after(1.0) == ["n1"]
 
 
@@ -64,9 +64,9 @@ def test_each_node_is_asked_in_its_own_time() -> None:
     note(world, "n2", ready=False)
     asked.after(0.0)
     note(world, "n2", ready=True)
-    asked.after(ASK_SECONDS / 2)
-    assert asked.after(ASK_SECONDS / 2) == ["n1", "n3"]
-    assert asked.after(ASK_SECONDS / 2) == ["n2"]
+    asked.after(PROBE_SECONDS / 2)
+    assert asked.after(PROBE_SECONDS / 2) == ["n1", "n3"]
+    assert asked.after(PROBE_SECONDS / 2) == ["n2"]
 
 
 def test_a_node_that_does_not_answer_is_not_asked() -> None:
@@ -75,7 +75,7 @@ def test_a_node_that_does_not_answer_is_not_asked() -> None:
     asked = Asked(world)
     asked.after(0.0)
     note(world, "n1", ready=False)
-    assert asked.after(ASK_SECONDS) == []
+    assert asked.after(PROBE_SECONDS) == []
 
 
 def test_nobody_is_asked_about_what_came_back() -> None:
@@ -83,16 +83,18 @@ def test_nobody_is_asked_about_what_came_back() -> None:
     asked = Asked(world)
     asked.after(0.0)
     give_back(world)
-    assert asked.after(ASK_SECONDS) == []
+    assert asked.after(PROBE_SECONDS) == []
 
 
 @pytest.mark.parametrize(("pid", "whom"), [(None, []), (4711, ["n1"])])
 def test_of_memory_held_from_outside_an_agent_knows_what_process_it_was_told_of(
     pid: int | None, whom: list[str]
 ) -> None:
-    task = a_task("run", demand=Demand(gpus=1, gpu_mb=Mib(8 * GIB)), external=External(Seconds(60.0), pid))
+    task = a_task(
+        "run", demand=Demand(gpus=1, gpu_mb=Mib(8 * GIB)), external=ExternalTerms(Seconds(60.0), pid)
+    )
     held = holding(task, "gpu0", state=TaskState.EXPIRED)
     kept = replace(held.leases[0], holder_kind=HolderKind.EXTERNAL, state=LeaseState.QUARANTINED)
     asked = Asked(a_world(held.task, kept))
     asked.after(0.0)
-    assert asked.after(ASK_SECONDS) == whom
+    assert asked.after(PROBE_SECONDS) == whom

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.device import Device, Kind, Node
+from gpubroker_server.core.domain.device import Device, GpuKind, Node
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import ForgetOrder, NodeSeen, SeenDevice, StopOrder
 from gpubroker_server.core.domain.policy import Policy
@@ -312,9 +312,9 @@ def test_a_node_is_entered_with_what_each_node_has_for_itself() -> None:
 
 
 def test_a_device_is_entered_with_the_rank_and_the_cost_of_its_kind() -> None:
-    device = the_device(World(), kinds=(Kind("H100", 2000, Mib(500)),))
+    device = the_device(World(), kinds=(GpuKind("H100", 2000, Mib(500)),))
     assert (device.power, device.context_mb) == (2000, 500)
-    assert the_device(World(), kinds=(Kind("A100", 624, Mib(500)),)).power == 0
+    assert the_device(World(), kinds=(GpuKind("A100", 624, Mib(500)),)).power == 0
 
 
 def test_the_operators_labels_win_over_the_agents() -> None:

@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.model_orders import Stage
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.lifecycle.model_adoption import give_up
+from gpubroker_server.core.lifecycle.model_adoption import give_up_removed_servers
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, a_task, a_world, check_ledger, commit, holding, submit
@@ -16,7 +16,7 @@ from tests.core.served import a_model, ask, at, index, leases, loaded, plan, the
 
 
 def removed(world: World, seconds: float = 10.0, servers: tuple[str, ...] = ("other",)) -> list[Decision]:
-    decisions = give_up(world, servers, at(seconds))
+    decisions = give_up_removed_servers(world, servers, at(seconds))
     commit(world, decisions, at(seconds))
     check_ledger(world)
     return decisions

@@ -13,8 +13,8 @@ from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.lifecycle.silent_nodes import (
     NODE_PATIENCE_SECONDS,
     RECENT_SECONDS,
-    Silence,
-    unanswered,
+    HeartbeatMonitor,
+    nodes_without_answer,
 )
 from gpubroker_server.core.world.world import World
 from hypothesis import given
@@ -38,7 +38,7 @@ class Cluster:
 
     def __init__(self, runs: dict[str, int], **policy: Any) -> None:
         self.world = nodes_with_runs(runs)
-        self.silence = Silence(Policy(**policy))
+        self.silence = HeartbeatMonitor(Policy(**policy))
         self.at = 1000.0
         self.dead: set[str] = set()
         self.lost: dict[str, float] = {}
@@ -295,14 +295,14 @@ def test_a_node_that_was_told_dead_and_has_answered_since_is_kept() -> None:
 
 def test_a_node_whose_agent_does_not_answer_a_new_term_is_told_lost() -> None:
     world = nodes_with_runs({"n1": 1, "n2": 1, "n3": 0}, away=("n2", "n3"))
-    assert unanswered(world, NOW, Instant(NOW + NODE_PATIENCE_SECONDS - 0.1)) == []
-    [lost] = unanswered(world, NOW, Instant(NOW + NODE_PATIENCE_SECONDS))
+    assert nodes_without_answer(world, NOW, Instant(NOW + NODE_PATIENCE_SECONDS - 0.1)) == []
+    [lost] = nodes_without_answer(world, NOW, Instant(NOW + NODE_PATIENCE_SECONDS))
     assert (lost.node, lost.why) == ("n2", "its agent has not answered")
 
 
 def test_a_leader_that_no_agent_has_answered_tells_nobody_lost() -> None:
     world = nodes_with_runs({"n1": 1, "n2": 1}, away=("n1", "n2"))
-    assert unanswered(world, NOW, Instant(NOW + 3600.0)) == []
+    assert nodes_without_answer(world, NOW, Instant(NOW + 3600.0)) == []
 
 
 # Whatever the clocks do

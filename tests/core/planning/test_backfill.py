@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.demand import Where
 from gpubroker_server.core.domain.estimates import Topic, What
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import External, Placement, Task, TaskState
+from gpubroker_server.core.domain.task import ExternalTerms, Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -115,7 +115,7 @@ def test_a_run_is_gone_by_its_time_limit_at_the_latest():
     deadline = {"deadline_at": Instant(NOW + 20), "grace_seconds": Seconds(5.0)}
     world = a_world(a_device(), a_run("one", "gpu0", **deadline), a_task("next", gpu_mb=80 * GIB))
     assert foreseen(world)[0].start_at == NOW + 25
-    server = a_run("one", "gpu0", external=External(Seconds(60.0)), **deadline)
+    server = a_run("one", "gpu0", external=ExternalTerms(Seconds(60.0)), **deadline)
     world = a_world(a_device(), server, a_task("next", gpu_mb=80 * GIB))
     [forecast] = foreseen(world)
     assert (forecast.start_at, forecast.basis) == (NOW + 100, Basis.GUESS), "a lease is renewed"

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolic
 from gpubroker_server.core.domain.task import Move, Placement, StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.deadlines import Watch, due, keep_watch
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
 from gpubroker_server.core.lifecycle.stopping import after_stop
 from gpubroker_server.core.planning import consolidation
 from gpubroker_server.core.planning.backfill import Basis, Forecast
@@ -367,11 +367,11 @@ def test_who_is_moving_keeps_its_place_when_its_priority_falls():
 def test_a_run_that_nobody_confirms_gone_keeps_the_place_to_which_it_moves(patience: float):
     policy = replace(POLICY, kill_patience_seconds=Seconds(patience))
     world = moving_apart(kill_patience_seconds=Seconds(patience))
-    watch = Watch(NOW, NOW)
+    watch = ObservationWindow(NOW, NOW)
     for second in range(1, 100):
         now = Instant(NOW + second)
         commit(world, due(world, now, policy, watch), now)
-        watch = keep_watch(watch, now)
+        watch = extend_window(watch, now)
         if world.tasks[TaskId("fresh")].state is TaskState.PENDING:
             break
     assert list(world.pledges) == ["fresh"]

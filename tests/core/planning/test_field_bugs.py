@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.deadlines import Watch, due, keep_watch
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -46,7 +46,7 @@ class Leader:
     policy: Policy = POLICY
     now: float = NOW
     memory: Memory = field(default_factory=Memory)
-    watch: Watch | None = None
+    watch: ObservationWindow | None = None
     forecasts: Sequence[Forecast] = ()
     done: list[Decision] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class Leader:
         now = Instant(self.now)
         self._make_true(react(self.world, reports, now, self.policy))
         self._make_true(due(self.world, now, self.policy, self.watch))
-        self.watch = keep_watch(self.watch, now)
+        self.watch = extend_window(self.watch, now)
         *_, self.forecasts = make_forecasts(self.world, self.policy, now, self.forecasts)
         cursor = None
         while True:

@@ -76,7 +76,7 @@ def test_the_sums_of_kinds_make_the_total():
 
 
 def test_answers_are_forgotten_and_found_again(monkeypatch: Any):
-    monkeypatch.setattr("gpubroker_server.core.world.placement_scores.MOST_STATES", 1)
+    monkeypatch.setattr("gpubroker_server.core.world.placement_scores.MAX_CACHED_STATES", 1)
     world = a_world(*on(0, 60), *on(30, node="n2"))
     first = stranded(world, {"gpu_mb": 40 * GIB})
     assert stranded(world, {"gpu_mb": 40 * GIB}) == first

@@ -3,7 +3,7 @@
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant
 from gpubroker_server.core.domain.values import changed
-from gpubroker_server.core.world.model_index import WAIT_BOUNDS, Answered
+from gpubroker_server.core.world.model_index import WAIT_BOUNDS, InferenceCounts
 
 from tests.builders import NOW, a_task
 from tests.core.served import an_inference
@@ -15,7 +15,7 @@ def sent(task: Task, after_seconds: float) -> Task:
 
 
 def test_a_wait_ends_when_it_is_sent_first_and_is_counted_once() -> None:
-    answered, task = Answered(), an_inference()
+    answered, task = InferenceCounts(), an_inference()
     running = sent(task, 0.3)
     back = changed(running, state=TaskState.PENDING)
     for before, after in ((task, running), (running, back), (back, sent(back, 100.0))):
@@ -27,13 +27,13 @@ def test_a_wait_ends_when_it_is_sent_first_and_is_counted_once() -> None:
 
 
 def test_a_wait_begins_when_it_may_be_sent() -> None:
-    answered, task = Answered(), an_inference(not_before=Instant(NOW + 50.0))
+    answered, task = InferenceCounts(), an_inference(not_before=Instant(NOW + 50.0))
     answered.note(task, sent(task, 60.0))
     assert answered.waited_seconds == 10.0
 
 
 def test_those_that_ended_are_counted_by_how_and_no_other_tasks_are() -> None:
-    answered, task = Answered(), an_inference()
+    answered, task = InferenceCounts(), an_inference()
     running = sent(task, 1.0)
     answered.note(running, changed(running, state=TaskState.FAILED))
     answered.note(task, changed(task, state=TaskState.CANCELLED))

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world import dependencies
-from gpubroker_server.core.world.dependencies import End, settle
+from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencies
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +24,10 @@ ENDS = {
     "cancelled": Move.CANCELLED,
     "expired": Move.EXPIRED,
 }
+
+
+def one_round(world: World) -> list[Decision]:
+    return settle_dependencies(world.awaited, world.tasks, LATER)
 
 
 def after(*tasks: str, ignore: bool = False) -> dict[str, Any]:
@@ -45,9 +49,9 @@ def end_of_start(world: World, row: Task) -> Task:
 
 
 def settled(world: World) -> dict[str, str]:
-    """What becomes of whom, in as many rounds as it takes."""
+    """What becomes of each dependent, after as many rounds as it takes."""
     told: dict[str, str] = {}
-    while decisions := settle(world.awaited, world.tasks, LATER):
+    while decisions := one_round(world):
         commit(world, decisions)
         for decision in decisions:
             failure = decision.outcome.failure if decision.outcome is not None else None
@@ -58,7 +62,7 @@ def settled(world: World) -> dict[str, str]:
 def test_a_task_that_fails_with_two_of_those_before_it_fails_once() -> None:
     world = a_world(a_task("a"), a_task("b", **after("a")), a_task("c", **after("a", "b")))
     end(world, "a", "failed")
-    assert sorted(decision.subject for decision in settle(world.awaited, world.tasks, LATER)) == ["b", "c"]
+    assert sorted(decision.subject for decision in one_round(world)) == ["b", "c"]
 
 
 def test_a_task_comes_in_when_the_last_of_those_before_it_has_succeeded() -> None:
@@ -98,7 +102,7 @@ def test_a_failure_cascades_in_one_round_and_names_the_first_of_the_chain() -> N
     free = a_task("free", **after("t3", ignore=True))
     world = a_world(*chain, free)
     end(world, "t1", "failed")
-    decisions = settle(world.awaited, world.tasks, LATER)
+    decisions = one_round(world)
     assert [decision.subject for decision in decisions] == ["t2", "t3", "t4", "t5"]
     assert {decision.tasks[0].task.failed_by for decision in decisions} == {"t1"}
     assert settled(world) == {
@@ -111,11 +115,11 @@ def test_a_failure_cascades_in_one_round_and_names_the_first_of_the_chain() -> N
 
 
 def test_many_dependents_are_settled_a_bounded_number_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dependencies, "MOST", 3)
+    monkeypatch.setattr(dependencies, "MAX_DECISIONS", 3)
     first = [a_task("a"), *(a_task(f"b{n}", **after("a")) for n in range(7))]
     world = a_world(*first, *(a_task(f"c{n}", **after(f"b{n}", "a")) for n in range(7)))
     end(world, "a", "failed")
-    assert len(settle(world.awaited, world.tasks, LATER)) == 3
+    assert len(one_round(world)) == 3
     assert len(settled(world)) == 14
     assert world.awaited.doomed == {}
     assert world.awaited.ripe == set()
@@ -124,9 +128,9 @@ def test_many_dependents_are_settled_a_bounded_number_at_a_time(monkeypatch: pyt
 def test_what_ended_before_the_world_heard_of_the_dependent_is_asked_for() -> None:
     world = a_world(a_node())
     submit(world, a_task("c", **after("gone", "lost")), a_task("d", **after("gone")))
-    assert settle(world.awaited, world.tasks, LATER) == []
+    assert one_round(world) == []
     assert world.awaited.unknown == {"gone", "lost"}
-    world.awaited.learn(["gone"], {TaskId("gone"): End(TaskState.SUCCEEDED)})
+    world.awaited.learn(["gone"], {TaskId("gone"): TaskEnd(TaskState.SUCCEEDED)})
     assert settled(world) == {"d": "in"}
     world.awaited.learn(["lost"], {})
     assert settled(world) == {"c": "it was to run after lost, which ended long ago, and its record is gone"}
@@ -136,7 +140,7 @@ def test_what_ended_before_the_world_heard_of_the_dependent_is_asked_for() -> No
 def test_an_answer_that_it_has_not_ended_changes_nothing() -> None:
     world = a_world(a_node())
     submit(world, a_task("b", **after("a")))
-    world.awaited.learn(["a"], {TaskId("a"): End(TaskState.RUNNING)})
+    world.awaited.learn(["a"], {TaskId("a"): TaskEnd(TaskState.RUNNING)})
     assert world.awaited.unknown == {"a"}
     submit(world, a_task("a"))
     assert world.awaited.unknown == set()
@@ -247,7 +251,7 @@ def reread(world: World, ended: dict[str, str]) -> World:
         fresh.add_task(world.tasks[name])
     fresh.position, fresh.as_of = world.position, world.as_of
     asked = sorted(fresh.awaited.unknown)
-    fresh.awaited.learn(asked, {task: End(TaskState(ended[task])) for task in asked})
+    fresh.awaited.learn(asked, {task: TaskEnd(TaskState(ended[task])) for task in asked})
     return fresh
 
 

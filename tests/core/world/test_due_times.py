@@ -6,20 +6,20 @@ from typing import Any
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.lifecycle.deadlines import Watch, due
-from gpubroker_server.core.world.due_times import Timetable
+from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
+from gpubroker_server.core.world.due_times import DueTimes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import GIB, NOW, a_task, a_world, holding
 
-WATCHED = Watch(since=Instant(0.0), last=Instant(NOW - 0.5))
+WATCHED = ObservationWindow(since=Instant(0.0), last=Instant(NOW - 0.5))
 acts = st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=300)
 
 
 @given(acts, st.integers(0, 9))
 def test_what_is_due_is_what_a_look_at_every_entry_finds(acts: list[tuple[int, int | None]], now: int):
-    table = Timetable()
+    table = DueTimes()
     for number, at in acts:
         if at is None:
             table.pop(TaskId(f"t{number}"), None)
@@ -33,7 +33,7 @@ def test_what_is_due_is_what_a_look_at_every_entry_finds(acts: list[tuple[int, i
 
 
 def test_entries_that_come_and_go_leave_nothing_behind():
-    table = Timetable()
+    table = DueTimes()
     table[TaskId("stays")] = Instant(1.0)
     for number in range(10_000):
         table[TaskId("goes")] = Instant(float(number))

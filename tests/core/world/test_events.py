@@ -5,8 +5,8 @@ from gpubroker_server.core.domain.decisions import (
     Decision,
     PledgeWrite,
     Request,
-    released_mb,
-    taken_mb,
+    device_delta_mb,
+    tenant_delta_mb,
     write_move,
 )
 from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, move_lease
@@ -55,14 +55,14 @@ def test_a_decision_takes_what_is_new_and_gives_back_what_is_released():
     run = a_task("t")
     kept, gone = a_lease(run, "gpu1", 30, state=LeaseState.RELEASING), a_lease(run, "gpu2", 40)
     leases = (a_lease(run, "gpu0", 20, version=1), kept, move_lease(gone, LeaseState.RELEASED))
-    assert released_mb(Decision("t", "ended", leases=leases)) == {key("gpu0"): 20, key("gpu2"): -40}
+    assert device_delta_mb(Decision("t", "ended", leases=leases)) == {key("gpu0"): 20, key("gpu2"): -40}
 
 
 def test_a_decision_changes_what_tenants_hold_by_what_it_leases_and_what_it_confirms_to_be_free():
     mine, others = a_task("mine", tenant="acme"), a_task("others", tenant="beta")
     given, kept = a_lease(mine, "gpu0", 20, version=1), a_lease(mine, "gpu1", 30, state=LeaseState.RELEASING)
     gone = [move_lease(a_lease(whose, "gpu2", 40), LeaseState.RELEASED) for whose in (mine, others)]
-    assert taken_mb(Decision("t", "ended", leases=(given, kept, *gone))) == {"acme": -20, "beta": -40}
+    assert tenant_delta_mb(Decision("t", "ended", leases=(given, kept, *gone))) == {"acme": -20, "beta": -40}
 
 
 def test_an_event_gets_its_place_and_time_and_keeps_the_rest():

@@ -5,20 +5,20 @@ from collections.abc import Mapping
 import pytest
 from gpubroker_server.core.world import fragmentation_gradient
 from gpubroker_server.core.world.fragmentation_gradient import (
-    Measure,
+    FragmentationMeasure,
+    Inventory,
     Remainder,
     Shape,
-    Stock,
     fgd,
     most_copies,
     tasks_lost,
-    usual,
+    typical_shapes,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
 BIG, SMALL = 80, 16
-FLEET: Stock = {"big": (8, BIG), "small": (24, SMALL)}
+FLEET: Inventory = {"big": (8, BIG), "small": (24, SMALL)}
 KINDS = {"big": BIG, "small": SMALL}
 
 
@@ -45,8 +45,8 @@ def rooms(draw: st.DrawFn) -> Remainder:
     return Remainder(draw(st.integers(0, 32)), tuple(left), kind)
 
 
-def both(mix: Mapping[Shape, int]) -> list[Measure]:
-    known = usual(mix)
+def both(mix: Mapping[Shape, int]) -> list[FragmentationMeasure]:
+    known = typical_shapes(mix)
     return [fgd(known, BIG), tasks_lost(known, FLEET)]
 
 
@@ -82,7 +82,7 @@ def stranded_by_capacity(shape: Shape, room: Remainder) -> int:
 
 @given(mixes, rooms())
 def test_the_papers_measure_is_what_the_paper_says(mix: dict[Shape, int], room: Remainder):
-    known = usual(mix)
+    known = typical_shapes(mix)
     expected = sum(share * stranded_by_the_paper(shape, room) for shape, share in known.items())
     assert fgd(known, BIG).lost(room) == pytest.approx(expected)
 
@@ -153,8 +153,8 @@ def test_a_measure_that_has_been_asked_before_answers_like_a_new_one(
 
 
 def test_a_measure_that_forgets_answers_as_before(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fragmentation_gradient, "CACHED", 2)
-    measure = tasks_lost(usual({a_shape(8): 3, a_shape(): 1}), FLEET)
+    monkeypatch.setattr(fragmentation_gradient, "MAX_CACHED", 2)
+    measure = tasks_lost(typical_shapes({a_shape(8): 3, a_shape(): 1}), FLEET)
     row = [Remainder(16, (16, 16, left), "small") for left in range(16)]
     assert [measure.spot(a_shape(5), room) for room in row] == [
         measure.spot(a_shape(5), room) for room in row
@@ -168,7 +168,7 @@ def test_the_unit_does_not_matter(mix: dict[Shape, int], shape: Shape, room: Rem
 
     def spots(mix: dict[Shape, int], unit: int) -> list[object]:
         fleet = {kind: (count, unit * whole) for kind, (count, whole) in FLEET.items()}
-        measures = [fgd(usual(mix), unit * BIG), tasks_lost(usual(mix), fleet)]
+        measures = [fgd(typical_shapes(mix), unit * BIG), tasks_lost(typical_shapes(mix), fleet)]
         asked = finer(shape) if unit > 1 else shape
         return [m.spot(asked, room._replace(left=tuple(unit * left for left in room.left))) for m in measures]
 
@@ -176,14 +176,14 @@ def test_the_unit_does_not_matter(mix: dict[Shape, int], shape: Shape, room: Rem
 
 
 def test_equal_devices_are_taken_from_the_lowest_on():
-    measure = tasks_lost(usual({a_shape(): 1}), FLEET)
+    measure = tasks_lost(typical_shapes({a_shape(): 1}), FLEET)
     spot = measure.spot(a_shape(devices=2), Remainder(8, (0, SMALL, 4, SMALL, SMALL), "small"))
     assert spot is not None
     assert spot.devices == (1, 3)
 
 
 def test_a_shared_demand_goes_where_it_leaves_whole_devices_whole():
-    measure = tasks_lost(usual({a_shape(): 1, a_shape(8): 1}), FLEET)
+    measure = tasks_lost(typical_shapes({a_shape(): 1, a_shape(8): 1}), FLEET)
     spot = measure.spot(a_shape(8), Remainder(8, (SMALL, 8, SMALL), "small"))
     assert spot is not None
     assert spot.devices == (1,)
@@ -191,7 +191,7 @@ def test_a_shared_demand_goes_where_it_leaves_whole_devices_whole():
 
 def test_a_demand_that_fits_anywhere_leaves_rare_devices_to_those_that_need_them():
     small, large = a_shape(8), a_shape(BIG)
-    measure = tasks_lost(usual({small: 1, large: 1}), FLEET)
+    measure = tasks_lost(typical_shapes({small: 1, large: 1}), FLEET)
     on_rare = measure.spot(small, Remainder(32, (BIG, BIG), "big"))
     on_common = measure.spot(small, Remainder(32, (SMALL, SMALL), "small"))
     assert on_rare is not None
@@ -203,14 +203,14 @@ def test_only_ours_sees_that_idle_devices_without_cpu_are_stranded():
     task = a_shape(cpu=8)
     room = Remainder(16, (SMALL,) * 8, "small")
     starved = room._replace(cpu=8)
-    paper, ours = fgd(usual({task: 1}), SMALL), tasks_lost(usual({task: 1}), FLEET)
+    paper, ours = fgd(typical_shapes({task: 1}), SMALL), tasks_lost(typical_shapes({task: 1}), FLEET)
     assert paper.lost(starved) == paper.lost(room) == 0
     assert ours.lost(starved) > ours.lost(room) > 0
 
 
 def test_a_placement_that_strands_out_of_all_proportion_scores_nothing():
     large = Shape(0, 1, (("big", 100_000),))
-    measure = tasks_lost(usual({large: 1}), {"big": (1, 100_000), "tiny": (1_000_000, 1)})
+    measure = tasks_lost(typical_shapes({large: 1}), {"big": (1, 100_000), "tiny": (1_000_000, 1)})
     spot = measure.spot(Shape(0, 1, (("big", 1),)), Remainder(0, (100_000,), "big"))
     assert spot is not None
     assert spot.score == 0
@@ -218,15 +218,15 @@ def test_a_placement_that_strands_out_of_all_proportion_scores_nothing():
 
 def test_usual_are_the_most_frequent_until_nearly_all_tasks_are_covered():
     often, seldom, rare = a_shape(8), a_shape(), CPU_ONLY
-    known = usual({rare: 4, often: 80, seldom: 16})
+    known = typical_shapes({rare: 4, often: 80, seldom: 16})
     assert list(known) == [often, seldom]
     assert known == {often: 80 / 96, seldom: 16 / 96}
 
 
 @given(mixes)
 def test_what_is_usual_does_not_depend_on_the_order_of_counting(mix: dict[Shape, int]):
-    known = usual(mix)
-    assert list(usual(dict(reversed(mix.items())))) == list(known)
+    known = typical_shapes(mix)
+    assert list(typical_shapes(dict(reversed(mix.items())))) == list(known)
     assert sum(known.values()) == pytest.approx(1)
 
 
@@ -238,7 +238,7 @@ def test_without_experience_every_fitting_node_is_as_good_as_another():
 
 
 def test_a_demand_that_no_device_of_the_fleet_can_host_teaches_nothing():
-    measure = tasks_lost(usual({a_shape(64): 1}), {"small": (4, SMALL)})
+    measure = tasks_lost(typical_shapes({a_shape(64): 1}), {"small": (4, SMALL)})
     assert measure.whole(Remainder(4, (SMALL,), "small")) == 0
 
 

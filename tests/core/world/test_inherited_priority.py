@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.memory import Memory
-from gpubroker_server.core.world.dependencies import settle
+from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 
@@ -89,7 +89,7 @@ def test_what_has_ended_is_waited_for_by_nobody_and_inherits_nothing() -> None:
     commit(world, plan_cycle(world, Policy(), NOW).decisions)
     row = world.tasks[TaskId("a")]
     commit(world, Decision(row.id, "end", tasks=(write_move(row, Move.SUCCEEDED, finished_at=NOW),)))
-    commit(world, settle(world.awaited, world.tasks, NOW))
+    commit(world, settle_dependencies(world.awaited, world.tasks, NOW))
     assert world.awaited.inheritance.priorities == {}
     assert TaskId("b") in world.queue
 

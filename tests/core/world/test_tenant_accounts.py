@@ -4,7 +4,7 @@ from math import log
 
 import pytest
 from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.world.tenant_accounts import Accounts, faded, life_seconds
+from gpubroker_server.core.world.tenant_accounts import Accounts, decayed, mean_life_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,16 +14,16 @@ DAY = Seconds(86_400.0)
 
 
 def test_what_was_used_counts_half_after_its_half_life():
-    assert faded(1000.0, 0, DAY, DAY) == 500.0
+    assert decayed(1000.0, 0, DAY, DAY) == 500.0
 
 
 def test_what_is_held_for_ever_comes_to_its_size_times_the_mean_life():
-    assert faded(0.0, 10, 100 * DAY, DAY) == pytest.approx(10 * DAY / log(2.0))
-    assert life_seconds(DAY) == DAY / log(2.0)
+    assert decayed(0.0, 10, 100 * DAY, DAY) == pytest.approx(10 * DAY / log(2.0))
+    assert mean_life_seconds(DAY) == DAY / log(2.0)
 
 
 def test_a_short_use_counts_in_full_at_first():
-    assert faded(0.0, 10, 1.0, DAY) == pytest.approx(10.0, rel=1e-4)
+    assert decayed(0.0, 10, 1.0, DAY) == pytest.approx(10.0, rel=1e-4)
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.floats(0.0, 1e5)), min_size=1, max_size=8))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request, write_move
-from gpubroker_server.core.domain.errors import OutOfStep
+from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState, move_lease
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
@@ -88,9 +88,9 @@ def node_events(*positions: int) -> list[Event]:
 def test_a_gap_in_the_log_is_a_mistake_and_nothing_of_the_batch_is_applied():
     world = World()
     world.apply(node_events(1, 2))
-    with pytest.raises(OutOfStep, match="after position 2, event 4 came: 3 is missing"):
+    with pytest.raises(OutOfSync, match="after position 2, event 4 came: 3 is missing"):
         world.apply(node_events(2, 4))
-    with pytest.raises(OutOfStep, match="event 5 came: 4 is missing"):
+    with pytest.raises(OutOfSync, match="event 5 came: 4 is missing"):
         world.apply(node_events(3, 5))
     assert (world.position, set(world.nodes)) == (2, {"n1", "n2"})
 
@@ -99,7 +99,7 @@ def test_an_event_that_does_not_fit_the_picture_is_named_and_what_came_before_it
     world = World()
     lease = a_lease(a_task("run"), "gpu7", 1, version=1)
     strange = Event(Position(2), NOW, "lease.reserved", lease.key, 1, "default", lease_fields(lease))
-    with pytest.raises(OutOfStep, match=rf"event 2 \(lease\.reserved {lease.key}\).*the picture stands at 1"):
+    with pytest.raises(OutOfSync, match=rf"event 2 \(lease\.reserved {lease.key}\).*the picture stands at 1"):
         world.apply([*node_events(1), strange, *node_events(3)])
     assert (world.position, set(world.nodes)) == (1, {"n1"})
 

@@ -10,7 +10,7 @@ from gpubroker_server.ports.models import (
     HostFault,
     HostRefused,
     Index,
-    Indexed,
+    IndexedModel,
     ModelHost,
     Stage,
 )
@@ -173,10 +173,10 @@ class SimulatedHost(ModelHost):
             raise HostRefused(HostFault.NOT_FOUND, f"failed to load '{model}', no version is available")
         return self.models[model]
 
-    def _indexed(self, model: str) -> Indexed:
+    def _indexed(self, model: str) -> IndexedModel:
         home = self._homes.get(model, _Home())
         versions = ("1",) if home.stage is Stage.READY else ()
-        return Indexed(model, home.stage, versions, home.reason)
+        return IndexedModel(model, home.stage, versions, home.reason)
 
     def _reach(self) -> None:
         if self._is_away:

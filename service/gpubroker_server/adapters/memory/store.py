@@ -11,8 +11,8 @@ from gpubroker_server.core.domain.decisions import (
     Decision,
     Outcome,
     Request,
-    released_mb,
-    taken_mb,
+    device_delta_mb,
+    tenant_delta_mb,
 )
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.estimates import Sketch, Topic
@@ -168,7 +168,7 @@ class MemoryStore(MemoryPossessions):
             verdict = self._judge(decision)
             if verdict is CommitVerdict.COMMITTED:
                 self._write(decision)
-                for tenant, mb in taken_mb(decision).items():
+                for tenant, mb in tenant_delta_mb(decision).items():
                     self._usage.change(tenant, mb, at)
                 new += events_of(decision)
             verdicts.append(verdict)
@@ -192,7 +192,7 @@ class MemoryStore(MemoryPossessions):
     def _fits(self, decision: Decision) -> bool:
         """The net below the ledger: no device is leased beyond what it physically has, or below nothing."""
         physical = {device.key: device.physical_mb for device in decision.devices}
-        delta = released_mb(decision)
+        delta = device_delta_mb(decision)
         for key in {*physical, *delta}:
             known = self._devices.get(DeviceKey(key))
             whole = physical.get(DeviceKey(key), known.physical_mb if known is not None else None)
@@ -203,7 +203,7 @@ class MemoryStore(MemoryPossessions):
     def _write(self, decision: Decision) -> None:
         self._nodes.update((node.name, node) for node in decision.nodes)
         self._devices.update((device.key, device) for device in decision.devices)
-        for key, mb in released_mb(decision).items():
+        for key, mb in device_delta_mb(decision).items():
             self._leased_mb[key] += mb
         for write in decision.tasks:
             self._tasks[write.task.id] = write.task

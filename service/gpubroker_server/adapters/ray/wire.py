@@ -9,9 +9,9 @@ from gpubroker.runtime.messages import RunOrder
 
 from gpubroker_server.core.domain.model_orders import ServerSeen
 from gpubroker_server.core.domain.orders import (
-    Beat,
     ForgetOrder,
     GoOrder,
+    Heartbeat,
     NodeLost,
     NodeSeen,
     Order,
@@ -126,6 +126,6 @@ def write_reports(
 
 def key_of(report: Report) -> RunId | None:
     """(task, fence, rank) of a report about a run; None for one about a node or a server."""
-    if isinstance(report, NodeSeen | NodeLost | Beat | Sampled | ServerSeen):
+    if isinstance(report, NodeSeen | NodeLost | Heartbeat | Sampled | ServerSeen):
         return None
     return report.task, report.fence, report.rank

@@ -23,12 +23,12 @@ from gpubroker_server.adapters.sql.session import (
     GuardMissed,
     Session,
 )
-from gpubroker_server.core.domain.decisions import Decision, Request, released_mb, taken_mb
+from gpubroker_server.core.domain.decisions import Decision, Request, device_delta_mb, tenant_delta_mb
 from gpubroker_server.core.domain.estimates import Lesson, Topic
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event, NewEvent, events_of, requested, submitted
-from gpubroker_server.core.world.tenant_accounts import faded
+from gpubroker_server.core.world.tenant_accounts import decayed
 from gpubroker_server.ports.store import (
     BatchSubmission,
     CommitVerdict,
@@ -178,8 +178,8 @@ class Change(Unit):
         super().__init__(list(rows_of_decision(decision)), list(events_of(decision)))
         self.decision = decision
         self.term = term
-        self.memory = released_mb(decision)
-        self.taken = taken_mb(decision)
+        self.memory = device_delta_mb(decision)
+        self.taken = tenant_delta_mb(decision)
         self.lessons = decision.lessons
         self.finished = [(w.task.tenant, w.task.state) for w in decision.tasks if w.task.is_terminal]
 
@@ -262,7 +262,7 @@ def _usage_rows(
     rows: list[Row] = []
     for tenant in sorted(taken):
         held, mb_seconds, since = known.get(tenant, (0, 0.0, at))
-        by_now = faded(mb_seconds, held, at - since, half_life_seconds)
+        by_now = decayed(mb_seconds, held, at - since, half_life_seconds)
         rows.append((tenant, held + taken[tenant], by_now, max(since, at)))
     return rows
 

@@ -14,7 +14,7 @@ from gpubroker_server.adapters.sql.rowset import SetStatement, json_text, postgr
 from gpubroker_server.adapters.sql.shared import last_value
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.units import Instant, TaskId, Term
-from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.serving.slot_shares import Claim
 from gpubroker_server.ports.last_values import (
     LastValues,
@@ -181,8 +181,10 @@ def _heard(said: Iterable[tuple[str, str, Mapping[str, Any]]]) -> LastValues:
     return LastValues(tuple(samples), progress, leader)
 
 
-def _paused(value: Mapping[str, Any] | None) -> Paused | None:
-    return None if value is None else Paused(**{**_known(Paused, value), "nodes": tuple(value["nodes"])})
+def _paused(value: Mapping[str, Any] | None) -> PausedDetection | None:
+    if value is None:
+        return None
+    return PausedDetection(**{**_known(PausedDetection, value), "nodes": tuple(value["nodes"])})
 
 
 def _known(form: Any, value: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Position, TaskId, Term
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.core.world.tenant_accounts import Usage
+from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.store import (
     HeldBack,
     KnownKey,
@@ -57,7 +57,7 @@ _lease = tables.lease
 _SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # which the task's row has
 ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
 _ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
-_USAGE = select(*(tables.usage.c[name] for name in Usage._fields)).order_by(tables.usage.c.tenant)
+_USAGE = select(*(tables.usage.c[name] for name in TenantUsage._fields)).order_by(tables.usage.c.tenant)
 _HAS_RESULT = or_(_outcome.c.result.isnot(None), _outcome.c.result_digest.isnot(None)).label("has_result")
 
 
@@ -297,7 +297,7 @@ def snapshot(connection: Connection, at: Instant) -> Snapshot:
         nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node))],
         requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request))],
         finished={(tenant, TaskState(state)): n for tenant, state, n in counted},
-        usage=[Usage(*row) for row in connection.execute(_USAGE)],
+        usage=[TenantUsage(*row) for row in connection.execute(_USAGE)],
         estimates=[rows.estimate_of_row(row) for row in connection.execute(_ESTIMATES)],
     )
 

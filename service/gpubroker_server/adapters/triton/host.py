@@ -21,7 +21,7 @@ from gpubroker_server.ports.models import (
     HostFault,
     HostRefused,
     Index,
-    Indexed,
+    IndexedModel,
     ModelHost,
     Stage,
 )
@@ -187,14 +187,14 @@ def _refused(failed: CallFailed, what: str) -> HostRefused:
     return HostRefused(HostFault.FAILED, said)
 
 
-def _indexed(rows: Any) -> dict[str, Indexed]:
+def _indexed(rows: Any) -> dict[str, IndexedModel]:
     """By model; an index has a row for each version."""
-    models: dict[str, Indexed] = {}
+    models: dict[str, IndexedModel] = {}
     for row in rows:
         stage = _STAGES.get(row.state, Stage.ABSENT)
-        known = models.get(row.name, Indexed(row.name, Stage.ABSENT))
+        known = models.get(row.name, IndexedModel(row.name, Stage.ABSENT))
         versions = (row.version,) if stage is Stage.READY else ()
-        models[row.name] = Indexed(
+        models[row.name] = IndexedModel(
             row.name,
             min(known.stage, stage, key=_NEAREST.index),
             tuple(sorted((*known.versions, *versions))),

@@ -127,7 +127,7 @@ class Request:
     made_at: Instant
 
 
-def taken_mb(decision: Decision) -> dict[str, int]:
+def tenant_delta_mb(decision: Decision) -> dict[str, int]:
     """Tenant -> change of what it holds if this decision commits; 0 where as much comes as goes."""
     delta: dict[str, int] = {}
     for lease in decision.leases:
@@ -149,7 +149,7 @@ def given_mb(decision: Decision) -> int:
     return max(0, given)
 
 
-def released_mb(decision: Decision) -> dict[str, int]:
+def device_delta_mb(decision: Decision) -> dict[str, int]:
     """Device key -> change of its `leased_mb` if this decision commits (negative where memory returns)."""
     delta: dict[str, int] = {}
     for lease in decision.leases:

@@ -80,7 +80,7 @@ class Demand:
 
 
 @lru_cache(4096)
-def shared(demand: Demand) -> Demand:
+def interned(demand: Demand) -> Demand:
     """The one for all that equal it. Tasks come in many, demands in few kinds: it is kept once, and equal
     ones need not be compared field by field."""
     return demand

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
 
 
-class Kind(NamedTuple):
+class GpuKind(NamedTuple):
     name: str
     power: int
     """Its rank: more is stronger. Devices of no kind that is known have 0."""
@@ -17,13 +17,13 @@ class Kind(NamedTuple):
     """What a process takes of such a device beyond what it asked for: its CUDA context."""
 
 
-SHIPPED = (
-    Kind("H200", 2500),
-    Kind("H100", 2000),
-    Kind("A100", 624),
-    Kind("5090", 419),
-    Kind("L40", 362),
-    Kind("4090", 330),
+SHIPPED_KINDS = (
+    GpuKind("H200", 2500),
+    GpuKind("H100", 2000),
+    GpuKind("A100", 624),
+    GpuKind("5090", 419),
+    GpuKind("L40", 362),
+    GpuKind("4090", 330),
 )
 
 _WORDS = re.compile(r"[a-z0-9]+")
@@ -40,7 +40,7 @@ def is_of_kind(reported: str, name: str) -> bool:
     return any(words[at : at + len(wanted)] == wanted for at in starts)
 
 
-def kind_of(reported: str, kinds: Iterable[Kind]) -> Kind | None:
+def kind_of(reported: str, kinds: Iterable[GpuKind]) -> GpuKind | None:
     """The kind whose name says most of a device; of equally long ones, the first by name."""
     found = [kind for kind in kinds if is_of_kind(reported, kind.name)]
     return min(found, key=lambda kind: (-len(kind.name), kind.name), default=None)

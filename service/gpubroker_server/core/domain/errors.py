@@ -13,5 +13,5 @@ class Overcommitted(CoreError):
     """A draft was about to promise more memory than a device has."""
 
 
-class OutOfStep(CoreError):
+class OutOfSync(CoreError):
     """The log and the picture made of it do not fit together; the picture must be read anew from rows."""

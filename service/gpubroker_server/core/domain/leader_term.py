@@ -34,7 +34,7 @@ class TenureRules:
 
 
 _DECADES = Seconds(1e9)
-WHILE_THE_PROCESS_LIVES = TenureRules(_DECADES, Seconds(0.0), _DECADES)
+UNTIL_PROCESS_EXIT = TenureRules(_DECADES, Seconds(0.0), _DECADES)
 """Where something better than a lease keeps others out: the lock on a SQLite file goes with its process."""
 
 
@@ -83,7 +83,7 @@ class LeaderRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LeadershipStatus:
     """How one process stands to the lead."""
 
     term: Term | None = None
@@ -95,15 +95,15 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class ObservedLeader:
     """The row as a candidate found it first, and when that was on its own clock."""
 
     row: LeaderRow
     since: Ticks
 
-    def next(self, row: LeaderRow, now: Ticks) -> "Watched":
+    def next(self, row: LeaderRow, now: Ticks) -> "ObservedLeader":
         same = (row.term, row.lease_until) == (self.row.term, self.row.lease_until)
-        return Watched(row, self.since if same else now)
+        return ObservedLeader(row, self.since if same else now)
 
     def may_take(self, now: Ticks, rules: TenureRules) -> bool:
         """Whether the leader has let its term go: by the database's clock, or because it has renewed nothing

@@ -25,7 +25,7 @@ HOLDERS_WITH_RUNS = frozenset({HolderKind.RUN, HolderKind.GANG_MEMBER})
 HOLDERS_OF_TASKS = HOLDERS_WITH_RUNS | {HolderKind.EXTERNAL, HolderKind.MODEL, HolderKind.SERVER}
 """Their id is a task's."""
 
-OF_SERVERS = frozenset({HolderKind.MODEL, HolderKind.SERVER})
+HOLDERS_ON_SERVERS = frozenset({HolderKind.MODEL, HolderKind.SERVER})
 """A server of models holds it, whose process no agent knows."""
 
 
@@ -181,13 +181,13 @@ class Proof(StrEnum):
     """An operator said so, by name and with a reason."""
 
 
-WORDS = frozenset({Proof.HOLDER, Proof.STATEMENT})
+STATEMENTS = frozenset({Proof.HOLDER, Proof.STATEMENT})
 """Somebody says so, and nobody has looked."""
 
 
 def is_unproven(lease: Lease) -> bool:
     """It is released, and what it freed is to be seen: a server that has unloaded a model need not have given
     all of its memory back."""
-    if lease.proof in WORDS:
+    if lease.proof in STATEMENTS:
         return True
-    return lease.state is LeaseState.RELEASED and lease.holder_kind in OF_SERVERS
+    return lease.state is LeaseState.RELEASED and lease.holder_kind in HOLDERS_ON_SERVERS

@@ -24,7 +24,7 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Indexed:
+class IndexedModel:
     """One model of the repository. Of several versions the one that is furthest from being absent counts:
     READY before UNLOADING before LOADING before ABSENT."""
 
@@ -80,7 +80,7 @@ class ServerSeen:
 
     server: str
     at: Instant
-    models: Mapping[str, Indexed]
+    models: Mapping[str, IndexedModel]
     under_way: frozenset[tuple[TaskId, Fence]] = frozenset()
     """Claims with an order that has not been answered."""
 

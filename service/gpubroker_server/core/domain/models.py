@@ -32,7 +32,7 @@ _PER_SECOND = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ModelUsage:
     """How often a model was used: five numbers, however many uses there were."""
 
     at: Instant = Instant(0.0)
@@ -40,12 +40,12 @@ class Usage:
     counts: tuple[float, ...] = (0.0,) * len(HALF_LIVES_SECONDS)
     """The uses, decayed; in the order of HALF_LIVES_SECONDS."""
 
-    def used(self, now: Instant) -> "Usage":
+    def used(self, now: Instant) -> "ModelUsage":
         """This usage with one more use. A use right after another counts half: a user's repeated tries say
         less about tomorrow than uses in different hours."""
         decayed = self._decayed(now)
         use = 1 - 0.5 * self._decay(now, HALF_LIVES_SECONDS[0]) if any(self.counts) else 1.0
-        return Usage(max(now, self.at), tuple(count + use for count in decayed))
+        return ModelUsage(max(now, self.at), tuple(count + use for count in decayed))
 
     def chance(self, now: Instant) -> float:
         """The probability of a use within the horizon from now, if uses are independent."""
@@ -63,7 +63,7 @@ class Usage:
         return float(0.5 ** (max(0.0, now - self.at) / half_life))
 
 
-NEVER_USED = Usage()
+NEVER_USED = ModelUsage()
 
 
 def min_residency_seconds(load_seconds: Seconds) -> Seconds:
@@ -71,7 +71,7 @@ def min_residency_seconds(load_seconds: Seconds) -> Seconds:
     return Seconds(max(MIN_RESIDENCY_SECONDS, LOAD_TIME_FACTOR * load_seconds))
 
 
-def expected_seconds(load_seconds: Seconds, usage: Usage, now: Instant) -> Seconds:
+def expected_seconds(load_seconds: Seconds, usage: ModelUsage, now: Instant) -> Seconds:
     """Seconds of loading that evicting the model now is expected to cost."""
     return Seconds(load_seconds * usage.chance(now))
 
@@ -103,7 +103,7 @@ class ModelTerms:
     """Somebody said that it stays."""
     load_seconds: Seconds = Seconds(0.0)
     """How long loading it took, or is expected to take."""
-    usage: Usage = NEVER_USED
+    usage: ModelUsage = NEVER_USED
     steps: tuple[str, ...] = ()
     """Of an ensemble the models that come and go with it; its size is theirs as well."""
     versions: tuple[str, ...] = ()

@@ -250,7 +250,7 @@ class NodeLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """Its agent is there, whatever else it is at; kept in memory, never an event."""
 
     node: NodeName
@@ -275,7 +275,7 @@ Report = (
     | Gone
     | NodeSeen
     | NodeLost
-    | Beat
+    | Heartbeat
     | Sampled
     | ServerSeen
 )

@@ -25,7 +25,7 @@ class Serving:
         return bool(self.ledger or self.others)
 
 
-NOBODY = Serving()
+NO_SERVERS = Serving()
 
 
 HALF_LIFE_SECONDS = Seconds(86_400.0)
@@ -119,7 +119,7 @@ class TenantPolicy(NamedTuple):
     max_priority: int = 100
 
 
-ANYBODY = TenantPolicy("*")
+DEFAULT_TENANT = TenantPolicy("*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Policy:
     min_run_seconds: Seconds = Seconds(0.0)
     """A run is left alone for so long after its start, except by critical tasks."""
     maximum: Maximum = Maximum()  # frozen
-    serving: Serving = NOBODY
+    serving: Serving = NO_SERVERS
     """Who answers queued inferences."""
 
     has_quotas: bool = field(init=False, repr=False, compare=False)
@@ -204,7 +204,7 @@ class Policy:
         object.__setattr__(self, "has_quotas", any(t.guaranteed_mb is not None for t in self.tenants))
 
     def tenant(self, name: str) -> TenantPolicy:
-        return self._by_name.get(name) or self._by_name.get("*", ANYBODY)
+        return self._by_name.get(name) or self._by_name.get("*", DEFAULT_TENANT)
 
     def guaranteed_mb(self, cohort: str) -> int:
         """To its members in all."""

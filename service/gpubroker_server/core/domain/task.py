@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.values import changed, value
 
 
 @dataclass(frozen=True, slots=True)
-class External:
+class ExternalTerms:
     """A holder that nobody starts or stops: it asks, renews and gives back by itself."""
 
     ttl_seconds: Seconds
@@ -218,7 +218,7 @@ class Task:
     subject: str = ""
     """What its runs have in common with those of other tasks, for learning from them: its model type, else
     its name, else its entrypoint. Empty: nothing is learned from it."""
-    external: External | None = None
+    external: ExternalTerms | None = None
     """Nobody starts it: an external holder, which has its devices from its admission on."""
     model: ModelTerms | None = None
     """A server of models has it in memory, or is to load it."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpubroker_server.core.domain.device import Device, DeviceSample, Kind, Node, kind_of
+from gpubroker_server.core.domain.device import Device, DeviceSample, GpuKind, Node, kind_of
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, device_key
 from gpubroker_server.core.world.world import World
 
@@ -25,7 +25,7 @@ class Machine:
     """What it has of the resources that the operator named, sorted by name."""
 
 
-def fleet_of(machines: Iterable[Machine], kinds: Iterable[Kind], now: Instant) -> World:
+def fleet_of(machines: Iterable[Machine], kinds: Iterable[GpuKind], now: Instant) -> World:
     """A World of these machines, empty and just measured."""
     world, known = World(), tuple(kinds)
     for machine in machines:

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.lifecycle import external_leases, model_lifecycle, quarantine
-from gpubroker_server.core.lifecycle.stopping import ToLeave, comes_back, give_notice, orders_to_leave
+from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, give_notice, orders_to_leave, will_requeue
 from gpubroker_server.core.world.world import World
 
 TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
@@ -72,8 +72,8 @@ def _cancel_stopping(
     """
     assert task.stop_deadline_at is not None
     changes: dict[str, Any] = {}
-    orders: tuple[ToLeave, ...] = ()
-    if comes_back(task):
+    orders: tuple[AnyStopOrder, ...] = ()
+    if will_requeue(task):
         changes["stop_reason"] = StopReason.CANCEL
     if grace_seconds is not None and now + grace_seconds < task.stop_deadline_at:
         changes["stop_deadline_at"] = Instant(now + grace_seconds)

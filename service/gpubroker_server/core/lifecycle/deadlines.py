@@ -24,10 +24,10 @@ from gpubroker_server.core.lifecycle.external_leases import not_released
 from gpubroker_server.core.lifecycle.model_lifecycle import not_unloaded
 from gpubroker_server.core.lifecycle.stopping import (
     after_stop,
-    comes_back,
     give_notice,
     orders_to_leave,
-    out_of_time,
+    timeout_failure,
+    will_requeue,
 )
 from gpubroker_server.core.world.world import World
 
@@ -42,28 +42,28 @@ MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class ObservationWindow:
     """Since when the leader has looked without a gap, and when it looked last."""
 
     since: Instant
     last: Instant
 
 
-def keep_watch(watch: Watch | None, now: Instant) -> Watch:
+def extend_window(watch: ObservationWindow | None, now: Instant) -> ObservationWindow:
     """The watch after a look at `now`. None starts one; a gap starts it anew."""
     if watch is None or now - watch.last > GAP_SECONDS:
-        return Watch(since=now, last=now)
-    return Watch(since=watch.since, last=now)
+        return ObservationWindow(since=now, last=now)
+    return ObservationWindow(since=watch.since, last=now)
 
 
-def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list[Decision]:
+def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | None) -> list[Decision]:
     """Decisions that time has made due; `watch` is how it stood after the look before this one.
 
     A leader that was late, slept or has just taken over counts nobody as unconfirmed before the whole
     patience has passed again. Looks at the active tasks whose time may be up, at the runs that are over and
     not confirmed gone, at the pledges, and at those pending tasks whose time is up.
     """
-    since = keep_watch(watch, now).since
+    since = extend_window(watch, now).since
     decisions: list[Decision] = []
     moved: set[TaskId] = set()
     let_down: set[TaskId | None] = set()
@@ -180,7 +180,7 @@ def _stop_for_time(world: World, task: Task, now: Instant, policy: Policy) -> De
         reason = StopReason.TIMEOUT if _timeout_of(task, policy) <= limit else StopReason.DEADLINE
     notice, orders = give_notice(world, task, reason, task.grace_seconds, now)
     is_late = reason is StopReason.START_TIMEOUT
-    failure = _not_ready(notice.task, policy) if is_late else out_of_time(task, reason)
+    failure = _not_ready(notice.task, policy) if is_late else timeout_failure(task, reason)
     verdict = Outcome(task.id, task.fence, Ending.FAILED, now, failure=failure)
     return Decision(task.id, reason, tasks=(notice,), outcome=verdict, orders=orders)
 
@@ -192,7 +192,7 @@ def _not_ready(task: Task, policy: Policy) -> Failure:
     message = (
         f"not all {len(task.members)} ranks were ready within {policy.gang_start_seconds:g} s, so that none "
         f"began; missing: {', '.join(late[:MOST_NAMED])}{more}; "
-        f"{'it is tried again' if comes_back(task) else f'it was tried {task.failures + 1} times'}"
+        f"{'it is tried again' if will_requeue(task) else f'it was tried {task.failures + 1} times'}"
     )
     return Failure("start_timeout", message)
 
@@ -258,7 +258,7 @@ def _dissolve(world: World, preemptor: TaskId, moved: Set[TaskId]) -> Decision:
         tasks=tuple(
             write_move(victim, Move.CHANGED, **changes)
             for victim in victims
-            if (changes := gang_runs.freed_for_nobody(victim, preemptor))
+            if (changes := gang_runs.without_preemptor(victim, preemptor))
         ),
         pledges=tuple(PledgeWrite(pledges[key], PledgeEnd.DISSOLVED) for key in sorted(pledges)),
     )

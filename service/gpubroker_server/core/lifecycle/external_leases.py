@@ -17,7 +17,7 @@ from gpubroker_server.core.domain.lease import release as leave
 from gpubroker_server.core.domain.orders import Ending, Failure, ForgetOrder, Gone, WatchOrder
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
-from gpubroker_server.core.lifecycle.task_update import Fold
+from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 NOT_YOUR_PROCESS = "not_your_process"
@@ -53,23 +53,23 @@ def watched_on(world: World, node: NodeName) -> Iterator[WatchOrder]:
         yield from watch_orders(world, task, world.leases_of(task))
 
 
-def gone(fold: Fold, world: World, report: Gone, now: Instant) -> None:
+def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:
     """Its process is gone, and with it what it held. Asked to leave, it has left."""
     if report.proof not in _PROOFS:
         return
-    known = fold.task
+    known = update.task
     assert known is not None, "whose report this is was looked up"
-    fold.release_leases(report.fence, report.rank, report.proof)
-    task = fold.live(report.fence)
+    update.release_leases(report.fence, report.rank, report.proof)
+    task = update.live(report.fence)
     if task is None:
-        fold.forget_whom_it_freed(report.fence)
+        update.clear_freeing_for(report.fence)
     elif task.state is TaskState.STOPPING:
-        fold.outcome = _given_back(task, now)
-        fold.move(Move.SUCCEEDED, "process_gone", finished_at=now, freeing_for=None)
+        update.outcome = _given_back(task, now)
+        update.move(Move.SUCCEEDED, "process_gone", finished_at=now, freeing_for=None)
     else:
-        fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_failure(task, report.proof))
-        fold.move(Move.FAILED, "process_gone", finished_at=now)
-    fold.orders += _forget(world, known)
+        update.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_failure(task, report.proof))
+        update.move(Move.FAILED, "process_gone", finished_at=now)
+    update.orders += _forget(world, known)
 
 
 def renew(task: Task, request: Request, now: Instant, done: Decision) -> Decision:

@@ -21,8 +21,8 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import member_of, with_member
 from gpubroker_server.core.domain.task import Member, MemberState, Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
-from gpubroker_server.core.lifecycle.stopping import after_stop, out_of_time
-from gpubroker_server.core.lifecycle.task_update import Fold
+from gpubroker_server.core.lifecycle.stopping import after_stop, timeout_failure
+from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 _SETTLED = (StopReason.TIMEOUT, StopReason.DEADLINE, StopReason.OVERUSE, StopReason.RANK_FAILED)
@@ -32,20 +32,20 @@ _TOLD = (StopReason.OVERUSE, StopReason.RANK_FAILED, StopReason.START_TIMEOUT)
 """With these it says more than what rank 0 leaves behind when it is stopped for it."""
 
 
-def ready(fold: Fold, world: World, task: Task, report: Ready, at: Instant) -> None:
+def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Instant) -> None:
     """The last rank to be ready lets all begin. One that says so again is told again."""
     member = member_of(task, report.rank)
     if task.state is TaskState.RUNNING and member.state is MemberState.READY:
-        fold.orders.append(go_order(world, task, member))
+        update.orders.append(go_order(world, task, member))
     if task.state is not TaskState.ADMITTED or member.has_ended:
         return
     members = with_member(task, replace(member, state=MemberState.READY, address=report.address))
     if any(other.state is not MemberState.READY for other in members):
-        fold.move(Move.CHANGED, "rank_ready", members=members)
+        update.move(Move.CHANGED, "rank_ready", members=members)
         return
-    fold.move(Move.STARTED, "started", started_at=at, members=members)
-    assert fold.task is not None
-    fold.orders += [go_order(world, fold.task, each) for each in members]
+    update.move(Move.STARTED, "started", started_at=at, members=members)
+    assert update.task is not None
+    update.orders += [go_order(world, update.task, each) for each in members]
 
 
 def go_order(world: World, task: Task, member: Member) -> GoOrder:
@@ -54,94 +54,98 @@ def go_order(world: World, task: Task, member: Member) -> GoOrder:
     return GoOrder(task.id, task.fence, member.node, incarnation, address, member.rank)
 
 
-def ended(fold: Fold, world: World, report: Ended, outcome: Outcome, now: Instant, policy: Policy) -> None:
+def ended(
+    update: TaskUpdate, world: World, report: Ended, outcome: Outcome, now: Instant, policy: Policy
+) -> None:
     """The result of a gang is that of rank 0; its failure is that of the rank which failed first."""
-    task = fold.task
+    task = update.task
     assert task is not None
     member = member_of(task, report.rank)
-    fold.move_leases(report.fence, report.rank, LeaseState.RELEASING)
+    update.move_leases(report.fence, report.rank, LeaseState.RELEASING)
     if member.has_ended:
         return
     if not member.takes_part:
-        _left(fold, replace(member, state=MemberState.LEFT), outcome.at, now, policy)
+        _left(update, replace(member, state=MemberState.LEFT), outcome.at, now, policy)
         return
     succeeded = report.ending is Ending.SUCCEEDED
     state = MemberState.SUCCEEDED if succeeded else MemberState.ENDED
     members = with_member(task, replace(member, state=state))
     if task.state is TaskState.STOPPING:
-        _ended_by_stop(fold, task, report, outcome, members)
+        _ended_by_stop(update, task, report, outcome, members)
     elif succeeded:
-        _succeeded(fold, outcome, members, report.rank)
+        _succeeded(update, outcome, members, report.rank)
     elif report.ending is Ending.NEVER_STARTED:
-        _stop_others(fold, world, members, StopReason.RANK_LOST, now, policy)
+        _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
     else:
-        fold.outcome = _of_rank(outcome, report.rank)
-        _stop_others(fold, world, members, StopReason.RANK_FAILED, now, policy)
+        update.outcome = _of_rank(outcome, report.rank)
+        _stop_others(update, world, members, StopReason.RANK_FAILED, now, policy)
 
 
-def _succeeded(fold: Fold, outcome: Outcome, members: tuple[Member, ...], rank: int) -> None:
+def _succeeded(update: TaskUpdate, outcome: Outcome, members: tuple[Member, ...], rank: int) -> None:
     if rank == 0:
-        fold.outcome = outcome
-    _go_on(fold, members, outcome.at)
+        update.outcome = outcome
+    _go_on(update, members, outcome.at)
 
 
-def _go_on(fold: Fold, members: tuple[Member, ...], at: Instant) -> None:
+def _go_on(update: TaskUpdate, members: tuple[Member, ...], at: Instant) -> None:
     what, changes = going_on(members, at)
-    fold.move(what, "ended" if what is Move.SUCCEEDED else "rank_ended", **changes)
+    update.move(what, "ended" if what is Move.SUCCEEDED else "rank_ended", **changes)
 
 
-def _left(fold: Fold, member: Member, at: Instant, now: Instant, policy: Policy) -> None:
+def _left(update: TaskUpdate, member: Member, at: Instant, now: Instant, policy: Policy) -> None:
     """A rank that was asked to leave has ended, or is gone: nothing that it did is the gang's outcome."""
-    task = fold.task
+    task = update.task
     assert task is not None
     members = with_member(task, member)
     if task.state is TaskState.STOPPING:
-        _settle(fold, task, members, "stopped", now, policy)
+        _settle(update, task, members, "stopped", now, policy)
     else:
-        _go_on(fold, members, at)
+        _go_on(update, members, at)
 
 
 def _ended_by_stop(
-    fold: Fold, task: Task, report: Ended, outcome: Outcome, members: tuple[Member, ...]
+    update: TaskUpdate, task: Task, report: Ended, outcome: Outcome, members: tuple[Member, ...]
 ) -> None:
     if task.stop_reason not in _SETTLED and report.ending is Ending.SUCCEEDED:
-        _succeeded(fold, outcome, members, report.rank)
+        _succeeded(update, outcome, members, report.rank)
         return
     if report.rank == 0 and task.stop_reason not in _TOLD:
-        told = out_of_time(task, task.stop_reason) or report.failure
+        told = timeout_failure(task, task.stop_reason) or report.failure
         if report.ending is not Ending.NEVER_STARTED:
             ending = Ending.STOPPED if report.ending is Ending.SUCCEEDED else outcome.ending
-            fold.outcome = replace(outcome, ending=ending, result=None, failure=told)
-    fold.move(Move.CHANGED, "rank_ended", members=members)
+            update.outcome = replace(outcome, ending=ending, result=None, failure=told)
+    update.move(Move.CHANGED, "rank_ended", members=members)
 
 
-def gone(fold: Fold, world: World, report: Gone, killed: Failure, now: Instant, policy: Policy) -> None:
+def gone(
+    update: TaskUpdate, world: World, report: Gone, killed: Failure, now: Instant, policy: Policy
+) -> None:
     """`killed`: what people read of a rank that went away without a word."""
-    task = fold.task
+    task = update.task
     assert task is not None
     member = member_of(task, report.rank)
     if member.gone:
         return
     if not member.takes_part:
-        _left(fold, replace(member, state=MemberState.LEFT, gone=True), now, now, policy)
+        _left(update, replace(member, state=MemberState.LEFT, gone=True), now, now, policy)
         return
     state = member.state if member.has_ended else MemberState.ENDED
     members = with_member(task, replace(member, state=state, gone=True))
     if task.state is TaskState.STOPPING:
-        _settle(fold, task, members, "stopped", now, policy)
+        _settle(update, task, members, "stopped", now, policy)
     elif member.has_ended:
-        fold.move(Move.CHANGED, "rank_gone", members=members)
+        update.move(Move.CHANGED, "rank_gone", members=members)
     elif report.proof in ("never_started", "boot_changed", "agent_restarted"):
-        _stop_others(fold, world, members, StopReason.RANK_LOST, now, policy)
+        _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
     else:
         outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=killed)
-        fold.outcome = _of_rank(outcome, report.rank)
-        _stop_others(fold, world, members, StopReason.RANK_FAILED, now, policy)
+        update.outcome = _of_rank(outcome, report.rank)
+        _stop_others(update, world, members, StopReason.RANK_FAILED, now, policy)
 
 
-def node_lost(fold: Fold, world: World, node: NodeName, now: Instant, policy: Policy) -> None:
+def node_lost(update: TaskUpdate, world: World, node: NodeName, now: Instant, policy: Policy) -> None:
     """Its ranks there are given up; if any of them had work to do, the others stop."""
-    task = fold.task
+    task = update.task
     assert task is not None
     members = task.members
     was_needed = False
@@ -152,26 +156,31 @@ def node_lost(fold: Fold, world: World, node: NodeName, now: Instant, policy: Po
             state = state if member.takes_part else MemberState.LEFT
             members = with_member(replace(task, members=members), replace(member, state=state, gone=True))
     if task.state is TaskState.STOPPING:
-        _settle(fold, task, members, "node_lost", now, policy)
+        _settle(update, task, members, "node_lost", now, policy)
     elif was_needed:
-        _stop_others(fold, world, members, StopReason.RANK_LOST, now, policy)
+        _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
     else:
-        _go_on(fold, members, now)
+        _go_on(update, members, now)
 
 
 def _stop_others(
-    fold: Fold, world: World, members: tuple[Member, ...], reason: StopReason, now: Instant, policy: Policy
+    update: TaskUpdate,
+    world: World,
+    members: tuple[Member, ...],
+    reason: StopReason,
+    now: Instant,
+    policy: Policy,
 ) -> None:
     """Notice to all ranks that still run; once each rank is gone, or given up, the gang moves on."""
-    task = fold.task
+    task = update.task
     assert task is not None
     until = Instant(now + task.grace_seconds)
     stopping = replace(task, members=members, stop_reason=reason)
     if all(member.gone for member in members):
-        _settle(fold, stopping, members, reason, now, policy)
+        _settle(update, stopping, members, reason, now, policy)
         return
-    fold.move(Move.STOPPING, reason, stop_reason=reason, stop_deadline_at=until, members=members)
-    fold.orders += [
+    update.move(Move.STOPPING, reason, stop_reason=reason, stop_deadline_at=until, members=members)
+    update.orders += [
         StopOrder(
             task.id,
             task.fence,
@@ -187,14 +196,14 @@ def _stop_others(
 
 
 def _settle(
-    fold: Fold, task: Task, members: tuple[Member, ...], why: str, now: Instant, policy: Policy
+    update: TaskUpdate, task: Task, members: tuple[Member, ...], why: str, now: Instant, policy: Policy
 ) -> None:
     changes: dict[str, Any] = {"members": members}
     what = Move.CHANGED
     if all(member.gone for member in members):
         what, moved = after_stop(task, now, policy)
         changes |= moved
-    fold.move(what, why, **changes)
+    update.move(what, why, **changes)
 
 
 def _of_rank(outcome: Outcome, rank: int) -> Outcome:
@@ -236,7 +245,7 @@ def world_orders(world: World, task: Task) -> Iterator[WorldOrder]:
             yield WorldOrder(task.id, task.fence, member.node, incarnation, ranks, member.rank)
 
 
-def freed_for_nobody(task: Task, preemptor: TaskId) -> dict[str, Any]:
+def without_preemptor(task: Task, preemptor: TaskId) -> dict[str, Any]:
     """What changes of a task, and of its ranks, when this preemptor does not wait for them any longer."""
     changes: dict[str, Any] = {"freeing_for": None} if task.freeing_for == preemptor else {}
     if any(member.freeing_for == preemptor for member in task.members):

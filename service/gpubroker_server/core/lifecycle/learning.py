@@ -15,14 +15,14 @@ from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.ledger import NOISE_DIVISOR, Book
 from gpubroker_server.core.world.world import World
 
-MOST_TOPICS = 10_000
+MAX_TOPICS = 10_000
 """With more, those are forgotten that have learned nothing for the longest time."""
 
 _OTHER_ENDS = frozenset({Move.REQUEUED, Move.FAILED, Move.CANCELLED, Move.EXPIRED})
 
 
 def learn(
-    world: World, decisions: Sequence[Decision], now: Instant, most_topics: int = MOST_TOPICS
+    world: World, decisions: Sequence[Decision], now: Instant, most_topics: int = MAX_TOPICS
 ) -> list[Decision]:
     """The decisions of one batch, each with what the runs that it ends teach.
 
@@ -150,7 +150,7 @@ def _of_any_version(topic: Topic) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class SizeRecord:
+class SizeAccuracy:
     """How true the sizes are that are leased for the models which a server has in memory, of those that were
     measured."""
 
@@ -161,7 +161,7 @@ class SizeRecord:
     """Share of them (0 to 1) of which no more was measured than is leased."""
 
 
-def size_records(world: World) -> list[SizeRecord]:
+def size_accuracies(world: World) -> list[SizeAccuracy]:
     """By server. A model is taken to need what it did in the median of its loads."""
     ratios: dict[str, list[float]] = {}
     for task in world.homes.live():
@@ -174,7 +174,7 @@ def size_records(world: World) -> list[SizeRecord]:
         if measured_mb:
             ratios.setdefault(task.model.server, []).append(leases[0].mb / measured_mb)
     return [
-        SizeRecord(server, median(known), sum(ratio >= 1 for ratio in known) / len(known))
+        SizeAccuracy(server, median(known), sum(ratio >= 1 for ratio in known) / len(known))
         for server, known in sorted(ratios.items())
     ]
 
@@ -194,7 +194,7 @@ class _Watch:
     """What comes now would not be the model's, or not be seen to be."""
 
 
-class Gauge:
+class ModelMeter:
     """Of one leader, in its memory: what it does not see from the beginning it does not learn from."""
 
     def __init__(self) -> None:

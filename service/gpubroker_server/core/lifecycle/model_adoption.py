@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pr
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib
-from gpubroker_server.core.lifecycle.task_update import Fold
+from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.ledger import Book
 from gpubroker_server.core.world.world import World
 
@@ -96,7 +96,7 @@ def _fits(book: Book, lease: Lease, task: Task) -> bool:
     return after.free_mb(task=task.id) >= 0 and after.leased_mb() <= book.device.allocatable_mb
 
 
-def give_up(world: World, servers: Collection[str], now: Instant) -> list[Decision]:
+def give_up_removed_servers(world: World, servers: Collection[str], now: Instant) -> list[Decision]:
     """`servers`: those that there are. What others have may be in memory still: it counts until somebody says
     that it is gone, or the server is back and does. What is under notice has its deadline."""
     decisions = []
@@ -113,10 +113,10 @@ def give_up(world: World, servers: Collection[str], now: Instant) -> list[Decisi
 
 def _released(world: World, task: Task, now: Instant) -> Decision:
     """What a server takes itself is the word of its operator, who has taken it back."""
-    fold = Fold(world, task.id, now)
-    fold.release_leases(task.fence, 0, Proof.HOLDER)
-    fold.move(Move.SUCCEEDED, "server_removed", finished_at=now)
-    decision = fold.decision()
+    update = TaskUpdate(world, task.id, now)
+    update.release_leases(task.fence, 0, Proof.HOLDER)
+    update.move(Move.SUCCEEDED, "server_removed", finished_at=now)
+    decision = update.decision()
     assert decision is not None, "it has just ended"
     return decision
 

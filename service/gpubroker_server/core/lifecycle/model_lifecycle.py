@@ -18,20 +18,20 @@ from gpubroker_server.core.domain.model_orders import (
     load_order,
     unload_order,
 )
-from gpubroker_server.core.domain.models import ModelTerms, Usage
+from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.model_adoption import adopt
 from gpubroker_server.core.lifecycle.stopping import after_failure, after_stop, off_the_nodes
-from gpubroker_server.core.lifecycle.task_update import Fold
+from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
-HIGHEST = 100
+TOP_PRIORITY = 100
 """Nobody has a higher priority: the room of who has it is never taken."""
 
-MOST_USES = 64
+MAX_USES = 64
 """So many uses of one report are counted: those that follow at once say little more."""
 
 
@@ -43,7 +43,7 @@ def is_wanted(task: Task, now: Instant) -> bool:
     return task.expires_at is None or now < task.expires_at
 
 
-def is_to_be_told(task: Task, priority: int, now: Instant, *, queued: bool = False) -> bool:
+def needs_want_request(task: Task, priority: int, now: Instant, *, queued: bool = False) -> bool:
     """Whether it matters to the model that it is wanted at this priority. `queued`: by inferences in the
     queue, the highest of all."""
     terms = task.model
@@ -73,7 +73,7 @@ def standing(task: Task, now: Instant) -> int:
     """The priority that a model which is there has now."""
     assert task.model is not None
     if task.model.pinned or not task.model.model:
-        return HIGHEST
+        return TOP_PRIORITY
     return task.model.asked_priority if is_wanted(task, now) else 0
 
 
@@ -91,10 +91,10 @@ def due(world: World, now: Instant) -> list[Decision]:
     for task in world.homes.live():
         assert task.model is not None
         if task.state is TaskState.STOPPING and not task.model.model:
-            fold = Fold(world, task.id, now)
-            fold.release_leases(task.fence, 0, Proof.HOLDER)
-            fold.move(Move.CANCELLED, "released", finished_at=now, freeing_for=None)
-            decisions += filter(None, [fold.decision()])
+            update = TaskUpdate(world, task.id, now)
+            update.release_leases(task.fence, 0, Proof.HOLDER)
+            update.move(Move.CANCELLED, "released", finished_at=now, freeing_for=None)
+            decisions += filter(None, [update.decision()])
         elif task.state is TaskState.RUNNING and (priority := standing(task, now)) != task.priority:
             write = write_move(task, Move.CHANGED, priority=priority)
             decisions.append(Decision(task.id, "standing", tasks=(write,)))
@@ -109,7 +109,7 @@ def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[
         if (task.id, task.fence) in index.under_way:
             continue
         assert task.model is not None
-        fold = Fold(world, task.id, now)
+        update = TaskUpdate(world, task.id, now)
         stage = index.stage_of(task.model.model)
         if task.state is TaskState.PENDING and stage is Stage.READY:
             # one at a time: each is to find what the one before has left
@@ -119,10 +119,10 @@ def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[
             continue
         if stage is Stage.ABSENT:
             for fence in _claims(world, task):
-                fold.release_leases(fence, 0, Proof.UNLOADED)
-        _follow(fold, task, index, now, policy)
+                update.release_leases(fence, 0, Proof.UNLOADED)
+        _follow(update, task, index, now, policy)
         orders = tuple(_orders_again(world, task, stage, now))
-        decision = fold.decision() or Decision(task.id, "again")
+        decision = update.decision() or Decision(task.id, "again")
         if orders or not decision.is_empty():
             decisions.append(replace(decision, orders=orders))
     return decisions
@@ -139,7 +139,7 @@ def _is_there(task: Task) -> bool:
     return task.state is TaskState.RUNNING
 
 
-def _follow(fold: Fold, task: Task, index: ServerSeen, now: Instant, policy: Policy) -> None:
+def _follow(update: TaskUpdate, task: Task, index: ServerSeen, now: Instant, policy: Policy) -> None:
     assert task.model is not None
     match task.state, index.stage_of(task.model.model):
         case TaskState.ADMITTED, Stage.READY:
@@ -150,19 +150,19 @@ def _follow(fold: Fold, task: Task, index: ServerSeen, now: Instant, policy: Pol
                 versions=index.versions_of(task.model.model),
             )
             priority = standing(task, now)
-            fold.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
-            fold.move_leases(task.fence, 0, LeaseState.HELD)
+            update.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
+            update.move_leases(task.fence, 0, LeaseState.HELD)
         case TaskState.PENDING, Stage.ABSENT if task.held:
-            fold.outcome = Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=_VANISHED)
-            fold.move(Move.EXPIRED, "vanished", finished_at=now)
+            update.outcome = Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=_VANISHED)
+            update.move(Move.EXPIRED, "vanished", finished_at=now)
         case TaskState.RUNNING, Stage.ABSENT if is_wanted(task, now):
-            fold.move(Move.REQUEUED, "vanished", **back_in_queue(task))
+            update.move(Move.REQUEUED, "vanished", **back_in_queue(task))
         case TaskState.RUNNING, Stage.ABSENT:
-            fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_VANISHED)
-            fold.move(Move.FAILED, "vanished", finished_at=now)
+            update.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_VANISHED)
+            update.move(Move.FAILED, "vanished", finished_at=now)
         case TaskState.STOPPING, Stage.ABSENT:
             what, changes = after_stop(task, now, policy)
-            fold.move(what, "unloaded", **changes)
+            update.move(what, "unloaded", **changes)
         case _:
             pass
 
@@ -186,20 +186,20 @@ def back_in_queue(task: Task, **changes: Any) -> dict[str, Any]:
     return off_the_nodes(task, priority=task.model.asked_priority, **changes)
 
 
-def ended(fold: Fold, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
+def ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
     """Its load failed, or could not be begun. What it left behind is free when the index says so."""
-    fold.move_leases(report.fence, 0, LeaseState.RELEASING)
+    update.move_leases(report.fence, 0, LeaseState.RELEASING)
     if task.state is TaskState.STOPPING:
         what, changes = after_stop(task, now, policy)
-        fold.move(what, "ended", **changes)
+        update.move(what, "ended", **changes)
     elif report.ending is Ending.NEVER_STARTED:
-        fold.move(
+        update.move(
             Move.REQUEUED, "never_started", **back_in_queue(task, not_before=next_retry_at(1, now, policy))
         )
     else:
-        fold.outcome = Outcome(task.id, task.fence, Ending.FAILED, now, failure=report.failure)
+        update.outcome = Outcome(task.id, task.fence, Ending.FAILED, now, failure=report.failure)
         what, changes = after_failure(task, now, now, policy)
-        fold.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+        update.move(what, "ended" if what is Move.FAILED else "retry", **changes)
 
 
 def want(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
@@ -208,7 +208,7 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
     if task.model is None:
         return done
     fields = request.fields
-    usage = _used(task.model.usage, min(int(fields.get("uses", 1)), MOST_USES), now)
+    usage = _used(task.model.usage, min(int(fields.get("uses", 1)), MAX_USES), now)
     terms = replace(task.model, usage=usage)
     if not fields.get("doubted"):  # who doubts has asked before
         terms = _asked(
@@ -257,7 +257,7 @@ def pin(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
     return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), audit=(note,))
 
 
-def _used(usage: Usage, times: int, now: Instant) -> Usage:
+def _used(usage: ModelUsage, times: int, now: Instant) -> ModelUsage:
     for _ in range(times):
         usage = usage.used(now)
     return usage

@@ -140,12 +140,12 @@ def attest(world: World, request: Request, now: Instant, period_seconds: Seconds
     return replace(done, leases=left, audit=(note,))
 
 
-ASK_SECONDS = Seconds(60.0)
+PROBE_SECONDS = Seconds(60.0)
 """An agent that finds a process gone says so by itself, once; to be asked costs it a look at its machine, and
 the orders on their way to it."""
 
 
-class Inquiry:
+class QuarantineProbe:
     """What one leader has asked, in its memory. `at` is in seconds on a clock that nobody sets."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Inquiry:
         """The nodes to ask now, which are those that answer: what becomes of the others is known when an
         agent of theirs answers again."""
         self._since = {node: self._since.get(node, at) for node in _in_doubt(world)}
-        due = sorted(node for node, since in self._since.items() if at - since >= ASK_SECONDS)
+        due = sorted(node for node, since in self._since.items() if at - since >= PROBE_SECONDS)
         self._since |= dict.fromkeys(due, at)
         return due
 

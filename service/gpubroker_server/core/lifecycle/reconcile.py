@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.device import Device, Kind, Node, kind_of
+from gpubroker_server.core.domain.device import Device, GpuKind, Node, kind_of
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
@@ -21,7 +21,7 @@ from gpubroker_server.core.domain.task import Member, MemberState, StopReason, T
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, device_key
 from gpubroker_server.core.lifecycle import external_leases
 from gpubroker_server.core.lifecycle.gang_runs import go_order, stop_order, world_orders
-from gpubroker_server.core.lifecycle.runs import dissolved, react
+from gpubroker_server.core.lifecycle.runs import dissolved_pledges, react
 from gpubroker_server.core.lifecycle.stopping import stop_orders
 from gpubroker_server.core.world.world import World
 
@@ -49,7 +49,7 @@ class InventoryRules:
     """Amounts of the custom resources that each node has for itself, sorted by name."""
     node_labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """The operator's labels by name of the node; they win over the agent's own."""
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[GpuKind, ...] = ()
 
 
 def reconcile(
@@ -64,7 +64,7 @@ def reconcile(
     nodes, devices = _node_row(world, seen, rules), _device_rows(world, seen, rules)
     if nodes or devices:
         gone = [device.key for device in devices if not device.present]
-        pledges = dissolved(world, gone)
+        pledges = dissolved_pledges(world, gone)
         decisions.append(Decision(seen.node.name, "node_seen", pledges=pledges, nodes=nodes, devices=devices))
     absent = (replace(d, orders=()) for d in react(world, _absences(world, seen), now, policy))
     decisions += [decision for decision in absent if not decision.is_empty()]

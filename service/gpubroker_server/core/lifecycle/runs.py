@@ -9,12 +9,12 @@ from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd
 from gpubroker_server.core.domain.model_orders import ServerSeen
 from gpubroker_server.core.domain.orders import (
-    Beat,
     Checkpointed,
     Ended,
     Ending,
     Failure,
     Gone,
+    Heartbeat,
     NodeLost,
     NodeSeen,
     Progressed,
@@ -33,10 +33,10 @@ from gpubroker_server.core.lifecycle.stopping import (
     after_stop,
     forget_order,
     off_the_nodes,
-    out_of_time,
-    over_use,
+    overuse_failure,
+    timeout_failure,
 )
-from gpubroker_server.core.lifecycle.task_update import Fold, Folds
+from gpubroker_server.core.lifecycle.task_update import TaskUpdate, TaskUpdates
 from gpubroker_server.core.world.world import World
 
 _NODE_PROOFS = frozenset({"boot_changed", "agent_restarted"})
@@ -68,140 +68,140 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
     no longer the task's running claim never touches the task; its Gone still releases that claim's leases.
     NodeSeen and ServerSeen are for others, in their places between the reports; the other three are no rows.
     """
-    folds = Folds(world, now)
+    updates = TaskUpdates(world, now)
     nodes: dict[NodeName, Decision] = {}
     for report in reports:
         match report:
             case Started():
-                _started(folds[report.task], report, now)
+                _started(updates[report.task], report, now)
             case Ready():
-                _ready(folds[report.task], world, report, now)
+                _ready(updates[report.task], world, report, now)
             case Checkpointed():
-                _checkpointed(folds[report.task], report, now)
+                _checkpointed(updates[report.task], report, now)
             case Ended():
-                _ended(folds[report.task], world, report, now, policy)
+                _ended(updates[report.task], world, report, now, policy)
             case Gone():
-                _gone(folds[report.task], world, report, now, policy)
+                _gone(updates[report.task], world, report, now, policy)
             case NodeLost():
                 node = world.nodes.get(report.node)
                 if node is not None and node.incarnation == report.incarnation:
-                    _give_up_runs(world, node, folds, now, policy)
+                    _give_up_runs(world, node, updates, now, policy)
                     nodes |= _close(world, node)
-            case NodeSeen() | ServerSeen() | Beat() | Sampled() | Progressed():
+            case NodeSeen() | ServerSeen() | Heartbeat() | Sampled() | Progressed():
                 pass
             case _:
                 assert_never(report)
-    return [*folds.decisions(), *nodes.values()]
+    return [*updates.decisions(), *nodes.values()]
 
 
-def _started(fold: Fold, report: Started, now: Instant) -> None:
+def _started(update: TaskUpdate, report: Started, now: Instant) -> None:
     """A gang has not begun before all its ranks are ready."""
-    task = fold.live(report.fence, report.rank)
+    task = update.live(report.fence, report.rank)
     if task is None:
         return
     if task.state is TaskState.ADMITTED and not task.members:
-        fold.move(Move.STARTED, "started", started_at=_credible(report.at, task, now))
-    fold.move_leases(report.fence, report.rank, LeaseState.HELD)
+        update.move(Move.STARTED, "started", started_at=_credible(report.at, task, now))
+    update.move_leases(report.fence, report.rank, LeaseState.HELD)
 
 
-def _ready(fold: Fold, world: World, report: Ready, now: Instant) -> None:
-    task = fold.live(report.fence, report.rank)
+def _ready(update: TaskUpdate, world: World, report: Ready, now: Instant) -> None:
+    task = update.live(report.fence, report.rank)
     if task is not None and task.members:
-        fold.move_leases(report.fence, report.rank, LeaseState.HELD)
-        gang_runs.ready(fold, world, task, report, _credible(report.at, task, now))
+        update.move_leases(report.fence, report.rank, LeaseState.HELD)
+        gang_runs.ready(update, world, task, report, _credible(report.at, task, now))
 
 
-def _checkpointed(fold: Fold, report: Checkpointed, now: Instant) -> None:
+def _checkpointed(update: TaskUpdate, report: Checkpointed, now: Instant) -> None:
     """Of a gang, rank 0 saves for all."""
-    task = fold.live(report.fence)
+    task = update.live(report.fence)
     if (
         report.rank
         or task is None
-        or (fold.checkpoint is not None and fold.checkpoint.sequence >= report.sequence)
+        or (update.checkpoint is not None and update.checkpoint.sequence >= report.sequence)
     ):
         return
-    fold.checkpoint = report
-    fold.move(Move.CHANGED, "checkpoint", checkpoint_at=_credible(report.at, task, now))
+    update.checkpoint = report
+    update.move(Move.CHANGED, "checkpoint", checkpoint_at=_credible(report.at, task, now))
 
 
-def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy) -> None:
-    task = fold.live(report.fence, report.rank)
+def _ended(update: TaskUpdate, world: World, report: Ended, now: Instant, policy: Policy) -> None:
+    task = update.live(report.fence, report.rank)
     if task is None:
         return
     if task.model is not None:
-        model_lifecycle.ended(fold, task, report, now, policy)
+        model_lifecycle.ended(update, task, report, now, policy)
         return
     if task.is_inference:
-        _inference_ended(fold, task, report, now, policy)
+        _inference_ended(update, task, report, now, policy)
         return
     forget = forget_order(world, task, report.rank)
     at = _credible(report.at, task, now)
     if task.members:
         failure = None if report.ending is Ending.SUCCEEDED else _failure_of(report)
-        gang_runs.ended(fold, world, report, _outcome(report, at, failure), now, policy)
+        gang_runs.ended(update, world, report, _outcome(report, at, failure), now, policy)
     elif report.ending is Ending.SUCCEEDED:
-        fold.outcome = _outcome(report, at, None)
-        fold.move(Move.SUCCEEDED, "ended", finished_at=at)
+        update.outcome = _outcome(report, at, None)
+        update.move(Move.SUCCEEDED, "ended", finished_at=at)
     elif task.state is TaskState.STOPPING:
-        _ended_by_stop(fold, world, task, report, at)
+        _ended_by_stop(update, world, task, report, at)
     elif report.ending is Ending.NEVER_STARTED:
-        _requeue(fold, "never_started", not_before=next_retry_at(1, now, policy))
+        _requeue(update, "never_started", not_before=next_retry_at(1, now, policy))
     else:
-        fold.outcome = _outcome(report, at, _failure_of(report))
-        _fail(fold, task, at, now, policy)
-    fold.move_leases(report.fence, report.rank, LeaseState.RELEASING)
-    fold.orders.append(forget)
+        update.outcome = _outcome(report, at, _failure_of(report))
+        _fail(update, task, at, now, policy)
+    update.move_leases(report.fence, report.rank, LeaseState.RELEASING)
+    update.orders.append(forget)
 
 
-def _ended_by_stop(fold: Fold, world: World, task: Task, report: Ended, at: Instant) -> None:
+def _ended_by_stop(update: TaskUpdate, world: World, task: Task, report: Ended, at: Instant) -> None:
     """The state waits for the proof that the memory is free; what the run left behind is kept now."""
     if report.ending is Ending.NEVER_STARTED:
         return
     why = task.stop_reason
-    told = out_of_time(task, why) or over_use(why, world.leases_of(task)) or report.failure
-    fold.outcome = _outcome(report, at, told)
-    fold.move(Move.CHANGED, "ended")
+    told = timeout_failure(task, why) or overuse_failure(why, world.leases_of(task)) or report.failure
+    update.outcome = _outcome(report, at, told)
+    update.move(Move.CHANGED, "ended")
 
 
-def _gone(fold: Fold, world: World, report: Gone, now: Instant, policy: Policy) -> None:
-    if fold.task is not None and fold.task.external is not None:
-        external_leases.gone(fold, world, report, now)
+def _gone(update: TaskUpdate, world: World, report: Gone, now: Instant, policy: Policy) -> None:
+    if update.task is not None and update.task.external is not None:
+        external_leases.gone(update, world, report, now)
         return
-    if fold.task is not None and fold.task.is_inference:
-        _never_sent(fold, report, now, policy)
+    if update.task is not None and update.task.is_inference:
+        _never_sent(update, report, now, policy)
         return
-    fold.release_leases(report.fence, report.rank, report.proof)
-    task = fold.live(report.fence, report.rank)
+    update.release_leases(report.fence, report.rank, report.proof)
+    task = update.live(report.fence, report.rank)
     if task is None:
-        fold.forget_whom_it_freed(report.fence)
+        update.clear_freeing_for(report.fence)
         return
     forget = forget_order(world, task, report.rank)
     if task.members:
-        gang_runs.gone(fold, world, report, _KILLED, now, policy)
+        gang_runs.gone(update, world, report, _KILLED, now, policy)
     elif task.state is TaskState.STOPPING:
         what, changes = after_stop(task, now, policy)
-        fold.move(what, "stopped", **changes)
+        update.move(what, "stopped", **changes)
     elif report.proof == "never_started":
-        _requeue(fold, "never_started", not_before=next_retry_at(1, now, policy))
+        _requeue(update, "never_started", not_before=next_retry_at(1, now, policy))
     elif report.proof in _NODE_PROOFS:
-        _requeue(fold, "node_lost")
+        _requeue(update, "node_lost")
     else:
-        fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_KILLED)
-        _fail(fold, task, now, now, policy)
-    fold.orders.append(forget)
+        update.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_KILLED)
+        _fail(update, task, now, now, policy)
+    update.orders.append(forget)
 
 
-def _fail(fold: Fold, task: Task, at: Instant, now: Instant, policy: Policy) -> None:
+def _fail(update: TaskUpdate, task: Task, at: Instant, now: Instant, policy: Policy) -> None:
     what, changes = after_failure(task, at, now, policy)
-    fold.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+    update.move(what, "ended" if what is Move.FAILED else "retry", **changes)
 
 
-def _requeue(fold: Fold, why: str, **changes: Any) -> None:
-    assert fold.task is not None
-    fold.move(Move.REQUEUED, why, **off_the_nodes(fold.task, **changes))
+def _requeue(update: TaskUpdate, why: str, **changes: Any) -> None:
+    assert update.task is not None
+    update.move(Move.REQUEUED, why, **off_the_nodes(update.task, **changes))
 
 
-def _give_up_runs(world: World, node: Node, folds: Folds, now: Instant, policy: Policy) -> None:
+def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, policy: Policy) -> None:
     """Processes on a lost node may still live: every lease there is quarantined until there is proof.
 
     External holders keep theirs: they are not ours to give up, and say themselves when they have left. Of
@@ -212,31 +212,31 @@ def _give_up_runs(world: World, node: Node, folds: Folds, now: Instant, policy: 
             lease = holding.lease
             if lease.holder_kind not in HOLDERS_WITH_RUNS:
                 continue
-            folds[TaskId(lease.holder)].move_leases(lease.fence, lease.rank, LeaseState.QUARANTINED)
+            updates[TaskId(lease.holder)].move_leases(lease.fence, lease.rank, LeaseState.QUARANTINED)
     for name in sorted(world.runs.get(node.name, ())):
-        fold = folds[name]
-        task = fold.task
+        update = updates[name]
+        task = update.task
         if task is None or not task.is_active or not task.is_run:
             continue
         if task.members:
-            gang_runs.node_lost(fold, world, node.name, now, policy)
+            gang_runs.node_lost(update, world, node.name, now, policy)
         elif task.state is TaskState.STOPPING:
             what, changes = after_stop(task, now, policy)
-            fold.move(what, "node_lost", **changes)
+            update.move(what, "node_lost", **changes)
         else:
-            _requeue(fold, "node_lost")
+            _requeue(update, "node_lost")
 
 
 def _close(world: World, node: Node) -> dict[NodeName, Decision]:
     """The node takes nothing new, and nobody waits any longer for memory that was being freed there."""
-    pledges = dissolved(world, world.by_node.get(node.name, ()))
+    pledges = dissolved_pledges(world, world.by_node.get(node.name, ()))
     if not node.ready and not pledges:
         return {}
     closed = replace(node, ready=False, version=node.version + 1)
     return {node.name: Decision(node.name, "node_lost", nodes=(closed,), pledges=pledges)}
 
 
-def dissolved(world: World, devices: Iterable[DeviceKey]) -> tuple[PledgeWrite, ...]:
+def dissolved_pledges(world: World, devices: Iterable[DeviceKey]) -> tuple[PledgeWrite, ...]:
     """The end of all pledges of everybody who waits for memory of these devices."""
     waiting = {preemptor for key in devices for preemptor in world.books[key].pledges}
     return tuple(
@@ -271,7 +271,7 @@ def _credible(at: Instant, task: Task, now: Instant) -> Instant:
     return Instant(min(max(at, earliest), now))
 
 
-def _inference_ended(fold: Fold, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
+def _inference_ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
     """It was answered, or will not be by what was sent."""
     failure = None if report.ending is Ending.SUCCEEDED else report.failure
     outcome = Outcome(
@@ -284,25 +284,27 @@ def _inference_ended(fold: Fold, task: Task, report: Ended, now: Instant, policy
         failure=failure,
     )
     if report.ending is Ending.SUCCEEDED:
-        fold.outcome = outcome
-        fold.move(Move.SUCCEEDED, "ended", finished_at=now)
+        update.outcome = outcome
+        update.move(Move.SUCCEEDED, "ended", finished_at=now)
     elif task.state is TaskState.STOPPING:
         what, changes = after_stop(task, now, policy)
-        fold.move(what, "stopped", **changes)
+        update.move(what, "stopped", **changes)
     elif report.ending is Ending.NEVER_STARTED:
-        fold.move(Move.REQUEUED, "not_taken", **off_the_nodes(task, not_before=_again_at(task, now, policy)))
+        update.move(
+            Move.REQUEUED, "not_taken", **off_the_nodes(task, not_before=_again_at(task, now, policy))
+        )
     else:
-        fold.outcome = outcome
+        update.outcome = outcome
         what, changes = after_failure(_with_retries(task, report), now, now, policy)
-        fold.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+        update.move(what, "ended" if what is Move.FAILED else "retry", **changes)
 
 
-def _never_sent(fold: Fold, report: Gone, now: Instant, policy: Policy) -> None:
+def _never_sent(update: TaskUpdate, report: Gone, now: Instant, policy: Policy) -> None:
     """What was to be sent could not be read now."""
-    task = fold.live(report.fence)
+    task = update.live(report.fence)
     if task is not None:
         at = report.at
-        _inference_ended(fold, task, Ended(task.id, task.fence, at, Ending.NEVER_STARTED), now, policy)
+        _inference_ended(update, task, Ended(task.id, task.fence, at, Ending.NEVER_STARTED), now, policy)
 
 
 def _with_retries(task: Task, report: Ended) -> Task:

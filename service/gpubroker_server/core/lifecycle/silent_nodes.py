@@ -23,7 +23,7 @@ RECENT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Paused:
+class PausedDetection:
     """Nodes that would be given up, and are not."""
 
     since: Instant
@@ -35,7 +35,7 @@ class Paused:
     message: str
 
 
-class Silence:
+class HeartbeatMonitor:
     """What one leader has heard, in its memory. `at` is in seconds on a clock that nobody sets and that goes
     on while the machine sleeps."""
 
@@ -52,7 +52,7 @@ class Silence:
         """An operator has said that these may be given up."""
         self._gone: list[tuple[float, NodeName, int]] = []
         """When which node was given up, and with how many runs."""
-        self.paused: Paused | None = None
+        self.paused: PausedDetection | None = None
 
     def hear(self, node: NodeName, at: float) -> None:
         """Its agent has said something."""
@@ -146,7 +146,7 @@ class Silence:
         recent = sum(runs for _at, _node, runs in self._recent(at))
         runs = sum(_runs_on(world, node) for node in held) + recent
         total = sum(_runs_on(world, node) for node in world.nodes) + recent
-        self.paused = Paused(since, held, runs, total, f"{why}; not given up: {', '.join(held)}")
+        self.paused = PausedDetection(since, held, runs, total, f"{why}; not given up: {', '.join(held)}")
 
     def _give_up(self, node: NodeName, world: World, at: float, now: Instant) -> NodeLost:
         self._gone.append((at, node, _runs_on(world, node)))
@@ -159,7 +159,7 @@ class Silence:
         return NodeLost(node, world.nodes[node].incarnation, now, why)
 
 
-def unanswered(world: World, since: Instant, now: Instant) -> list[NodeLost]:
+def nodes_without_answer(world: World, since: Instant, now: Instant) -> list[NodeLost]:
     """Nodes with runs whose agent has not answered this term, though others have; `since` when the leader has
     listened without a gap.
 

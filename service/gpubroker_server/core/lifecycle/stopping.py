@@ -23,7 +23,7 @@ _OFF_THE_NODE: dict[str, Any] = {
     "stop_deadline_at": None,
     "freeing_for": None,
 }
-ToLeave = StopOrder | UnloadOrder | DropOrder
+AnyStopOrder = StopOrder | UnloadOrder | DropOrder
 """What whoever has started it is told."""
 
 _COME_BACK = (StopReason.PREEMPT, StopReason.MOVE, StopReason.RANK_LOST)
@@ -41,7 +41,7 @@ def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:
 
 def give_notice(
     world: World, task: Task, reason: StopReason, grace_seconds: Seconds, now: Instant
-) -> tuple[TaskWrite, tuple[ToLeave, ...]]:
+) -> tuple[TaskWrite, tuple[AnyStopOrder, ...]]:
     """An ADMITTED or RUNNING task on its way to STOPPING, and the notices that its agents get."""
     deadline_at = Instant(now + grace_seconds)
     write = write_move(task, Move.STOPPING, stop_reason=reason, stop_deadline_at=deadline_at)
@@ -94,7 +94,7 @@ def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tupl
     return Move.REQUEUED, off_the_nodes(task, failures=failures, not_before=not_before)
 
 
-def comes_back(task: Task) -> bool:
+def will_requeue(task: Task) -> bool:
     """Whether a STOPPING task will be pending again."""
     if task.stop_reason in (StopReason.RANK_FAILED, StopReason.START_TIMEOUT):
         return task.failures < _retries_of(task)
@@ -107,7 +107,7 @@ def _retries_of(task: Task) -> int:
     return task.max_retries
 
 
-def out_of_time(task: Task, reason: StopReason | None) -> Failure | None:
+def timeout_failure(task: Task, reason: StopReason | None) -> Failure | None:
     """What people read of a run that was stopped by the clock, whatever else it left behind."""
     match reason:
         case StopReason.TIMEOUT:
@@ -122,7 +122,7 @@ def out_of_time(task: Task, reason: StopReason | None) -> Failure | None:
             return None
 
 
-def over_use(reason: StopReason | None, leases: Iterable[Lease]) -> Failure | None:
+def overuse_failure(reason: StopReason | None, leases: Iterable[Lease]) -> Failure | None:
     """What people read of a run that was stopped because it used more than it leased."""
     if reason is not StopReason.OVERUSE:
         return None
@@ -134,7 +134,7 @@ def over_use(reason: StopReason | None, leases: Iterable[Lease]) -> Failure | No
     return Failure("over_use", f"the run used {used}; ask for more gpu_mb, or for gpu_mb: learned")
 
 
-def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[ToLeave, ...]:
+def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[AnyStopOrder, ...]:
     """For a task that is STOPPING, whoever has started it."""
     if task.is_inference:
         return (DropOrder(task.id, task.fence),)
@@ -159,7 +159,7 @@ def forget_order(world: World, task: Task, rank: int) -> ForgetOrder:
     return ForgetOrder(task.id, task.fence, node, world.nodes[node].incarnation, rank)
 
 
-def overuse(world: World, now: Instant, policy: Policy) -> list[Decision]:
+def overuse_decisions(world: World, now: Instant, policy: Policy) -> list[Decision]:
     """Each such lease is marked once, for whoever asks later; by policy its run is told to stop.
 
     Looks at what was measured above its lease only. A run that has not said that it began, or is under
@@ -192,6 +192,6 @@ def _decision(world: World, task: Task, keys: list[str], now: Instant, policy: P
     notice, orders = give_notice(world, task, StopReason.OVERUSE, task.grace_seconds, now)
     marked = {**leases, **{lease.key: lease for lease in marks}}
     verdict = Outcome(
-        task.id, task.fence, Ending.FAILED, now, failure=over_use(StopReason.OVERUSE, marked.values())
+        task.id, task.fence, Ending.FAILED, now, failure=overuse_failure(StopReason.OVERUSE, marked.values())
     )
     return Decision(task.id, "overuse", tasks=(notice,), leases=marks, outcome=verdict, orders=orders)

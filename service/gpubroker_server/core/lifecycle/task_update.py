@@ -19,7 +19,7 @@ _AHEAD = {
 """A lease only ever goes forward in this order, and may skip any step but its last."""
 
 
-class Fold:
+class TaskUpdate:
     """One task with the leases of all its claims, as they stand after the reports read so far.
 
     The store guards each row by its version, so a decision writes a row once: the last move that changed
@@ -72,7 +72,7 @@ class Fold:
         self._proof = proof
         self.move_leases(fence, rank, LeaseState.RELEASED)
 
-    def forget_whom_it_freed(self, fence: Fence) -> None:
+    def clear_freeing_for(self, fence: Fence) -> None:
         """The memory of a claim that ended in this batch is free in this batch too."""
         task = self.task
         if self._what is not None and task is not None and task.fence == fence and task.freeing_for:
@@ -106,17 +106,17 @@ class Fold:
                 return move_lease(lease, state)
 
 
-class Folds(dict[TaskId, Fold]):
-    """The folds of one batch, in order of first mention; one that is asked for is made."""
+class TaskUpdates(dict[TaskId, TaskUpdate]):
+    """The updates of one batch, in order of first mention; one that is asked for is made."""
 
     def __init__(self, world: World, now: Instant) -> None:
         super().__init__()
         self._world = world
         self._now = now
 
-    def __missing__(self, task: TaskId) -> Fold:
-        fold = self[task] = Fold(self._world, task, self._now)
-        return fold
+    def __missing__(self, task: TaskId) -> TaskUpdate:
+        update = self[task] = TaskUpdate(self._world, task, self._now)
+        return update
 
     def decisions(self) -> list[Decision]:
-        return [decision for fold in self.values() if (decision := fold.decision()) is not None]
+        return [decision for update in self.values() if (decision := update.decision()) is not None]

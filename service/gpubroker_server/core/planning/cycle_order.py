@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.doubts import Doubts
 from gpubroker_server.core.planning.fair_share import Shares
 from gpubroker_server.core.planning.looks import A_GLANCE, A_NOD
-from gpubroker_server.core.world.dependencies import NOTHING
+from gpubroker_server.core.world.dependencies import NO_PRIORITY
 from gpubroker_server.core.world.queue import Group, Kin, Member, OrderKey, OwnKey, order_key, own_key
 from gpubroker_server.core.world.world import World
 
@@ -158,7 +158,7 @@ class Agenda:
 
     def _may_wake(self, kin: Kin, top: int) -> bool:
         """In another band, where one of them may have a higher priority, though it stands lower."""
-        asleep = self._asleep_together.get(kin, NOTHING)
+        asleep = self._asleep_together.get(kin, NO_PRIORITY)
         if kin.highest[top] <= asleep:
             return False
         self._asleep_together.pop(kin, None)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.queue import EVEN, OwnKey, Rank
-from gpubroker_server.core.world.tenant_accounts import life_seconds
+from gpubroker_server.core.world.tenant_accounts import mean_life_seconds
 from gpubroker_server.core.world.world import World
 
 STEPS = 20
@@ -34,7 +34,7 @@ class Levels:
         self.tenants = {*world.accounts, *world.queue.tenants}
         """All that ever held anything, or wait for it."""
         self._whole_mb = max(1, world.accounts.whole_mb(world.books.values(), world.inventory_version))
-        most = self._whole_mb * life_seconds(world.accounts.half_life_seconds)
+        most = self._whole_mb * mean_life_seconds(world.accounts.half_life_seconds)
         pledged: dict[str, int] = {}
         for preemptor, mine in world.pledges.items():
             task = world.tasks.get(preemptor)

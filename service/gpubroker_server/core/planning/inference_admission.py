@@ -144,7 +144,7 @@ def kept_wanted(world: World, policy: Policy, now: Instant) -> list[Decision]:
     decisions = []
     for model in sorted(urgency):
         for holder in holders(world, policy, model):
-            if model_lifecycle.is_to_be_told(holder, urgency[model], now, queued=True):
+            if model_lifecycle.needs_want_request(holder, urgency[model], now, queued=True):
                 said = {"priority": urgency[model], "queued": True}
                 asked = Request("", holder.id, holder.tenant, "want", said, now)
                 decisions.append(

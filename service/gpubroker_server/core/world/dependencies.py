@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.task import Move, OnFailure, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 
-NOTHING = -1
+NO_PRIORITY = -1
 """Passed on by tasks that are held: nobody need hurry for them."""
 
 
@@ -19,7 +19,7 @@ class Inherited(NamedTuple):
     """Whose it is."""
 
 
-class Inheritance:
+class PriorityInheritance:
     """Per awaited task, the highest priority among all that wait for it, directly or through others.
 
     Kept by counting what each dependent passes on, so that a change costs as much as there are tasks whose
@@ -39,16 +39,16 @@ class Inheritance:
         self._passes: dict[TaskId, int] = {}
         """Dependent -> what those inherit whom it waits for."""
         self._told: dict[TaskId, Counter[int]] = {}
-        """Awaited task -> priority -> how many of its dependents pass that on."""
+        """DependencyIndex task -> priority -> how many of its dependents pass that on."""
 
     def hear(self, dependent: Task) -> None:
         """One that waits, as it has become."""
-        self._own[dependent.id] = NOTHING if dependent.held else dependent.priority
+        self._own[dependent.id] = NO_PRIORITY if dependent.held else dependent.priority
         self._pass_on(dependent.id)
 
     def leave(self, dependent: TaskId) -> None:
         """It waits no more; still to be called while it stands in `left`."""
-        self._own[dependent] = NOTHING
+        self._own[dependent] = NO_PRIORITY
         self._pass_on(dependent)
         del self._own[dependent], self._passes[dependent]
 
@@ -59,7 +59,7 @@ class Inheritance:
 
     def of(self, task: Task) -> Inherited | None:
         """By whose priority it stands in the queue; None if by its own."""
-        highest = self.priorities.get(task.id, NOTHING)
+        highest = self.priorities.get(task.id, NO_PRIORITY)
         if highest <= task.priority:
             return None
         name = task.id
@@ -71,8 +71,8 @@ class Inheritance:
         agenda = [first]
         while agenda:
             name = agenda.pop()
-            own, before = self._own[name], self._passes.get(name, NOTHING)
-            after = NOTHING if own == NOTHING else max(own, self.priorities.get(name, NOTHING))
+            own, before = self._own[name], self._passes.get(name, NO_PRIORITY)
+            after = NO_PRIORITY if own == NO_PRIORITY else max(own, self.priorities.get(name, NO_PRIORITY))
             self._passes[name] = after
             if after != before:
                 changed = [task for task in self._left[name] if self._tell(task, before, after)]
@@ -81,23 +81,23 @@ class Inheritance:
     def _tell(self, task: TaskId, before: int, after: int) -> bool:
         """Whether what the task inherits is another now."""
         told = self._told.setdefault(task, Counter())
-        if before != NOTHING:
+        if before != NO_PRIORITY:
             told[before] -= 1
             if not told[before]:
                 del told[before]
-        if after != NOTHING:
+        if after != NO_PRIORITY:
             told[after] += 1
-        highest = max(told, default=NOTHING)
-        if highest == self.priorities.get(task, NOTHING):
+        highest = max(told, default=NO_PRIORITY)
+        if highest == self.priorities.get(task, NO_PRIORITY):
             return False
         self.priorities[task] = highest
-        if highest == NOTHING:
+        if highest == NO_PRIORITY:
             del self.priorities[task], self._told[task]
         self.changed.add(task)
         return True
 
 
-class End(NamedTuple):
+class TaskEnd(NamedTuple):
     """How a task ended, as those hear it who wait for it."""
 
     state: TaskState | None
@@ -106,7 +106,7 @@ class End(NamedTuple):
     """Of a task that failed because of another: the first of that chain."""
 
 
-class Awaited:
+class DependencyIndex:
     """Dependents leave it when they await nothing any more, and when they end.
 
     What a dependent awaits may have ended before the World heard of either: such tasks are `unknown`, and
@@ -116,16 +116,16 @@ class Awaited:
 
     def __init__(self) -> None:
         self.dependents: dict[TaskId, dict[TaskId, OnFailure]] = {}
-        """Awaited task -> those who wait for its end, and what its failure does to them."""
+        """DependencyIndex task -> those who wait for its end, and what its failure does to them."""
         self.left: dict[TaskId, set[TaskId]] = {}
         """Dependent -> the tasks whose end it still waits for."""
         self.ripe: set[TaskId] = set()
         """Dependents that have nothing left to wait for."""
-        self.doomed: dict[TaskId, tuple[TaskId, End]] = {}
+        self.doomed: dict[TaskId, tuple[TaskId, TaskEnd]] = {}
         """Dependents that cannot run, and the end because of which."""
         self.unknown: set[TaskId] = set()
-        """Awaited tasks that the World has not met."""
-        self.inheritance = Inheritance(self.left, self.dependents)
+        """DependencyIndex tasks that the World has not met."""
+        self.inheritance = PriorityInheritance(self.left, self.dependents)
 
     def enter(self, task: Task, met: Mapping[TaskId, Task]) -> None:
         """A task that is new to the World: as one that waits, and as one that others wait for."""
@@ -147,14 +147,14 @@ class Awaited:
     def note(self, task: Task) -> None:
         """A task as it has become. If it has ended, those who wait for it hear of it."""
         if task.is_terminal:
-            self.ended(task.id, End(task.state, task.failed_by))
+            self.ended(task.id, TaskEnd(task.state, task.failed_by))
         if task.id in self.left:
             if task.is_terminal or not task.awaits:
                 self._leave(task.id)
             else:
                 self.inheritance.hear(task)
 
-    def ended(self, task: TaskId, end: End) -> None:
+    def ended(self, task: TaskId, end: TaskEnd) -> None:
         self.unknown.discard(task)
         self.inheritance.ended(task)
         for dependent, on_failure in self.dependents.pop(task, {}).items():
@@ -165,10 +165,10 @@ class Awaited:
             elif not left:
                 self.ripe.add(dependent)
 
-    def learn(self, asked: Iterable[TaskId], ends: Mapping[TaskId, End]) -> None:
+    def learn(self, asked: Iterable[TaskId], ends: Mapping[TaskId, TaskEnd]) -> None:
         """What the store says of tasks that were unknown. One without a record ended, nobody knows how."""
         for task in asked:
-            end = ends.get(task, End(None))
+            end = ends.get(task, TaskEnd(None))
             if task in self.unknown and (end.state is None or end.state.is_terminal):
                 self.ended(task, end)
 
@@ -184,24 +184,26 @@ class Awaited:
         self.doomed.pop(dependent, None)
 
 
-MOST = 1000
+MAX_DECISIONS = 1000
 """Decisions at a time: a task may have any number of dependents."""
 
 
-def settle(awaited: Awaited, tasks: Mapping[TaskId, Task], now: Instant) -> list[Decision]:
+def settle_dependencies(
+    awaited: DependencyIndex, tasks: Mapping[TaskId, Task], now: Instant
+) -> list[Decision]:
     """Fail those whose dependency failed, and those who wait for them in turn; let in those who await
     nothing any more. At most MOST; ask again until there are none."""
     decisions = list(_cascade(awaited, tasks, now))
     failed = {decision.subject for decision in decisions}
-    ripe = sorted(awaited.ripe - failed - awaited.doomed.keys())[: MOST - len(decisions)]
+    ripe = sorted(awaited.ripe - failed - awaited.doomed.keys())[: MAX_DECISIONS - len(decisions)]
     return decisions + [_let_in(tasks[name], now) for name in ripe]
 
 
-def _cascade(awaited: Awaited, tasks: Mapping[TaskId, Task], now: Instant) -> list[Decision]:
+def _cascade(awaited: DependencyIndex, tasks: Mapping[TaskId, Task], now: Instant) -> list[Decision]:
     """In the order in which they hear of it. One that is left for later is doomed by then."""
     agenda = deque((name, *awaited.doomed[name]) for name in sorted(awaited.doomed))
     decisions: dict[TaskId, Decision] = {}
-    while agenda and len(decisions) < MOST:
+    while agenda and len(decisions) < MAX_DECISIONS:
         name, by, end = agenda.popleft()
         if name in decisions:
             continue
@@ -209,11 +211,11 @@ def _cascade(awaited: Awaited, tasks: Mapping[TaskId, Task], now: Instant) -> li
         decisions[name] = _fail(tasks[name], by, end, first, now)
         for dependent, on_failure in sorted(awaited.dependents.get(name, {}).items()):
             if on_failure is OnFailure.FAIL:
-                agenda.append((dependent, name, End(TaskState.FAILED, first)))
+                agenda.append((dependent, name, TaskEnd(TaskState.FAILED, first)))
     return list(decisions.values())
 
 
-def _fail(task: Task, by: TaskId, end: End, first: TaskId, now: Instant) -> Decision:
+def _fail(task: Task, by: TaskId, end: TaskEnd, first: TaskId, now: Instant) -> Decision:
     failure = Failure("dependency", f"it was to run after {by}, which {_how(end)}")
     return Decision(
         task.id,
@@ -223,7 +225,7 @@ def _fail(task: Task, by: TaskId, end: End, first: TaskId, now: Instant) -> Deci
     )
 
 
-def _how(end: End) -> str:
+def _how(end: TaskEnd) -> str:
     match end.state:
         case None:
             return "ended long ago, and its record is gone"

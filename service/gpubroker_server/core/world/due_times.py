@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 _STALE_ENTRIES = 64
 
 
-class Timetable(dict[TaskId, Instant]):
+class DueTimes(dict[TaskId, Instant]):
     """A mapping of tasks to instants. Entries are set one by one and taken out with `pop` or `del`."""
 
     def __init__(self) -> None:
@@ -23,8 +23,8 @@ class Timetable(dict[TaskId, Instant]):
         else:
             heappush(self._heap, (at, task))
 
-    def copy(self) -> "Timetable":
-        twin = Timetable()
+    def copy(self) -> "DueTimes":
+        twin = DueTimes()
         twin.update(self)
         twin._heap = list(self._heap)
         return twin

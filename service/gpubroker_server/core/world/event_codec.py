@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Fields, Request, TaskWrite
-from gpubroker_server.core.domain.demand import ANYWHERE, Demand, Where, shared
+from gpubroker_server.core.domain.demand import ANYWHERE, Demand, Where, interned
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.lease import (
     HolderKind,
@@ -19,10 +19,10 @@ from gpubroker_server.core.domain.lease import (
     mark_overused,
     move_lease,
 )
-from gpubroker_server.core.domain.models import ModelTerms, Usage
+from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
 from gpubroker_server.core.domain.task import (
     Dependency,
-    External,
+    ExternalTerms,
     OnFailure,
     StopReason,
     Task,
@@ -80,7 +80,7 @@ def demand_from(fields: Fields) -> Demand:
         row["where"] = _where_from(row["where"])
     if "bundles" in row:
         row["bundles"] = tuple(demand_from(bundle) for bundle in row["bundles"])
-    return shared(Demand(**row))
+    return interned(Demand(**row))
 
 
 def _where_fields(where: Where) -> dict[str, Any]:
@@ -137,12 +137,12 @@ def after_from(pairs: Iterable[Sequence[str]]) -> tuple[Dependency, ...]:
     return tuple(Dependency(TaskId(task), OnFailure(on_failure)) for task, on_failure in pairs)
 
 
-def external_fields(external: External) -> dict[str, Any]:
+def external_fields(external: ExternalTerms) -> dict[str, Any]:
     return asdict(external)
 
 
-def external_from(fields: Fields | None) -> External | None:
-    return None if fields is None else External(**fields)
+def external_from(fields: Fields | None) -> ExternalTerms | None:
+    return None if fields is None else ExternalTerms(**fields)
 
 
 def model_fields(model: ModelTerms) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def model_fields(model: ModelTerms) -> dict[str, Any]:
 
 
 def model_from(fields: Fields) -> ModelTerms:
-    usage = Usage(fields["usage"]["at"], tuple(fields["usage"]["counts"]))
+    usage = ModelUsage(fields["usage"]["at"], tuple(fields["usage"]["counts"]))
     lists = {name: tuple(fields.get(name, ())) for name in ("steps", "versions")}
     return ModelTerms(**{**fields, "usage": usage, **lists})
 

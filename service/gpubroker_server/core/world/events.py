@@ -5,7 +5,7 @@ from dataclasses import field
 from itertools import groupby
 
 from gpubroker_server.core.domain.decisions import Decision, Fields, Request
-from gpubroker_server.core.domain.errors import OutOfStep
+from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.estimates import Topic
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS
 from gpubroker_server.core.domain.task import Task
@@ -40,12 +40,12 @@ class Event:
     """What `fields` make of the task, where this process wrote the event: it need not be worked out again."""
 
 
-def in_step(events: Iterable[Event], position: Position) -> list[Event]:
-    """Those after a position, without a gap. Raises OutOfStep if one is missing."""
+def consecutive(events: Iterable[Event], position: Position) -> list[Event]:
+    """Those after a position, without a gap. Raises OutOfSync if one is missing."""
     fresh = [event for event in events if event.position > position]
     for expected, event in enumerate(fresh, start=position + 1):
         if event.position != expected:
-            raise OutOfStep(
+            raise OutOfSync(
                 f"after position {position}, event {event.position} came: {expected} is missing; "
                 "read the picture anew from the rows"
             )

@@ -17,7 +17,7 @@ COVERAGE = 0.95
 CAPACITY_SHARE = 0.1
 """How much the capacity measure counts in ours; chosen on the openb traces, flat from 0.05 to 0.2."""
 
-CACHED = 50_000
+MAX_CACHED = 50_000
 """Answers kept before a measure starts to remember afresh: some 20 MB."""
 
 
@@ -39,7 +39,7 @@ class Remainder(NamedTuple):
     kind: str
 
 
-class Spot(NamedTuple):
+class DeviceChoice(NamedTuple):
     """Where on a node a demand strands the least."""
 
     score: int
@@ -48,11 +48,11 @@ class Spot(NamedTuple):
     """Places in `Remainder.left`, ascending."""
 
 
-Stock = Mapping[str, tuple[int, int]]
+Inventory = Mapping[str, tuple[int, int]]
 """kind -> (how many devices, the whole amount of one)"""
 
 
-class Usual(NamedTuple):
+class TypicalDemand(NamedTuple):
     """One usual demand as it counts on nodes of one kind."""
 
     cpu: float
@@ -63,7 +63,7 @@ class Usual(NamedTuple):
     """Of one unit of room."""
 
 
-def usual(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict[Shape, float]:
+def typical_shapes(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict[Shape, float]:
     """The most frequent shapes until `coverage` of all tasks is covered, with their share among themselves.
 
     Of equally frequent ones the larger comes first, as in the paper's simulator.
@@ -79,7 +79,7 @@ def usual(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict[Shape, f
     return {shape: count / covered for shape, count in counted.items()}
 
 
-class Measure:
+class FragmentationMeasure:
     """The room of a node that usual demands, weighted, could not use; and scores of placements by it.
 
     Remembers what it was asked; the answers depend on the arguments alone.
@@ -96,10 +96,10 @@ class Measure:
         self._capacity_share = capacity_share
         self._step = step
         self._in_tasks = in_tasks
-        self._usual: dict[str, tuple[Usual, ...]] = {}
+        self._usual: dict[str, tuple[TypicalDemand, ...]] = {}
         self._tables: dict[tuple[tuple[int, ...], str], Table] = {}
         self._lost: dict[Remainder, float] = {}
-        self._spots: dict[Shape, dict[Remainder, Spot | None]] = {}
+        self._spots: dict[Shape, dict[Remainder, DeviceChoice | None]] = {}
         self._remembered = 0
         self.worked_out = 0
         """Rows of devices judged so far: what questions cost that were not asked before."""
@@ -117,7 +117,7 @@ class Measure:
         """What `lost` would be if no usual demand could use any of it."""
         return self._table(tuple(sorted(room.left)), room.kind).whole
 
-    def spot(self, shape: Shape, room: Remainder) -> Spot | None:
+    def spot(self, shape: Shape, room: Remainder) -> DeviceChoice | None:
         """Where the demand strands the least on this node; None if it does not fit.
 
         Equal scores: the lowest device. Several devices per demand: the fullest that have room.
@@ -130,19 +130,19 @@ class Measure:
             spot = spots[room] = self._best(shape, room)
             return spot
 
-    def _best(self, shape: Shape, room: Remainder) -> Spot | None:
+    def _best(self, shape: Shape, room: Remainder) -> DeviceChoice | None:
         if shape.cpu > room.cpu:
             return None
         if not shape.devices:
-            return Spot(self._score(room, after(room, shape, (), 0)), ())
+            return DeviceChoice(self._score(room, remaining_after(room, shape, (), 0)), ())
         amount = dict(shape.amounts).get(room.kind)
         if amount is None:
             return None
-        best: Spot | None = None
-        for devices in choices(room.left, shape.devices, amount):
-            score = self._score(room, after(room, shape, devices, amount))
+        best: DeviceChoice | None = None
+        for devices in candidate_devices(room.left, shape.devices, amount):
+            score = self._score(room, remaining_after(room, shape, devices, amount))
             if best is None or score > best.score:
-                best = Spot(score, devices)
+                best = DeviceChoice(score, devices)
         return best
 
     def rate(self, gain: float) -> int:
@@ -163,17 +163,17 @@ class Measure:
             table = self._tables[left, kind] = Table(left, known, self._capacity_share)
         return table
 
-    def _on(self, kind: str) -> list[Usual]:
+    def _on(self, kind: str) -> list[TypicalDemand]:
         known = []
         for shape, weight in self._weights:
             amount = dict(shape.amounts).get(kind)
             each = task_amount(shape, kind) if self._in_tasks else 1
-            known.append(Usual(shape.cpu, shape.devices, amount, weight / each))
+            known.append(TypicalDemand(shape.cpu, shape.devices, amount, weight / each))
         return sorted(known, key=lambda one: one.cpu)
 
     def _make_room(self) -> None:
         self._remembered += 1
-        if self._remembered <= CACHED:
+        if self._remembered <= MAX_CACHED:
             return
         self._remembered = 0
         self._tables.clear()
@@ -185,7 +185,9 @@ class Measure:
 class Table:
     """What usual demands could use of one row of devices, for any CPU left beside them."""
 
-    def __init__(self, left: tuple[int, ...], known: tuple[Usual, ...], capacity_share: float) -> None:
+    def __init__(
+        self, left: tuple[int, ...], known: tuple[TypicalDemand, ...], capacity_share: float
+    ) -> None:
         self.whole = sum(left) * math.fsum(one.weight for one in known)
         self._uses: list[tuple[float, float, float, int]] = []
         """(CPU of one, what counts if one fits, what for each that fits, how many fit if CPU allows)"""
@@ -219,16 +221,16 @@ class Table:
         return max(0.0, self.whole - usable)
 
 
-def fgd(shapes: Mapping[Shape, float], device: float) -> Measure:
+def fgd(shapes: Mapping[Shape, float], device: float) -> FragmentationMeasure:
     """The paper's measure: a shape counts by its share of all tasks, tasks without devices included.
 
     F = sum over shapes of share x R if the node cannot host one, else share x what is left on devices too
     full for it; R is what is left on all devices. `device`: the whole amount of one.
     """
-    return Measure(shapes, capacity_share=0.0, step=device, in_tasks=False)
+    return FragmentationMeasure(shapes, capacity_share=0.0, step=device, in_tasks=False)
 
 
-def tasks_lost(shapes: Mapping[Shape, float], stock: Stock) -> Measure:
+def tasks_lost(shapes: Mapping[Shape, float], stock: Inventory) -> FragmentationMeasure:
     """The service's measure: the usual tasks, not the amount, that what is left could not hold.
 
     A shape counts by its share x sqrt(all of the stock / what of it can host the shape), and room by
@@ -239,10 +241,10 @@ def tasks_lost(shapes: Mapping[Shape, float], stock: Stock) -> Measure:
     count = sum(number for number, _ in stock.values())
     device = sum(number * size for number, size in stock.values()) / count if count else 1.0
     step = device * math.fsum(weight / task_amount(shape) for shape, weight in weights.items())
-    return Measure(weights, capacity_share=CAPACITY_SHARE, step=step or 1.0, in_tasks=True)
+    return FragmentationMeasure(weights, capacity_share=CAPACITY_SHARE, step=step or 1.0, in_tasks=True)
 
 
-def scarcity(shape: Shape, stock: Stock) -> float:
+def scarcity(shape: Shape, stock: Inventory) -> float:
     """1 for what may go anywhere, more the less of the stock can host it, 0 if nothing can.
 
     The square root is a compromise: without it demands for a rare kind find it taken, with the plain ratio
@@ -270,7 +272,7 @@ def most_copies(slots: list[int], devices: int) -> int:
     return copies
 
 
-def choices(left: tuple[int, ...], devices: int, amount: int) -> list[tuple[int, ...]]:
+def candidate_devices(left: tuple[int, ...], devices: int, amount: int) -> list[tuple[int, ...]]:
     """The devices that are worth comparing: of equally full ones the lowest, of several the fullest."""
     fitting = [place for place, room in enumerate(left) if room >= amount]
     if devices > 1:
@@ -282,7 +284,7 @@ def choices(left: tuple[int, ...], devices: int, amount: int) -> list[tuple[int,
     return [(place,) for place in lowest.values()]
 
 
-def after(room: Remainder, shape: Shape, devices: tuple[int, ...], amount: int) -> Remainder:
+def remaining_after(room: Remainder, shape: Shape, devices: tuple[int, ...], amount: int) -> Remainder:
     """The room once the demand has taken its part."""
     left = list(room.left)
     for place in devices:

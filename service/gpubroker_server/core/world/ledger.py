@@ -6,7 +6,7 @@ from math import inf
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.device import Device, DeviceSample
-from gpubroker_server.core.domain.lease import OF_SERVERS, Lease, LeaseState, Pledge
+from gpubroker_server.core.domain.lease import HOLDERS_ON_SERVERS, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.orders import RunId
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, TaskId
 
@@ -36,7 +36,7 @@ class Holding:
         return state is LeaseState.RELEASING or (self.stopping and state is not LeaseState.QUARANTINED)
 
 
-class Sums(NamedTuple):
+class LedgerTotals(NamedTuple):
     """Of the holdings of one device."""
 
     leased_mb: int = 0
@@ -48,19 +48,19 @@ class Sums(NamedTuple):
     loaded_mb: int = 0
     """The leases of what servers of models have in memory."""
 
-    def with_that_of(self, holding: Holding, sign: int) -> "Sums":
+    def with_that_of(self, holding: Holding, sign: int) -> "LedgerTotals":
         lease = holding.lease
         begun_mb = 0 if lease.state is LeaseState.RESERVED else sign * lease.mb
-        return Sums(
+        return LedgerTotals(
             self.leased_mb + sign * lease.mb,
             self.held_mb + sign * holding.takes_mb,
             self.begun_mb + begun_mb,
             self.measured_mb + sign * holding.measured_mb,
-            self.loaded_mb + (begun_mb if lease.holder_kind in OF_SERVERS else 0),
+            self.loaded_mb + (begun_mb if lease.holder_kind in HOLDERS_ON_SERVERS else 0),
         )
 
 
-NOTHING = Sums()
+NO_HOLDINGS = LedgerTotals()
 
 
 class Book:
@@ -84,7 +84,7 @@ class Book:
         self._since = Instant(-inf)
         """What was measured before is no longer believed."""
         self._unheld_mb: int | None = None
-        self._sums = NOTHING
+        self._sums = NO_HOLDINGS
         self._leaving: dict[str, Holding] = {}
 
     def copy(self) -> "Book":
@@ -149,7 +149,7 @@ class Book:
             mb, foreign_mb = holding.lease.mb, self.sample.foreign_mb
             began = holding.lease.state is not LeaseState.RESERVED
             unlisted_mb = mb if foreign_mb is None and began else 0
-            if foreign_mb is not None and began and holding.lease.holder_kind in OF_SERVERS:
+            if foreign_mb is not None and began and holding.lease.holder_kind in HOLDERS_ON_SERVERS:
                 unlisted_mb = min(mb, foreign_mb)
                 foreign_mb = Mib(foreign_mb - unlisted_mb)
             used_mb = self.sample.used_mb - (holding.measured_mb or unlisted_mb)
@@ -257,7 +257,7 @@ class Book:
         return self.sample.by_holder.get(lease.mark, Mib(0))
 
 
-class Unconfirmed:
+class UnconfirmedHolders:
     """Kept by the World beside its leases."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ WAIT_BOUNDS: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 
 """Seconds, between which waits are counted."""
 
 
-class Answered:
+class InferenceCounts:
     def __init__(self) -> None:
         self.ended: Counter[TaskState] = Counter()
         self.waited_seconds = 0.0
@@ -38,13 +38,13 @@ class Answered:
         return tuple(accumulate(self._waits))
 
 
-class Homes:
+class ModelIndex:
     def __init__(self) -> None:
         self._live: dict[Home, Task] = {}
         self._known: dict[TaskId, Task] = {}
         """Those that are over as well, as long as they may hold something."""
         self._asking: dict[str, dict[TaskId, Task]] = {}
-        self.answered = Answered()
+        self.answered = InferenceCounts()
 
     def note(self, task: Task) -> None:
         """It is new, or has changed."""

@@ -8,7 +8,7 @@ from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.ledger import Holding
 
 
-class Learned:
+class RunHistory:
     """Mutable, owned by one World.
 
     Peaks live in memory only: after a restart those of the present runs begin anew.

@@ -11,23 +11,23 @@ from gpubroker_server.core.domain.demand import Demand, Where, need_mb, unwanted
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.core.world.fragmentation_gradient import (
+    Inventory,
     Remainder,
     Shape,
-    Stock,
-    after,
     fgd,
+    remaining_after,
     tasks_lost,
-    usual,
+    typical_shapes,
 )
 from gpubroker_server.core.world.ledger import Book
 
-MOST_USUAL = 64
+MAX_TYPICAL = 64
 """So many shapes are taken for usual at most: each of them is asked about each state of a node."""
 
-MOST_STATES = 10_000
+MAX_CACHED_STATES = 10_000
 """Answers of nodes in so many states are kept, some megabytes, before all are forgotten."""
 
-Alike = Mapping[str, tuple[int, Device]]
+DeviceClasses = Mapping[str, tuple[int, Device]]
 """Name of a sort -> (how many devices, one of them)."""
 
 
@@ -49,7 +49,7 @@ class Spot(NamedTuple):
     """In key order."""
 
 
-def sorts_of(devices: Iterable[Device]) -> Alike:
+def device_classes(devices: Iterable[Device]) -> DeviceClasses:
     """The sorts of devices of which anything can be leased."""
     some: dict[str, Device] = {}
     count: Counter[str] = Counter()
@@ -74,13 +74,13 @@ def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
 class Worth:
     """Remembers what it was asked; the answers depend on the arguments alone."""
 
-    def __init__(self, edition: Mapping[Demand, int], alike: Alike, policy: str) -> None:
+    def __init__(self, edition: Mapping[Demand, int], alike: DeviceClasses, policy: str) -> None:
         """`policy`: `stranded` (the service's measure) or `fgd` (the paper's)."""
         self._alike = alike
         self._shapes: dict[Demand, Shape] = {}
         self._stranded: dict[Remainder, tuple[Mib, ...]] = {}
         self.usual = self._usual(edition)
-        stock: Stock = {name: (count, device.allocatable_mb) for name, (count, device) in alike.items()}
+        stock: Inventory = {name: (count, device.allocatable_mb) for name, (count, device) in alike.items()}
         self._measure = fgd(self.usual, _mean(stock)) if policy == "fgd" else tasks_lost(self.usual, stock)
 
     def spot(self, demand: Demand, node: tuple[Row, ...]) -> Spot | None:
@@ -91,7 +91,11 @@ class Worth:
         """
         if not demand.gpus:
             rooms = [row.room for row in node]
-            return Spot(0, self._score(rooms, [after(room, self.shape(demand), (), 0) for room in rooms]), ())
+            return Spot(
+                0,
+                self._score(rooms, [remaining_after(room, self.shape(demand), (), 0) for room in rooms]),
+                (),
+            )
         if len(node) == 1:
             return self._on_alike(demand, node[0])
         return self._on_mixed(demand, node)
@@ -101,7 +105,7 @@ class Worth:
         the demand's share."""
         known = self._stranded.get(room)
         if known is None:
-            if len(self._stranded) >= MOST_STATES:
+            if len(self._stranded) >= MAX_CACHED_STATES:
                 self._stranded.clear()
             known = self._stranded[room] = tuple(self._useless(room))
         return known
@@ -145,8 +149,8 @@ class Worth:
             shape = self.shape(demand)
             if shape.amounts:
                 mix[shape] += count
-        return usual(
-            dict(sorted(mix.items(), key=lambda kept: (kept[1], kept[0]), reverse=True)[:MOST_USUAL])
+        return typical_shapes(
+            dict(sorted(mix.items(), key=lambda kept: (kept[1], kept[0]), reverse=True)[:MAX_TYPICAL])
         )
 
     def _on_alike(self, demand: Demand, row: Row) -> Spot | None:
@@ -168,7 +172,7 @@ class Worth:
         if len(found) < demand.gpus:
             return None
         rooms = [row.room for row in node]
-        beside = [after(room, self.shape(demand), (), 0) for room in rooms]
+        beside = [remaining_after(room, self.shape(demand), (), 0) for room in rooms]
         ways = [sorted(found)[: demand.gpus]] if demand.gpus > 1 else [[option] for option in found]
         spots = [self._taking(demand, rooms, beside, way) for way in ways]
         return min(spots, key=lambda spot: (spot.unwanted, -spot.score, spot.devices))
@@ -181,7 +185,7 @@ class Worth:
         for number in {option.row for option in chosen}:
             room = rooms[number]
             places = tuple(option.place for option in chosen if option.row == number)
-            behind[number] = after(room, self.shape(demand), places, amounts[room.kind])
+            behind[number] = remaining_after(room, self.shape(demand), places, amounts[room.kind])
         unwanted = sum(option.unwanted for option in chosen)
         return Spot(unwanted, self._score(rooms, behind), tuple(sorted(option.key for option in chosen)))
 
@@ -198,7 +202,7 @@ class _Option(NamedTuple):
     place: int
 
 
-def _mean(stock: Stock) -> float:
+def _mean(stock: Inventory) -> float:
     """The amount of a device, on average."""
     return sum(count * whole for count, whole in stock.values()) / sum(count for count, _ in stock.values())
 
@@ -226,7 +230,7 @@ class Mix:
         self._worths: dict[str, Worth | None] = {}
         """By policy; of this edition and these devices."""
         self._told: Mapping[Demand, int] = self.edition
-        self._alike: Alike = {}
+        self._alike: DeviceClasses = {}
         self._inventory_version = -1
 
     def add(self, demand: Demand) -> None:
@@ -255,7 +259,7 @@ class Mix:
             return None
         if version != self._inventory_version:
             self._inventory_version = version
-            alike = sorts_of(book.device for book in books.values())
+            alike = device_classes(book.device for book in books.values())
             if alike != self._alike:
                 self._alike = alike
                 self._worths.clear()

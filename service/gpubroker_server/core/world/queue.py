@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.world.due_times import Timetable
+from gpubroker_server.core.world.due_times import DueTimes
 
 GroupKey = tuple[str, int, Demand, str, int]
 """(tenant, priority, demand, stream, standing): tasks that differ in nothing the planner looks at but their
@@ -203,7 +203,7 @@ class PendingQueue:
         self.kin: dict[Demand, Kin] = {}
         self.tenants: Counter[str] = Counter()
         """Tenant -> how many groups it has."""
-        self.delayed = Timetable()
+        self.delayed = DueTimes()
         self.held: set[TaskId] = set()
         self.awaiting: set[TaskId] = set()
         """Those that wait for other tasks to end."""

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.ledger import Book
 
 
-class Usage(NamedTuple):
+class TenantUsage(NamedTuple):
     """What a tenant had used at its last change of leases; since then it holds what its leases say."""
 
     tenant: str
@@ -17,7 +17,7 @@ class Usage(NamedTuple):
     at: Instant
 
 
-def faded(
+def decayed(
     mb_seconds: float, held_mb: int, seconds: float, half_life_seconds: Seconds = HALF_LIFE_SECONDS
 ) -> float:
     """Usage after some seconds in which so much was held all the time: exact, not sampled.
@@ -25,10 +25,10 @@ def faded(
     What is held for ever comes to `held_mb` times `life_seconds(half_life_seconds)`.
     """
     left: float = 0.5 ** (max(0.0, seconds) / half_life_seconds)
-    return mb_seconds * left + held_mb * life_seconds(half_life_seconds) * (1.0 - left)
+    return mb_seconds * left + held_mb * mean_life_seconds(half_life_seconds) * (1.0 - left)
 
 
-def life_seconds(half_life_seconds: Seconds) -> float:
+def mean_life_seconds(half_life_seconds: Seconds) -> float:
     """The mean time for which a second of use counts."""
     return half_life_seconds / log(2.0)
 
@@ -74,15 +74,15 @@ class Accounts:
         account.at = max(account.at, at)
         account.held_mb += mb
 
-    def restore(self, usage: Usage) -> None:
+    def restore(self, usage: TenantUsage) -> None:
         """What a row tells of a tenant whose leases are entered already."""
         account = self._known.setdefault(usage.tenant, Account())
         account.mb_seconds, account.at = usage.mb_seconds, usage.at
 
-    def rows(self) -> list[Usage]:
+    def rows(self) -> list[TenantUsage]:
         """In order of tenants."""
         known = sorted(self._known.items())
-        return [Usage(tenant, account.mb_seconds, account.at) for tenant, account in known]
+        return [TenantUsage(tenant, account.mb_seconds, account.at) for tenant, account in known]
 
     def held_mb(self, tenant: str) -> int:
         account = self._known.get(tenant)
@@ -104,4 +104,4 @@ class Accounts:
         return self._whole[1]
 
     def _used(self, account: Account, now: Instant) -> float:
-        return faded(account.mb_seconds, account.held_mb, now - account.at, self.half_life_seconds)
+        return decayed(account.mb_seconds, account.held_mb, now - account.at, self.half_life_seconds)

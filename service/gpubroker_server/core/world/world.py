@@ -5,15 +5,15 @@ from collections.abc import Iterable
 
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
-from gpubroker_server.core.domain.errors import OutOfStep
+from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
 from gpubroker_server.core.domain.node_capacity import NodeUse, count_custom
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.ranks import may_be_late_at, parts_of, surplus_of
 from gpubroker_server.core.domain.task import Task, TaskState, notice_of, notices_of
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
-from gpubroker_server.core.world.dependencies import Awaited
-from gpubroker_server.core.world.due_times import Timetable
+from gpubroker_server.core.world.dependencies import DependencyIndex
+from gpubroker_server.core.world.due_times import DueTimes
 from gpubroker_server.core.world.event_codec import (
     changed_lease,
     changed_task,
@@ -24,10 +24,10 @@ from gpubroker_server.core.world.event_codec import (
     request_from,
     task_from,
 )
-from gpubroker_server.core.world.events import Event, in_step
-from gpubroker_server.core.world.ledger import Book, Unconfirmed
-from gpubroker_server.core.world.model_index import Homes
-from gpubroker_server.core.world.past_runs import Learned
+from gpubroker_server.core.world.events import Event, consecutive
+from gpubroker_server.core.world.ledger import Book, UnconfirmedHolders
+from gpubroker_server.core.world.model_index import ModelIndex
+from gpubroker_server.core.world.past_runs import RunHistory
 from gpubroker_server.core.world.placement_scores import Mix
 from gpubroker_server.core.world.queue import PendingQueue
 from gpubroker_server.core.world.revisions import Marks
@@ -48,9 +48,9 @@ class World:
         self.position = Position(0)
         self.as_of = Instant(0.0)
         self.tasks: dict[TaskId, Task] = {}
-        self.awaited = Awaited()
+        self.awaited = DependencyIndex()
         self.queue = PendingQueue(self.awaited.inheritance.priorities)
-        self.expiring = Timetable()
+        self.expiring = DueTimes()
         """The pending tasks that do not wait for ever, and until when they do."""
         self.marks = Marks()
         """Of nodes on which anything changed that a plan may depend on, time apart."""
@@ -61,34 +61,34 @@ class World:
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
         self.leases: dict[Claim, dict[str, Lease]] = {}
         """The leases of each claim that are not released, by key."""
-        self.unconfirmed = Unconfirmed()
+        self.unconfirmed = UnconfirmedHolders()
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
         self.use: dict[NodeName, NodeUse] = {}
         self.custom_use: dict[str, float] = {}
-        self.active = Timetable()
+        self.active = DueTimes()
         """Each that runs, with the earliest moment at which its time, or that of a rank, may be up."""
         self.runs: dict[NodeName, set[TaskId]] = {}
         """The active tasks of each node."""
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many ever ended so; survives pruning."""
-        self.homes = Homes()
-        self.learned = Learned()
+        self.homes = ModelIndex()
+        self.learned = RunHistory()
         self.mix = Mix()
         self.accounts = Accounts(usage_half_life_seconds)
 
     def apply(self, events: Iterable[Event]) -> None:
         """Take over committed events in position order; those already applied change nothing.
 
-        Raises OutOfStep if one is missing: then nothing is changed. Raises it, too, if one does not fit what
+        Raises OutOfSync if one is missing: then nothing is changed. Raises it, too, if one does not fit what
         is known: then the events before that one are applied.
         """
-        for event in in_step(events, self.position):
+        for event in consecutive(events, self.position):
             self.as_of = event.at
             try:
                 self._take_over(event)
             except Exception as fault:
-                raise OutOfStep(
+                raise OutOfSync(
                     f"event {event.position} ({event.kind} {event.key}) does not fit what is known: "
                     f"{fault!r}; the picture stands at {self.position}; read it anew from the rows"
                 ) from fault

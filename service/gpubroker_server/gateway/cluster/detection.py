@@ -1,6 +1,6 @@
 """Silent nodes that the leader does not give up, as the API tells it."""
 
-from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.gateway.cluster.detection_views import DetectionView
 from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.status.quarantine import Reason
@@ -13,7 +13,7 @@ class Resume(Body):
     reason: Reason
 
 
-def detection_view(paused: Paused | None) -> DetectionView:
+def detection_view(paused: PausedDetection | None) -> DetectionView:
     if paused is None:
         return {"state": "watching", "since": None, "message": "", "nodes": [], "runs": 0, "of_runs": 0}
     return {

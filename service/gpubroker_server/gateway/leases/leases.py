@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from gpubroker_server.core.domain.demand import Demand, Where
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import band_of
-from gpubroker_server.core.domain.task import External, Task, TaskState
+from gpubroker_server.core.domain.task import ExternalTerms, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import Body
@@ -173,7 +173,7 @@ def task_of_lease(
         submitted_at=now,
         grace_seconds=Seconds(grace),
         deadline_at=Instant(now + body.ttl_seconds),
-        external=External(Seconds(body.ttl_seconds), body.pid),
+        external=ExternalTerms(Seconds(body.ttl_seconds), body.pid),
     )
 
 

@@ -9,10 +9,10 @@ from urllib.parse import unquote
 
 from fastapi import APIRouter, Query, Response
 
-from gpubroker_server.core.domain.model_orders import Indexed
+from gpubroker_server.core.domain.model_orders import IndexedModel
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.core.lifecycle.model_lifecycle import HIGHEST
+from gpubroker_server.core.lifecycle.model_lifecycle import TOP_PRIORITY
 from gpubroker_server.gateway.cluster.devices import as_of
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
@@ -154,7 +154,9 @@ async def pin_model(
     """Keep a model in memory whoever asks for its room, or no longer. One that is not there is brought.
     While it is pinned it has the highest priority, which the token must allow."""
     if body.pinned:
-        check_priority(call, HIGHEST, at="/pinned", said=f"a pinned model has priority {HIGHEST}, which is")
+        check_priority(
+            call, TOP_PRIORITY, at="/pinned", said=f"a pinned model has priority {TOP_PRIORITY}, which is"
+        )
     residency = _holding(call, name, query.server)
     task = None if residency is None else residency.of(name)
     if body.pinned and task is None:
@@ -227,7 +229,7 @@ async def _rows(call: Call, residency: Residency) -> list[ModelView]:
     ]
 
 
-def _reason(residency: Residency, known: Mapping[str, Indexed] | None, name: str) -> str:
+def _reason(residency: Residency, known: Mapping[str, IndexedModel] | None, name: str) -> str:
     """Of its server, why it is as it is."""
     if known is None:
         return f"server {residency.rules.name} does not answer; what it had stays leased until it does"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gpubroker_server.core.domain.demand import Demand, shared
+from gpubroker_server.core.domain.demand import Demand, interned
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.admission import Refusal, check_priority, check_times
@@ -41,7 +41,7 @@ class Capacity:
             if len(self._settled) >= REMEMBERED:
                 self._settled.clear()
             found = settled(demand, pool, tenant, labels, self._policy)
-            found = self._settled[alike] = found if isinstance(found, Refusal) else shared(found)
+            found = self._settled[alike] = found if isinstance(found, Refusal) else interned(found)
         if isinstance(found, Refusal):
             raise _problem(found, f"{at}/{found.field}")
         return found

@@ -10,12 +10,12 @@ import structlog
 from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.orders import (
-    Beat,
     Checkpointed,
     Ended,
     Ending,
     Failure,
     Gone,
+    Heartbeat,
     NodeLost,
     NodeSeen,
     Progressed,
@@ -114,7 +114,7 @@ def _report(batch: _Batch, report: Any) -> Report:
             run = TaskId(_name(task, "task")), Fence(_count(fence, "fence")), batch.instant(at)
             return _of_a_run(batch, kind, run, _count(rank, "rank"), rest)
         case ("beat", at):
-            return Beat(NodeName(batch.node), batch.instant(at))
+            return Heartbeat(NodeName(batch.node), batch.instant(at))
         case ("sampled", at, samples):
             when = batch.instant(at)
             return Sampled(NodeName(batch.node), when, _samples(batch, when, samples))

@@ -19,7 +19,7 @@ from gpubroker_server.core.domain.submission import MODEL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.lifecycle.learning import learned_mb
-from gpubroker_server.core.lifecycle.model_lifecycle import is_to_be_told
+from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.expected_start import there_at
 from gpubroker_server.core.world.world import World
@@ -28,7 +28,7 @@ from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.waiters import Waiters, moves_of
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules, place_fault
 from gpubroker_server.gateway.submission.capacity import Capacity
-from gpubroker_server.ports.models import Described, HostFault, HostRefused, Indexed, ModelHost, Stage
+from gpubroker_server.ports.models import Described, HostFault, HostRefused, IndexedModel, ModelHost, Stage
 from gpubroker_server.ports.store import Clock, RunSpec, StoreUnavailable, Submission, TaskStore
 
 log = structlog.get_logger("gpubroker.tasks.task")
@@ -94,7 +94,7 @@ class Residency:
             task for task in here if task.model and task.model.server == self.rules.name and task.model.model
         ]
 
-    async def repository(self) -> Mapping[str, Indexed] | None:
+    async def repository(self) -> Mapping[str, IndexedModel] | None:
         """What the server says that it has; None while it does not answer."""
         try:
             return (await self._host.index(DESCRIBE_SECONDS)).models
@@ -208,7 +208,7 @@ class Residency:
 
     async def _keep_wanted(self, task: Task, priority: int) -> None:
         """Whoever waits for it wants it, at his own priority."""
-        if is_to_be_told(task, priority, self._parts.clock.now()):
+        if needs_want_request(task, priority, self._parts.clock.now()):
             await self.ask_leader(task, "want", priority=priority, uses=1)
 
     async def ask_leader(self, task: Task, what: str, **fields: object) -> bool:
