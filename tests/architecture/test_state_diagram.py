@@ -65,7 +65,7 @@ def test_the_lease_table_names_every_state_and_every_lease_can_be_released() -> 
 
 
 def test_a_lease_only_goes_forward_and_may_skip_steps() -> None:
-    """`core.world.fold` moves a lease from any state to any later one in one step."""
+    """The leader moves a lease from any state to any later one in one step."""
     order = [
         LeaseState.RESERVED,
         LeaseState.HELD,

@@ -20,13 +20,19 @@ COMMANDS = {
 hundreds of points pays for every page that it has."""
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds its default to the help of an option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, False)
+        return super()._get_help_string(action) if has_default else action.help
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        command = commands.add_parser(name, help=summary, description=summary, formatter_class=_Help)
         if name in sys.argv[1:2]:
             module = import_module(f"tests.chaos.{name.replace('-', '_')}")
             module.add_options(command)

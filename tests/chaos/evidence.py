@@ -90,11 +90,11 @@ def run_seeds(
     options: argparse.Namespace,
     evidence: Evidence,
     run: Callable[[int], dict[str, Any]],
-    **common: Any,
+    **about: Any,
 ) -> None:
     """Run each seed that the evidence does not have yet; stop after a run in which something was wrong."""
     for seed in range(options.seed, options.seed + options.batches):
-        record = run_once(options, evidence, seed, run, **common)
+        record = run_once(options, evidence, seed, run, **about)
         if record is not None and (record["wrong"] or record.get("stale")):
             sys.exit(1)
 
@@ -108,7 +108,7 @@ def run_once(
     engine: str | None = None,
     **common: Any,
 ) -> dict[str, Any] | None:
-    """None if the evidence has this run already."""
+    """The record, None if the evidence has it already. `common`: facts that hold for all runs."""
     identity = {"seed": seed} if engine is None else {"seed": seed, "engine": engine}
     if not options.no_evidence and evidence.has(**identity):
         return None

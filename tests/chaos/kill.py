@@ -5,7 +5,6 @@ A batch is one service with its own database, identified by its seed.
 
 import argparse
 import asyncio
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from tests.chaos.database import DURABILITY, a_database
 from tests.chaos.deployment import DEPLOYMENTS, DEVICE_MB, Deployment
-from tests.chaos.evidence import Evidence, add_seeds, run_once
+from tests.chaos.evidence import Evidence, add_seeds, run_seeds
 from tests.chaos.load import Load
 from tests.chaos.verdict import judge
 
@@ -44,14 +43,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def command(options: argparse.Namespace) -> None:
     evidence = Evidence(f"kill-{options.database}", SUMMED, trials=("kills", "acknowledged"))
-    for seed in range(options.seed, options.seed + options.batches):
-        batch = Batch(options.database, options.engine, seed, options.kills, options.tasks_per_kill)
-        record = run_once(
-            options, evidence, seed, lambda _, batch=batch: run(batch),  # type: ignore[misc]
-            engine=options.engine, database=options.database,
-        )  # fmt: skip
-        if record is not None and record["wrong"]:
-            sys.exit(1)
+    how = options.kills, options.tasks_per_kill
+    run_seeds(
+        options,
+        evidence,
+        lambda seed: run(Batch(options.database, options.engine, seed, *how)),
+        engine=options.engine,
+        database=options.database,
+    )
 
 
 def run(batch: Batch) -> dict[str, Any]:

@@ -172,8 +172,20 @@ class SdkLoad(Load):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=1, help="rounds of all kinds at all places")
-    parser.add_argument("--kind", action="append", choices=sorted(KINDS), help="may be repeated")
-    parser.add_argument("--place", action="append", choices=sorted(PLACES), help="may be repeated")
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=sorted(KINDS),
+        metavar="KIND",
+        help=f"kind of fault: {', '.join(sorted(KINDS))} (may be repeated)",
+    )
+    parser.add_argument(
+        "--place",
+        action="append",
+        choices=sorted(PLACES),
+        metavar="PLACE",
+        help=f"connection: {', '.join(sorted(PLACES))} (may be repeated)",
+    )
     parser.add_argument("--most-seconds", type=float, default=6.0, help="longest duration of a fault")
     parser.add_argument("--rest-seconds", type=float, default=4.0, help="shortest time between two faults")
     add_seeds(parser)

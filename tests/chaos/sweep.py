@@ -293,9 +293,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--database-url", help="an empty database with the current schema")
     where.add_argument("--database", choices=sorted(DURABILITY), help="create a database of this kind")
-    parser.add_argument("--operation", action="append", choices=sorted(OPERATIONS), help="may be repeated")
+    parser.add_argument(
+        "--operation",
+        action="append",
+        choices=sorted(OPERATIONS),
+        metavar="NAME",
+        help=f"operation: {', '.join(sorted(OPERATIONS))} (may be repeated)",
+    )
     faults = [Fault.CUT.value, Fault.KILL.value]
-    parser.add_argument("--fault", action="append", choices=faults, help="may be repeated")
+    parser.add_argument("--fault", action="append", choices=faults, help="fault to inject (may be repeated)")
 
 
 def command(options: argparse.Namespace) -> None:
