@@ -23,7 +23,8 @@ def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:
 def tenants(context: typer.Context, output: Output = Format.TABLE) -> None:
     """List tenants: held, guaranteed, borrowed and used memory, and fair share.
 
-    USED is in GiB-hours and decays. LEVEL is usage relative to the fair share: the lowest goes first.
+    USED is in GiB-hours and decays. LEVEL is usage relative to the fair share:
+    the lowest goes first.
     """
     with connect(context) as broker:
         emit_all(output, broker.tenants().items, _tenants)

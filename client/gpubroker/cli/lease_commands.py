@@ -89,8 +89,9 @@ def run(
 ) -> None:
     """Run a command on this machine while it holds a lease, and exit with its exit code.
 
-    The command finds its GPUs in CUDA_VISIBLE_DEVICES. If the memory is needed elsewhere, it gets SIGTERM,
-    and SIGKILL after its grace period. Signals to this process are passed on to the command.
+    The command finds its GPUs in CUDA_VISIBLE_DEVICES. Before its memory is
+    given to others, it gets SIGTERM, and SIGKILL after its grace period. It also
+    gets the signals that this process gets.
 
     \b
     gpubroker lease run --gpu-memory 20GiB --here -- vllm serve my/model

@@ -47,8 +47,8 @@ def release(
 ) -> None:
     """Release quarantined memory: state that the processes of a task or lease are gone.
 
-    Use it if no agent can prove that, as for a machine that does not come back. The service does not check
-    the statement.
+    Use it if no agent can prove that, as for a machine that does not come back.
+    The service does not check the statement.
     """
     with connect(context) as broker:
         found = _found(broker, holder)

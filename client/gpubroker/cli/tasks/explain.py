@@ -117,8 +117,8 @@ def _place(explained: Explanation | Simulation) -> Iterator[Text]:
         length = max(explained.queue_length, explained.position)
         parts.append(f"position {explained.position} of {length} in the queue")
     if isinstance(explained, Explanation) and explained.inherits:
-        heir = explained.inherits
-        parts.append(f"inherits priority {heir.priority} from {short_id(heir.task)}")
+        inherited = explained.inherits
+        parts.append(f"inherits priority {inherited.priority} from {short_id(inherited.task)}")
     if explained.start and explained.start.p50_seconds:
         parts.append(f"room expected {_within(explained.start)}{_record(explained.start_record)}")
     if parts:

@@ -76,7 +76,7 @@ Nodes = Annotated[
     typer.Option(
         "--on",
         metavar="LABEL=VALUE[,VALUE]",
-        help="Only nodes with this label; repeatable.",
+        help="Only nodes with this label, such as zone=a,b; repeatable.",
     ),
 ]
 PreferNodes = Annotated[

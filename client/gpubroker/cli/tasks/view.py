@@ -80,7 +80,9 @@ def ps(
     since: Annotated[
         Any,
         typer.Option(
-            parser=parsing.time_ago, metavar="TIME", help="Only tasks submitted since: a time, or 2h."
+            parser=parsing.time_ago,
+            metavar="TIME",
+            help="Only tasks submitted since a time, or 2h ago.",
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most this many tasks.")] = 50,
@@ -249,10 +251,14 @@ def _now(task: Task) -> str:
     match task.state:
         case TaskState.PENDING if task.pending:
             position = f" (position {task.pending.position})" if task.pending.position else ""
-            heir = task.pending.inherits
-            inherits = f"; inherits priority {heir.priority} from {short_id(heir.task)}" if heir else ""
+            inherited = task.pending.inherits
+            note = (
+                f"; inherits priority {inherited.priority} from {short_id(inherited.task)}"
+                if inherited
+                else ""
+            )
             message = with_short_ids(task.pending.message)
-            return f"{message}{position}{inherits}{_expected_start(task.pending.start)}"
+            return f"{message}{position}{note}{_expected_start(task.pending.start)}"
         case TaskState.RUNNING:
             return _progress(task)
         case TaskState.STOPPING if task.stop_deadline_at:
