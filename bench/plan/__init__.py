@@ -30,7 +30,7 @@ from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Position, TaskId, device_key
 from gpubroker_server.core.planning.cycle import Slice
 from gpubroker_server.core.planning.forecast_accuracy import Foresight
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.events import events_of
 from gpubroker_server.core.world.world import World
 
@@ -145,7 +145,7 @@ class Leader:
         self.world = world
         self.policy = Policy()
         self.now = Instant(BEGIN)
-        self.memory = Memory()
+        self.cache = PlanCache()
         self.foresight = Foresight()
         self.rounds: list[list[float]] = []
         """The seconds of each step, for each computation of the forecasts."""
@@ -164,14 +164,14 @@ class Leader:
         cursor, turns = None, 1
         while True:
             forecasts = self.foresight.forecasts
-            open_slice = partial(Slice, self.world, self.policy, self.now, cursor, self.memory, forecasts)
+            open_slice = partial(Slice, self.world, self.policy, self.now, cursor, self.cache, forecasts)
             spent, part = timed(open_slice)
-            for _ in range(turns):
+            count = 0
+            while not part.is_last and (count < turns or part.is_searching):
                 more, _ = timed(part.take_turn)
+                count += 1
                 taken.append(spent + more)
                 spent = 0.0
-                if part.is_last:
-                    break
             spent, plan = timed(part.plan)
             taken[-1] += spent
             self.commit(plan.decisions)

@@ -33,7 +33,7 @@ from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts import make_forecasts
 from gpubroker_server.core.planning.fragmentation import Sum, fragmentation
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.events import NewEvent, events_of, submitted
 from gpubroker_server.core.world.world import World
@@ -119,7 +119,7 @@ class Replay:
         self._runs: dict[TaskId, Run] = {}
         self._reports: list[Report] = []
         self._watch: ObservationWindow | None = None
-        self._memory = Memory()
+        self._cache = PlanCache()
         self._forecasts: list[Forecast] = []
         self._consolidation = Consolidation()
         self._first_submit = self._now
@@ -183,7 +183,7 @@ class Replay:
         cursor = None
         while True:
             plan = plan_cycle(
-                self.world, self._policy, self._now, cursor, memory=self._memory, forecasts=self._forecasts
+                self.world, self._policy, self._now, cursor, cache=self._cache, forecasts=self._forecasts
             )
             self._commit(plan.decisions)
             cursor = plan.cursor

@@ -68,6 +68,13 @@ class NaiveTenants:
         heirs = [heir for heir in heirs if heir.state is TaskState.PENDING]
         return max([task.priority, *map(self.standing, heirs)])
 
+    def comes_first(self, one: Task, other: Task) -> bool:
+        """Whether what is reserved for one binds the other: at equal shares, too, counts as ahead."""
+        mine, theirs = list(self.order(one)), list(self.order(other))
+        ahead = mine < theirs
+        del mine[2], theirs[2]
+        return ahead or mine < theirs
+
     def order(self, task: Task) -> Any:
         standing = self.standings[task.id]
         top = min(top for top in TOPS if standing <= top)

@@ -8,10 +8,10 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.fit import Component, FleetPlan, planning
 from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.budget import ProbeBudget, finish
 from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.looks import Looks
 from gpubroker_server.core.planning.offers import Offers
-from gpubroker_server.core.planning.preemption import Eviction, Search, may_preempt
+from gpubroker_server.core.planning.preemption import Eviction, may_preempt, search_eviction
 from gpubroker_server.core.world.world import World
 
 from tests.builders import NOW
@@ -40,6 +40,5 @@ def eviction_for(draft: Draft, task: Task, policy: Policy = POLICY, now: Instant
     offers = Offers(draft, policy, now)
     if not may_preempt(offers, task):
         return None
-    search = Search(task, offers.nodes)
-    assert search.go_on(offers, Looks(inf))
-    return search.eviction(offers, now)
+    found = finish(search_eviction(offers, task, offers.nodes, now, ProbeBudget(inf)))
+    return found if isinstance(found, Eviction) else None

@@ -44,7 +44,7 @@ from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts import make_forecasts
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencies
 from gpubroker_server.core.world.world import World
 
@@ -67,7 +67,7 @@ class Ground:
         self.submitted: list[str] = []
         self.orders_get_lost = False
         """The leader dies between its next commit and the orders of it."""
-        self._memory = Memory()
+        self._cache = PlanCache()
         self._consolidation = Consolidation()
         self._forecasts: Sequence[Forecast] = ()
         self._watch: ObservationWindow | None = None
@@ -174,7 +174,7 @@ class Ground:
 
     def change_leader(self) -> None:
         """A new one: it knows the rows, and what it hears from now on."""
-        self._memory, self._watch, self._forecasts = Memory(), None, ()
+        self._cache, self._watch, self._forecasts = PlanCache(), None, ()
         self._said.clear()
         decision = take_over(self.world)
         self._carry([decision] if decision else [])
@@ -232,7 +232,7 @@ class Ground:
         """Where pledges ended in this cycle: that room was not there for whoever had its turn before."""
         while True:
             plan = plan_cycle(
-                self.world, self.policy, now, cursor, SLICE, self._memory, forecasts=self._forecasts
+                self.world, self.policy, now, cursor, SLICE, self._cache, forecasts=self._forecasts
             )
             done += plan.decisions
             for decision in plan.decisions:

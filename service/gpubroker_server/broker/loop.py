@@ -21,7 +21,7 @@ from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import Slice
 from gpubroker_server.core.planning.forecast_accuracy import Foresight
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencies
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
@@ -99,7 +99,7 @@ class Leader:
         self._heard: deque[Report] = deque()
         self._heard_bytes = 0
         self._fragmentation = FragmentationWatch(world, policy)
-        self._memory = Memory()
+        self._cache = PlanCache()
         """What the planner found out about the World so far."""
         self._consolidation = Consolidation()
         self.foresight = Foresight()
@@ -285,12 +285,12 @@ class Leader:
         cursor, turns = None, 1
         while True:
             now, forecasts = self._clock.now(), self.foresight.forecasts
-            part = Slice(self._world, self._policy, now, cursor, self._memory, forecasts)
-            for _ in range(turns):
+            part = Slice(self._world, self._policy, now, cursor, self._cache, forecasts)
+            taken = 0
+            while not part.is_last and (taken < turns or part.is_searching):
                 part.take_turn()
+                taken += 1
                 await asyncio.sleep(0)
-                if part.is_last:
-                    break
             plan = part.plan()
             await self._carry_out(self.foresight.compare(self._world, plan.decisions, now))
             cursor, turns = plan.cursor, MOST_TURNS

@@ -80,7 +80,7 @@ def test_every_remedy_starts_the_task_when_it_is_applied(world: World, story: li
         forecasts = settle(world, tale.now)
         for task in [row for row in world.tasks.values() if row.state is TaskState.PENDING]:
             found = advise(look(survey(Draft(world), task, POLICY, Instant(tale.now), forecasts)))
-            assert found.trial.places is None or task.held or task.not_before or task.awaits
+            assert found.way.places is None or task.held or task.not_before or task.awaits
             for remedy in found.remedies:
                 assert starts(applied(world, remedy), remedy.task, tale.now, forecasts), remedy.message
 
@@ -91,7 +91,7 @@ def changes(world: World, **options: Any) -> list[dict[str, Any]]:
 
 def test_a_task_that_has_room_needs_no_remedy():
     found = advice(a_world(a_task("new", gpu_mb=10 * GIB)))
-    assert found.trial.places is not None
+    assert found.way.places is not None
     assert (found.remedies, found.start) == (
         (),
         starting_in(0.0),
@@ -297,7 +297,7 @@ def test_no_priority_helps_where_room_is_coming():
     leaving = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 10.0)}
     world = a_world(holding(a_task("a", gpu_mb=60 * GIB), "gpu0", **leaving), a_task("new", gpu_mb=40 * GIB))
     found = advice(world)
-    assert found.trial.coming_on == ("n1",)
+    assert found.way.coming_on == ("n1",)
     assert [next(iter(r.change), "after") for r in found.remedies] == ["after", "gpu_mb"]
     assert found.remedies[0].message == "when a ends (expected within 10 s) it starts on n1/gpu0"
     assert found.start == starting_in(10.0)

@@ -139,7 +139,7 @@ def helpful_ends(world: World, task: Task) -> list[str]:
 def told(world: World) -> list[Remedy] | None:
     """None if it need not wait at all."""
     found = advise(look(survey(Draft(world), world.tasks[TaskId("new")], POLICY, NOW)))
-    return None if found.trial.places is not None else list(found.remedies)
+    return None if found.way.places is not None else list(found.remedies)
 
 
 def by_field(remedies: list[Remedy]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from gpubroker_server.core.explain.fit import Component
 from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.find_way import Wait
 from gpubroker_server.core.planning.forecasts import make_forecasts
 from gpubroker_server.core.planning.survey import survey
 from gpubroker_server.core.world.world import World
@@ -43,7 +44,7 @@ def advice(world: World, task: str = "new", policy: Policy = POLICY) -> Advice:
 
 def test_room_that_is_kept_is_no_place_and_the_blocker_says_for_whom():
     world = a_queue(a_task("new", gpu_mb=10 * GIB))
-    assert advice(world).trial.places is None
+    assert advice(world).way.places is None
     found = explain(world, TaskId("new"), POLICY, NOW, foreseen(world))
     assert found.reason is Reason.BEHIND_HIGHER_PRIORITY
     assert found.message == (
@@ -81,7 +82,7 @@ def test_nobody_is_advised_to_be_done_sooner_who_lacks_room():
 
 def test_who_is_done_before_the_forecast_begins_has_its_place():
     world = a_queue(a_task("new", gpu_mb=10 * GIB, expected_seconds=Seconds(300.0)))
-    assert advice(world).trial.places is not None
+    assert advice(world).way.places is not None
 
 
 def test_a_place_elsewhere_is_taken_before_one_that_somebody_behind_waits_for():
@@ -89,7 +90,7 @@ def test_a_place_elsewhere_is_taken_before_one_that_somebody_behind_waits_for():
         kept = foreseen(world)
         submit(world, a_task("new", gpu_mb=10 * GIB, priority=60))
         seen = look(survey(Draft(world), world.tasks[TaskId("new")], POLICY, NOW, kept))
-        return [place.node for place in advise(seen).trial.places or ()]
+        return [place.node for place in advise(seen).way.places or ()]
 
     assert placed_on(a_queue()) == ["n1"], "it stands ahead, and there is no other place"
     assert placed_on(a_queue(a_device("gpu0", "n2"))) == ["n2"]
@@ -98,7 +99,7 @@ def test_a_place_elsewhere_is_taken_before_one_that_somebody_behind_waits_for():
 def test_who_is_kept_away_has_runs_stopped_where_no_forecast_stands():
     low = holding(a_task("low", gpu_mb=80 * GIB, priority=20), "n2/gpu0")
     world = a_queue(a_device("gpu0", "n2"), low, a_task("new", gpu_mb=10 * GIB))
-    found = advice(world).trial
+    found = advice(world).way
     assert found.places is None
     assert found.eviction is not None
     assert found.eviction.node == "n2"
@@ -108,16 +109,16 @@ def test_nobody_is_told_to_be_stopped_on_the_node_of_a_forecast():
     low = holding(a_task("low", gpu_mb=70 * GIB, priority=20, expected_seconds=Seconds(700.0)), "gpu1")
     world = a_queue(low, a_task("new", gpu_mb=20 * GIB))
     assert [place.node for forecast in foreseen(world) for place in forecast.places] == ["n1"]
-    assert advice(world).trial.eviction is None
+    assert advice(world).way.eviction is None
 
 
 def test_a_gang_is_kept_away_as_well_and_finds_other_nodes():
     world = a_queue(a_gang("new", *bundles(1, gpus=1, gpu_mb=10 * GIB)))
-    assert advice(world).trial.places is None
+    assert advice(world).way.places is None
     found = explain(world, TaskId("new"), POLICY, NOW, foreseen(world))
     assert found.reason is Reason.BEHIND_HIGHER_PRIORITY
     other = a_queue(a_device("gpu0", "n2"), a_gang("new", *bundles(1, gpus=1, gpu_mb=10 * GIB)))
-    places = advice(other).trial.places or ()
+    places = advice(other).way.places or ()
     assert [one.node for one in places] == ["n2"]
 
 
@@ -137,8 +138,8 @@ def test_a_gang_stops_nobody_on_the_node_of_a_forecast():
     low = holding(a_task("low", gpu_mb=70 * GIB, priority=20, expected_seconds=Seconds(700.0)), "gpu1")
     world = a_queue(low, a_gang("new", *bundles(1, gpus=1, gpu_mb=20 * GIB)))
     row = world.tasks[TaskId("new")]
-    assert advise(look(survey(Draft(world), row, POLICY, NOW))).trial.eviction is not None
-    assert not advice(world).trial.is_way
+    assert advise(look(survey(Draft(world), row, POLICY, NOW))).way.eviction is not None
+    assert isinstance(advice(world).way, Wait)
 
 
 def test_a_forecast_that_keeps_nothing_from_a_task_is_no_blocker():

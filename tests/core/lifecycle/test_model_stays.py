@@ -9,12 +9,13 @@ from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
 from gpubroker_server.core.domain.orders import NodeLost
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, NodeName, Seconds
+from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
 from gpubroker_server.core.lifecycle.model_lifecycle import in_time
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.trial import Planner
+from gpubroker_server.core.planning.find_way import Wait
 from gpubroker_server.core.planning.victims import lost_gpu_seconds
 
 from tests.builders import (
@@ -121,9 +122,9 @@ def test_a_model_stops_nobody_for_whom_it_would_come_too_late() -> None:
     submit(world, a_model(priority=95, terms={"load_seconds": Seconds(271.0)}))
     assert plan(world) == []
     assert the(world, "run").state is TaskState.RUNNING
-    planner = Planner(Draft(world), POLICY, at(0.0))
-    assert not planner.attempt(the(world)).is_way, "nor is anybody told that it would"
-    assert planner.attempt(replace(the(world), expires_at=at(302.0))).eviction is not None
+    planner = WhatIf(Draft(world), POLICY, at(0.0))
+    assert isinstance(planner.way(the(world)), Wait), "nor is anybody told that it would"
+    assert planner.way(replace(the(world), expires_at=at(302.0))).eviction is not None
 
 
 def test_what_has_no_end_is_always_in_time() -> None:

@@ -21,7 +21,7 @@ from tests.core.scenarios import POLICY, Chapter, Story, clusters, stories
 def told(seen: Survey) -> tuple[Any, ...]:
     found = look(seen)
     advice = advise(found)
-    return explain_waiting(found), advice.trial, advice.start, advice.spared, advice.remedies, advice.free_in
+    return explain_waiting(found), advice.way, advice.start, advice.spared, advice.remedies, advice.free_in
 
 
 def who_waits(world: World) -> list[Task]:

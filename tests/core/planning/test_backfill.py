@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts import make_forecasts
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -284,8 +284,8 @@ def test_who_is_kept_away_may_stop_runs_where_no_forecast_stands():
     low = a_run("low", "n2/gpu0", left=9 * HOUR, priority=20)
     world = a_world(*gpus(), a_device("gpu0", "n2"), a_run("one", "gpu0", left=HOUR), low, a_wide_task())
     submit(world, a_task("kept", gpu_mb=80 * GIB))
-    for memory in (Memory(), None):
-        plan = plan_cycle(world, POLICY, NOW, memory=memory, forecasts=foreseen(world))
+    for cache in (PlanCache(), None):
+        plan = plan_cycle(world, POLICY, NOW, cache=cache, forecasts=foreseen(world))
         assert [(d.why, d.subject) for d in plan.decisions] == [("preempt", "kept")]
 
 
@@ -299,7 +299,7 @@ def test_nobody_behind_a_forecast_makes_room_for_itself_where_it_stands():
 
 
 def test_after_so_many_were_kept_away_no_others_are_tried_there():
-    policy, memory = replace(POLICY, backfill_depth=2), Memory()
+    policy, cache = replace(POLICY, backfill_depth=2), PlanCache()
     world = a_world(*gpus(), a_run("one", "gpu0", left=HOUR), a_wide_task())
     for number in range(5):
         submit(world, a_task(f"kept{number}", gpu_mb=GIB, submitted_at=NOW - 5 + number))
@@ -308,7 +308,7 @@ def test_after_so_many_were_kept_away_no_others_are_tried_there():
     assert admitted(world, replace(policy, backfill_depth=6)) == {"short": ["n1/gpu1"]}
     forecasts = foreseen(world, policy)
     for _ in range(2):
-        assert plan_cycle(world, policy, NOW, memory=memory, forecasts=forecasts).decisions == ()
+        assert plan_cycle(world, policy, NOW, cache=cache, forecasts=forecasts).decisions == ()
 
 
 def test_a_forecast_ends_with_the_start_of_its_task():
@@ -333,7 +333,7 @@ def test_after_so_many_were_kept_away_others_take_room_where_no_forecast_stands(
 
 def test_who_is_kept_away_waits_for_room_that_is_coming_elsewhere():
     """Nobody is stopped for it there, and its likes wait with it."""
-    policy, memory = replace(POLICY, backfill_depth=1), Memory()
+    policy, cache = replace(POLICY, backfill_depth=1), PlanCache()
     notice = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20)}
     leaving = holding(a_task("leaving", gpu_mb=80 * GIB, priority=20), "n2/gpu0", **notice)
     low = a_run("low", "n3/gpu0", left=9 * HOUR, priority=20)
@@ -341,9 +341,9 @@ def test_who_is_kept_away_waits_for_room_that_is_coming_elsewhere():
     world = a_world(*gpus(), *others, a_run("one", "gpu0", left=HOUR), leaving, low, a_wide_task())
     submit(world, a_task("first", gpu_mb=80 * GIB), a_task("second", gpu_mb=80 * GIB))
     forecasts = [forecast for forecast in foreseen(world, policy) if forecast.task == "wide"]
-    assert plan_cycle(world, policy, NOW, memory=memory, forecasts=forecasts).decisions == ()
+    assert plan_cycle(world, policy, NOW, cache=cache, forecasts=forecasts).decisions == ()
     let_go(world, "leaving")
-    plan = plan_cycle(world, policy, NOW, memory=memory, forecasts=forecasts)
+    plan = plan_cycle(world, policy, NOW, cache=cache, forecasts=forecasts)
     assert [(d.why, d.subject) for d in plan.decisions][:1] == [("admit", "first")]
 
 

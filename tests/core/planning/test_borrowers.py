@@ -11,13 +11,13 @@ from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.explain.advice import advise
 from gpubroker_server.core.explain.shielded_runs import Shield
 from gpubroker_server.core.explain.verdicts import look
+from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.forecasts import make_forecasts
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.planning.survey import survey
-from gpubroker_server.core.planning.trial import Planner
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ def a_run(name: str, tenant: str, mb: int, device: str = "gpu0", **fields: Any) 
 
 
 def asked_to_leave(world: World, policy: Policy) -> list[str]:
-    decisions = plan_cycle(world, policy, NOW, memory=Memory()).decisions
+    decisions = plan_cycle(world, policy, NOW, cache=PlanCache()).decisions
     return [write.task.id for decision in decisions if decision.why == "preempt" for write in decision.tasks]
 
 
@@ -47,7 +47,7 @@ def test_a_borrower_does_not_stop_a_run_of_a_tenant_within_its_guarantee():
     mine, theirs = a_run("mine", "owner", 20), a_run("theirs", "guest", 20, priority=60)
     world = a_world(a_device("gpu0", mb=40), mine, theirs, urgent)
     assert asked_to_leave(world, POLICY) == []
-    assert Planner(Draft(world), POLICY, NOW).attempt(urgent).eviction is None
+    assert WhatIf(Draft(world), POLICY, NOW).way(urgent).eviction is None
     told = advise(look(survey(Draft(world), urgent, POLICY, NOW))).spared
     assert told.counts == {Shield.GUARANTEED: 1, Shield.PRIORITY: 1}
     assert "what their tenants are guaranteed" in told.message
@@ -102,7 +102,7 @@ def test_a_borrower_stops_others_that_borrow_until_they_have_what_they_are_guara
     other = a_world(a_device("gpu0", mb=50), *runs)
     submit(other, a_task("urgent", tenant="third", gpu_mb=40, priority=60))
     assert asked_to_leave(other, policy) == [], "the last one would be within the guarantee by then"
-    assert Planner(Draft(world), policy, NOW).attempt(task).eviction is not None
+    assert WhatIf(Draft(world), policy, NOW).way(task).eviction is not None
 
 
 def test_a_borrower_finds_another_way_than_the_cheapest():
@@ -113,7 +113,7 @@ def test_a_borrower_finds_another_way_than_the_cheapest():
     urgent = a_task("urgent", tenant="guest", gpu_mb=20, priority=60)
     world = a_world(a_device("gpu0", mb=20), a_device("gpu1", mb=40), mine, theirs, held, urgent)
     assert asked_to_leave(world, policy) == ["theirs"]
-    told = Planner(Draft(world), policy, NOW).attempt(urgent).eviction
+    told = WhatIf(Draft(world), policy, NOW).way(urgent).eviction
     assert told is not None
     assert [run.id for run in told.victims] == ["theirs"]
 
@@ -125,7 +125,7 @@ def test_a_gang_of_a_borrower_leaves_guarantees_alone_as_well():
     gang = a_gang("gang", *bundles(2, gpu_mb=20), tenant="third", priority=60)
     world = a_world(a_device("gpu0", mb=20), a_device("gpu1", mb=20), *runs, gang)
     assert asked_to_leave(world, policy) == []
-    assert Planner(Draft(world), policy, NOW).attempt(gang).eviction is None
+    assert WhatIf(Draft(world), policy, NOW).way(gang).eviction is None
     assert sorted(asked_to_leave(world, Policy())) == ["r0", "r1"]
 
 
@@ -134,12 +134,12 @@ def test_what_a_borrower_may_not_do_is_remembered_until_others_borrow_as_well():
     runs = a_run("mine", "owner", 20), a_run("theirs", "guest", 20, priority=60)
     world = a_world(a_device("gpu0", mb=40), a_device("gpu1", mb=40), *runs)
     submit(world, a_task("urgent", tenant="guest", gpu_mb=20, priority=60, where=Where(devices=("gpu0",))))
-    memory = Memory()
-    assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
-    assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
+    cache = PlanCache()
+    assert plan_cycle(world, policy, NOW, cache=cache).decisions == ()
+    assert plan_cycle(world, policy, NOW, cache=cache).decisions == ()
     more = a_task("more", tenant="owner", gpu_mb=40, priority=40)
     submit(world, more)
-    admitted, decision = plan_cycle(world, policy, NOW, memory=memory).decisions
+    admitted, decision = plan_cycle(world, policy, NOW, cache=cache).decisions
     assert admitted.subject == "more"
     assert [write.task.id for write in decision.tasks] == ["mine"], "its tenant has more than its guarantee"
     assert plan_cycle(world, policy, NOW).decisions == (admitted, decision), "as without a memory"
@@ -152,8 +152,8 @@ def test_what_was_found_for_a_borrower_is_not_held_against_others():
     world = a_world(a_device("gpu0", mb=40), a_run("a", "owner", 20), a_run("g", "guest", 20, priority=60))
     submit(world, a_task("first", tenant="guest", **fields))
     submit(world, a_task("second", tenant="outside", submitted_at=Instant(NOW + 1.0), **fields))
-    memory = Memory()
-    decisions = plan_cycle(world, policy, NOW, memory=memory).decisions
+    cache = PlanCache()
+    decisions = plan_cycle(world, policy, NOW, cache=cache).decisions
     assert [decision.subject for decision in decisions] == ["second"]
 
 
@@ -211,8 +211,8 @@ def test_a_borrower_whom_a_forecast_keeps_away_stops_nobody_whom_a_guarantee_cov
     world = a_world(*gpus, stays, low, mine, wide)
     [*_, forecasts] = make_forecasts(world, POLICY, NOW)
     submit(world, a_task("urgent", tenant="guest", gpu_mb=35))
-    memory = Memory()
+    cache = PlanCache()
     for _ in range(2):
-        assert plan_cycle(world, POLICY, NOW, memory=memory, forecasts=forecasts).decisions == ()
+        assert plan_cycle(world, POLICY, NOW, cache=cache, forecasts=forecasts).decisions == ()
     [decision] = plan_cycle(world, POLICY, NOW).decisions
     assert [task.task.id for task in decision.tasks] == ["low"], "were it not for the forecast"

@@ -216,7 +216,7 @@ def test_for_tasks_that_ask_for_the_same_it_is_looked_once():
 
 
 def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(consolidation, "MOST_LOOKS", 1)
+    monkeypatch.setattr(consolidation, "MOST_PROBES", 1)
     assert found(a_run("r0"), a_run("r1", "gpu1")) == []
 
 

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -355,12 +355,12 @@ def test_what_was_refused_costs_no_look_in_the_next_cycle():
         *(a_task(f"t{n}", gpu_mb=10 * GIB) for n in range(4)),
         a_task("cpu", priority=5, cpu=1.0),
     )
-    memory = Memory()
-    first = plan_cycle(world, POLICY, NOW, memory=memory)
+    cache = PlanCache()
+    first = plan_cycle(world, POLICY, NOW, cache=cache)
     commit(world, first.decisions)
     submit(world, a_task("late", priority=5, cpu=1.0))
     assert started(list(first.decisions)) == ["cpu"]
-    assert started(list(plan_cycle(world, POLICY, NOW, budget=2, memory=memory).decisions)) == ["late"]
+    assert started(list(plan_cycle(world, POLICY, NOW, budget=2, cache=cache).decisions)) == ["late"]
 
 
 def test_what_the_cycle_itself_has_admitted_is_not_stopped_in_a_later_slice():

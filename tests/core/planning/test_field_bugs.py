@@ -18,7 +18,7 @@ from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts import make_forecasts
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -45,8 +45,8 @@ class Leader:
     world: World
     policy: Policy = POLICY
     now: float = NOW
-    memory: Memory = field(default_factory=Memory)
     watch: ObservationWindow | None = None
+    cache: PlanCache = field(default_factory=PlanCache)
     forecasts: Sequence[Forecast] = ()
     done: list[Decision] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ class Leader:
         cursor = None
         while True:
             plan = plan_cycle(
-                self.world, self.policy, now, cursor, memory=self.memory, forecasts=self.forecasts
+                self.world, self.policy, now, cursor, cache=self.cache, forecasts=self.forecasts
             )
             self._make_true(plan.decisions)
             cursor = plan.cursor

@@ -8,12 +8,12 @@ from gpubroker_server.core.domain.demand import Where
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
-from gpubroker_server.core.planning import prospects
+from gpubroker_server.core.explain.what_if import WhatIf
+from gpubroker_server.core.planning import find_way
 from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.memory import Memory
-from gpubroker_server.core.planning.trial import Planner
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_device, a_task, a_world, commit, holding
@@ -50,15 +50,15 @@ def on(node: str, seconds: float = 4000.0) -> list[Forecast]:
 
 
 def stopped(
-    world: World, forecasts: Sequence[Forecast], memory: Memory | None = None, policy: Policy = POLICY
+    world: World, forecasts: Sequence[Forecast], cache: PlanCache | None = None, policy: Policy = POLICY
 ) -> list[str]:
-    plan = plan_cycle(world, policy, NOW, budget=10_000, memory=memory, forecasts=forecasts)
+    plan = plan_cycle(world, policy, NOW, budget=10_000, cache=cache, forecasts=forecasts)
     return [write.task.id for d in plan.decisions if d.why == "preempt" for write in d.tasks]
 
 
 def test_a_gang_has_others_stopped_where_no_forecast_stands_if_that_costs_more():
     world = two_nodes(*full("n1", 10.0), *full("n2", 500.0), GANG)
-    told = Planner(Draft(world), POLICY, NOW, on("n1")).attempt(GANG).eviction
+    told = WhatIf(Draft(world), POLICY, NOW, on("n1")).way(GANG).eviction
     assert stopped(world, on("n1")) == ["n2-0", "n2-1"]
     assert stopped(world, ()) == ["n1-0", "n1-1"]
     assert told is not None
@@ -70,8 +70,8 @@ class Asked:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.count = 0
-        self._choose = prospects.choose_for_gang
-        monkeypatch.setattr(prospects, "choose_for_gang", self)
+        self._choose = find_way.choose_for_gang
+        monkeypatch.setattr(find_way, "choose_for_gang", self)
 
     def __call__(self, *args: Any) -> Any:
         self.count += 1
@@ -84,13 +84,13 @@ def another(gang: Task = GANG) -> Task:
 
 def test_that_forecasts_leave_a_gang_nothing_is_remembered_until_they_change(monkeypatch: Any):
     world = two_nodes(*full("n1", 10.0), *full("n2", 500.0, priority=90), GANG, another())
-    memory, asked = Memory(), Asked(monkeypatch)
+    cache, asked = PlanCache(), Asked(monkeypatch)
     for _ in range(3):
-        assert stopped(world, on("n1"), memory) == []
+        assert stopped(world, on("n1"), cache) == []
     assert asked.count == 1, "the second one is kept away like the first"
-    assert stopped(world, on("n1", 5000.0), memory) == []
+    assert stopped(world, on("n1", 5000.0), cache) == []
     assert asked.count == 2
-    assert stopped(world, (), memory) == ["n1-0", "n1-1"]
+    assert stopped(world, (), cache) == ["n1-0", "n1-1"]
 
 
 def test_that_room_is_coming_for_a_gang_tells_nothing_of_one_to_whom_that_node_is_closed():
@@ -115,7 +115,7 @@ def test_that_room_is_coming_for_a_gang_tells_nothing_of_one_to_whom_that_node_i
 def test_a_gang_that_forecasts_kept_away_takes_back_what_is_lent_from_then_on():
     """Its own node is held within a guarantee, until that tenant is given more elsewhere."""
     lab = TenantPolicy("acme", "lab", Mib(160 * GIB)), TenantPolicy("beta", "lab", Mib(80 * GIB))
-    policy, memory = replace(POLICY, tenants=lab), Memory()
+    policy, cache = replace(POLICY, tenants=lab), PlanCache()
     whole: dict[str, Any] = {"gpus": 1, "exclusive": True}
     held = holding(a_task("held", tenant="beta", priority=60, **whole), "n2/gpu0", mb=80 * GIB)
     more = a_task("more", tenant="beta", priority=50, where=Where(kinds=("B100",)), **whole)
@@ -124,24 +124,22 @@ def test_a_gang_that_forecasts_kept_away_takes_back_what_is_lent_from_then_on():
     fleet = *fleet, a_device("gpu0", "n3", kind="B100")
     wide = replace(FIRST, tenant="acme", demand=replace(FIRST.demand, cpu=1000.0))
     world = a_world(*fleet, wide, *full("n1", 10.0), held, gang, more)
-    first = plan_cycle(world, policy, NOW, budget=10_000, memory=memory, forecasts=on("n1"))
+    first = plan_cycle(world, policy, NOW, budget=10_000, cache=cache, forecasts=on("n1"))
     assert [(d.why, d.subject) for d in first.decisions] == [("admit", more.id)]
     commit(world, first.decisions)
-    assert stopped(world, on("n1"), memory, policy) == ["held"]
+    assert stopped(world, on("n1"), cache, policy) == ["held"]
 
 
 def test_room_that_is_kept_from_a_gang_is_remembered_until_something_changes_there():
     low = a_task("low", priority=10, gpus=1, exclusive=True)
     hogs = [one for node in ("n1", "n2") for one in full(node, 10.0, priority=90)[:1]]
     wide = a_gang("wide", *bundles(2, cpu=20.0), priority=60)
-    world, memory = two_nodes(*hogs, wide), Memory()
+    world, cache = two_nodes(*hogs, wide), PlanCache()
     both = [replace(on("n1")[0], places=(Placement(NodeName("n1"), ()), Placement(NodeName("n2"), ())))]
     for _ in range(2):
-        plan = plan_cycle(world, POLICY, NOW, budget=10_000, memory=memory, forecasts=both)
+        plan = plan_cycle(world, POLICY, NOW, budget=10_000, cache=cache, forecasts=both)
         assert plan.decisions == ()
-    [known] = memory.gangs.values()
-    assert known.keepers is not None
     world.add_task(low)
-    commit(world, plan_cycle(world, POLICY, NOW, budget=10_000, memory=memory, forecasts=both).decisions)
-    plan = plan_cycle(world, POLICY, NOW, budget=10_000, memory=memory)
+    commit(world, plan_cycle(world, POLICY, NOW, budget=10_000, cache=cache, forecasts=both).decisions)
+    plan = plan_cycle(world, POLICY, NOW, budget=10_000, cache=cache)
     assert [decision.subject for decision in plan.decisions] == [wide.id]

@@ -10,10 +10,11 @@ from gpubroker_server.core.domain.orders import StopOrder
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
+from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.memory import Memory
-from gpubroker_server.core.planning.trial import Planner, Trial
+from gpubroker_server.core.planning.find_way import Wait, WaitReason
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 from hypothesis import given
 from hypothesis import strategies as st
@@ -296,7 +297,7 @@ def test_a_victim_that_other_places_do_without_is_put_back() -> None:
 
 def test_whom_a_gang_would_have_stopped_is_told_before_it_is_done() -> None:
     world = a_small_world(a_run("a", "gpu0", gpu_mb=40), a_run("b", "gpu1", gpu_mb=40), ONE)
-    told = Planner(Draft(world), Policy(), LATER).attempt(ONE).eviction
+    told = WhatIf(Draft(world), Policy(), LATER).way(ONE).eviction
     assert told is not None
     assert [run.id for run in told.victims] == victims(plan(world))
 
@@ -305,22 +306,22 @@ def test_nobody_would_be_stopped_for_what_a_limit_keeps_out() -> None:
     policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
     short = replace(ONE, demand=replace(ONE.demand, custom=(("licence", 3.0),)))
     world = a_small_world(a_run("a", "gpu0", gpu_mb=40), a_run("b", "gpu1", gpu_mb=40), short)
-    assert Planner(Draft(world), policy, LATER).attempt(short) == Trial()
+    assert WhatIf(Draft(world), policy, LATER).way(short) == Wait(WaitReason.NO_ROOM)
 
 
 def test_a_gang_looks_again_when_the_room_that_was_coming_changes() -> None:
     until = Instant(NOW + 90.0)
     leaving = a_run("leaving", "gpu0", gpu_mb=30, state=TaskState.STOPPING, stop_deadline_at=until)
     world = a_small_world(leaving, a_run("low", "gpu1", gpu_mb=40), ONE)
-    memory = Memory()
-    assert plan_cycle(world, Policy(), LATER, memory=memory).decisions == ()
-    assert plan_cycle(world, Policy(), LATER, memory=memory).decisions == ()
+    cache = PlanCache()
+    assert plan_cycle(world, Policy(), LATER, cache=cache).decisions == ()
+    assert plan_cycle(world, Policy(), LATER, cache=cache).decisions == ()
     taken = holding(a_task("taken", priority=90, gpu_mb=10), "gpu0", state=TaskState.ADMITTED).task
     submit(world, replace(taken, state=TaskState.PENDING, fence=0, node=None, admitted_at=None, version=1))
-    first = plan_cycle(world, Policy(), LATER, memory=memory).decisions
+    first = plan_cycle(world, Policy(), LATER, cache=cache).decisions
     commit(world, first)
     assert [decision.subject for decision in first] == ["taken"]
-    assert victims(list(plan_cycle(world, Policy(), LATER, memory=memory).decisions)) == []
+    assert victims(list(plan_cycle(world, Policy(), LATER, cache=cache).decisions)) == []
 
 
 def test_among_many_candidates_who_is_not_needed_at_other_places_is_put_back() -> None:

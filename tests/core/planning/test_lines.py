@@ -179,7 +179,7 @@ def test_who_waits_behind_the_first_in_a_line_is_told_so():
         "nobody knows that this one is done by then"
     )
     told = advise(look(survey(Draft(world), world.tasks[TaskId("new")], TWO, NOW, forecasts)))
-    assert (told.trial.places, told.trial.eviction) == (None, None)
+    assert (told.way.places, told.way.eviction) == (None, None)
     assert told.remedies[0].change == {"expected_seconds": 60.0}
 
 

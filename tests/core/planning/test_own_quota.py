@@ -6,11 +6,11 @@ from typing import Any
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Placement, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.memory import Memory
-from gpubroker_server.core.planning.trial import Planner
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 
 from tests.builders import NOW, a_device, a_sample, a_task, a_world, commit, holding, let_go, submit
@@ -33,8 +33,8 @@ def urgent(mb: int = 20, **fields: Any) -> Any:
     return a_task("urgent", **{"tenant": "small", "gpu_mb": mb, "priority": 60, **fields})
 
 
-def asked_to_leave(world: World, policy: Policy = POLICY, memory: Memory | None = None) -> list[str]:
-    decisions = plan_cycle(world, policy, NOW, memory=memory or Memory()).decisions
+def asked_to_leave(world: World, policy: Policy = POLICY, cache: PlanCache | None = None) -> list[str]:
+    decisions = plan_cycle(world, policy, NOW, cache=cache or PlanCache()).decisions
     return [write.task.id for decision in decisions if decision.why == "preempt" for write in decision.tasks]
 
 
@@ -52,26 +52,26 @@ def test_of_many_runs_no_more_are_stopped_than_the_quota_lacks():
 
 def test_it_starts_when_they_have_left_and_they_wait():
     world = a_cluster(a_run("old"), a_run("new", "n2/gpu0", seconds=5.0), urgent())
-    told = Planner(Draft(world), POLICY, NOW).attempt(urgent()).eviction
+    told = WhatIf(Draft(world), POLICY, NOW).way(urgent()).eviction
     assert told is not None
     assert [run.id for run in told.victims] == ["new"]
-    memory = Memory()
-    commit(world, plan_cycle(world, POLICY, NOW, memory=memory).decisions)
-    assert plan_cycle(world, POLICY, NOW, memory=memory).decisions == (), "it waits for them"
+    cache = PlanCache()
+    commit(world, plan_cycle(world, POLICY, NOW, cache=cache).decisions)
+    assert plan_cycle(world, POLICY, NOW, cache=cache).decisions == (), "it waits for them"
     waiting = world.tasks[TaskId("urgent")]
-    assert Planner(Draft(world), POLICY, NOW).attempt(waiting).places is None, "and so it is told"
+    assert WhatIf(Draft(world), POLICY, NOW).way(waiting).places is None, "and so it is told"
     let_go(world, "new")
-    commit(world, plan_cycle(world, POLICY, Instant(NOW + 1.0), memory=memory).decisions)
+    commit(world, plan_cycle(world, POLICY, Instant(NOW + 1.0), cache=cache).decisions)
     assert world.tasks[TaskId("urgent")].state is TaskState.ADMITTED
     assert world.tasks[TaskId("new")].state is TaskState.PENDING
-    assert plan_cycle(world, POLICY, Instant(NOW + 2.0), memory=memory).decisions == ()
+    assert plan_cycle(world, POLICY, Instant(NOW + 2.0), cache=cache).decisions == ()
 
 
 def test_neither_others_nor_equals_are_stopped_for_a_quota():
     other = a_run("other", tenant="large", priority=5)
     world = a_cluster(other, a_run("equal", gpu_mb=40, priority=60), urgent())
     assert asked_to_leave(world) == []
-    assert Planner(Draft(world), POLICY, NOW).attempt(urgent()).eviction is None
+    assert WhatIf(Draft(world), POLICY, NOW).way(urgent()).eviction is None
 
 
 def test_shields_hold_and_what_is_switched_off_is_off():
@@ -80,7 +80,7 @@ def test_shields_hold_and_what_is_switched_off_is_off():
     off = Policy(tenants=POLICY.tenants, preemption=False)
     world = a_cluster(a_run("a"), a_run("b"), urgent())
     assert asked_to_leave(world, off) == []
-    assert Planner(Draft(world), off, NOW).attempt(urgent()).eviction is None
+    assert WhatIf(Draft(world), off, NOW).way(urgent()).eviction is None
 
 
 def test_nobody_is_stopped_for_a_quota_while_a_limit_is_in_the_way():
@@ -93,13 +93,12 @@ def test_nobody_is_stopped_if_there_would_be_quota_and_still_no_place():
     foreign = a_run("foreign", gpu_mb=80, tenant="large", priority=60)
     full = a_run("full", "n2/gpu0", gpu_mb=60, tenant="large", priority=60)
     world = a_cluster(foreign, full, a_run("mine", "n2/gpu0", gpu_mb=20), urgent(40))
-    memory = Memory()
-    assert asked_to_leave(world, memory=memory) == []
-    assert asked_to_leave(world, memory=memory) == [], "which is remembered"
+    cache = PlanCache()
+    assert asked_to_leave(world, cache=cache) == []
+    assert asked_to_leave(world, cache=cache) == [], "which is remembered"
     let_go(world, "full")
     world.measure([a_sample("n2/gpu0", NOW)])
-    assert asked_to_leave(world, memory=memory) == ["mine"]
-    assert not memory.denied, "it held until something grew"
+    assert asked_to_leave(world, cache=cache) == ["mine"]
 
 
 def test_a_run_elsewhere_gives_quota_and_a_free_gpu_the_place():
@@ -141,7 +140,7 @@ def test_that_forecasts_close_nodes_to_a_shielded_task_says_nothing_of_one_that_
     shielded = a_task("shielded", preemptions=3, submitted_at=Instant(NOW - 9.0), **likes)
     world = a_cluster(a_run("old"), a_run("new", seconds=5.0), shielded, urgent(), wide)
     policy = replace(POLICY, custom_limits=(CustomLimit("licence", 0.0),))
-    memory = Memory()
+    cache = PlanCache()
     for moment in (NOW, Instant(NOW + 1.0)):
-        plan = plan_cycle(world, policy, moment, memory=memory, forecasts=[kept])
+        plan = plan_cycle(world, policy, moment, cache=cache, forecasts=[kept])
         assert [(decision.subject, decision.why) for decision in plan.decisions] == [("urgent", "preempt")]

@@ -14,8 +14,8 @@ from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.cycle import Plan, Slice, plan_cycle
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.forecasts import make_forecasts
-from gpubroker_server.core.planning.memory import Memory
 from gpubroker_server.core.planning.placement import Places
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.planning.quota import Quotas
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
@@ -117,7 +117,7 @@ def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_no
 def test_a_memory_changes_no_plan_even_if_some_plans_do_not_come_true(
     world: World, story: list[Chapter], budget: int, turns: int, comes_true: list[bool]
 ):
-    tale, memory, forecasts = Story(world), Memory(), []
+    tale, cache, forecasts = Story(world), PlanCache(), []
     for chapter, lucky in zip(story, comes_true, strict=False):
         for _ in tale.happens(chapter):
             pass
@@ -126,7 +126,7 @@ def test_a_memory_changes_no_plan_even_if_some_plans_do_not_come_true(
         for _ in range(200):
             now = Instant(tale.now)
             plain = plan_cycle(world, POLICY, now, cursor, budget=10_000, forecasts=forecasts)
-            plan = in_turns(Slice(world, POLICY, now, cursor, memory, forecasts), budget, turns)
+            plan = in_turns(Slice(world, POLICY, now, cursor, cache, forecasts), budget, turns)
             assert plain.decisions[: len(plan.decisions)] == plan.decisions
             if plan.cursor is None or not lucky:
                 assert plan.cursor is not None or plain.decisions == plan.decisions

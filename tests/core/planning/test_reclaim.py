@@ -10,10 +10,11 @@ from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.explain.advice import advise
 from gpubroker_server.core.explain.shielded_runs import Shield, Why
 from gpubroker_server.core.explain.verdicts import look
+from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.find_way import Wait, WaitReason
 from gpubroker_server.core.planning.survey import survey
-from gpubroker_server.core.planning.trial import Planner, Trial
 from gpubroker_server.core.world.world import World
 
 from tests.builders import NOW, Holding, a_device, a_node, a_task, a_world, commit, holding, let_go
@@ -144,7 +145,7 @@ def test_nobody_is_said_to_be_stopped_for_a_tenant_without_quota_left():
     task = a_task("wants", tenant="other", gpu_mb=40)
     low = a_run("low", "guest", 40, priority=5)
     world = a_full_device(a_run("held", "other", 80), low, task, mb=120)
-    assert Planner(Draft(world), POLICY, NOW).attempt(task) == Trial()
+    assert WhatIf(Draft(world), POLICY, NOW).way(task) == Wait(WaitReason.QUOTA, by_tenant=True)
 
 
 def test_who_gives_back_first_does_not_take_it_again_before_the_others_have():
@@ -183,7 +184,7 @@ FOUR = (
 
 def test_a_gang_takes_back_room_on_several_nodes_at_once_whatever_the_priority_of_borrowers():
     world = two_nodes(*FOUR, GANG)
-    told = Planner(Draft(world), POLICY, NOW).attempt(GANG).eviction
+    told = WhatIf(Draft(world), POLICY, NOW).way(GANG).eviction
     asked = stopped(world)
     assert told is not None
     assert [run.id for run in told.victims] == asked == ["a", "c"]
@@ -204,7 +205,7 @@ def test_a_gang_leaves_borrowers_what_they_are_guaranteed():
 def test_a_gang_for_which_nothing_can_be_taken_back_may_still_stop_runs_of_lower_priority():
     low = on("n1/gpu0", "low", "other", priority=5), on("n2/gpu0", "low2", "other", priority=5)
     world = two_nodes(FOUR[0], FOUR[2], *low, GANG)
-    told = Planner(Draft(world), POLICY, NOW).attempt(GANG).eviction
+    told = WhatIf(Draft(world), POLICY, NOW).way(GANG).eviction
     assert stopped(world) == ["low", "low2"]
     assert told is not None
     assert [run.id for run in told.victims] == ["low", "low2"]

@@ -6,10 +6,10 @@ import pytest
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Placement
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
-from gpubroker_server.core.planning import prospects
+from gpubroker_server.core.planning import find_way
 from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 
 from tests.builders import NOW, a_device, a_task, a_world, holding
 from tests.core.gangs import bundles
@@ -40,13 +40,13 @@ def test_of_those_to_whom_forecasts_close_the_same_nodes_one_searches_for_all(
 ) -> None:
     """They could not be stopped for `first` in time, and so may have nobody stopped where it is to start."""
     asked: list[str] = []
-    choose = getattr(prospects, search)
+    choose = getattr(find_way, search)
 
     def counted(offers: Any, task: Any, *rest: Any) -> Any:
         asked.append(task.id)
         return choose(offers, task, *rest)
 
-    monkeypatch.setattr(prospects, search, counted)
+    monkeypatch.setattr(find_way, search, counted)
     low = [holding(a_task(f"low{n}", tenant=holder, priority=40, gpu_mb=20), "n1/gpu0") for n in range(4)]
     full = holding(a_task("full", tenant="outsider", priority=90, gpu_mb=80), "n2/gpu0")
     first = a_task("first", tenant=tenant, priority=65, gpu_mb=80, custom={"never": 1.0})
@@ -54,8 +54,8 @@ def test_of_those_to_whom_forecasts_close_the_same_nodes_one_searches_for_all(
     world = a_world(a_device("gpu0", "n1", mb=80), a_device("gpu0", "n2", mb=80), *low, full, first, *likes)
     there, start = Placement(NodeName("n1"), (("test/n1/gpu0", Mib(80)),)), Instant(NOW + 60.0)
     kept = Forecast(first.id, (there,), start, start, Instant(NOW + 999.0), 0, Basis.STATED)
-    assert plan_cycle(world, POLICY, NOW, memory=Memory(), forecasts=[kept]).decisions == ()
+    assert plan_cycle(world, POLICY, NOW, cache=PlanCache(), forecasts=[kept]).decisions == ()
     assert [name for name in asked if name != "first"] == ["like0"]
     asked.clear()
-    assert [d.why for d in plan_cycle(world, POLICY, NOW, memory=Memory()).decisions][:1] == ["preempt"]
+    assert [d.why for d in plan_cycle(world, POLICY, NOW, cache=PlanCache()).decisions][:1] == ["preempt"]
     assert asked, "without that forecast there is a way"

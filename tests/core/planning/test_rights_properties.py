@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.task import Placement
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
 from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +64,7 @@ def test_with_shields_and_forecasts_the_plan_is_the_naive_twins(
         forecasts.append(Forecast(first.id, (there,), at, at, Instant(at + 99.0), 0, Basis.STATED))
     world = a_world(*parts)
     expected = Naive(world, POLICY, NOW, forecasts).plan()
-    memory = Memory()
+    cache = PlanCache()
     for _ in range(2):
-        plan = plan_cycle(world, POLICY, NOW, budget=10_000, memory=memory, forecasts=forecasts)
+        plan = plan_cycle(world, POLICY, NOW, budget=10_000, cache=cache, forecasts=forecasts)
         assert [step_of(decision) for decision in plan.decisions] == expected

@@ -1,16 +1,16 @@
-"""How the search for the cheapest eviction goes over nodes, and is left and gone on with."""
+"""How the search for the cheapest eviction goes over nodes, and pauses."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Move, StopReason
+from gpubroker_server.core.domain.task import Move, StopReason, Task
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
+from gpubroker_server.core.planning.budget import ProbeBudget
 from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.looks import Looks
 from gpubroker_server.core.planning.offers import Offers
-from gpubroker_server.core.planning.preemption import Eviction, Search
+from gpubroker_server.core.planning.preemption import Coming, Eviction, search_eviction
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key
@@ -29,32 +29,25 @@ def three_nodes(**lost: float) -> World:
     return a_world(*parts)
 
 
-def step_by_step(search: Search, world: World, steps: int | None = None) -> Eviction | None:
-    """Go on with it, a step at a time, on a draft of its own for each."""
-    while steps is None or steps > 0:
-        if search.go_on(offers := Offers(Draft(world), POLICY, NOW), Looks(0, may_pause=True)):
-            return search.eviction(offers, NOW)
-        steps = None if steps is None else steps - 1
-    return None
+def step_by_step(task: Task, world: World, nodes: Sequence[str]) -> tuple[Eviction | Coming | None, int]:
+    """What is found in a search that pauses after each probe, and how often it did."""
+    offers, pauses = Offers(Draft(world), POLICY, NOW), 0
+    steps = search_eviction(offers, task, map(NodeName, nodes), NOW, ProbeBudget(0, may_pause=True))
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value, pauses
+        pauses += 1
 
 
-def test_a_search_that_is_left_after_each_step_ends_as_one_in_a_single_go():
+def test_a_search_that_pauses_after_each_probe_finds_what_one_in_a_single_go_finds():
     world, high = three_nodes(n1=30.0, n2=10.0, n3=20.0), a_task("high", priority=80, gpu_mb=80 * GIB)
-    eviction = step_by_step(Search(high, ("n1", "n2", "n3")), world)
-    assert eviction is not None
+    eviction, pauses = step_by_step(high, world, ("n1", "n2", "n3"))
+    assert isinstance(eviction, Eviction)
     assert eviction.node == "n2"
     assert eviction == eviction_for(Draft(world), high)
-
-
-def test_a_search_looks_at_all_nodes_again_if_the_best_so_far_has_changed():
-    world, high = three_nodes(n1=30.0, n2=10.0, n3=20.0), a_task("high", priority=80, gpu_mb=80 * GIB)
-    search = Search(high, ("n1", "n2", "n3"))
-    assert step_by_step(search, world, 7) is None  # three looks, three costs, and the cheapest node in full
-    world.tasks["on-n2"] = replace(world.tasks["on-n2"], started_at=Instant(NOW - 100.0))
-    search.look_again(["n2"])
-    eviction = step_by_step(search, world)
-    assert eviction is not None
-    assert eviction.node == "n3"
+    assert pauses == 7  # three glances, three costs, and the cheapest node in full
 
 
 def test_of_nodes_that_cost_the_same_the_first_by_name_is_cleared():
@@ -70,7 +63,5 @@ def test_of_nodes_on_which_room_is_coming_the_first_by_name_is_told():
         task = world.tasks[TaskId(name)]
         until = {"stop_reason": StopReason.CANCEL, "stop_deadline_at": Instant(NOW + 30.0)}
         commit(world, Decision(task.id, "cancel", tasks=(write_move(task, Move.STOPPING, **until),)))
-    nodes = [NodeName(f"n{number}") for number in (3, 1, 2)]
-    search = Search(a_task("high", priority=80, gpu_mb=10 * GIB), nodes)
-    assert step_by_step(search, world) is None
-    assert search.coming_on == "n2"
+    high = a_task("high", priority=80, gpu_mb=10 * GIB)
+    assert step_by_step(high, world, ("n3", "n1", "n2"))[0] == Coming((NodeName("n2"),))

@@ -9,14 +9,14 @@ from gpubroker_server.core.domain.task import Move, Placement
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.explain.advice import advise
 from gpubroker_server.core.explain.verdicts import look
-from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.cycle import Slice, plan_cycle
 from gpubroker_server.core.planning.deciding import admit
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.expected_ends import Departures
 from gpubroker_server.core.planning.forecast_accuracy import Foresight
 from gpubroker_server.core.planning.future_capacity import Supplies
-from gpubroker_server.core.planning.memory import Memory
 from gpubroker_server.core.planning.node_room import Outlooks
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.planning.survey import survey
 from gpubroker_server.core.world.revisions import Changes
 
@@ -28,10 +28,10 @@ POLICY = Policy()
 
 def test_who_is_refused_in_the_middle_of_a_slice_is_refused_in_the_next_one_too():
     likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=60 * GIB) for tenant in "abcd"]
-    world, memory = a_world(a_device(), *likes), Memory()
+    world, cache = a_world(a_device(), *likes), PlanCache()
     started, cursor = [], None
     for _ in range(50):
-        plan = plan_cycle(world, POLICY, NOW, cursor, budget=0, memory=memory)
+        plan = plan_cycle(world, POLICY, NOW, cursor, budget=0, cache=cache)
         commit(world, plan.decisions)
         started += [decision.subject for decision in plan.decisions]
         cursor = plan.cursor
@@ -43,11 +43,11 @@ def test_who_is_refused_in_the_middle_of_a_slice_is_refused_in_the_next_one_too(
 
 @pytest.mark.parametrize(("gone", "left"), [("a", "b"), ("b", "a")])
 def test_who_leaves_the_queue_before_or_after_its_demand_is_let_in_is_not_waited_for(gone: str, left: str):
-    world, memory = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), Memory()
-    cursor = plan_cycle(world, POLICY, NOW, budget=0, memory=memory).cursor
+    world, cache = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), PlanCache()
+    cursor = plan_cycle(world, POLICY, NOW, budget=0, cache=cache).cursor
     cancelled = write_move(world.tasks[TaskId(gone)], Move.CANCELLED, finished_at=NOW)
     commit(world, Decision(gone, "cancel", tasks=(cancelled,)))
-    plan = plan_cycle(world, POLICY, NOW, cursor, memory=memory)
+    plan = plan_cycle(world, POLICY, NOW, cursor, cache=cache)
     assert [decision.subject for decision in plan.decisions] == [left]
     assert plan.cursor is None
 
@@ -56,22 +56,22 @@ def test_who_waits_for_room_that_is_coming_is_left_alone_until_it_has_come():
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu0")
     world = a_world(a_node(), a_device(), low, a_task("first", priority=80, gpu_mb=30 * GIB))
     submit(world, *(a_task(f"second-{at}", priority=at, gpu_mb=40 * GIB) for at in (80, 50)))
-    memory = Memory()
-    plan = plan_cycle(world, POLICY, NOW, memory=memory)
+    cache = PlanCache()
+    plan = plan_cycle(world, POLICY, NOW, cache=cache)
     commit(world, plan.decisions)
     assert [(decision.subject, decision.why) for decision in plan.decisions] == [("first", "preempt")]
-    assert plan_cycle(world, POLICY, NOW, memory=memory).decisions == ()
+    assert plan_cycle(world, POLICY, NOW, cache=cache).decisions == ()
     let_go(world, "low")
-    plan = plan_cycle(world, POLICY, NOW, memory=memory)
+    plan = plan_cycle(world, POLICY, NOW, cache=cache)
     assert [decision.subject for decision in plan.decisions] == ["first", "second-80"]
 
 
 def test_where_nothing_is_left_for_the_most_urgent_their_likes_in_lower_bands_are_not_asked():
     busy = holding(a_task("busy", priority=95, gpu_mb=80 * GIB), "gpu0")
     likes = [a_task(f"at-{priority}", priority=priority, gpu_mb=30 * GIB) for priority in (80, 50)]
-    world, memory = a_world(a_node(), a_device(), busy, *likes), Memory()
+    world, cache = a_world(a_node(), a_device(), busy, *likes), PlanCache()
     for _ in range(2):
-        assert plan_cycle(world, POLICY, NOW, memory=memory).decisions == ()
+        assert plan_cycle(world, POLICY, NOW, cache=cache).decisions == ()
 
 
 def test_who_had_nothing_is_not_asked_again_when_too_little_is_given_back():
@@ -79,17 +79,17 @@ def test_who_had_nothing_is_not_asked_again_when_too_little_is_given_back():
     low = holding(a_task("low", priority=10, gpu_mb=20 * GIB), "gpu0")
     wide = [a_task(f"of-{tenant}", tenant=tenant, priority=80, gpu_mb=60 * GIB) for tenant in "ab"]
     small = a_task("small", priority=75, gpu_mb=25 * GIB)
-    plan = plan_cycle(a_world(a_node(), a_device(), busy, low, *wide, small), POLICY, NOW, memory=Memory())
+    plan = plan_cycle(a_world(a_node(), a_device(), busy, low, *wide, small), POLICY, NOW, cache=PlanCache())
     assert [(decision.subject, decision.why) for decision in plan.decisions] == [("small", "preempt")]
 
 
 def test_who_comes_between_two_slices_has_its_turn_in_the_next_cycle_at_the_latest():
-    world, memory = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), Memory()
-    cursor, started = plan_cycle(world, POLICY, NOW, budget=0, memory=memory).cursor, []
+    world, cache = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), PlanCache()
+    cursor, started = plan_cycle(world, POLICY, NOW, budget=0, cache=cache).cursor, []
     submit(world, a_task("late", priority=80, cpu=3.0))
     for _ in range(2):
         while True:
-            plan = plan_cycle(world, POLICY, NOW, cursor, memory=memory)
+            plan = plan_cycle(world, POLICY, NOW, cursor, cache=cache)
             commit(world, plan.decisions)
             started += [decision.subject for decision in plan.decisions]
             cursor = plan.cursor
@@ -99,26 +99,32 @@ def test_who_comes_between_two_slices_has_its_turn_in_the_next_cycle_at_the_late
 
 
 def test_a_cycle_that_was_given_up_leaves_no_order_to_the_next_one_even_of_the_same_moment():
-    world, memory = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), Memory()
-    assert plan_cycle(world, POLICY, NOW, budget=0, memory=memory).cursor is not None
+    world, cache = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), PlanCache()
+    assert plan_cycle(world, POLICY, NOW, budget=0, cache=cache).cursor is not None
     submit(world, a_task("late", priority=80, cpu=3.0))
-    plan = plan_cycle(world, POLICY, NOW, memory=memory)
+    plan = plan_cycle(world, POLICY, NOW, cache=cache)
     assert [decision.subject for decision in plan.decisions] == ["late", "a", "b"]
 
 
-def test_a_search_for_places_can_be_left_and_gone_on_with():
-    """Also where the first nodes have changed meanwhile."""
+def test_a_search_for_places_is_left_at_the_end_of_a_turn_and_goes_on_in_the_next():
     nodes = [f"n{number}" for number in range(6)]
     world = a_world(*(a_node(node) for node in nodes), *(a_device("gpu0", node) for node in nodes))
     submit(world, a_task("wide", gpu_mb=60 * GIB), a_task("next", gpu_mb=30 * GIB))
-    memory, cursor, slices, started = Memory(), None, 0, []
-    while cursor is not None or not slices:
-        plan = plan_cycle(world, POLICY, NOW, cursor, budget=2, memory=memory)
-        commit(world, plan.decisions)
-        started += [write.task.node for decision in plan.decisions for write in decision.tasks]
-        cursor, slices = plan.cursor, slices + 1
-    assert started == ["n0", "n1"]
-    assert slices > len(nodes)
+    part, turns = Slice(world, POLICY, NOW, cache=PlanCache()), 0
+    while not part.is_last:
+        part.take_turn(2)
+        turns += part.is_searching
+    assert turns > len(nodes)
+    writes = [write for decision in part.plan().decisions for write in decision.tasks]
+    assert [write.task.node for write in writes] == ["n0", "n1"]
+
+
+def test_a_search_under_way_is_finished_before_its_slice_ends():
+    world = a_world(a_node(), a_device(), a_task("waits", gpu_mb=60 * GIB))
+    part = Slice(world, POLICY, NOW, cache=PlanCache())
+    while not part.is_searching:
+        part.take_turn(0)
+    assert [decision.subject for decision in part.plan().decisions] == ["waits"]
 
 
 def test_a_place_that_was_given_is_taken_from_what_is_known_of_its_node():
@@ -192,16 +198,16 @@ def test_neither_slices_nor_explanations_leave_anything_to_the_collector_of_cycl
     run = holding(a_task("run", priority=10, gpu_mb=60 * GIB), key("gpu0", "n1"))
     waits = a_task("waits", priority=80, gpu_mb=60 * GIB)
     likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=70 * GIB) for tenant in "abc"]
-    world, memory = a_world(a_node("n1"), a_device("gpu0", "n1"), run, waits, *likes), Memory()
+    world, cache = a_world(a_node("n1"), a_device("gpu0", "n1"), run, waits, *likes), PlanCache()
     gc.collect()
     gc.disable()
     try:
         explained = advise(look(survey(Draft(world), waits, POLICY, NOW)))
-        plan = plan_cycle(world, POLICY, NOW, memory=memory)
+        plan = plan_cycle(world, POLICY, NOW, cache=cache)
         left = gc.collect()
     finally:
         gc.enable()
-    assert explained.trial.eviction is not None
+    assert explained.way.eviction is not None
     assert [decision.why for decision in plan.decisions] == ["preempt"]
     assert left == 0
 
@@ -215,7 +221,7 @@ def test_what_stands_behind_forecasts_leaves_nothing_to_the_collector_of_cycles_
     try:
         while foresight.go_on(world, POLICY, NOW):
             pass
-        plan = plan_cycle(world, POLICY, NOW, memory=Memory(), forecasts=foresight.forecasts)
+        plan = plan_cycle(world, POLICY, NOW, cache=PlanCache(), forecasts=foresight.forecasts)
         left = gc.collect()
     finally:
         gc.enable()
@@ -230,4 +236,4 @@ def test_of_a_demand_for_whose_limit_nothing_is_left_by_now_nobody_is_admitted()
     late = [a_task(f"late{at}", gpu_mb=20, priority=at, custom={"licence": 1.0}) for at in (60, 50)]
     policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
     world = a_world(a_device(mb=80), taker, *late)
-    assert [d.subject for d in plan_cycle(world, policy, NOW, memory=Memory()).decisions] == ["taker"]
+    assert [d.subject for d in plan_cycle(world, policy, NOW, cache=PlanCache()).decisions] == ["taker"]

@@ -237,11 +237,8 @@ comers = st.tuples(
 """(tenant, what it asks for, how long it runs, whether it says so)"""
 
 
-@pytest.mark.parametrize("wide", WIDE, ids=("device", "two", "node", "pool", "gang"))
-@given(coming=st.lists(comers, min_size=3, max_size=9))
-@settings(max_examples=4)
-def test_ageing_and_shares_starve_nobody_within_a_band(wide: dict[str, Any], coming: list[Any]):
-    """For each that starts, a newer one of a higher priority comes, and still whoever waits gets its turn."""
+def starts_at(wide: dict[str, Any], coming: Iterable[Any]) -> float:
+    """When the wide task starts while for each task that starts a newer one of a higher priority comes."""
     hours = Hours(a_world(*gpus(4), *gpus(2, "n2")), {}, SHARED)
     newer = enumerate(cycle(coming))
     while "wide" not in hours.started:
@@ -257,3 +254,21 @@ def test_ageing_and_shares_starve_nobody_within_a_band(wide: dict[str, Any], com
             hours.lengths["wide"] = 60.0
             submit(hours.world, a_task("wide", tenant="zeta", priority=40, submitted_at=NOW, **wide))
         hours.let_time_pass(hours.now + 20.0)
+    return hours.started["wide"] - NOW
+
+
+@pytest.mark.parametrize("wide", WIDE, ids=("device", "two", "node", "pool", "gang"))
+@given(coming=st.lists(comers, min_size=3, max_size=9))
+@settings(max_examples=4)
+def test_ageing_and_shares_starve_no_task_within_a_band(wide: dict[str, Any], coming: list[Any]):
+    starts_at(wide, coming)
+
+
+def test_a_tenant_whose_runs_have_just_ended_does_not_take_the_room_reserved_for_another():
+    """It has less than its share for that moment, every time: the wide task waited 12,000 s."""
+    coming = (
+        ("acme", {"gpu_mb": 30 * GIB}, 37.0, False),
+        ("acme", {"gpus": 1}, 77.0, True),
+        ("zeta", {"gpu_mb": 50 * GIB}, 77.0, True),
+    )
+    assert starts_at({"gpus": 4}, coming) < 600.0

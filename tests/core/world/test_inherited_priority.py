@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.task import Dependency, Move, TaskState
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
@@ -107,10 +107,10 @@ def test_one_of_higher_priority_is_looked_at_though_those_before_it_have_nothing
     """Those stand higher only because somebody waits for them, and may stop nobody."""
     world = a_world(a_device(), holding(a_task("run", priority=45, gpu_mb=60 * GIB), "gpu0"))
     submit(world, a_task("a", priority=40, gpu_mb=60 * GIB), a_task("b", priority=95, **after("a")))
-    memory = Memory()
-    assert plan_cycle(world, Policy(), NOW, memory=memory).decisions == ()
+    cache = PlanCache()
+    assert plan_cycle(world, Policy(), NOW, cache=cache).decisions == ()
     submit(world, a_task("own", priority=60, gpu_mb=60 * GIB))
-    decisions = plan_cycle(world, Policy(), NOW, memory=memory).decisions
+    decisions = plan_cycle(world, Policy(), NOW, cache=cache).decisions
     assert [(decision.why, decision.subject) for decision in decisions] == [("preempt", "own")]
 
 

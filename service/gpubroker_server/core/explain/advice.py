@@ -9,13 +9,15 @@ from gpubroker_server.core.explain.remedies import remedies
 from gpubroker_server.core.explain.remedy_trial import Remedy
 from gpubroker_server.core.explain.shielded_runs import Spared, spared
 from gpubroker_server.core.explain.verdicts import Look
+from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.backfill import Basis
 from gpubroker_server.core.planning.expected_ends import Departures
 from gpubroker_server.core.planning.expected_start import Start, start_of
+from gpubroker_server.core.planning.find_way import Evict, Way
+from gpubroker_server.core.planning.find_way import Start as StartNow
 from gpubroker_server.core.planning.forecasts import forecast_alone
 from gpubroker_server.core.planning.run_estimates import Remaining
 from gpubroker_server.core.planning.survey import Survey
-from gpubroker_server.core.planning.trial import Planner, Trial
 from gpubroker_server.core.world.ledger import Book
 
 MOST_NODES = 8
@@ -24,7 +26,7 @@ MOST_NODES = 8
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    trial: Trial
+    way: Way
     """What the planner would decide for the task if it looked at it now; for one that stands aside, if it
     did not."""
     start: Start | None
@@ -42,16 +44,16 @@ def advise(found: Look, highest_priority: int = 100) -> Advice:
     """Of a pending task, or of one that nobody has submitted. Changes nothing."""
     seen = found.whole
     task, draft = seen.task, seen.draft
-    planner = Planner(draft, seen.policy, seen.now, seen.forecasts, seen.known)
-    trial = planner.attempt(task)
+    what_if = WhatIf(draft, seen.policy, seen.now, seen.forecasts, seen.known)
+    way = what_if.way(task)
     departures = Departures(draft, seen.policy, seen.now)
     free_in = _free_in(found.part, departures)
-    may_start = trial.places is not None and not stands_aside(task)
+    may_start = isinstance(way, StartNow) and not stands_aside(task)
     return Advice(
-        trial,
-        _at(seen.now) if may_start else _start(seen, trial, free_in),
-        spared(seen, trial),
-        () if may_start else remedies(seen, trial, departures, planner, highest_priority),
+        way,
+        _at(seen.now) if may_start else _start(seen, way, free_in),
+        spared(seen, way),
+        () if may_start else remedies(seen, way, departures, what_if, highest_priority),
         free_in,
         departures,
     )
@@ -96,15 +98,15 @@ def _later(one: Remaining, other: Remaining) -> Remaining:
     return Remaining(p50, p90, min((end.n for end in (one, other) if end.n), default=0))
 
 
-def _start(seen: Survey, trial: Trial, free_in: dict[DeviceKey, Remaining]) -> Start | None:
+def _start(seen: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> Start | None:
     task, now = seen.task, seen.now
     if task.held or task.awaits:
         return None
     start = start_of(seen.draft.world, task, seen.forecasts, now)
-    if trial.places is not None:
+    if isinstance(way, StartNow):
         start = _at(now)
-    elif start is None and trial.eviction is not None:
-        start = _at(trial.eviction.deadline_at)
+    elif start is None and isinstance(way, Evict):
+        start = _at(way.eviction.deadline_at)
     elif start is None:
         nodes = seen.draft.world.nodes if task.demand.bundles else _nodes(seen, free_in)
         alone = forecast_alone(seen.draft, task, seen.policy, now, nodes)

@@ -13,14 +13,15 @@ from gpubroker_server.core.explain.blockers import Blocker
 from gpubroker_server.core.explain.gang_admission import check_task
 from gpubroker_server.core.explain.reserved_room import kept_for_forecasts
 from gpubroker_server.core.explain.verdicts import look
+from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.deciding import admit, evict
 from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.find_way import Evict, Start
 from gpubroker_server.core.planning.gang_placement import Gang
 from gpubroker_server.core.planning.preemption import Eviction
 from gpubroker_server.core.planning.survey import Survey, survey
 from gpubroker_server.core.planning.totals import Missing, Totals, left_over, missing_of, totals_of
-from gpubroker_server.core.planning.trial import Planner
 from gpubroker_server.core.world.world import World
 
 WHOLE_MB = 2**24
@@ -105,7 +106,7 @@ def planning(
     """
     draft = Draft(world)
     _receive_all(draft)
-    planner = Planner(draft, policy, now, forecasts)
+    what_if = WhatIf(draft, policy, now, forecasts)
     placed: list[Placed] = []
     unplaced: list[Unplaced] = []
     displaced: dict[TaskId, Displaced] = {}
@@ -113,7 +114,7 @@ def planning(
         is_refused = check_task(_task(component, 0, tenant, now), world, policy) is not None
         for number in range(component.count):
             task = _task(component, number, tenant, now)
-            places, leavers = (None, ()) if is_refused else _put(draft, planner, task, now)
+            places, leavers = (None, ()) if is_refused else _put(draft, what_if, task, now)
             for leaver in leavers:
                 displaced[leaver.run.id] = _joined(leaver, displaced.get(leaver.run.id))
             if places is None:
@@ -148,14 +149,14 @@ def _receive_all(draft: Draft) -> None:
 
 
 def _put(
-    draft: Draft, planner: Planner, task: Task, now: Instant
+    draft: Draft, what_if: WhatIf, task: Task, now: Instant
 ) -> tuple[Gang | None, tuple[Displaced, ...]]:
     """As the planner would, once whoever it asks to leave has left."""
-    trial = planner.attempt(task)
-    places, leavers = trial.places, tuple[Displaced, ...]()
-    if trial.eviction is not None:
-        leavers = _make_room(draft, task, trial.eviction, now)
-        places = planner.place(task)
+    way = what_if.way(task)
+    places, leavers = way.places if isinstance(way, Start) else None, tuple[Displaced, ...]()
+    if isinstance(way, Evict):
+        leavers = _make_room(draft, task, way.eviction, now)
+        places = what_if.places(task)
     if places is None:
         return None, ()
     admit(draft, task, places, now)

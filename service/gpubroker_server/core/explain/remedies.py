@@ -18,25 +18,26 @@ from gpubroker_server.core.explain.smaller_demand import (
 )
 from gpubroker_server.core.explain.smaller_gang import fewer_ranks, looser, smaller_ranks
 from gpubroker_server.core.explain.tasks_ahead import first_end
+from gpubroker_server.core.explain.what_if import WhatIf, in_words
 from gpubroker_server.core.planning.expected_ends import Departures
+from gpubroker_server.core.planning.find_way import Start, Wait, Way
 from gpubroker_server.core.planning.survey import Survey
-from gpubroker_server.core.planning.trial import Planner, Trial, in_words
 
 MOST_NODES = 12
 """On so many nodes victims are looked for who would have to leave for a higher priority."""
 
 
 def remedies(
-    seen: Survey, now: Trial, departures: Departures, planner: Planner, highest_priority: int = 100
+    seen: Survey, now: Way, departures: Departures, what_if: WhatIf, highest_priority: int = 100
 ) -> tuple[Remedy, ...]:
     """All that were found for a task without room, what changes least first.
 
     `now`: what the planner would decide for it as it is; `highest_priority`: the most that whoever asks may
     give it. The work is bounded: a few plans for this one task, however large the cluster.
     """
-    trials = Trials(seen, planner)
+    trials = Trials(seen, what_if)
     aside = trials.stands_aside
-    if now.is_way:
+    if not isinstance(now, Wait):
         highest_priority = 0  # it has its turn as it is
     found = iter([_release(trials)]) if aside else _others(trials, departures, highest_priority)
     return tuple(remedy for remedy in found if remedy is not None)
@@ -71,19 +72,22 @@ def _release(trials: Trials) -> Remedy | None:
         change["not_before"] = None
     free = replace(task, held=False, not_before=None)
     said = "released" if task.held else "without not_before"
-    return trials.remedy(change, free, trials.planner.attempt(free), said)
+    return trials.remedy(change, free, trials.what_if.way(free), said)
 
 
 def _sooner_over(trials: Trials) -> Remedy | None:
     """Done before those start for whom its room is kept."""
     if not trials.seen.forecasts:
         return None
-    found = short_enough(trials.seen, trials.planner)
+    found = short_enough(trials.seen, trials.what_if)
     if found is None:
         return None
     task, seconds = found
     said = f"said to end within {seconds:.0f} s (expected_seconds)"
-    return trials.remedy({"expected_seconds": seconds}, task, Trial(trials.planner.place(task)), said)
+    places = trials.what_if.places(task)
+    if places is None:
+        return None
+    return trials.remedy({"expected_seconds": seconds}, task, Start(places), said)
 
 
 def _after_an_end(trials: Trials, departures: Departures) -> Remedy | None:
@@ -102,25 +106,27 @@ def _after_an_end(trials: Trials, departures: Departures) -> Remedy | None:
 
 def _more_priority(trials: Trials, highest: int) -> Remedy | None:
     """The lowest priority that would do."""
-    task, planner = trials.task, trials.planner
+    task, what_if = trials.task, trials.what_if
 
     def would_do(priority: int) -> bool:
         raised = replace(task, priority=priority)
         if check_priority(raised.demand, priority, trials.seen.policy) is not None:
             return False
-        return planner.could_start(raised)
+        return what_if.could_start(raised)
 
     @cache
-    def attempt(priority: int) -> Trial:
-        return planner.attempt(replace(task, priority=priority), MOST_NODES)
+    def attempt(priority: int) -> Way:
+        return what_if.way(replace(task, priority=priority), MOST_NODES)
 
     steps = [step for step in _steps(trials) if task.priority < step <= highest]
     hopeful = first(steps, would_do)
     if hopeful is None:
         return None
     priority: int | None = hopeful
-    if not attempt(hopeful).is_way:
-        priority = first([step for step in steps if step > hopeful], lambda step: attempt(step).is_way)
+    if isinstance(attempt(hopeful), Wait):
+        priority = first(
+            [step for step in steps if step > hopeful], lambda step: not isinstance(attempt(step), Wait)
+        )
     if priority is None:
         return None
     raised = replace(task, priority=priority)
@@ -130,7 +136,7 @@ def _more_priority(trials: Trials, highest: int) -> Remedy | None:
 
 def _steps(trials: Trials) -> list[int]:
     """The priorities from which on a task may do what it may not below."""
-    steps = trials.planner.steps(trials.nodes)
+    steps = trials.what_if.steps(trials.nodes)
     for pledges in trials.draft.world.pledges.values():
         steps |= {pledge.priority + 1 for pledge in pledges.values()}
     steps |= {limit.priority_threshold for limit in trials.seen.policy.custom_limits}

@@ -11,11 +11,12 @@ from gpubroker_server.core.explain.admission import Refusal
 from gpubroker_server.core.explain.explain import stands_aside
 from gpubroker_server.core.explain.gang_admission import check_demand
 from gpubroker_server.core.explain.pools import resettled
+from gpubroker_server.core.explain.what_if import WhatIf, in_words
 from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.find_way import Start, Wait, Way
 from gpubroker_server.core.planning.gang_placement import Gang
 from gpubroker_server.core.planning.run_estimates import Remaining
 from gpubroker_server.core.planning.survey import Survey
-from gpubroker_server.core.planning.trial import Planner, Trial, in_words
 
 LEAST_SHARE = 0.1
 """To ask for less than this part of what was asked is no remedy."""
@@ -46,9 +47,9 @@ class Remedy:
 class Trials:
     """Of changes to one task."""
 
-    def __init__(self, seen: Survey, planner: Planner) -> None:
+    def __init__(self, seen: Survey, what_if: WhatIf) -> None:
         self.seen = seen
-        self.planner = planner
+        self.what_if = what_if
         self.task = seen.task
         self.draft: Draft = seen.draft
         self.nodes = [one.node.name for one in seen.nodes if one.is_usable]
@@ -59,7 +60,7 @@ class Trials:
         settled = resettled(demand, self.seen.policy)
         if isinstance(settled, Refusal):
             return False
-        return self.planner.place(replace(self.task, demand=settled)) is not None
+        return self.what_if.places(replace(self.task, demand=settled)) is not None
 
     def placed(self, change: Change, demand: Demand, said: str) -> Remedy | None:
         """A remedy if this demand may be submitted and has room now."""
@@ -67,28 +68,27 @@ class Trials:
         if isinstance(settled, Refusal):
             return None
         changed = replace(self.task, demand=settled)
-        places = self.planner.place(changed)
+        places = self.what_if.places(changed)
         if places is None or self._refuses(settled):
             return None
-        return self.remedy(change, changed, Trial(places), said)
+        return self.remedy(change, changed, Start(places), said)
 
     def _refuses(self, demand: Demand) -> bool:
         world = self.draft.world
         devices = [book.device for book in world.books.values()]
         return check_demand(demand, devices, world.nodes.values(), self.seen.policy) is not None
 
-    def remedy(self, change: Change, task: Task, trial: Trial, said: str) -> Remedy | None:
+    def remedy(self, change: Change, task: Task, way: Way, said: str) -> Remedy | None:
         """What to say of a change of which it is known what would be decided with it."""
-        if not trial.is_way:
+        if isinstance(way, Wait):
             return None
-        if trial.places is not None:
-            where = in_words(self.draft, trial.places)
-            return Remedy(change, task, f"{said} it starts now on {where}", trial.places)
-        assert trial.eviction is not None
-        victims = trial.eviction.victims
-        seconds = trial.eviction.deadline_at - self.seen.now
+        if isinstance(way, Start):
+            where = in_words(self.draft, way.places)
+            return Remedy(change, task, f"{said} it starts now on {where}", way.places)
+        victims = way.eviction.victims
+        seconds = way.eviction.deadline_at - self.seen.now
         who = "1 run" if len(victims) == 1 else f"{len(victims)} runs"
-        nodes = {self.draft.book(device).device.node for device, _ in trial.eviction.devices}
+        nodes = {self.draft.book(device).device.node for device, _ in way.eviction.devices}
         where = f"on {' and '.join(sorted(nodes))} within {seconds:.0f} s"
         message = f"{said} {who} would be asked to leave, and it starts {where}"
         return Remedy(change, task, message, victims=victims)

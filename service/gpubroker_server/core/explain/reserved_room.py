@@ -6,10 +6,10 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.explain.blockers import Blocker, called
+from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.backfill import Planned
 from gpubroker_server.core.planning.lines import First
 from gpubroker_server.core.planning.survey import Survey
-from gpubroker_server.core.planning.trial import Planner
 
 LEAST_SECONDS = 1.0
 """Nobody is advised to be done in less."""
@@ -17,8 +17,8 @@ LEAST_SECONDS = 1.0
 
 def kept_for_forecasts(seen: Survey) -> list[Blocker]:
     """What keeps a task away for which there is room; empty if nothing does."""
-    planner = Planner(seen.draft, seen.policy, seen.now, seen.forecasts, seen.known)
-    keepers = planner.kept_for(seen.task)
+    what_if = WhatIf(seen.draft, seen.policy, seen.now, seen.forecasts, seen.known)
+    keepers = what_if.reserved_from(seen.task)
     if not keepers:
         return []
     first = min(keepers, key=_start_at)
@@ -32,9 +32,9 @@ def kept_for_forecasts(seen: Survey) -> list[Blocker]:
     return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]
 
 
-def short_enough(seen: Survey, planner: Planner) -> tuple[Task, Seconds] | None:
+def short_enough(seen: Survey, what_if: WhatIf) -> tuple[Task, Seconds] | None:
     """The same task, said to be done before whoever it would delay is expected to start."""
-    keepers = planner.kept_for(seen.task)
+    keepers = what_if.reserved_from(seen.task)
     if not keepers:
         return None
     seconds = Seconds(float(int(min(_seconds_until(one, seen) for one in keepers))))

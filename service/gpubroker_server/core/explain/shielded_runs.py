@@ -10,11 +10,11 @@ from typing import assert_never
 
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId
+from gpubroker_server.core.planning.find_way import Evict, Start, WaitReason, Way
 from gpubroker_server.core.planning.guarantees import Claims, Restraint
 from gpubroker_server.core.planning.quota import Quotas
 from gpubroker_server.core.planning.shields import has_its_turn, is_spared, is_young
 from gpubroker_server.core.planning.survey import Survey
-from gpubroker_server.core.planning.trial import Trial
 
 MOST_TOLD = 20
 """So many runs are told one by one; all are counted."""
@@ -82,12 +82,12 @@ class Spared:
     """The most telling of them: those that may be stopped first, then by priority, the lowest first."""
 
 
-def spared(seen: Survey, trial: Trial) -> Spared:
-    """`trial`: what the planner would decide for the task now."""
-    judged = _judged(seen, trial)
+def spared(seen: Survey, way: Way) -> Spared:
+    """`way`: what the planner would decide for the task now."""
+    judged = _judged(seen, way)
     counts = Counter({shield: len(runs) for shield, runs in judged.items()})
     telling = list(islice(_in_order(judged), MOST_TOLD))
-    why = _why(seen, trial, counts)
+    why = _why(seen, way, counts)
     told = (SparedRun(run, _leased_mb(seen, run), shield) for run, shield in telling)
     return Spared(why, _message(seen, why, counts), dict(sorted(counts.items())), tuple(told))
 
@@ -115,11 +115,12 @@ _TELLING = {
 }
 
 
-def _judged(seen: Survey, trial: Trial) -> dict[Shield, list[Task]]:
+def _judged(seen: Survey, way: Way) -> dict[Shield, list[Task]]:
     """The runs on the nodes that it could use, by what shields them."""
     draft = seen.draft
     nodes = [node.node.name for node in seen.nodes if node.is_usable and node.is_large_enough]
-    chosen = frozenset(victim.id for victim in trial.eviction.victims) if trial.eviction else frozenset()
+    victims = way.eviction.victims if isinstance(way, Evict) else ()
+    chosen = frozenset(victim.id for victim in victims)
     restraint = Claims(draft, seen.policy, Quotas(draft, seen.policy)).restraint_on(seen.task)
     judged: dict[Shield, list[Task]] = {}
     for node in nodes:
@@ -145,15 +146,15 @@ def _shield(seen: Survey, run: Task, chosen: Set[TaskId], restraint: Restraint |
     return Shield.WOULD_NOT_HELP
 
 
-def _why(seen: Survey, trial: Trial, counts: Counter[Shield]) -> Why:
+def _why(seen: Survey, way: Way, counts: Counter[Shield]) -> Why:
     task, draft = seen.task, seen.draft
     if draft.pledges_of(task.id):
         return Why.UNDER_WAY
-    if trial.places is not None:
+    if isinstance(way, Start):
         return Why.NOT_NEEDED
-    if trial.eviction is not None:
+    if isinstance(way, Evict):
         return Why.POSSIBLE
-    if trial.coming_on:
+    if way.reason is WaitReason.COMING and way.coming_on:
         return Why.ROOM_IS_COMING
     if not any(part.gpus for part in task.demand.bundles or (task.demand,)):
         return Why.NO_GPUS

@@ -148,7 +148,7 @@ def less_of_the_node(trials: Trials) -> Remedy | None:
     for node in trials.nodes:
         room = trials.draft.headroom(node, task=task.id, priority=task.priority)
         short = room.cpu < demand.cpu or room.memory_mb < demand.memory_mb
-        if short and trials.planner.place_on([node], bare) is not None:
+        if short and trials.what_if.places_on({node}, bare) is not None:
             left = (min(room.cpu, demand.cpu), min(room.memory_mb, demand.memory_mb), node)
             best = left if best is None else max(best, left)
     if best is None:

@@ -9,6 +9,7 @@ from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.explain.quota_standing import quota_of
+from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.expected_ends import Departures
 from gpubroker_server.core.planning.fair_share import Shares
@@ -16,7 +17,6 @@ from gpubroker_server.core.planning.future_limits import share_a_limit
 from gpubroker_server.core.planning.gang_placement import Gang
 from gpubroker_server.core.planning.run_estimates import Remaining
 from gpubroker_server.core.planning.survey import NodeFinding, Survey, Verdict
-from gpubroker_server.core.planning.trial import Planner
 from gpubroker_server.core.world.queue import Kin, OrderKey, order_key, own_key
 
 MOST_RUNS = 64
@@ -52,12 +52,12 @@ def first_end(seen: Survey, departures: Departures) -> End | None:
     for end, run in soonest:
         without = Draft(seen.draft.world)
         without.dismiss(run)
-        planner = Planner(without, seen.policy, seen.now, seen.forecasts)
-        places = planner.place(task) if anywhere else planner.place_on(nodes_of(run), task)
+        what_if = WhatIf(without, seen.policy, seen.now, seen.forecasts)
+        places = what_if.places(task) if anywhere else what_if.places_on(nodes_of(run), task)
         if places is None:
             continue
         contested += 1
-        if not rivals.would_take(planner, run):
+        if not rivals.would_take(what_if, run):
             return End(run, end, places)
         if contested == MOST_CONTESTED:
             break
@@ -113,13 +113,13 @@ class _Rivals:
         self._ahead: list[Task] | None = None
         self._shares: Shares
 
-    def would_take(self, planner: Planner, run: Task) -> bool:
+    def would_take(self, what_if: WhatIf, run: Task) -> bool:
         """Whether one of them might take what this run gave back, in a draft in which it did. In doubt, yes:
         what it counted of a limit that many share, or of a quota, may be taken on any node."""
         return any(
             rival.demand.bundles
             or share_a_limit(run, rival, self._seen.policy)
-            or any(planner.may_have(node, rival) for node in nodes_of(run))
+            or any(what_if.may_have(node, rival) for node in nodes_of(run))
             for rival in self._most_urgent()
         )
 

@@ -7,8 +7,8 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.memory import Memory
 from gpubroker_server.core.planning.placement import worth_of
+from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.planning.survey import Survey, survey
 from gpubroker_server.core.world.world import World
 
@@ -18,13 +18,13 @@ class Asking:
     that changes, or the passing of time makes a difference to it: as the planner's memory, which it uses."""
 
     def __init__(self) -> None:
-        self._memory = Memory()
+        self._cache = PlanCache()
 
     def survey(
         self, world: World, task: Task, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
     ) -> Survey:
         """For one answer, to be found before the World changes; nothing may be decided in its draft."""
-        memory = self._memory
-        memory.open(world, policy, now, now, worth_of(world, policy))
-        draft = Draft(world, memory.changes, memory.growth)
-        return survey(draft, task, policy, now, forecasts, memory.outlooks)
+        cache = self._cache
+        cache.open(world, policy, now, now, worth_of(world, policy))
+        draft = Draft(world, cache.revisions.changes, cache.revisions.growth)
+        return survey(draft, task, policy, now, forecasts, cache.rooms)

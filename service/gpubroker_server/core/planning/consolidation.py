@@ -15,9 +15,9 @@ from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.budget import ProbeBudget
 from gpubroker_server.core.planning.deciding import evict, keep_room
 from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.looks import Looks
 from gpubroker_server.core.planning.offers import Offers
 from gpubroker_server.core.planning.placement import Places, worth_of
 from gpubroker_server.core.planning.preemption import Eviction, best_of, eviction_of, is_coming
@@ -35,7 +35,7 @@ MOST_TASKS = 8
 MOST_RUNS = 4
 """So many runs are moved for one task at most."""
 
-MOST_LOOKS = 2_000
+MOST_PROBES = 2_000
 """Looks at nodes in one go, some tens of milliseconds; who needs more is not helped."""
 
 HOUR_SECONDS = 3600.0
@@ -115,7 +115,7 @@ class _Search:
         self._policy = policy
         self._now = now
         self._most = most
-        self._looks = Looks(MOST_LOOKS)
+        self._budget = ProbeBudget(MOST_PROBES)
         self._worth = worth_of(world, policy)
         self._offers = Offers(self.draft, policy, now)
         self._places = self._places_in(self.draft)
@@ -124,7 +124,7 @@ class _Search:
 
     @property
     def is_tired(self) -> bool:
-        return self._looks.are_spent
+        return self._budget.is_spent
 
     def moves_for(self, task: Task, closed: AbstractSet[NodeName]) -> Decision | None:
         if not self._lacks_one_piece(task):
@@ -202,7 +202,7 @@ class _Search:
         return -sum(lease.mb for lease in self._world.leases_of(run)), run.id
 
     def _places_in(self, draft: Draft) -> Places:
-        return Places(draft, self._policy, self._now, worth=self._worth, looks=self._looks)
+        return Places(draft, self._policy, self._now, scores=self._worth, budget=self._budget)
 
 
 def _as_least(run: Task) -> Task:

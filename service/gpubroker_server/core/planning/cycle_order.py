@@ -1,15 +1,14 @@
 """The tasks of one cycle in the order of the queue, without touching more of them than are examined."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gpubroker_server.core.domain.policy import BANDS, Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.planning.doubts import Doubts
+from gpubroker_server.core.planning.budget import PROBE_KNOWN, PROBE_SIFTED, ProbeBudget
 from gpubroker_server.core.planning.fair_share import Shares
-from gpubroker_server.core.planning.looks import A_GLANCE, A_NOD
 from gpubroker_server.core.world.dependencies import NO_PRIORITY
 from gpubroker_server.core.world.queue import Group, Kin, Member, OrderKey, OwnKey, order_key, own_key
 from gpubroker_server.core.world.world import World
@@ -37,6 +36,20 @@ class Head(NamedTuple):
     """A heap of those that stand behind this one: of other groups for which the same holds."""
 
 
+class Refusing(Protocol):
+    """Leaves out groups whose tasks need not be examined."""
+
+    budget: ProbeBudget
+
+    def hopeless(self, kins: Iterable[Kin], band: int) -> Iterable[Kin]:
+        """Those demands of which every task in a band is refused, and every equal one of a lower priority."""
+        ...
+
+    def is_refused(self, group: Group) -> bool:
+        """Each of its tasks is refused."""
+        ...
+
+
 class Agenda:
     """A k-way merge over the heads of the groups, band by band, from a place in the order onwards.
 
@@ -60,7 +73,7 @@ class Agenda:
         self._coming_in: list[Kin | Likes] = []
         """Of this band; before them nobody's turn has come."""
         self._is_sifted = True
-        """Whether those are left out of whom it is known that there is nothing for them."""
+        """Whether hopeless demands are left out of those."""
         self._asleep: list[Likes] = []
         self._asleep_together: dict[Kin, int] = {}
         """Those of which no group up to that priority has anything to expect, in this band and below."""
@@ -76,30 +89,25 @@ class Agenda:
     def is_done(self) -> bool:
         return not (self._coming_in or self._heads or self._bands)
 
-    def next(self, doubts: Doubts) -> Head | None:
+    def next(self, refusing: Refusing) -> Head | None:
         """The next task to examine; None at the end, and when it is time for a pause."""
         while not self.is_done:
             if not self._is_sifted:
-                self._sift(doubts)
+                self._sift(refusing)
             elif self._coming_in:
-                self._let_in(self._coming_in.pop(), doubts)
-                if doubts.looks.call_for_a_pause:
+                self._let_in(self._coming_in.pop(), refusing)
+                if refusing.budget.calls_for_a_pause:
                     return None
             elif self._heads:
-                head = self._take(heappop(self._heads), doubts)
+                head = self._take(heappop(self._heads), refusing)
                 if head is not None:
                     self._after = head.key
                     return head
-                if doubts.looks.call_for_a_pause:
+                if refusing.budget.calls_for_a_pause:
                     return None
             else:
                 self._open_band(self._bands.pop())
         return None
-
-    def put_back(self, head: Head, after: OrderKey | None) -> None:
-        """It was not examined to the end: it is the next one again."""
-        self._after = after
-        heappush(self._heads, Head(head.key, True, head.task, None, []))
 
     def charge(self, task: Task, mb: int) -> None:
         """The task that is examined was given so much: its tenant's other tasks may have to stand back."""
@@ -117,20 +125,18 @@ class Agenda:
         self._asleep_together = {}
         self._is_sifted = False
 
-    def _take(self, head: Head, doubts: Doubts) -> Head | None:
+    def _take(self, head: Head, refusing: Refusing) -> Head | None:
         """None if it is nobody's turn after all."""
-        doubts.looks.taken += A_GLANCE
+        refusing.budget.spent += PROBE_KNOWN
         if head.is_let_in and not self.shares.is_even and self._was_overtaken(head):
             return None
         group = head.group
         if group is None:
             return head if head.task in self._world.queue else None
         if not head.is_let_in:
-            self._enter_kin(group.kin, doubts)
+            self._enter_kin(group.kin, refusing)
             return None
-        if group and (
-            doubts.has_no_right(group) or (doubts.is_refused(group) and not doubts.may_reclaim(group))
-        ):  # else all of them have left the queue since this one was lined up
+        if group and refusing.is_refused(group):  # an empty one has left the queue since it was lined up
             behind = [other for _, _, other in head.line if other is not None]
             self._asleep.append((group, *behind))
             return None
@@ -164,82 +170,47 @@ class Agenda:
         self._asleep_together.pop(kin, None)
         return True
 
-    def _sift(self, doubts: Doubts) -> None:
-        """Leave out those for whom there is known to be nothing. Where there is no room for the most urgent
-        of a demand, there is none for the others."""
+    def _sift(self, refusing: Refusing) -> None:
         self._is_sifted = True
-        shut, band = doubts.shut(), self._band
-        awake: list[Kin | Likes] = []
-        for comers in self._coming_in:
-            if isinstance(comers, Kin):
-                highest = comers.highest.get(band, -1)
-                if highest > shut.get(comers, -1):
-                    awake.append(comers)
-                else:
-                    self._asleep_together[comers] = highest
-            elif shut.get(comers[0].kin, -1) >= comers[0].priority:
-                self._asleep.append(comers)
-            else:
-                awake.append(comers)
-        doubts.looks.taken += A_NOD * len(self._coming_in)
-        self._coming_in = awake
+        refusing.budget.spent += PROBE_SIFTED * len(self._coming_in)
+        kins = [
+            comers for comers in self._coming_in if isinstance(comers, Kin) and self._band in comers.bands
+        ]
+        hopeless = {kin: kin.highest[self._band] for kin in refusing.hopeless(kins, self._band)}
+        self._asleep_together |= hopeless
+        self._coming_in = [comers for comers in self._coming_in if comers not in hopeless]
 
-    def _let_in(self, comers: Kin | Likes, doubts: Doubts) -> None:
+    def _let_in(self, comers: Kin | Likes, refusing: Refusing) -> None:
+        refusing.budget.spent += PROBE_KNOWN
         if not isinstance(comers, Kin):
-            doubts.looks.taken += A_GLANCE
-            self._enter([group for group in comers if group], doubts)
-        elif self._band in comers.bands and not self._left_out(comers, doubts):
-            doubts.looks.taken += A_GLANCE
+            self._enter([group for group in comers if group], refusing)
+        elif self._band in comers.bands:
             now, policy, rank = self._ordered_at, self._policy, self.shares.rank
             groups = self._groups_of(comers)
             first = min((rank(group.tenant), group.first_key(now, policy), group) for group in groups)
             heappush(self._heads, Head(order_key(first[1], first[0]), False, first[1][-1], first[2], []))
 
-    def _left_out(self, kin: Kin, doubts: Doubts) -> bool:
-        """There is known to be nothing for any of its groups in this band: not one need be lined up."""
-        doubts.looks.taken += A_GLANCE
-        if self._has_nothing(kin, doubts):
-            self._asleep_together[kin] = kin.highest[self._band]
-            return True
-        all_likes = [tuple(likes.values()) for likes in kin.bands[self._band].values()]
-        if self._policy.has_quotas or not all(doubts.is_refused(likes[0]) for likes in all_likes):
-            return False
-        self._asleep += all_likes
-        return True
-
     def _groups_of(self, kin: Kin) -> Iterator[Group]:
         """Those of this band."""
         return (group for likes in kin.bands[self._band].values() for group in likes.values())
 
-    def _enter_kin(self, kin: Kin, doubts: Doubts) -> None:
-        """The turn of its groups has come, unless there is nothing for any of them."""
+    def _enter_kin(self, kin: Kin, refusing: Refusing) -> None:
+        """The turn of its groups has come, unless it is hopeless by now."""
         if self._band not in kin.bands:
             return
-        all_likes = [list(likes.values()) for likes in kin.bands[self._band].values()]
-        if len(all_likes) > 1 and self._has_nothing(kin, doubts):
+        if list(refusing.hopeless([kin], self._band)):
             self._asleep_together[kin] = kin.highest[self._band]
             return
-        for likes in all_likes:
-            self._enter(likes, doubts)
+        for likes in list(kin.bands[self._band].values()):
+            self._enter(list(likes.values()), refusing)
 
-    def _has_nothing(self, kin: Kin, doubts: Doubts) -> bool:
-        """In this band, and for nobody."""
-        if not doubts.has_nothing(kin.most_urgent_of(self._band)):
-            return False
-        return not (self._policy.has_quotas and any(map(doubts.may_reclaim, self._groups_of(kin))))
-
-    def _enter(self, likes: Sequence[Group], doubts: Doubts) -> None:
-        lines = [likes]
-        if self._policy.has_quotas:  # by which they differ
-            lines = []
-            for group in likes:
-                (self._asleep if doubts.has_no_right(group) else lines).append((group,))
-        if lines and lines[0] and doubts.is_refused(lines[0][0]):
-            claim = [line for line in lines if self._policy.has_quotas and doubts.may_reclaim(line[0])]
-            self._asleep += (tuple(line) for line in lines if line not in claim)
-            lines = claim
-        doubts.looks.taken += A_GLANCE * len(likes)
-        for groups in lines:
+    def _enter(self, likes: Sequence[Group], refusing: Refusing) -> None:
+        """Line up these groups: by tenant where quotas tell them apart, else one behind the other."""
+        refusing.budget.spent += PROBE_KNOWN * len(likes)
+        for groups in [(group,) for group in likes] if self._policy.has_quotas else [tuple(likes)]:
+            if groups and refusing.is_refused(groups[0]):
+                self._asleep.append(groups)
+                continue
             line: list[Place] = []
             for group in groups:
                 passed = self._count_passed(group)

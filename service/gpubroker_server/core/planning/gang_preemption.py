@@ -1,7 +1,6 @@
 """Whom to stop, on several nodes, so that all ranks of a gang can run, or so that a quota has room."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from gpubroker_server.core.domain.ranks import part_of
 from gpubroker_server.core.domain.task import Task
@@ -10,7 +9,7 @@ from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.gang_nodes import Ground
 from gpubroker_server.core.planning.gang_placement import Gang, place_ranks
 from gpubroker_server.core.planning.offers import Offer, Offers
-from gpubroker_server.core.planning.preemption import Eviction, deadlines_of_leavers, may_preempt
+from gpubroker_server.core.planning.preemption import Coming, Eviction, deadlines_of_leavers, may_preempt
 from gpubroker_server.core.planning.victims import (
     EXACT_LIMIT,
     Candidate,
@@ -24,13 +23,6 @@ from gpubroker_server.core.planning.victims import (
 
 EXACT_NODES = 4_096
 """Every subset of the candidates is considered if that is a look at no more nodes than so many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coming:
-    """Room enough is on its way: nobody need be stopped."""
-
-    nodes: tuple[NodeName, ...]
 
 
 def choose_for_gang(

@@ -11,7 +11,7 @@ from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.run_estimates import whole_run_seconds
 from gpubroker_server.core.planning.waiting import line_of_quota
-from gpubroker_server.core.world.queue import OrderKey
+from gpubroker_server.core.world.queue import OrderKey, reserves_before
 
 
 class First(NamedTuple):
@@ -61,7 +61,8 @@ class Lines:
         if asks_for_gpus(task.demand):
             names.append(line_of_quota(task.tenant))
         ahead = [first for name in names for first in self._first.get(name, ())]
-        ahead = [first for first in ahead if self._order(first.task) < self._order(task)]
+        mine = self._order(task) if ahead else None
+        ahead = [first for first in ahead if mine and reserves_before(self._order(first.task), mine)]
         ends_at = self._now + (self._longest_seconds(task) if ahead else 0.0)
         return [first for first in ahead if ends_at > first.forecast.start_at]
 

@@ -15,6 +15,7 @@ from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Tas
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.shields import first_up_to
 from gpubroker_server.core.planning.victims import Stoppable, after, gives_way, stoppable
+from gpubroker_server.core.world.placement_scores import Row, rows
 
 CRITICAL = BANDS[0][1]
 """From this priority on no shield counts."""
@@ -34,6 +35,10 @@ class Room:
     def with_amounts(self, devices: tuple[tuple[Device, int], ...], beside: Headroom) -> "Room":
         """Of the same devices."""
         return Room(devices, ceiling(devices), beside, self.alike)
+
+    def rows(self) -> tuple[Row, ...]:
+        """The same by sorts of devices."""
+        return rows(self.devices, self.beside.cpu)
 
     def may_fit(self, task: Task) -> bool:
         """False: there is not enough for such a task. True: perhaps there is."""
@@ -60,6 +65,8 @@ class _Facts:
     pledges: list[int]
     """The priorities of its pledges."""
     now: dict[int, Room] = field(default_factory=dict)
+    rows: dict[int, tuple[Room, tuple[Row, ...]]] = field(default_factory=dict)
+    """Of `now`, by sorts of devices."""
     soon: dict[int, Room] = field(default_factory=dict)
     runs: Mapping[TaskId, Sequence[Stoppable]] | None = None
     """Who may be stopped for somebody, once somebody asks."""
@@ -92,6 +99,15 @@ class Outlooks:
         if room is None:
             room = facts.now[above] = self._look(node, None, priority)
         return room
+
+    def rows(self, node: NodeName, priority: int) -> tuple[Row, ...]:
+        """What `now` tells, by sorts of devices."""
+        room, facts = self.now(node, priority), self._facts(node)
+        above = bisect_left(facts.pledges, priority)
+        known = facts.rows.get(above)
+        if known is None or known[0] is not room:
+            known = facts.rows[above] = room, room.rows()
+        return known[1]
 
     def now_of(self, node: NodeName, task: Task) -> Room:
         """For a task that has pledges."""

@@ -1,23 +1,27 @@
 """Where a task can run now: one node, and on it as many devices as it asks for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import inf
+from types import MappingProxyType
 
-from gpubroker_server.core.domain.demand import need_mb, unwanted_device, unwanted_node
+from gpubroker_server.core.domain.demand import Demand, need_mb, unwanted_device, unwanted_node
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.planning.backfill import Guards
+from gpubroker_server.core.planning.budget import ProbeBudget, Steps
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.gang_nodes import grounds_of
 from gpubroker_server.core.planning.gang_placement import Gang, place_gang
-from gpubroker_server.core.planning.looks import Looks, Paused
-from gpubroker_server.core.planning.memory import Found, Likes, Memory, Standing
 from gpubroker_server.core.planning.node_room import Outlooks, Room
 from gpubroker_server.core.planning.quota import Quotas
 from gpubroker_server.core.world.placement_scores import Row, Worth, rows
 from gpubroker_server.core.world.world import World
+
+Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
+"""((what is left on its devices, CPU left on the node, names), placement): the smallest is the best."""
 
 Option = tuple[float, DeviceKey, Mib]
 """(MiB left on the device afterwards, negated for `spread`; the device; MiB to lease)"""
@@ -37,30 +41,44 @@ def worth_of(world: World, policy: Policy) -> Worth | None:
     return world.mix.worth(world.books, world.inventory_version, policy.placement)
 
 
-class Places:
-    """The places of one draft. Only nodes on which something changed are looked at again for equal tasks.
+@dataclass(slots=True)
+class PlaceTable:
+    """The best place of equal tasks on each node that has one."""
 
-    A memory must have been opened for the draft's World, and the draft must mark its changes there.
-    """
+    seen: int = -1
+    """Revision of the draft's changes up to which it holds; -1: no node was probed yet."""
+    found: dict[NodeName, Found] = field(default_factory=dict)
+
+
+PlaceTables = dict[tuple[Demand, int] | TaskId, PlaceTable]
+"""(demand, priority) -> places of such tasks; a task with pledges has a table of its own."""
+
+NOWHERE: Mapping[NodeName, Found] = MappingProxyType({})
+
+
+class Places:
+    """The places of one draft. For equal tasks only nodes that changed are probed again."""
 
     def __init__(
         self,
         draft: Draft,
         policy: Policy,
         now: Instant,
-        memory: Memory | None = None,
-        worth: Worth | None = None,
-        looks: Looks | None = None,
-        outlooks: Outlooks | None = None,
+        *,
+        scores: Worth | None = None,
+        budget: ProbeBudget | None = None,
+        rooms: Outlooks | None = None,
+        tables: PlaceTables | None = None,
     ) -> None:
-        """`worth` of places, as it was when the cycle began; None: by room left on the devices."""
-        self._looks = Looks(inf) if looks is None else looks
-        self._outlooks = Outlooks(draft, policy, now, now, {}) if outlooks is None else outlooks
+        """`scores` of places, as they were when the cycle began; None: by room left on the devices.
+        `tables`: of earlier drafts that share this draft's changes."""
+        self._budget = ProbeBudget(inf) if budget is None else budget
+        self._rooms = Outlooks(draft, policy, now, now, {}) if rooms is None else rooms
+        self._tables: PlaceTables = {} if tables is None else tables
         self._draft = draft
         self._policy = policy
         self._now = now
-        self._memory = memory
-        self._worth = worth
+        self._scores = scores
         self._nodes = frozenset(draft.usable_nodes())
 
     def best(self, task: Task) -> Placement | None:
@@ -77,25 +95,27 @@ class Places:
         found = [place for node in self._nodes if (place := self.on(node, task)) is not None]
         return min(found)[1] if found else None
 
-    def best_of(self, likes: Likes | TaskId, task: Task) -> Placement | Paused | None:
-        """The same. Places are remembered for such tasks, and the search for them can be left."""
-        assert self._memory is not None, "there is one to remember them"
-        self._looks.taken += 1
+    def table(self, task: Task, nodes: Set[NodeName] | None = None) -> Steps[Mapping[NodeName, Found]]:
+        """The best place on each node that has one; what is reserved counts as free. `nodes`: the others are
+        known to have none."""
+        self._budget.spent += 1
         if self._draft.short_of(task, self._policy.custom_limits):
-            return None
-        standing = self._memory.standings.setdefault(likes, Standing())
-        standing.left |= dict.fromkeys(self._memory.changes.since(standing.seen))
-        standing.seen = self._memory.changes.revision
-        while standing.left:
-            node, _ = standing.left.popitem()
-            place = self.on(node, task)
+            return NOWHERE
+        key = task.id if self._draft.pledges_of(task.id) else (task.demand, task.priority)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = PlaceTable()
+        changes = self._draft.changes
+        for node in self._nodes if table.seen < 0 else changes.since(table.seen):
+            place = self.on(node, task) if nodes is None or node in nodes else None
             if place is not None:
-                standing.found[node] = place
+                table.found[node] = place
             else:
-                standing.found.pop(node, None)
-            if standing.left and self._looks.call_for_a_pause:
-                return Paused.HERE
-        return min(standing.found.values())[1] if standing.found else None
+                table.found.pop(node, None)
+            if self._budget.calls_for_a_pause:
+                yield
+        table.seen = changes.revision
+        return table.found
 
     def kept(self, task: Task) -> Placement | None:
         """On the devices that are pledged to it, and on no others; None if it cannot start there now."""
@@ -106,13 +126,13 @@ class Places:
         found = self.on(node, task, lambda device, _mb: device in mine)
         return None if found is None else found[1]
 
-    def best_beside(self, guards: Guards, task: Task, likes: Likes, *, everybody: bool) -> Placement | None:
-        """The best place where the task delays nobody who stands ahead of it, or nobody at all."""
-        assert self._memory is not None, "its places were just worked out"
-        found = self._memory.standings[likes].found
-        places = [place for node, place in found.items() if node not in guards.on]
+    def best_beside(
+        self, guards: Guards, task: Task, table: Mapping[NodeName, Found], *, everybody: bool
+    ) -> Placement | None:
+        """The best of these places where the task delays no reservation ahead of it, or none at all."""
+        places = [place for node, place in table.items() if node not in guards.on]
         if not guards.is_tired:
-            for node in guards.on.keys() & found.keys():
+            for node in guards.on.keys() & table.keys():
                 place = self.on_beside(guards, node, task, everybody=everybody)
                 if place is not None:
                     places.append(place)
@@ -126,33 +146,38 @@ class Places:
     def gang(self, task: Task, guards: Guards | None = None) -> Gang | None:
         """Places for the ranks of a gang, all at once, and for no more than its quota leaves. `guards`: so
         that it delays nobody who stands ahead of it."""
-        self._looks.taken += CLOSE_LOOK * len(self._nodes)
+        self._budget.spent += CLOSE_LOOK * len(self._nodes)
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
-        worth = self._worth
-        before = 0 if worth is None else worth.worked_out
-        grounds = grounds_of(self._draft, task, self._policy, self._now, worth)
+        scores = self._scores
+        before = 0 if scores is None else scores.worked_out
+        grounds = grounds_of(self._draft, task, self._policy, self._now, scores)
         most = Quotas(self._draft, self._policy).most_ranks(task)
         found = place_gang(task, grounds if guards is None else list(guards.beside(task, grounds)), most)
-        if worth is not None:
-            self._looks.taken += CLOSE_LOOK * (worth.worked_out - before)
+        if scores is not None:
+            self._budget.spent += CLOSE_LOOK * (scores.worked_out - before)
         return found
 
     def on(self, node: NodeName, task: Task, allows: Allows | None = None) -> Found | None:
         """The best place for a task on one node, of the devices that are allowed."""
         demand = task.demand
-        self._looks.taken += 1
+        self._budget.spent += 1
         if node not in self._nodes:
             return None
-        room = self._left(node, task)
+        is_kept = self._is_kept_for(node, task)
+        room = self._rooms.now_of(node, task) if is_kept else self._rooms.now(node, task.priority)
+        self._budget.spent += CLOSE_LOOK * is_kept
         if not room.may_fit(task):
             return None
-        self._looks.taken += CLOSE_LOOK
+        self._budget.spent += CLOSE_LOOK
         far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
-        if self._worth is None or demand.placement == "spread" or demand.where.devices:
+        if self._scores is None or demand.placement == "spread" or demand.where.devices:
             return self._by_room(node, task, room.beside.cpu, far, allows)
-        there = _allowed(room, task, allows) if allows else self._rows(node, task.priority, room)
-        return self._by_worth(node, task, far, self._worth, there)
+        if allows:
+            there = _allowed(room, task, allows)
+        else:
+            there = room.rows() if is_kept else self._rooms.rows(node, task.priority)
+        return self._by_worth(node, task, far, self._scores, there)
 
     def _by_room(
         self, node: NodeName, task: Task, cpu: float, far: int, allows: Allows | None
@@ -174,7 +199,7 @@ class Places:
     ) -> Found | None:
         before = worth.worked_out
         spot = worth.spot(task.demand, there)
-        self._looks.taken += CLOSE_LOOK * (worth.worked_out - before)
+        self._budget.spent += CLOSE_LOOK * (worth.worked_out - before)
         if spot is None:
             return None
         devices = []
@@ -184,23 +209,6 @@ class Places:
             devices.append((key, need))
         rank = far + FAR_MB * spot.unwanted - spot.score
         return (rank, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
-
-    def _rows(self, node: NodeName, priority: int, room: Room) -> tuple[Row, ...]:
-        """Once for each room that the node has for this priority."""
-        if self._memory is None:
-            return rows(room.devices, room.beside.cpu)
-        known = self._memory.rows.get((node, priority))
-        if known is None or known[0] is not room:
-            self._looks.taken += CLOSE_LOOK
-            known = self._memory.rows[node, priority] = room, rows(room.devices, room.beside.cpu)
-        return known[1]
-
-    def _left(self, node: NodeName, task: Task) -> Room:
-        """What such a task could have of a node; once for all without pledges there."""
-        if not self._is_kept_for(node, task):
-            return self._outlooks.now(node, task.priority)
-        self._looks.taken += CLOSE_LOOK
-        return self._outlooks.now_of(node, task)
 
     def _is_kept_for(self, node: NodeName, task: Task) -> bool:
         """Whether there is room on the node that only this task may have."""

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.demand import need_mb
 from gpubroker_server.core.domain.ranks import asks_for_gpus, stop_deadline_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.planning.budget import ProbeBudget, Steps
 from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.looks import Looks
 from gpubroker_server.core.planning.offers import Offer, Offers, Site
 from gpubroker_server.core.planning.victims import (
     EXACT_LIMIT,
@@ -60,6 +60,17 @@ class Option:
     cost: Cost
 
 
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Enough room is being given back: no run need be stopped."""
+
+    nodes: tuple[NodeName, ...]
+
+
+NO_LESS: Cost = (0.0, 0, 1)
+"""Any victim costs at least this."""
+
+
 class _Way(NamedTuple):
     least: Cost
     """It costs no less to make room there."""
@@ -87,85 +98,50 @@ def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
     return node in offers.nodes and offers.outlooks.most(node, task.priority).fits(task)
 
 
-class Search:
-    """For the eviction that costs least: lost GPU-seconds, number of victims, then node and devices.
+def search_eviction(
+    offers: Offers, task: Task, nodes: Iterable[NodeName], now: Instant, budget: ProbeBudget
+) -> Steps[Eviction | Coming | None]:
+    """The eviction that costs least: lost GPU-seconds, number of victims, then node and devices.
 
-    Only runs of strictly lower priority are named, and only if the task fits once they have left. What is
-    leaving anyway and is promised to nobody counts first: if that alone will do, the task waits.
-
-    Nodes are looked at in the order of what stopping somebody there costs at least, until no other can be
-    better. The search can be left at any time, and gone on with when nodes have changed.
+    Only runs of strictly lower priority are victims, and only if the task fits once they have left. Room
+    that is being given back and promised to no other task counts first: if it is enough, no run is stopped.
+    Nodes are tried in the order of what a victim there costs at least, until no other can be better.
     """
-
-    def __init__(self, task: Task, nodes: Iterable[NodeName]) -> None:
-        """`nodes`: the others need offer nothing."""
-        self.task = task
-        self.coming_on: NodeName | None = None
-        """A node that will have room without anybody being asked; then the search is over."""
-        self._nodes = set(nodes)
-        self._unseen = sorted(self._nodes, reverse=True)
-        self._ways: list[_Way] = []
-        """A heap."""
-        self._best: Option | None = None
-
-    def look_again(self, nodes: Iterable[NodeName]) -> None:
-        """Something changed there since the search was left."""
-        again = set(nodes)
-        self._nodes |= again
-        if self._best is not None and self._best.offer.node in again:
-            again = self._nodes
-            self._best = None
-        self._unseen = sorted({*self._unseen, *again}, reverse=True)
-        self._ways = [way for way in self._ways if way.node not in again]
-        heapify(self._ways)
-
-    def go_on(self, offers: Offers, looks: Looks) -> bool:
-        """Whether the search has come to its end."""
-        while self._step(offers, looks):
-            if looks.call_for_a_pause:
-                return False
-        return True
-
-    def _step(self, offers: Offers, looks: Looks) -> bool:
-        """False if there is nothing more to do."""
-        if self._unseen:
-            self._look_at(offers, self._unseen.pop(), looks)
-            return self.coming_on is None
-        if not self._ways or self._is_settled(self._ways[0]):
-            return False
-        self._try(offers, heappop(self._ways), looks)
-        return True
-
-    def eviction(self, offers: Offers, now: Instant) -> Eviction | None:
-        """What was found, at the end."""
-        if self._best is None or self.coming_on is not None:
-            return None
-        return eviction_of(self._best, offers.draft, now)
-
-    def _look_at(self, offers: Offers, node: NodeName, looks: Looks) -> None:
-        looks.taken += 1
-        if could_make_room(offers, self.task, node):
-            if is_coming(offers, self.task, node):
-                self.coming_on = node
-            else:
-                heappush(self._ways, _Way((0.0, 0, 1), node, False))
-
-    def _is_settled(self, way: _Way) -> bool:
-        """Neither this way nor one that costs more is better than what was found."""
-        return self._best is not None and way[:2] >= (self._best.cost, self._best.offer.node)
-
-    def _try(self, offers: Offers, way: _Way, looks: Looks) -> None:
-        task, best, node = self.task, self._best, way.node
-        offer = offers.of(node, task.priority)
-        looks.taken += CLOSE_LOOK
+    ways: list[_Way] = []
+    for node in sorted(nodes):
+        budget.spent += 1
+        if could_make_room(offers, task, node):
+            if is_coming(offers, task, node):
+                return Coming((node,))
+            ways.append(_Way(NO_LESS, node, False))
+        if budget.calls_for_a_pause:
+            yield
+    best: Option | None = None
+    while ways and not _is_settled(best, ways[0]):
+        way = heappop(ways)
+        offer = offers.of(way.node, task.priority)
+        budget.spent += CLOSE_LOOK
         if not way.is_close:
-            heappush(self._ways, _Way(_least_cost(offer, task), node, True))
-            return
-        below = WITHOUT_LIMIT
-        if best is not None:  # of two that cost the same, the one whose node comes first by name
-            below = best.cost if best.offer.node < node else (*best.cost[:2], best.cost[2] + 1)
-        find = _on_one if task.demand.gpus == 1 else _on_several
-        self._best = find(offer, task, below) or best
+            heappush(ways, _Way(_least_cost(offer, task), way.node, True))
+        else:
+            best = _cheaper(offer, task, best)
+        if budget.calls_for_a_pause:
+            yield
+    return None if best is None else eviction_of(best, offers.draft, now)
+
+
+def _is_settled(best: Option | None, way: _Way) -> bool:
+    """Neither this way nor one that costs more is better than the best so far."""
+    return best is not None and way[:2] >= (best.cost, best.offer.node)
+
+
+def _cheaper(offer: Offer, task: Task, best: Option | None) -> Option | None:
+    """The best way on this node if it is better than the best so far, else that."""
+    below = WITHOUT_LIMIT
+    if best is not None:  # of two that cost the same, the one whose node comes first by name
+        below = best.cost if best.offer.node < offer.node else (*best.cost[:2], best.cost[2] + 1)
+    find = _on_one if task.demand.gpus == 1 else _on_several
+    return find(offer, task, below) or best
 
 
 def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:

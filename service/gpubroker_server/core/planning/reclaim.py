@@ -6,10 +6,10 @@ from functools import partial
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.core.planning.gang_preemption import Coming, choose_among
+from gpubroker_server.core.planning.gang_preemption import choose_among
 from gpubroker_server.core.planning.guarantees import Restraint, Surplus, above_guarantees, leased_mb
 from gpubroker_server.core.planning.offers import Offer, Offers
-from gpubroker_server.core.planning.preemption import Eviction, best_of, eviction_of, may_preempt
+from gpubroker_server.core.planning.preemption import Coming, Eviction, best_of, eviction_of, may_preempt
 from gpubroker_server.core.planning.shields import is_spared
 from gpubroker_server.core.planning.victims import Stoppable, Together, all_of
 

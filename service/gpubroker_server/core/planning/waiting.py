@@ -1,15 +1,15 @@
 """Who waits for room, and who are the first to wait for a limit or a quota."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.planning.budget import ProbeBudget
 from gpubroker_server.core.planning.cycle_order import Agenda
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.fair_share import Shares
-from gpubroker_server.core.planning.looks import Looks
 from gpubroker_server.core.planning.quota import Quotas
 from gpubroker_server.core.world.queue import Group, Kin
 
@@ -31,12 +31,12 @@ def waiting(
     lines = _Lines(draft, policy, most, most if are_lines else 0)
     agenda = Agenda(world, policy, now, None, Shares(world, policy, now))
     while not (lines.are_done or agenda.is_done):
-        lines.looks.allow(GROUPS_AT_A_TIME)
+        lines.budget.allow(GROUPS_AT_A_TIME)
         head = agenda.next(lines)
         if head is not None and head.task not in world.pledges:
             task = world.tasks[head.task]
             yield task, lines.let_in(task)
-        elif lines.looks.call_for_a_pause:
+        elif lines.budget.calls_for_a_pause:
             yield None
 
 
@@ -50,7 +50,7 @@ class _Lines:
     """Doubts about everybody who stands further back."""
 
     def __init__(self, draft: Draft, policy: Policy, most: int, most_lines: int) -> None:
-        self.looks = Looks(may_pause=True)
+        self.budget = ProbeBudget(may_pause=True)
         self._draft = draft
         self._policy = policy
         self._quotas = Quotas(draft, policy)
@@ -79,25 +79,17 @@ class _Lines:
         self._waiting.update(awaited)
         return first_in
 
-    def has_no_right(self, group: Group) -> bool:
-        return self._falls_short(group) and not self._may_wait({line_of_quota(group.tenant)})
+    def hopeless(self, kins: Iterable[Kin], band: int) -> Iterable[Kin]:  # noqa: ARG002
+        return ()  # each group may be the first in a line
 
     def is_refused(self, group: Group) -> bool:
+        if self._falls_short(group):  # it waits for its quota, whatever room there is
+            return not self._may_wait({line_of_quota(group.tenant)})
         awaited: set[str] = set()
         if group.demand.counted:
             probe = self._draft.world.tasks[group.member(0)[1]]
             awaited.update(self._draft.short_of(probe, self._policy.custom_limits))
         return not (self._may_wait(awaited) if awaited else self._left)
-
-    def may_reclaim(self, group: Group) -> bool:
-        """It waits for a quota, whatever room there is."""
-        return self._falls_short(group)
-
-    def shut(self) -> Mapping[Kin, int]:
-        return {}
-
-    def has_nothing(self, group: Group) -> bool:  # noqa: ARG002  # each group may be the first in a line
-        return False
 
     def _falls_short(self, group: Group) -> bool:
         return self._quotas.falls_short(group.tenant, group.demand, group.priority)

@@ -58,6 +58,15 @@ def order_key(own: OwnKey, rank: Rank) -> OrderKey:
     return (own[0], *rank, *own[1:])
 
 
+def reserves_before(first: OrderKey, other: OrderKey) -> bool:
+    """Whether a reservation of the first task binds the other one: it is ahead, or would be at equal shares.
+
+    When a run ends, its tenant has less than its share for a moment. By the order alone its next task would
+    take the room reserved for another tenant's task that needs several such ends: again and again.
+    """
+    return first < other or (*first[:2], *first[3:]) < (*other[:2], *other[3:])
+
+
 class Kin:
     """The groups of one demand, whoever asks. Compares by identity."""
 

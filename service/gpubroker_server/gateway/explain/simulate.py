@@ -6,6 +6,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.advice import Advice, advise
 from gpubroker_server.core.explain.explain import Explanation, explain_waiting, stands_aside
 from gpubroker_server.core.explain.verdicts import look
+from gpubroker_server.core.planning.find_way import Wait
 from gpubroker_server.gateway.cluster.devices import as_of
 from gpubroker_server.gateway.explain.advice import advice_fields, place_views, run_view
 from gpubroker_server.gateway.explain.explanation import UNEXPLAINED, explained_fields
@@ -78,14 +79,14 @@ def _simulated(call: Call, intake: Intake) -> SimulationView:
     now = parts.clock.now()
     looked = look(parts.asking.survey(parts.world, task, parts.policy, now, parts.forecasts()))
     found, advice = explain_waiting(looked), advise(looked, highest_priority(call))
-    eviction = advice.trial.eviction
+    eviction = advice.way.eviction
     view = _bare(call, intake)
     return {
         **view,
         "verdict": _verdict(task, advice),
         **explained_fields(parts.world, found, advice, call.identity, now),
         "message": _message(task, found, advice),
-        "places": place_views(parts.world, advice.trial.places),
+        "places": place_views(parts.world, advice.way.places),
         "victims": [run_view(parts.world, run, call.identity, now) for run in eviction.victims]
         if eviction
         else [],
@@ -93,13 +94,13 @@ def _simulated(call: Call, intake: Intake) -> SimulationView:
 
 
 def _verdict(task: Task, advice: Advice) -> str:
-    if stands_aside(task) or not advice.trial.is_way:
+    if stands_aside(task) or isinstance(advice.way, Wait):
         return "waits"
-    return "starts" if advice.trial.places is not None else "preempts"
+    return "starts" if advice.way.places is not None else "preempts"
 
 
 def _message(task: Task, found: Explanation, advice: Advice) -> str:
-    places, eviction = advice.trial.places, advice.trial.eviction
+    places, eviction = advice.way.places, advice.way.eviction
     if stands_aside(task):
         return found.message
     if places is not None:

@@ -10,14 +10,13 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.memory import MOST_UNASKED, Denied, Memory, Right, Standing
-from gpubroker_server.core.world.queue import Kin
+from gpubroker_server.core.planning.placement import PlaceTable
+from gpubroker_server.core.planning.plan_cache import MOST_UNASKED, PlanCache
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
     GIB,
     NOW,
-    a_demand,
     a_device,
     a_node,
     a_pledge,
@@ -34,77 +33,77 @@ from tests.builders import (
 POLICY = Policy()
 
 
-def plan(world: World, memory: Memory, now: float = NOW) -> tuple[Decision, ...]:
-    return plan_cycle(world, POLICY, Instant(now), memory=memory).decisions
+def plan(world: World, cache: PlanCache, now: float = NOW) -> tuple[Decision, ...]:
+    return plan_cycle(world, POLICY, Instant(now), cache=cache).decisions
 
 
 def test_a_plan_that_did_not_come_true_is_made_again():
     world = a_world(a_device(), *(a_task(name, gpu_mb=50 * GIB) for name in ("first", "second")))
-    memory = Memory()
-    decisions = plan(world, memory)
+    cache = PlanCache()
+    decisions = plan(world, cache)
     assert [decision.subject for decision in decisions] == ["first"]
-    assert plan(world, memory) == decisions
+    assert plan(world, cache) == decisions
 
 
 def test_a_run_that_comes_out_of_its_shield_may_be_stopped():
     run = holding(a_task("run", priority=10, gpu_mb=80 * GIB, preemptions=3), "gpu0", started_at=NOW)
-    world, memory = a_world(run, a_task("high", priority=80, gpu_mb=10 * GIB)), Memory()
-    assert plan(world, memory) == ()
+    world, cache = a_world(run, a_task("high", priority=80, gpu_mb=10 * GIB)), PlanCache()
+    assert plan(world, cache) == ()
     later = NOW + POLICY.shield_seconds
     world.measure([a_sample("gpu0", later)])
-    assert [decision.why for decision in plan(world, memory, later)] == ["preempt"]
+    assert [decision.why for decision in plan(world, cache, later)] == ["preempt"]
 
 
 def test_a_run_whose_turn_is_over_may_be_stopped_by_those_before_whom_it_went():
     run = a_task("run", priority=50, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 9_999.0))
     fresh = a_task("fresh", priority=60, gpu_mb=10 * GIB)
     begun = holding(run, "gpu0", admitted_at=NOW, started_at=NOW)
-    world, memory, policy = a_world(begun, fresh), Memory(), replace(POLICY, min_run_seconds=Seconds(20.0))
+    world, cache, policy = a_world(begun, fresh), PlanCache(), replace(POLICY, min_run_seconds=Seconds(20.0))
     for seconds, whys in ((1.0, []), (20.0, []), (POLICY.shield_seconds, ["preempt"])):
         at = Instant(NOW + seconds)
         world.measure([a_sample("gpu0", at)])
-        assert [d.why for d in plan_cycle(world, policy, at, memory=memory).decisions] == whys
+        assert [d.why for d in plan_cycle(world, policy, at, cache=cache).decisions] == whys
 
 
 def test_a_run_that_is_no_longer_young_may_be_stopped_by_those_before_whom_it_did_not_go():
     run = a_task("run", priority=50, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 300.0))
     begun = holding(run, "gpu0", admitted_at=NOW, started_at=NOW)
     before = a_task("p55", priority=55, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 300.0))
-    world, memory = a_world(begun, before, a_task("p56", priority=56, gpu_mb=80 * GIB)), Memory()
+    world, cache = a_world(begun, before, a_task("p56", priority=56, gpu_mb=80 * GIB)), PlanCache()
     policy = replace(POLICY, min_run_seconds=Seconds(20.0))
-    assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
+    assert plan_cycle(world, policy, NOW, cache=cache).decisions == ()
     later = Instant(NOW + 20.0)
     world.measure([a_sample("gpu0", later)])
-    assert [d.subject for d in plan_cycle(world, policy, later, memory=memory).decisions] == ["p56"]
+    assert [d.subject for d in plan_cycle(world, policy, later, cache=cache).decisions] == ["p56"]
 
 
 def test_a_run_whose_start_is_heard_of_late_has_run_long_enough():
     policy = replace(POLICY, min_run_seconds=Seconds(20.0))
     run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0", state=TaskState.ADMITTED)
-    world, memory = a_world(run, a_task("high", priority=80, gpu_mb=10 * GIB)), Memory()
-    assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
+    world, cache = a_world(run, a_task("high", priority=80, gpu_mb=10 * GIB)), PlanCache()
+    assert plan_cycle(world, policy, NOW, cache=cache).decisions == ()
     heard = write_move(run.task, Move.STARTED, started_at=Instant(NOW - 50.0))
     commit(world, Decision("run", "started", tasks=(heard,)))
     later = Instant(NOW + 1.0)
-    assert [d.why for d in plan_cycle(world, policy, later, memory=memory).decisions] == ["preempt"]
+    assert [d.why for d in plan_cycle(world, policy, later, cache=cache).decisions] == ["preempt"]
 
 
 def test_a_device_that_is_heard_of_again_is_used_again_and_one_that_is_not_is_no_longer():
-    world, memory = a_world(a_device(), a_task("a", gpu_mb=GIB)), Memory()
-    assert len(plan(world, memory)) == 1
-    assert plan(world, memory, NOW + 60.0) == ()
+    world, cache = a_world(a_device(), a_task("a", gpu_mb=GIB)), PlanCache()
+    assert len(plan(world, cache)) == 1
+    assert plan(world, cache, NOW + 60.0) == ()
     world.measure([a_sample("gpu0", NOW + 60.0)])
-    assert len(plan(world, memory, NOW + 60.0)) == 1
+    assert len(plan(world, cache, NOW + 60.0)) == 1
 
 
 def test_what_this_cycle_admitted_may_be_stopped_in_the_next():
     aged = a_task("aged", priority=60, gpu_mb=50 * GIB, submitted_at=Instant(NOW - 1e6))
-    world, memory = a_world(a_device(), aged, a_task("high", priority=65, gpu_mb=40 * GIB)), Memory()
+    world, cache = a_world(a_device(), aged, a_task("high", priority=65, gpu_mb=40 * GIB)), PlanCache()
     policy = Policy(shield_seconds=Seconds(0.0))
-    commit(world, plan_cycle(world, policy, NOW, memory=memory).decisions)
-    assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
+    commit(world, plan_cycle(world, policy, NOW, cache=cache).decisions)
+    assert plan_cycle(world, policy, NOW, cache=cache).decisions == ()
     later = Instant(NOW + 1.0)
-    assert [d.why for d in plan_cycle(world, policy, later, memory=memory).decisions] == ["preempt"]
+    assert [d.why for d in plan_cycle(world, policy, later, cache=cache).decisions] == ["preempt"]
 
 
 def test_room_that_was_coming_and_goes_to_another_is_looked_for_elsewhere():
@@ -116,49 +115,49 @@ def test_room_that_was_coming_and_goes_to_another_is_looked_for_elsewhere():
     )
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1")
     world = a_world(a_device(), a_device("gpu1"), leaving, low, a_task("waits", priority=50, gpu_mb=60 * GIB))
-    memory = Memory()
-    assert plan(world, memory) == ()
+    cache = PlanCache()
+    assert plan(world, cache) == ()
     let_go(world, "leaving", requeue=False)
     urgent = a_task("urgent", priority=95, gpu_mb=70 * GIB)
     world.add_task(urgent)
-    assert [decision.why for decision in plan(world, memory, NOW + 1.0)] == ["admit", "preempt"]
+    assert [decision.why for decision in plan(world, cache, NOW + 1.0)] == ["admit", "preempt"]
 
 
 def test_another_world_another_policy_and_an_earlier_time_find_an_empty_memory():
-    memory = Memory()
-    assert plan(a_world(a_device(mb=GIB), a_task("a", gpu_mb=2 * GIB)), memory) == ()
+    cache = PlanCache()
+    assert plan(a_world(a_device(mb=GIB), a_task("a", gpu_mb=2 * GIB)), cache) == ()
     world = a_world(a_device(), a_task("a", gpu_mb=2 * GIB))
-    assert len(plan(world, memory)) == 1
-    assert len(plan(world, memory, NOW - 1.0)) == 1
+    assert len(plan(world, cache)) == 1
+    assert len(plan(world, cache, NOW - 1.0)) == 1
 
 
-def coming(*parts: Any) -> tuple[World, Memory]:
+def coming(*parts: Any) -> tuple[World, PlanCache]:
     """80 GiB are coming on n1/gpu0, a task for 60 waits for them, and a cycle has found that out."""
     notice = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20.0)}
     leaving = holding(a_task("leaving", gpu_mb=80 * GIB), "gpu0", **notice)
     world = a_world(a_device(), leaving, *parts, a_task("waits", gpu_mb=60 * GIB))
-    memory = Memory()
-    assert plan(world, memory) == ()
-    return world, memory
+    cache = PlanCache()
+    assert plan(world, cache) == ()
+    return world, cache
 
 
 def test_who_waits_for_room_that_is_coming_still_does_when_something_else_changes_there():
     run = holding(a_task("run", gpu_mb=70 * GIB), "gpu1")
-    world, memory = coming(a_device("gpu1"), run)
+    world, cache = coming(a_device("gpu1"), run)
     for name in ("small", "tiny"):
         submit(world, a_task(name, gpu_mb=2 * GIB))
-        decisions = plan(world, memory)
+        decisions = plan(world, cache)
         assert [decision.subject for decision in decisions] == [name]
         commit(world, decisions)
     let_go(world, "leaving", requeue=False)
-    assert [decision.subject for decision in plan(world, memory)] == ["waits"]
+    assert [decision.subject for decision in plan(world, cache)] == ["waits"]
 
 
 def test_who_waits_for_room_that_is_coming_takes_what_is_there_before():
     run = holding(a_task("run", gpu_mb=70 * GIB), "n2/gpu0")
-    world, memory = coming(a_device("gpu0", "n2"), run)
+    world, cache = coming(a_device("gpu0", "n2"), run)
     let_go(world, "run", requeue=False)
-    decisions = plan(world, memory)
+    decisions = plan(world, cache)
     assert [decision.subject for decision in decisions] == ["waits"]
     commit(world, decisions)
     assert {lease.device for lease in world.leases_of(world.tasks[TaskId("waits")])} == {key("n2/gpu0")}
@@ -174,11 +173,11 @@ def test_who_had_a_turn_has_no_other_in_the_cycle_where_nobody_remembers_it():
     assert [decision.subject for decision in rest.decisions] == ["of-b"]
 
 
-def slices(world: World, memory: Memory, *meanwhile: Callable[[], None]) -> list[str]:
+def slices(world: World, cache: PlanCache, *meanwhile: Callable[[], None]) -> list[str]:
     """Whom a cycle decides on, task by task; `meanwhile` happens after each of its first slices."""
     decided, cursor, happens = [], None, iter(meanwhile)
     while True:
-        part = plan_cycle(world, POLICY, NOW, cursor, budget=1, memory=memory)
+        part = plan_cycle(world, POLICY, NOW, cursor, budget=1, cache=cache)
         commit(world, part.decisions)
         decided += [decision.subject for decision in part.decisions]
         cursor = part.cursor
@@ -199,21 +198,21 @@ def cancels(world: World, *names: str) -> Callable[[], None]:
 
 def test_who_leaves_the_queue_between_two_slices_is_passed_over():
     world = a_world(a_device(), *(a_task(name, gpu_mb=GIB) for name in ("a", "b", "c")))
-    assert slices(world, Memory(), cancels(world, "b")) == ["a", "c"]
+    assert slices(world, PlanCache(), cancels(world, "b")) == ["a", "c"]
 
 
 def test_who_counts_against_a_limit_and_leaves_the_queue_between_two_slices_is_passed_over():
     """Being the last of its group, whose next turn had come already."""
     counted = [a_task(name, cpu=cpu, slots=(("label:run=x", 1.0),)) for name, cpu in (("a", 1.0), ("b", 2.0))]
     world = a_world(a_node(), *counted)
-    assert slices(world, Memory(), cancels(world, "b")) == ["a"]
+    assert slices(world, PlanCache(), cancels(world, "b")) == ["a"]
 
 
 @pytest.mark.parametrize("priority", [50, 20])
 def test_who_gives_up_what_is_kept_for_him_between_two_slices_is_passed_over(priority: int):
     kept = a_task("kept", priority=priority, gpu_mb=10 * GIB)
     world = a_world(a_device(), a_task("a", priority=60, gpu_mb=GIB), kept, a_pledge(kept, "gpu0", 10 * GIB))
-    assert slices(world, Memory(), cancels(world, "kept")) == ["a"]
+    assert slices(world, PlanCache(), cancels(world, "kept")) == ["a"]
 
 
 def test_who_was_refused_and_left_is_not_asked_again_when_there_is_room():
@@ -225,36 +224,25 @@ def test_who_was_refused_and_left_is_not_asked_again_when_there_is_room():
         cancels(world, *(task.id for task in large))()
         let_go(world, "run", requeue=False)
 
-    assert slices(world, Memory(), lambda: None, room) == ["small0", "small1", "small2"]
+    assert slices(world, PlanCache(), lambda: None, room) == ["small0", "small1", "small2"]
 
 
-def test_what_is_known_of_demands_that_nobody_has_any_more_is_forgotten_in_the_end():
-    world, memory = a_world(a_device(), a_task("a", gpu_mb=GIB)), Memory()
-    plan(world, memory)
-    memory.standings.update({TaskId(f"gone{n}"): Standing() for n in range(MOST_UNASKED + 10)})
-    assert [decision.subject for decision in plan(world, memory, NOW + 1.0)] == ["a"]
-    assert len(memory.standings) < 10
-
-
-def test_what_was_short_of_limits_or_had_no_right_is_forgotten_in_the_end_as_well():
-    """Of demands that are all different nothing else may be known: their tasks get no further."""
-    world, memory = a_world(a_device(), a_task("a", gpu_mb=90 * GIB)), Memory()
-    plan(world, memory)
-    likes = [(Kin(a_demand(gpu_mb=n + 1)), 50) for n in range(MOST_UNASKED // 2 + 10)]
-    memory.shortages.update(dict.fromkeys(likes, (0, True)))
-    memory.denied.update({("red", 50, kin.demand): Denied(Right.OWNER, 0, 0, ()) for kin, _ in likes})
-    plan(world, memory)
-    assert (memory.shortages, memory.denied) == ({}, {})
+def test_what_is_known_of_demands_that_no_task_has_any_more_is_forgotten_in_the_end():
+    world, cache = a_world(a_device(), a_task("a", gpu_mb=GIB)), PlanCache()
+    plan(world, cache)
+    cache.places.update({TaskId(f"gone{n}"): PlaceTable() for n in range(MOST_UNASKED + 10)})
+    assert [decision.subject for decision in plan(world, cache, NOW + 1.0)] == ["a"]
+    assert len(cache.places) < 10
 
 
 def test_who_is_shut_out_is_passed_over_in_every_band_and_when_others_are_woken():
     run = holding(a_task("run", priority=90, gpu_mb=80 * GIB), "gpu0")
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1")
     waits = [a_task(f"waits{at}", priority=at, gpus=2, gpu_mb=60 * GIB) for at in (80, 60, 20)]
-    world, memory = a_world(a_device(), a_device("gpu1"), run, low, *waits), Memory()
-    assert plan(world, memory) == ()
+    world, cache = a_world(a_device(), a_device("gpu1"), run, low, *waits), PlanCache()
+    assert plan(world, cache) == ()
     world.add_task(a_task("one", priority=55, gpu_mb=60 * GIB))
-    assert [decision.subject for decision in plan(world, memory, NOW + 1.0)] == ["one"]
+    assert [decision.subject for decision in plan(world, cache, NOW + 1.0)] == ["one"]
 
 
 def test_who_was_refused_within_the_cycle_stays_so_when_others_are_woken():
@@ -264,4 +252,4 @@ def test_who_was_refused_within_the_cycle_stays_so_when_others_are_woken():
     world = a_world(
         a_device(), a_device("gpu1"), run, low, *large, a_task("one", priority=55, gpu_mb=60 * GIB)
     )
-    assert [decision.subject for decision in plan(world, Memory())] == ["one"]
+    assert [decision.subject for decision in plan(world, PlanCache())] == ["one"]

@@ -1,0 +1,148 @@
+"""Questions to the planner about one draft: where would a task go now, and what would make room for it."""
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
+from math import inf
+
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.planning.backfill import Forecast, Guards, Planned
+from gpubroker_server.core.planning.budget import ProbeBudget, finish
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.fair_share import Shares
+from gpubroker_server.core.planning.find_way import (
+    View,
+    Wait,
+    Way,
+    beside_reservations,
+    find_way,
+    place,
+)
+from gpubroker_server.core.planning.gang_placement import Gang
+from gpubroker_server.core.planning.guarantees import Claims
+from gpubroker_server.core.planning.lines import First, Lines
+from gpubroker_server.core.planning.node_room import Known, Outlooks
+from gpubroker_server.core.planning.offers import Offers
+from gpubroker_server.core.planning.placement import Places, worth_of
+from gpubroker_server.core.planning.preemption import could_make_room, may_preempt
+from gpubroker_server.core.planning.quota import Quotas
+from gpubroker_server.core.world.queue import OrderKey, order_key, own_key
+
+
+class WhatIf:
+    """Asks about one draft as often as needed: an answer about a node is found again only when it changes."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        policy: Policy,
+        now: Instant,
+        forecasts: Sequence[Forecast] = (),
+        known: Known | None = None,
+    ) -> None:
+        """`forecasts`: they reserve room. `known`: what earlier questions found out about the nodes."""
+        order = _order_by(draft, policy, now)
+        quotas = Quotas(draft, policy)
+        guarantees = Claims(draft, policy, quotas)
+        rooms = Outlooks(draft, policy, now, now, {} if known is None else known)
+        budget = ProbeBudget(inf)
+        self.rooms = rooms
+        self.view = View(
+            draft,
+            policy,
+            now,
+            quotas,
+            guarantees,
+            Guards(draft, policy, now, guarantees, order, forecasts),
+            Lines(draft, policy, now, order, forecasts),
+            Places(draft, policy, now, scores=worth_of(draft.world, policy), budget=budget, rooms=rooms),
+            Offers(draft, policy, now, outlooks=rooms),
+            budget,
+        )
+
+    def way(self, task: Task, most_nodes: int | None = None) -> Way:
+        """What the planner would decide. With `most_nodes`, victims are looked for on so many nodes only."""
+        return find_way(task, replace(self.view, most_nodes=most_nodes))
+
+    def places(self, task: Task) -> Gang | None:
+        """Where it would start now."""
+        return None if self._is_held_back(task) else finish(place(task, self.view))[0]
+
+    def places_on(self, nodes: Set[NodeName], task: Task) -> Gang | None:
+        """The same for a single task, if it had only these nodes."""
+        if self._is_held_back(task) or self.view.draft.short_of(task, self.view.policy.custom_limits):
+            return None
+        on = self.view.places.on
+        table = {node: found for node in nodes if (found := on(node, task)) is not None}
+        return beside_reservations(task, self.view, table) if table else None
+
+    def _is_held_back(self, task: Task) -> bool:
+        """By its quota, or by a limit for which tasks ahead of it wait."""
+        has_pledges = bool(self.view.draft.pledges_of(task.id))
+        return self.view.quotas.is_short(task) or (not has_pledges and bool(self.view.limits.ahead_of(task)))
+
+    def reserved_from(self, task: Task) -> Sequence[Planned | First]:
+        """The reservations that keep it from a place that it would take else; empty if none does."""
+        view = self.view
+        if view.draft.pledges_of(task.id) or view.quotas.is_short(task):
+            return ()
+        places, unreserved = finish(place(task, view))
+        ahead = view.limits.ahead_of(task)
+        if unreserved is None or (places is not None and not ahead):
+            return ()
+        on = sorted({one.node for one in unreserved} & view.reservations.on.keys())
+        return ahead or tuple(
+            one for node in on for one in view.reservations.delayed_by(task, node, everybody=False)
+        )
+
+    def may_have(self, node: NodeName, task: Task) -> bool:
+        """Whether the node has room for it, or could make room; whatever its tenant may take."""
+        if self.view.places.on(node, task) is not None:
+            return True
+        may_stop = task.demand.gpus > 0 and may_preempt(self.view.offers, task)
+        return may_stop and could_make_room(self.view.offers, task, node)
+
+    def steps(self, nodes: Iterable[NodeName]) -> set[int]:
+        """The priorities from which on a task may have more on one of these nodes than below."""
+        return {step + 1 for node in nodes for step in self.rooms.steps(node)}
+
+    def could_start(self, task: Task) -> bool:
+        """Whether a way exists, or may exist: a cheap answer that is never wrong with False."""
+        view = self.view
+        if task.demand.bundles:
+            return not isinstance(self.way(task), Wait)
+        if view.quotas.is_short(task):
+            return view.guarantees.may_yield(task.tenant, task.priority)
+        if may_preempt(view.offers, task) and any(
+            could_make_room(view.offers, task, node) for node in view.offers.nodes
+        ):
+            return True
+        return self.places(task) is not None or bool(view.guarantees.of(task))
+
+
+def in_words(draft: Draft, places: Gang) -> str:
+    """`n1`, `n1/gpu0,3`; of a gang all of them."""
+    found: dict[NodeName, set[int]] = {}
+    for one in places:
+        indexes = {draft.book(device).device.index for device, _ in one.devices}
+        found.setdefault(one.node, set()).update(indexes)
+    return " and ".join(
+        f"{node}/gpu{','.join(map(str, sorted(indexes)))}" if indexes else str(node)
+        for node, indexes in found.items()
+    )
+
+
+def _order_by(draft: Draft, policy: Policy, now: Instant) -> Callable[[Task], OrderKey]:
+    """A task's place in the queue now. A function and not a method: a cycle of references would wait for the
+    garbage collector, and an answer takes megabytes."""
+    shares: list[Shares] = []
+
+    def key_of(task: Task) -> OrderKey:
+        if not shares:
+            shares.append(Shares(draft.world, policy, now))
+        standing = draft.world.queue.standing_of(task)
+        own = own_key(standing, task.stream, task.submitted_at, task.id, now, policy)
+        return order_key(own, shares[0].rank(task.tenant))
+
+    return key_of

@@ -1,0 +1,272 @@
+"""The planner's one ladder: how a task could start. The cycle, explain, what-if and fit ask it."""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from typing import ClassVar
+
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import part_of
+from gpubroker_server.core.domain.task import StopReason, Task
+from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.lifecycle.model_lifecycle import in_time
+from gpubroker_server.core.planning.backfill import Guards
+from gpubroker_server.core.planning.budget import ProbeBudget, Steps, finish
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.gang_placement import Gang
+from gpubroker_server.core.planning.gang_preemption import choose_for_gang
+from gpubroker_server.core.planning.guarantees import Claims
+from gpubroker_server.core.planning.lines import Lines
+from gpubroker_server.core.planning.offers import Offers
+from gpubroker_server.core.planning.placement import CLOSE_LOOK, Found, Places
+from gpubroker_server.core.planning.preemption import (
+    Coming,
+    Eviction,
+    could_make_room,
+    is_coming,
+    may_preempt,
+    search_eviction,
+)
+from gpubroker_server.core.planning.quota import Quotas
+from gpubroker_server.core.planning.reclaim import (
+    evict_with_restraint,
+    make_room_in_quota,
+    reclaim,
+    reclaim_for_gang,
+)
+from gpubroker_server.core.planning.victims import Together
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything a decision about one task looks at, in one draft."""
+
+    draft: Draft
+    policy: Policy
+    now: Instant
+    quotas: Quotas
+    guarantees: Claims
+    reservations: Guards
+    limits: Lines
+    places: Places
+    offers: Offers
+    budget: ProbeBudget
+    most_nodes: int | None = None
+    """Victims are looked for on so many nodes only; None: on all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The task starts now."""
+
+    places: Gang
+    """One place; of a gang one for each rank."""
+    eviction: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """The task starts when the victims have left."""
+
+    eviction: Eviction
+    places: ClassVar[None] = None
+
+
+class WaitReason(StrEnum):
+    """Why a task can neither start nor make room."""
+
+    NO_ROOM = "no_room"
+    """No node has room, and none would have it without the runs that may be preempted."""
+    COMING = "coming"
+    """Room for it is being given back; no run is stopped for it."""
+    RESERVED = "reserved"
+    """What it could use is reserved for tasks ahead of it."""
+    LIMIT = "limit"
+    """Tasks ahead of it wait for the same limit or quota."""
+    QUOTA = "quota"
+    """Its tenant has what it may have, and no run of its own that could give way."""
+    GUARANTEE = "guarantee"
+    """Its tenant would borrow, and what it could preempt is guaranteed to others."""
+    PLEDGED = "pledged"
+    """Its victims have not left yet."""
+    TOO_LATE = "too_late"
+    """Its victims would leave after its own deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    reason: WaitReason
+    coming_on: tuple[NodeName, ...] = ()
+    """Nodes on which room for it is being given back, or is reserved."""
+    by_tenant: bool = False
+    """A quota or a guarantee had a part in it: an equal task of another tenant may find a way."""
+    places: ClassVar[None] = None
+    eviction: ClassVar[None] = None
+
+
+Way = Start | Evict | Wait
+
+
+def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
+    """What is decided for a pending task. Changes nothing.
+
+    The tasks ahead of it are taken to have been looked at and to wait on. `nodes`: the others are known to
+    offer nothing, neither room nor victims. Rungs, in this order:
+
+    1. tasks ahead of it wait for a limit that it would take from: it waits
+    2. over its tenant's quota: runs of that tenant make room, or it waits
+    3. a place that delays no reservation ahead of it
+    4. what its tenant is guaranteed is taken back from borrowers
+    5. runs of lower priority are preempted, where no reservation is in the way
+    """
+    return finish(search_way(task, view, nodes))
+
+
+def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Steps[Way]:
+    """The same, yielding whenever the view's budget calls for a pause."""
+    way = yield from _climb(task, view, nodes)
+    if isinstance(way, Evict) and not in_time(task, way.eviction.deadline_at):
+        return Wait(WaitReason.TOO_LATE)
+    return way
+
+
+def _climb(task: Task, view: View, nodes: Set[NodeName] | None) -> Steps[Way]:
+    has_pledges = bool(view.draft.pledges_of(task.id))
+    if not has_pledges and view.limits.ahead_of(task):
+        return Wait(WaitReason.LIMIT)
+    if view.quotas.is_short(task):
+        return Wait(WaitReason.PLEDGED) if has_pledges else _make_room_in_quota(task, view)
+    places, unreserved = yield from place(task, view, nodes)
+    if places is not None:
+        return Start(places)
+    if has_pledges:
+        return Wait(WaitReason.PLEDGED)
+    if task.demand.bundles:
+        if unreserved is not None:
+            return Wait(WaitReason.RESERVED, tuple(one.node for one in unreserved))
+        return _make_room_for_gang(task, view)
+    if unreserved is None:
+        eviction = _reclaim(task, view)
+        if eviction is not None:
+            return Evict(eviction)
+    return (yield from _preempt(task, view, nodes, has_room=unreserved is not None))
+
+
+def place(
+    task: Task, view: View, nodes: Set[NodeName] | None = None
+) -> Steps[tuple[Gang | None, Gang | None]]:
+    """(where the task may start now, where it would start if nothing were reserved), whatever its quota.
+
+    `nodes`: the others are known to have no room.
+    """
+    has_pledges = bool(view.draft.pledges_of(task.id))
+    if task.demand.bundles:
+        gang = view.places.gang(task)
+        if gang is None or has_pledges or not view.reservations.bars(task, gang, everybody=False):
+            return gang, gang
+        return view.places.gang(task, view.reservations), gang
+    if has_pledges and task.stop_reason is StopReason.MOVE:
+        kept = view.places.kept(task)
+        places = None if kept is None else (kept,)
+        return places, places
+    table = yield from view.places.table(task, nodes)
+    if not table:
+        return None, None
+    best = (min(table.values())[1],)
+    return beside_reservations(task, view, table), best
+
+
+def beside_reservations(task: Task, view: View, table: Mapping[NodeName, Found]) -> Gang | None:
+    """The best place where the task delays no reservation ahead of it, and if possible none at all. A task
+    with pledges need not care."""
+    reservations, best = view.reservations, min(table.values())[1]
+    if view.draft.pledges_of(task.id):
+        return (best,)
+    for everybody in (False,) if reservations.stands_behind_all(task) else (True, False):
+        if not reservations.bars(task, (best,), everybody=everybody):
+            return (best,)
+        beside = view.places.best_beside(reservations, task, table, everybody=everybody)
+        if beside is not None:
+            return (beside,)
+    return None
+
+
+def _make_room_in_quota(task: Task, view: View) -> Way:
+    lacks_mb = view.quotas.lacks_mb(task)
+    nodes = view.offers.nodes - view.reservations.closed_to(task)
+    view.budget.spent += CLOSE_LOOK * len(nodes)
+    eviction = make_room_in_quota(view.offers, task, lacks_mb, view.now, nodes)
+    if eviction is not None:
+        return Evict(eviction)
+    return Wait(WaitReason.QUOTA if lacks_mb else WaitReason.COMING, by_tenant=True)
+
+
+def _reclaim(task: Task, view: View) -> Eviction | None:
+    surplus = view.guarantees.of(task)
+    if not surplus or not may_preempt(view.offers, task):
+        return None
+    view.budget.spent += CLOSE_LOOK * len(view.offers.nodes)
+    if any(is_coming(view.offers, task, node) for node in view.offers.nodes):
+        return None
+    nodes = view.offers.nodes - view.reservations.closed_to(task)
+    return reclaim(view.offers, task, surplus, view.now, nodes)
+
+
+def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: bool) -> Steps[Way]:
+    """`has_room`: it has places, all of them reserved."""
+    offers, by_tenant = view.offers, bool(view.guarantees.of(task))
+    closed = view.reservations.off_limits(task) & offers.nodes
+    waits = WaitReason.RESERVED if has_room else WaitReason.NO_ROOM
+    if not has_room:
+        coming_on = next((node for node in sorted(closed) if is_coming(offers, task, node)), None)
+        if coming_on is not None:
+            return Wait(WaitReason.COMING, (coming_on,), by_tenant)
+    if not may_preempt(offers, task):
+        return Wait(waits, by_tenant=by_tenant)
+    open_nodes = (offers.nodes if nodes is None else nodes) - closed
+    if view.most_nodes is not None:
+        hopeful = (node for node in sorted(open_nodes) if could_make_room(offers, task, node))
+        open_nodes = frozenset(islice(hopeful, view.most_nodes))
+    found = yield from search_eviction(offers, task, open_nodes, view.now, view.budget)
+    if isinstance(found, Coming):
+        return Wait(WaitReason.RESERVED if has_room else WaitReason.COMING, found.nodes, by_tenant)
+    restraint = None if found is None else view.guarantees.restraint_on(task)
+    if found is not None and restraint is not None and not restraint.allows(found.victims, found.surplus):
+        view.budget.spent += CLOSE_LOOK * len(offers.nodes)
+        found = evict_with_restraint(offers, task, restraint, view.now, offers.nodes - closed)
+        waits, by_tenant = WaitReason.RESERVED if has_room else WaitReason.GUARANTEE, True
+    if found is not None:
+        return Evict(found)
+    if any(could_make_room(offers, task, node) for node in closed):
+        waits = WaitReason.RESERVED
+    return Wait(waits, by_tenant=by_tenant)
+
+
+def _make_room_for_gang(task: Task, view: View) -> Way:
+    surplus = view.guarantees.of(task)
+    if surplus:
+        view.budget.spent += CLOSE_LOOK * len(view.offers.nodes)
+        nodes = view.offers.nodes - view.reservations.closed_to(task)
+        back = reclaim_for_gang(view.offers, task, surplus, view.now, nodes)
+        if isinstance(back, Eviction):
+            return Evict(back)
+    return _preempt_for_gang(task, view, by_tenant=bool(surplus))
+
+
+def _preempt_for_gang(task: Task, view: View, *, by_tenant: bool) -> Way:
+    offers = view.offers
+    view.budget.spent += CLOSE_LOOK * len(offers.nodes)
+    closed = view.reservations.off_limits(task) & offers.nodes
+    restraint = view.guarantees.restraint_on(task)
+    together: Together = tuple if restraint is None else restraint.together
+    found = choose_for_gang(offers, task, view.now, offers.nodes - closed, together)
+    if isinstance(found, Eviction):
+        return Evict(found)
+    by_tenant = by_tenant or restraint is not None
+    if isinstance(found, Coming):
+        return Wait(WaitReason.COMING, found.nodes, by_tenant)
+    ranks = {bundle: part_of(task, rank) for rank, bundle in enumerate(task.demand.bundles)}
+    if any(could_make_room(offers, rank, node) for rank in ranks.values() for node in closed):
+        return Wait(WaitReason.RESERVED, by_tenant=by_tenant)
+    return Wait(WaitReason.NO_ROOM if restraint is None else WaitReason.GUARANTEE, by_tenant=by_tenant)

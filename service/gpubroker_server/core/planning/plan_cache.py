@@ -1,0 +1,68 @@
+"""What the planner remembers about a World from slice to slice and from cycle to cycle."""
+
+from collections.abc import Iterable
+
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.planning.cycle_order import Agenda
+from gpubroker_server.core.planning.node_revisions import NodeRevisions
+from gpubroker_server.core.planning.node_room import Known
+from gpubroker_server.core.planning.offers import Offered
+from gpubroker_server.core.planning.placement import PlaceTables
+from gpubroker_server.core.planning.quota import Needs
+from gpubroker_server.core.planning.refusal_cache import Refusals
+from gpubroker_server.core.world.placement_scores import Worth
+from gpubroker_server.core.world.world import World
+
+MOST_UNASKED = 10_000
+"""Answers about demands that no task has any more; above, everything is forgotten."""
+
+
+class PlanCache:
+    """A pure cache: a plan made with it is the plan made without.
+
+    What it holds about a node is valid until the node's revision; a refusal, until a node grows. For one
+    World: another World, another policy or an earlier time empties it.
+    """
+
+    def __init__(self) -> None:
+        self._forget(World(), Policy())
+
+    def _forget(self, world: World, policy: Policy) -> None:
+        self._world = world
+        self._cycle_at: Instant | None = None
+        self._scores: Worth | None = None
+        self.revisions = NodeRevisions(world, policy)
+        self.rooms: Known = {}
+        self.offers: Offered = {}
+        self.places: PlaceTables = {}
+        self.refusals = Refusals()
+        self.needs = Needs()
+        self.order: Agenda | None = None
+        """Of a cycle that is not finished."""
+        self.has_news = False
+        """A refusal may no longer hold: a node grew, or one changed on which a task waits for room."""
+
+    def open(
+        self, world: World, policy: Policy, now: Instant, cycle_at: Instant, scores: Worth | None
+    ) -> None:
+        """Begin a slice. `cycle_at` and `scores`: of the cycle."""
+        if not self.revisions.are_of(world, policy, now):
+            self._forget(world, policy)
+        if scores is not self._scores:  # the best place may be another one; a refusal stays one
+            self.places.clear()
+            self._scores = scores
+        if cycle_at != self._cycle_at:  # costs of victims are those of the beginning of a cycle
+            self.offers.clear()
+            self._cycle_at = cycle_at
+        changed, grown = self.revisions.open(now, cycle_at)
+        self.has_news = bool(grown or changed & self.refusals.awaited)
+        self.refusals.awaited -= changed
+        if len(self.places) + len(self.refusals) > 4 * len(world.queue.kin) + MOST_UNASKED:
+            self.places.clear()
+            self.refusals = Refusals()
+
+    def close(self, decisions: Iterable[Decision]) -> None:
+        """End a slice: the next one checks whether these were committed."""
+        self.revisions.close(decisions)
