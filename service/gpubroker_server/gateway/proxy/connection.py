@@ -1,7 +1,7 @@
-"""The server's connections with the data plane in front: what is under /v2 never becomes an ASGI request.
+"""The server's connections with the data plane in front: a request under /v2 never becomes an ASGI request.
 
-Both kinds of requests may come on one connection, one after the other or together; the order of the answers
-is that of the requests. See ADR 96 for what this rests on in uvicorn.
+Requests of both kinds may come on one connection; they are answered in the order in which they came. ADR 96
+says what this relies on in uvicorn.
 """
 
 import asyncio
@@ -14,23 +14,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from gpubroker_server.gateway.proxy.exchange import HttpExchange
 from gpubroker_server.gateway.proxy.operations import is_triton_path
-from gpubroker_server.gateway.proxy.plane import Plane, RequestHeaders, sorted_headers
+from gpubroker_server.gateway.proxy.plane import ClientHead, Plane, client_head
 from gpubroker_server.ports.backends import write_together
 
 WRITE_BUFFER_BYTES = 1024 * 1024
-"""So much of an answer may wait to be taken by the client before the server of models is held up."""
+"""How much of an answer may wait for the client to take it before the model server is paused."""
 
 IDLE_SECONDS = 75
-"""Clients of Triton keep connections for later: it never closes one."""
+"""Clients of Triton keep connections for later: Triton never closes one."""
 
 
-class Known(NamedTuple):
-    """A head as it came, and what it means. Most clients ask with the same bytes again and again."""
+class ParsedText(NamedTuple):
+    """A head as it came, and what it says. Most clients send the same bytes again and again."""
 
-    head: bytes
-    method: bytes
-    url: bytes
-    headers: RequestHeaders
+    text: bytes
+    head: ClientHead
 
 
 class InferenceConnection(HttpToolsProtocol):
@@ -38,23 +36,23 @@ class InferenceConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_claimed: bool | None = None
-        """The request that comes in is under /v2; None: so little of it is there that nobody knows."""
-        self._is_offered = False
-        """And would change the protocol if we did."""
+        self._is_ours: bool | None = None
+        """The incoming request is under /v2; None: too little of it has come to tell."""
+        self._offers_upgrade = False
+        """It is ours, and offers to change the protocol."""
         self._incoming: HttpExchange | None = None
-        """Whose request is coming in."""
+        """The one whose request is coming in."""
         self._current: HttpExchange | None = None
-        """Whose turn it is to be answered."""
-        self._uncut_bytes = 0
-        """Of a body, that are handed on without being parsed."""
+        """The one that is being answered."""
+        self._unparsed_bytes = 0
+        """Of a body, that are passed on without being parsed."""
         self._is_between = True
         """All that has come was whole requests."""
         self._heads = 0
         """That were parsed in one reading."""
-        self._parsed: Known | None = None
-        """The last of them, if its like may go past the parser; where it ends nobody has looked yet."""
-        self._known: Known | None = None
+        self._parsed: ClientHead | None = None
+        """The last of them, if an equal one may skip the parser."""
+        self._known: ParsedText | None = None
 
     # What the event loop calls.
 
@@ -68,13 +66,13 @@ class InferenceConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._uncut_bytes:
-            self._take_uncut(data)
+        if self._unparsed_bytes:
+            self._take_unparsed(data)
             return
         self._unset_keepalive_if_required()
         is_first = self._is_between
-        if is_first and self._known is not None and data.startswith(self._known.head):
-            self._ask_again(self._known, data)
+        if is_first and self._known is not None and data.startswith(self._known.text):
+            self._take_known(self._known, data)
             return
         self._heads = 0
         try:
@@ -82,7 +80,7 @@ class InferenceConnection(HttpToolsProtocol):
         except HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
         except HttpParserUpgrade as offer:
-            if self._is_claimed:
+            if self._is_ours:
                 self._decline(data[offer.args[0] :])
             elif self._should_upgrade():
                 self.handle_websocket_upgrade()
@@ -91,7 +89,7 @@ class InferenceConnection(HttpToolsProtocol):
         incoming = self._incoming
         if incoming is not None:
             incoming.flush()
-            self._uncut_bytes = incoming.left_bytes or 0
+            self._unparsed_bytes = incoming.left_bytes or 0
         elif is_first and self._heads == 1 and self._is_between:
             self._remember(data)
 
@@ -109,41 +107,35 @@ class InferenceConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self.url = b""
-        self._is_claimed = None
+        self._is_ours = None
         self._is_between = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_claimed is None:
-            self._claim()
-        if self._is_claimed:
+        if self._is_ours is None:
+            self._decide()
+        if self._is_ours:
             self.headers.append((name, value))  # spelled as they came
         else:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._is_claimed is None:
-            self._claim()
-        if not self._is_claimed:
+        if self._is_ours is None:
+            self._decide()
+        if not self._is_ours:
             super().on_headers_complete()
             return
         parser = self.parser
         self._heads += 1
-        self._is_offered = parser.should_upgrade()
+        self._offers_upgrade = parser.should_upgrade()
         is_current = parser.get_http_version() != "1.0"
         keep_alive = is_current and parser.should_keep_alive()
-        headers = sorted_headers(self.headers)
-        self._parsed = None
-        if keep_alive and headers.body_bytes is not None and not self._is_offered:
-            self._parsed = Known(b"", parser.get_method(), self.url, headers)
-        self._take_in(parser.get_method(), self.url, headers, keep_alive, is_current)
+        head = client_head(parser.get_method(), self.url, self.headers)
+        may_skip = keep_alive and head.body_bytes is not None and not self._offers_upgrade
+        self._parsed = head if may_skip else None
+        self._begin_request(head, keep_alive, is_current)
 
-    def _take_in(
-        self, method: bytes, url: bytes, headers: RequestHeaders, keep_alive: bool, takes_chunks: bool
-    ) -> None:
-        """A request has begun, which is answered when its turn comes."""
-        exchange = HttpExchange(
-            self.plane, self, method, url, headers, keep_alive=keep_alive, takes_chunks=takes_chunks
-        )
+    def _begin_request(self, head: ClientHead, keep_alive: bool, takes_chunks: bool) -> None:
+        exchange = HttpExchange(self.plane, self, head, keep_alive=keep_alive, takes_chunks=takes_chunks)
         before = cast(RequestResponseCycle | None, self.cycle)
         cycle = cast(RequestResponseCycle, exchange)
         self.cycle = cycle
@@ -162,18 +154,20 @@ class InferenceConnection(HttpToolsProtocol):
             self._incoming.on_request_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_between = not self._is_offered
+        self._is_between = not self._offers_upgrade
         incoming = self._incoming
         if incoming is None:
             super().on_message_complete()
-        elif not self._is_offered:  # or the body is yet to come, which the parser takes for something else
+        elif (
+            not self._offers_upgrade
+        ):  # or the body is yet to come, which the parser takes for something else
             self._incoming = None
             incoming.on_request_end()
 
     # What uvicorn's part of this calls.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle | HttpExchange, app: ASGI3Application) -> None:
-        """The turn of a request has come, that waited behind another one."""
+        """The turn of a request has come that waited behind another one."""
         if isinstance(cycle, HttpExchange):
             self._current = cycle
             self.loop.call_soon(self._begin, cycle)
@@ -216,37 +210,37 @@ class InferenceConnection(HttpToolsProtocol):
     def cut_off(self) -> None:
         self.transport.abort()
 
-    def _claim(self) -> None:
-        """The target is complete. What is not ours begins as it would have begun without us."""
+    def _decide(self) -> None:
+        """The path is complete. A request that is not ours goes to uvicorn from its beginning."""
         url = self.url
-        self._is_claimed = is_triton_path(url)
-        if self._is_claimed:
+        self._is_ours = is_triton_path(url)
+        if self._is_ours:
             self.headers = []
         else:
             super().on_message_begin()
             self.url = url
 
     def _decline(self, rest: bytes) -> None:
-        """The protocol stays as it is: what follows the head is the body, and the next request."""
-        self._is_offered = False
+        """The protocol stays as it is: the body follows the head, and the next request the body."""
+        self._offers_upgrade = False
         incoming = self._incoming
         assert incoming is not None
         if incoming.left_bytes is None:
-            self.cut_off()  # chunks would have to be read without the parser; nobody offers that
+            self.cut_off()  # chunks would have to be read without the parser; no known client offers that
             return
-        self._uncut_bytes = incoming.left_bytes
-        self._take_uncut(rest)
+        self._unparsed_bytes = incoming.left_bytes
+        self._take_unparsed(rest)
 
-    def _take_uncut(self, data: bytes) -> None:
-        """The rest of a body of known length, past the parser, which begins anew after it."""
+    def _take_unparsed(self, data: bytes) -> None:
+        """The rest of a body of known length goes past the parser, which starts again after it."""
         self._unset_keepalive_if_required()
         incoming = self._incoming
         assert incoming is not None
-        rest = data[self._uncut_bytes :]
-        mine = data[: self._uncut_bytes] if rest else data
-        self._uncut_bytes -= len(mine)
+        rest = data[self._unparsed_bytes :]
+        mine = data[: self._unparsed_bytes] if rest else data
+        self._unparsed_bytes -= len(mine)
         incoming.on_request_body(mine)
-        if self._uncut_bytes:
+        if self._unparsed_bytes:
             incoming.flush()
             return
         if not self._is_between:
@@ -260,17 +254,17 @@ class InferenceConnection(HttpToolsProtocol):
         parsed = self._parsed
         if parsed is not None:
             end = data.find(b"\r\n\r\n") + 4
-            if len(data) == end + (parsed.headers.body_bytes or 0):
-                self._known = parsed._replace(head=data[:end])
+            if len(data) == end + (parsed.body_bytes or 0):
+                self._known = ParsedText(data[:end], parsed)
 
-    def _ask_again(self, known: Known, data: bytes) -> None:
-        """With a head that needs no parsing. The parser, which sees nothing of this, stays between two."""
-        self._take_in(known.method, known.url, known.headers, True, True)
-        self._uncut_bytes = known.headers.body_bytes or 0
-        rest = data[len(known.head) :]
-        if rest and self._uncut_bytes:
-            self._take_uncut(rest)
-        elif not self._uncut_bytes:
+    def _take_known(self, known: ParsedText, data: bytes) -> None:
+        """A request whose head needs no parsing. The parser sees nothing of it, and stays between two."""
+        self._begin_request(known.head, True, True)
+        self._unparsed_bytes = known.head.body_bytes or 0
+        rest = data[len(known.text) :]
+        if rest and self._unparsed_bytes:
+            self._take_unparsed(rest)
+        elif not self._unparsed_bytes:
             self.on_message_complete()
             if rest:
                 self.data_received(rest)

@@ -15,12 +15,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.fan_out import FAN_OUT_SECONDS, ask_all, merged_response
 from gpubroker_server.gateway.proxy.fetch import Fetched, NotFetched, fetch
-from gpubroker_server.gateway.proxy.operations import http_target
 from gpubroker_server.gateway.proxy.plane import (
-    IDEMPOTENT,
-    QUEUE_HEADERS,
+    ClientHead,
     Plane,
-    RequestHeaders,
     brings_files,
 )
 from gpubroker_server.gateway.proxy.proxied_request import ProxiedRequest
@@ -106,19 +103,16 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self,
         plane: Plane,
         client: Client,
-        method: bytes,
-        path: bytes,
-        headers: RequestHeaders,
+        head: ClientHead,
         *,
         keep_alive: bool,
         takes_chunks: bool,
     ) -> None:
-        super().__init__(plane, http_target(method, path))
+        super().__init__(plane, head.target)
         self.keep_alive = keep_alive
         self._client = client
-        self._method = method
-        self._path = path
-        self._headers = headers
+        self._head = head
+        self._method = head.passed_on.method
         self._takes_chunks = takes_chunks
         self._out: list[bytes] = []
         """Of the answer, until the end of one reading."""
@@ -126,7 +120,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     @property
     def left_bytes(self) -> int | None:
         """Bytes of the body that are yet to come; None if the body comes in chunks."""
-        length = self._headers.body_bytes
+        length = self._head.body_bytes
         return None if length is None else length - self._seen_bytes
 
     # What the client's connection calls.
@@ -141,34 +135,35 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         except Exception as fault:
             self.refuse(fault)
             return
-        if self._waits_for_continue() and not self.is_complete:
+        if self._head.expects_continue and not self.is_complete:
             self._client.write([_CONTINUE])
 
     def _admit(self) -> None:
         """Raises Problem."""
-        plane, headers, operation = self.plane, self._headers, self.target.operation
-        self.identity = plane.check(operation, headers)
-        self._check_chunks()
+        plane, head, operation = self.plane, self._head, self.target.operation
+        self.identity = plane.check(head)
+        if head.body_bytes is None:
+            self._check_chunks()
         if self.identity is not None and (operation.needs_model or operation.unloads):
-            self.wish = plane.lanes.wish_in(self.identity, *map(headers.text, QUEUE_HEADERS))
-        self.is_idempotent = headers.to_us.get(IDEMPOTENT.encode(), b"").lower() == b"true"
+            self.wish = plane.lanes.wish_in(self.identity, *head.queue)
+        self.is_idempotent = head.is_idempotent
 
     def on_request_body(self, data: bytes) -> None:
         self._seen_bytes += len(data)
         if self._refusal is not None:
             self._drain()
             return
-        try:
-            self._check_chunks()
-        except Problem as problem:
-            self.refuse(problem)
-        else:
-            self.write(data)
+        if self._head.body_bytes is None and self._began:
+            try:
+                self._check_chunks()
+            except Problem as problem:
+                self.refuse(problem)
+                return
+        self.write(data)
 
     def _check_chunks(self) -> None:
         """The length of a body in chunks shows only when it comes. Raises Problem."""
-        if self._headers.body_bytes is None and self._began:
-            self.plane.check_size(self.target.operation, self._seen_bytes)
+        self.plane.check_size(self.target.operation, self._seen_bytes)
 
     def on_request_end(self) -> None:
         if self._refusal is None:
@@ -192,12 +187,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     # What the machine calls.
 
     def _ask(self, server: Server) -> UpstreamRequest:
-        return server.backend.ask(self._head, self)
-
-    @property
-    def _head(self) -> RequestHead:
-        headers = self._headers
-        return RequestHead(self._method, self._path, headers.passed_on, headers.body_bytes)
+        return server.backend.ask(self._head.passed_on, self)
 
     def _check_body(self) -> None:
         if self.plane.reads_load(self.target.operation) and brings_files(b"".join(self._body.pieces)):
@@ -284,10 +274,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     # Several servers.
 
     async def _fan_out(self, servers: Sequence[Server]) -> None:
-        passed_on = [
-            header for header in self._headers.passed_on if header[0].lower() not in _NOT_FOR_MERGING
-        ]
-        head, body = self._head._replace(headers=passed_on), b"".join(self._body.pieces)
+        head, body = self._head.passed_on, b"".join(self._body.pieces)
+        head = head._replace(headers=[one for one in head.headers if one[0].lower() not in _NOT_FOR_MERGING])
         which = self.target.operation.servers
         found = await ask_all(servers, which, lambda server: self._fetch(server, head, body))
         answer = merged_response(which, found, servers)
@@ -316,10 +304,10 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self._refusal = self._problem_of(fault)
         self.close()
         self._client.resume_body()
-        if self.is_complete or (self._waits_for_continue() and not self._seen_bytes):
+        if self.is_complete or (self._head.expects_continue and not self._seen_bytes):
             self._send_refusal()
             return
-        if self._seen_bytes == self._headers.body_bytes:
+        if self._seen_bytes == self._head.body_bytes:
             return  # its end comes next
         loop = asyncio.get_running_loop()
         self._giving_up = loop.call_later(DRAIN_SECONDS, self._send_refusal)
@@ -330,9 +318,6 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             return fault
         log.error("request failed", request=self.request_id, path=self.target.operation.name, exc_info=fault)
         return our_mistake(self.request_id)
-
-    def _waits_for_continue(self) -> bool:
-        return self._headers.to_us.get(b"expect", b"").lower() == b"100-continue"
 
     def _drain(self) -> None:
         is_stranger = self._refusal is not None and self._refusal.kind.status in (401, 421)

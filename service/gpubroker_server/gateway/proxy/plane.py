@@ -10,11 +10,11 @@ from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES, USUAL_BYTES, WaitingBytes
 from gpubroker_server.gateway.proxy.lanes import MODEL_TYPE, PRIORITY, TIMEOUT, Lanes
-from gpubroker_server.gateway.proxy.operations import Operation
+from gpubroker_server.gateway.proxy.operations import Operation, Target, http_target
 from gpubroker_server.gateway.proxy.refusals import body_too_large, no_shared_memory
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.servers import Fleet
-from gpubroker_server.ports.backends import Header
+from gpubroker_server.ports.backends import Header, RequestHead
 
 IDEMPOTENT: Final = "x-idempotent"
 """A header, `true`: the request may be carried out twice, so that it may go to a second server when the first
@@ -53,21 +53,26 @@ class OnCall(Protocol):
     def __call__(self, method: str, code: str, seconds: float) -> None: ...
 
 
-class RequestHeaders(NamedTuple):
-    """Sorted by whom they are for."""
+class ClientHead(NamedTuple):
+    """The head of a request over HTTP, and what it means. Clients send equal heads again and again: all that
+    can be read in one is read once."""
 
+    target: Target
+    passed_on: RequestHead
     to_us: Mapping[bytes, bytes]
-    """By lowercase name."""
-    passed_on: Sequence[Header]
-    body_bytes: int | None
-    """None: the body comes in chunks. The parser has checked the number."""
+    """Headers for the service, and of the client's connection, by lowercase name."""
+    queue: tuple[str | None, ...]
+    """The values of QUEUE_HEADERS."""
+    is_idempotent: bool
+    expects_continue: bool
 
-    def text(self, name: str) -> str | None:
-        value = self.to_us.get(name.encode())
-        return None if value is None else value.decode("latin-1").strip()
+    @property
+    def body_bytes(self) -> int | None:
+        """None: the body comes in chunks."""
+        return self.passed_on.body_bytes
 
 
-def sorted_headers(headers: Sequence[Header]) -> RequestHeaders:
+def client_head(method: bytes, path: bytes, headers: Sequence[Header]) -> ClientHead:
     to_us: dict[bytes, bytes] = {}
     passed_on: list[Header] = []
     for header in headers:
@@ -80,9 +85,17 @@ def sorted_headers(headers: Sequence[Header]) -> RequestHeaders:
     if named not in _PLAIN_CONNECTIONS:
         dropped = {word.strip() for word in named.split(b",")}
         passed_on = [header for header in passed_on if header[0].lower() not in dropped]
-    if b"transfer-encoding" in to_us:
-        return RequestHeaders(to_us, passed_on, None)
-    return RequestHeaders(to_us, passed_on, int(to_us.get(b"content-length", b"0")))
+    is_chunked = b"transfer-encoding" in to_us
+    length = None if is_chunked else int(to_us.get(b"content-length", b"0"))  # the parser has checked it
+    queue = [to_us.get(name.encode()) for name in QUEUE_HEADERS]
+    return ClientHead(
+        http_target(method, path),
+        RequestHead(method, path, passed_on, length),
+        to_us,
+        queue=tuple(None if value is None else value.decode("latin-1").strip() for value in queue),
+        is_idempotent=to_us.get(IDEMPOTENT.encode(), b"").lower() == b"true",
+        expects_continue=to_us.get(b"expect", b"").lower() == b"100-continue",
+    )
 
 
 class Plane:
@@ -113,19 +126,19 @@ class Plane:
         self.waiting_bytes = WaitingBytes(most_waiting_bytes, lanes.tenant_share)
         self._callers = callers
 
-    def check(self, operation: Operation, headers: RequestHeaders) -> Identity | None:
+    def check(self, head: ClientHead) -> Identity | None:
         """Whose token it is, if one is needed. Raises Problem."""
-        identity = None
-        self._callers.check_host(headers.to_us.get(b"host", b""))
+        identity, operation = None, head.target.operation
+        self._callers.check_host(head.to_us.get(b"host", b""))
         if operation.scope is not None:
-            authorization = headers.to_us.get(b"authorization")
+            authorization = head.to_us.get(b"authorization")
             identity = self.authorize(operation.scope, operation.name, authorization)
         if operation.shares_memory:
             raise no_shared_memory()
-        if headers.to_us.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+        if head.to_us.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             raise Problem("unsupported-media-type", "the only Transfer-Encoding that is read is chunked")
-        if headers.body_bytes is not None:
-            self.check_size(operation, headers.body_bytes)
+        if head.body_bytes is not None:
+            self.check_size(operation, head.body_bytes)
         return identity
 
     def authorize(self, scope: Scope, what: str, authorization: bytes | None) -> Identity:

@@ -146,7 +146,8 @@ class ProxiedRequest(ABC):
         self._leave_server()
         if self.turn is not None:
             self.turn.leave()
-        self._body.clear()
+        if self._body.size:
+            self._body.clear()
 
     # What the server's side calls.
 
@@ -304,7 +305,7 @@ class ProxiedRequest(ABC):
             upstream.end()
         elif self._body.pieces:
             upstream.flush()
-        if not self._is_kept:
+        if not self._is_kept and self._body.pieces:
             self._body.clear()
         if was_paused and not self._is_paused:
             self._resume_client()
