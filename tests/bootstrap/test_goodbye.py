@@ -9,7 +9,7 @@ import pytest
 from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.bootstrap.start_checks import listening_socket
-from gpubroker_server.core.serving.slot_shares import Claim
+from gpubroker_server.core.serving.slots import Claim
 from gpubroker_server.ports.last_values import Presence
 from gpubroker_server.settings.loading import load_settings
 

@@ -13,9 +13,9 @@ from gpubroker_server.core.domain.orders import Ended, Ending, Report
 from gpubroker_server.core.domain.policy import Serving
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
-from gpubroker_server.core.serving.batching import Answer, Question, answer_in, packed
+from gpubroker_server.core.serving.batching import InferenceRequest, InferenceResponse, packed, response_in
 from gpubroker_server.core.serving.tensors import Tensor, tensor_of, values_of
-from gpubroker_server.ports.inferences import AskFault, AskRefused, Batching, ModelAsker
+from gpubroker_server.ports.inferences import Batching, InferenceClient, InferenceFailed, InferenceFault
 
 from tests.broker.stage import Hands, Stage, a_stage
 from tests.builders import NOW
@@ -27,32 +27,32 @@ TOGETHER = BatchRules(delay_seconds=Seconds(0.05))
 
 
 @dataclass
-class Doubling(ModelAsker):
+class Doubling(InferenceClient):
     """A server of models whose one model doubles what it is given, and takes no negative numbers."""
 
     name: str = "lab"
     most_rows: int = 8
     by_rows: bool = True
-    faults: list[AskFault] = field(default_factory=list)
-    """What the next questions meet, one after the other."""
+    faults: list[InferenceFault] = field(default_factory=list)
+    """What the next requests meet, one after the other."""
     asked: list[list[float]] = field(default_factory=list)
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.goes_on.set()
 
-    async def ask(self, model: str, question: Question) -> Answer:
-        values = values_of(question.inputs[0])
+    async def infer(self, model: str, request: InferenceRequest) -> InferenceResponse:
+        values = values_of(request.inputs[0])
         self.asked.append(values)
         await self.goes_on.wait()
         if self.faults:
-            raise AskRefused(self.faults.pop(0), "as the test wants it")
+            raise InferenceFailed(self.faults.pop(0), "as the test wants it")
         if min(values) < 0:
-            raise AskRefused(AskFault.FAILED, "takes no negative numbers")
+            raise InferenceFailed(InferenceFault.FAILED, "takes no negative numbers")
         answer = rows(*(2 * value for value in values))
         if not self.by_rows:
             answer = replace(answer, shape=(1, len(values)))
-        return Answer(model, "1", (answer,), id=question.id)
+        return InferenceResponse(model, "1", (answer,), id=request.id)
 
     async def batching(self, model: str, version: str) -> Batching:  # of the port
         return Batching(self.most_rows)
@@ -68,16 +68,16 @@ def rows(*values: float) -> Tensor:
 class Room:
     """A desk at work, and what it has told."""
 
-    def __init__(self, asker: ModelAsker, rules: BatchRules) -> None:
+    def __init__(self, client: InferenceClient, rules: BatchRules) -> None:
         self.clock = Hands()
         self.told: list[Report] = []
-        self.desk = InferenceDesk([asker], self.clock, rules)
+        self.desk = InferenceDesk([client], self.clock, rules)
 
     def send(
         self, id: str, *values: float, server: str = "lab", model: str = "m", stored: bytes | None = None
     ) -> None:
         order = InferOrder(TaskId(id), Fence(1), server, model)
-        self.desk.send(order, packed(Question((rows(*values),), id=id)) if stored is None else stored)
+        self.desk.send(order, packed(InferenceRequest((rows(*values),), id=id)) if stored is None else stored)
 
     async def ended(self, count: int) -> dict[str, Ended]:
         await until(lambda: len(self.told) >= count)
@@ -86,8 +86,8 @@ class Room:
 
 
 @asynccontextmanager
-async def a_room(asker: ModelAsker, rules: BatchRules = TOGETHER) -> AsyncIterator[Room]:
-    room = Room(asker, rules)
+async def a_room(client: InferenceClient, rules: BatchRules = TOGETHER) -> AsyncIterator[Room]:
+    room = Room(client, rules)
     work = asyncio.create_task(room.desk.run(room.told.extend))
     try:
         yield room
@@ -101,53 +101,53 @@ def answers(reports: dict[str, Ended]) -> dict[str, list[float]]:
     for name, report in reports.items():
         assert report.ending is Ending.SUCCEEDED, report
         assert report.result is not None
-        answer = answer_in(report.result)
+        answer = response_in(report.result)
         assert answer.id == name
         found[name] = values_of(answer.outputs[0])
     return found
 
 
 async def test_alike_ones_are_asked_together_and_each_is_told_its_own_rows() -> None:
-    asker = Doubling()
-    async with a_room(asker) as room:
+    client = Doubling()
+    async with a_room(client) as room:
         room.send("a", 1)
         room.send("b", 2, 3)
         assert answers(await room.ended(2)) == {"a": [2], "b": [4, 6]}
-    assert asker.asked == [[1, 2, 3]]
+    assert client.asked == [[1, 2, 3]]
 
 
 async def test_a_batch_that_is_full_waits_for_nobody() -> None:
-    asker = Doubling(most_rows=2)
-    async with a_room(asker, BatchRules(delay_seconds=LONG)) as room:
+    client = Doubling(most_rows=2)
+    async with a_room(client, BatchRules(delay_seconds=LONG)) as room:
         room.send("a", 1)
         await until(lambda: bool(room.desk._lanes) and next(iter(room.desk._lanes.values()))._most_rows == 2)
         room.send("b", 2)
         assert answers(await room.ended(2)) == {"a": [2], "b": [4]}
-    assert asker.asked == [[1, 2]]
+    assert client.asked == [[1, 2]]
 
 
 async def test_a_model_that_takes_no_batches_is_asked_one_by_one() -> None:
-    asker = Doubling(most_rows=1)
-    async with a_room(asker, BatchRules(delay_seconds=LONG)) as room:
+    client = Doubling(most_rows=1)
+    async with a_room(client, BatchRules(delay_seconds=LONG)) as room:
         room.send("a", 1)
         room.send("b", 2)
         await room.ended(2)
-    assert sorted(asker.asked) == [[1], [2]]
+    assert sorted(client.asked) == [[1], [2]]
 
 
 async def test_and_so_is_one_that_the_operator_wants_asked_so() -> None:
-    asker = Doubling()
-    async with a_room(asker, BatchRules(most_rows=1, delay_seconds=LONG)) as room:
+    client = Doubling()
+    async with a_room(client, BatchRules(most_rows=1, delay_seconds=LONG)) as room:
         room.send("a", 1)
         await room.ended(1)
         room.send("b", 2)
         await room.ended(2)
-    assert asker.asked == [[1], [2]]
+    assert client.asked == [[1], [2]]
 
 
 async def test_one_that_the_model_fails_at_harms_no_other_of_its_batch() -> None:
-    asker = Doubling()
-    async with a_room(asker) as room:
+    client = Doubling()
+    async with a_room(client) as room:
         room.send("a", 1)
         room.send("bad", -1)
         room.send("b", 2)
@@ -155,26 +155,26 @@ async def test_one_that_the_model_fails_at_harms_no_other_of_its_batch() -> None
     bad = told.pop("bad")
     assert (bad.ending, bad.failure and bad.failure.kind) == (Ending.FAILED, "inference_failed")
     assert answers(told) == {"a": [2], "b": [4]}
-    assert asker.asked == [[1, -1, 2], [1], [-1], [2]]
+    assert client.asked == [[1, -1, 2], [1], [-1], [2]]
 
 
 async def test_a_server_that_takes_nothing_now_is_not_asked_for_each_of_a_batch() -> None:
-    asker = Doubling(faults=[AskFault.UNREACHABLE])
-    async with a_room(asker) as room:
+    client = Doubling(faults=[InferenceFault.UNREACHABLE])
+    async with a_room(client) as room:
         room.send("a", 1)
         room.send("b", 2)
         told = await room.ended(2)
     assert {report.ending for report in told.values()} == {Ending.NEVER_STARTED}
-    assert asker.asked == [[1, 2]]
+    assert client.asked == [[1, 2]]
 
 
 async def test_each_fault_is_told_as_the_end_that_it_is() -> None:
     expected = {
-        AskFault.NOT_THERE: (Ending.NEVER_STARTED, None),
-        AskFault.REFUSED: (Ending.FAILED, "inference_refused"),
-        AskFault.FAILED: (Ending.FAILED, "inference_failed"),
-        AskFault.DEAD: (Ending.LOST, "model_process_gone"),
-        AskFault.BROKEN: (Ending.LOST, "model_server_lost"),
+        InferenceFault.NOT_THERE: (Ending.NEVER_STARTED, None),
+        InferenceFault.REFUSED: (Ending.FAILED, "inference_refused"),
+        InferenceFault.FAILED: (Ending.FAILED, "inference_failed"),
+        InferenceFault.DEAD: (Ending.LOST, "model_process_gone"),
+        InferenceFault.BROKEN: (Ending.LOST, "model_server_lost"),
     }
     for fault, (ending, kind) in expected.items():
         async with a_room(Doubling(faults=[fault])) as room:
@@ -185,39 +185,39 @@ async def test_each_fault_is_told_as_the_end_that_it_is() -> None:
 
 async def test_a_mistake_of_ours_fails_one_inference_and_not_the_leader() -> None:
     """Each later leader would send it again, and end of it as well."""
-    asker = Doubling()
-    async with a_room(asker) as room:
+    client = Doubling()
+    async with a_room(client) as room:
         room.send("a", 1)
-        room.desk._askers["lab"].ask = None  # type: ignore[method-assign,assignment]  # whatever it is
+        room.desk._clients["lab"].infer = None  # type: ignore[method-assign,assignment]  # whatever it is
         ended = await room.ended(1)
         assert ended["a"].failure is not None
         assert (ended["a"].ending, ended["a"].failure.kind) == (Ending.FAILED, "inference_failed")
-        del asker.ask
+        del client.infer
         room.send("b", 2)
         assert "b" in await room.ended(2)
 
 
 async def test_a_model_that_does_not_answer_by_rows_is_asked_no_batches_any_more() -> None:
-    asker = Doubling(by_rows=False)
-    async with a_room(asker) as room:
+    client = Doubling(by_rows=False)
+    async with a_room(client) as room:
         room.send("a", 1)
         room.send("b", 2)
         assert answers(await room.ended(2)) == {"a": [2], "b": [4]}
         room.send("c", 3)
         room.send("d", 4)
         await room.ended(4)
-    assert asker.asked == [[1, 2], [1], [2], [3], [4]]
+    assert client.asked == [[1, 2], [1], [2], [3], [4]]
 
 
 async def test_one_that_is_dropped_is_over_at_once_and_its_answer_is_not_told() -> None:
-    asker = Doubling(most_rows=1)
-    async with a_room(asker) as room:
-        asker.goes_on.clear()
+    client = Doubling(most_rows=1)
+    async with a_room(client) as room:
+        client.goes_on.clear()
         room.send("a", 1)
-        await until(lambda: bool(asker.asked))
+        await until(lambda: bool(client.asked))
         room.desk.drop(DropOrder(TaskId("a"), Fence(1)))
         assert (await room.ended(1))["a"].ending is Ending.STOPPED
-        asker.goes_on.set()
+        client.goes_on.set()
         room.send("b", 2)
         told = await room.ended(2)
         assert told["b"].ending is Ending.SUCCEEDED
@@ -225,16 +225,16 @@ async def test_one_that_is_dropped_is_over_at_once_and_its_answer_is_not_told() 
 
 async def test_of_models_that_nobody_asks_any_more_so_many_are_remembered() -> None:
     """Names come from clients, and a server that is not in the ledger is asked for whatever they name."""
-    asker = Doubling()
-    async with a_room(asker, BatchRules(delay_seconds=Seconds(0.001))) as room:
+    client = Doubling()
+    async with a_room(client, BatchRules(delay_seconds=Seconds(0.001))) as room:
         before = len(asyncio.all_tasks())
         for at in range(MOST_LANES):
             room.send(f"t{at}", 1, model=f"m{at}")
         await room.ended(MOST_LANES)
-        asker.goes_on.clear()
+        client.goes_on.clear()
         room.send("a", 1, model="more")
-        await until(lambda: len(asyncio.all_tasks()) == before + 2)  # its lane, and its question
-        asker.goes_on.set()
+        await until(lambda: len(asyncio.all_tasks()) == before + 2)  # its lane, and its request
+        client.goes_on.set()
         assert "a" in await room.ended(MOST_LANES + 1)
         room.send("b", 1, model="m0")
         assert "b" in await room.ended(MOST_LANES + 2)
@@ -247,13 +247,13 @@ async def test_what_nobody_knows_is_dropped_as_well() -> None:
 
 
 async def test_one_that_is_dropped_while_it_waits_for_others_is_not_sent() -> None:
-    asker = Doubling()
-    async with a_room(asker) as room:
+    client = Doubling()
+    async with a_room(client) as room:
         room.send("a", 1)
         room.send("b", 2)
         room.desk.drop(DropOrder(TaskId("a"), Fence(1)))
         await room.ended(2)
-    assert asker.asked == [[2]]
+    assert client.asked == [[2]]
 
 
 async def test_what_cannot_be_sent_at_all_is_told_at_once() -> None:
@@ -269,10 +269,12 @@ async def test_what_cannot_be_sent_at_all_is_told_at_once() -> None:
 
 
 @asynccontextmanager
-async def a_leader(folder: Path, *askers: ModelAsker) -> AsyncIterator[tuple[Stage, Callable[[], None]]]:
-    """And what has another one take over, with the second asker; the first stays at work."""
+async def a_leader(
+    folder: Path, *clients: InferenceClient
+) -> AsyncIterator[tuple[Stage, Callable[[], None]]]:
+    """And what has another one take over, with the second client; the first stays at work."""
     async with a_stage(folder, serving=Serving(others=("lab",))) as stage:
-        desks = [InferenceDesk([asker], stage.clock, BatchRules(most_rows=1)) for asker in askers]
+        desks = [InferenceDesk([client], stage.clock, BatchRules(most_rows=1)) for client in clients]
         works = [asyncio.create_task(desk.run(lambda reports: stage.leader.hear(reports))) for desk in desks]
         stage.use_inferences(desks[0])
         try:
@@ -284,7 +286,7 @@ async def a_leader(folder: Path, *askers: ModelAsker) -> AsyncIterator[tuple[Sta
 
 
 async def submitted(stage: Stage, id: str, value: float, *, as_object: bool = False) -> None:
-    stored = packed(Question((rows(value),), id=id))
+    stored = packed(InferenceRequest((rows(value),), id=id))
     spec = {"kind": "inference", "entrypoint": "m", "arguments": stored}
     if as_object:
         spec |= {"arguments": b"", "arguments_digest": await stage.blobs.put(stored, owner=id)}
@@ -302,7 +304,7 @@ async def answer_to(stage: Stage, id: str) -> list[float]:
     result = await stage.store.result(TaskId(id))
     assert result is not None
     assert (result.format, result.ending) == ("tensors", "succeeded")
-    return values_of(answer_in(result.data or b"").outputs[0])
+    return values_of(response_in(result.data or b"").outputs[0])
 
 
 async def test_a_leader_has_inferences_answered_and_keeps_the_answers(tmp_path: Path) -> None:
@@ -344,9 +346,9 @@ async def test_an_inference_whose_question_is_lost_fails(tmp_path: Path) -> None
 
 
 async def test_one_that_is_cancelled_while_it_is_answered_is_over_at_once(tmp_path: Path) -> None:
-    asker = Doubling()
-    async with a_leader(tmp_path, asker) as (stage, _):
-        asker.goes_on.clear()
+    client = Doubling()
+    async with a_leader(tmp_path, client) as (stage, _):
+        client.goes_on.clear()
         await submitted(stage, "a", 1)
         await cycles_until(stage, "a", TaskState.RUNNING)
         await stage.store.request(Request("r1", TaskId("a"), "default", "cancel", {}, NOW))

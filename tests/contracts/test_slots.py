@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.broker.slot_division import SlotDesk
 from gpubroker_server.core.domain.units import Instant, Term
-from gpubroker_server.core.serving.slot_shares import FRESH_SECONDS, HOLD_SECONDS, Claim
+from gpubroker_server.core.serving.slots import FRESH_SECONDS, HOLD_SECONDS, Claim
 from gpubroker_server.gateway.http.identity import Identity
-from gpubroker_server.gateway.proxy.lanes import NO_WISH, LaneOptions, Lanes, Turn
+from gpubroker_server.gateway.proxy.lanes import NO_WISH, LaneEntry, LaneOptions, Lanes
 from gpubroker_server.gateway.proxy.slot_leases import SlotLeases
 from gpubroker_server.ports.last_values import LastValues, LeaderSeen, SlotStore
 from gpubroker_server.ports.store import StoreUnavailable
@@ -54,17 +54,17 @@ class Scene:
     def _leases(self, name: str, store: SlotStore) -> SlotLeases:
         return SlotLeases(name, {"m": 8}, self.lanes[name], store, self.clock, lambda: self.word)
 
-    def ask(self, name: str, count: int) -> list[Turn]:
+    def ask(self, name: str, count: int) -> list[LaneEntry]:
         return [self.lanes[name].enter(b"m", SOMEBODY, NO_WISH) for _ in range(count)]
 
     async def rounds(self, count: int, term: int = 1, unknown: int = 0) -> None:
-        """Leader and gateways have one turn each, second by second. `unknown`: gateways that the leader knows
-        not yet, or no more, each of which uses one slot."""
+        """Leader and gateways act once each, second by second. `unknown`: gateways that the leader does not
+        know yet, or any more, each of which uses one slot."""
         for _ in range(count):
             await self.desk.divide(Term(term))
             self.word = LeaderSeen(Term(term), "one:1", self.clock.now(), {}, slots=self.desk.word)
             for leases in self.leases.values():
-                await leases.turn()
+                await leases.renew()
                 assert sum(self.slots()) <= 8 + unknown
             self.clock.at = Instant(self.clock.at + 1)
 
@@ -83,19 +83,19 @@ async def test_slots_go_where_requests_are_and_come_back(postgres_url: str) -> N
         assert scene.slots() == [1, 1]
         await scene.rounds(10)
         assert scene.slots() == [4, 4]
-        turns = scene.ask("a", 20)
+        entries = scene.ask("a", 20)
         await scene.rounds(12)
         assert scene.slots() == [7, 1]
         assert scene.lanes["a"].load("m").in_flight == 7
         more = scene.ask("b", 20)
         await scene.rounds(12)
         assert scene.slots() == [4, 1], "what is under way counts until it is answered"
-        for turn in turns:
-            turn.leave()
+        for entry in entries:
+            entry.leave()
         await scene.rounds(12)
         assert scene.slots() == [1, 7]
-        for turn in more:
-            turn.leave()
+        for entry in more:
+            entry.leave()
 
 
 async def test_the_next_leader_counts_what_gateways_hold(postgres_url: str) -> None:
@@ -151,18 +151,18 @@ async def test_a_gateway_that_wakes_after_its_share_has_ended_uses_one_slot_befo
     postgres_url: str,
 ) -> None:
     async with a_scene(postgres_url) as scene:
-        turns = scene.ask("a", 20)
+        entries = scene.ask("a", 20)
         await scene.rounds(24)
         lanes, asleep = scene.lanes["a"], scene.leases.pop("a")
         assert lanes.load("m").in_flight == 7
         await scene.rounds(int(HOLD_SECONDS) + 2, unknown=1)
         assert scene.slots() == [1, 8], "what was its own is the other one's"
-        for turn in turns[:7]:
-            turn.leave()
+        for entry in entries[:7]:
+            entry.leave()
         assert lanes.load("m").in_flight == 1, "of those that waited"
         assert lanes.enter(b"m", SOMEBODY, NO_WISH).waits
-        for turn in turns:
-            turn.leave()
+        for entry in entries:
+            entry.leave()
         scene.leases["a"] = asleep
         scene.ask("a", 20)
         await scene.rounds(16, unknown=1)
@@ -173,7 +173,7 @@ async def test_a_leader_that_divides_none_leaves_all_to_each(postgres_url: str) 
     async with a_scene(postgres_url) as scene:
         divides_none = SlotDesk({}, scene.store, scene.clock)
         scene.word = LeaderSeen(Term(1), "one:1", scene.clock.now(), {}, slots=divides_none.word)
-        await scene.leases["a"].turn()
+        await scene.leases["a"].renew()
         assert scene.slots() == [8, 1]
 
 

@@ -1,7 +1,7 @@
 """Queued inferences in the metrics."""
 
 from gpubroker_server.core.domain.orders import Failure
-from gpubroker_server.core.serving.batching import Answer
+from gpubroker_server.core.serving.batching import InferenceResponse
 from gpubroker_server.core.serving.tensors import tensor_of
 
 from tests.gateway.harness import Gateway
@@ -28,7 +28,7 @@ async def test_queued_inferences_are_told_as_they_wait_are_asked_and_end() -> No
             "gpubroker_inference_wait_seconds_count 2.0",
             "gpubroker_inference_wait_seconds_sum 20.0",
         )
-        await end(gateway, good, Answer("llm", "1", (tensor_of("y", "FP32", [1], [1]),)))
+        await end(gateway, good, InferenceResponse("llm", "1", (tensor_of("y", "FP32", [1], [1]),)))
         await end(gateway, bad, failure=Failure("inference_refused", "no"))
         await told(
             gateway,

@@ -17,7 +17,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.planning.inference_admission import admissions, kept_wanted
-from gpubroker_server.core.serving.batching import FORMAT, Answer, packed, question_in
+from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, packed, request_in
 from gpubroker_server.core.serving.tensors import tensor_of, values_of
 from gpubroker_server.gateway.proxy.residency.missing_models import AGAIN_SECONDS, Bringing
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
@@ -64,7 +64,7 @@ async def send(gateway: Gateway) -> None:
 
 
 async def end(
-    gateway: Gateway, id: str, answer: Answer | None = None, failure: Failure | None = None
+    gateway: Gateway, id: str, answer: InferenceResponse | None = None, failure: Failure | None = None
 ) -> None:
     task = gateway.task(id)
     ending = Ending.FAILED if answer is None else Ending.SUCCEEDED
@@ -83,9 +83,9 @@ async def test_it_is_accepted_as_a_task_and_stored_as_the_model_gets_it() -> Non
         assert (task.demand.answered_by, task.priority, task.max_retries) == ("llm", 95, 2)
         assert (task.demand.cpu, task.demand.gpus) == (0.0, 0)
         spec = (await gateway.store.specs([task.id]))[task.id]
-        question = question_in(spec.arguments)
-        assert values_of(question.inputs[0]) == [1.0, 2.0]
-        assert (question.version, question.id, question.outputs) == ("3", "mine", ("y",))
+        request = request_in(spec.arguments)
+        assert values_of(request.inputs[0]) == [1.0, 2.0]
+        assert (request.version, request.id, request.outputs) == ("3", "mine", ("y",))
         view = (await gateway.admin.get(f"/tasks/{id}")).json()
         assert view["run"] == {"kind": "inference", "entrypoint": None, "command": None, "model": "llm"}
         listed = (await gateway.admin.get("/tasks?kind=inference")).json()["items"]
@@ -98,7 +98,7 @@ async def test_what_the_model_answered_is_the_result_as_json() -> None:
         await send(gateway)
         assert gateway.task(id).state is TaskState.RUNNING
         outputs = tensor_of("y", "FP32", [2, 1], [0.5, 3]), tensor_of("t", "BYTES", [1], ["ü"])
-        await end(gateway, id, Answer("llm", "1", outputs, {"k": 1}, "mine"))
+        await end(gateway, id, InferenceResponse("llm", "1", outputs, {"k": 1}, "mine"))
         told = (await gateway.admin.get(f"/tasks/{id}/result")).json()
         assert told["format"] == "json"
         assert told["result"] == {
@@ -121,7 +121,7 @@ async def test_large_questions_and_answers_are_objects() -> None:
         spec = (await gateway.store.specs([TaskId(id)]))[TaskId(id)]
         assert (spec.arguments, spec.arguments_digest in gateway.blobs.objects) == (b"", True)
         await send(gateway)
-        await end(gateway, id, Answer("llm", "1", (tensor_of("y", "FP32", [20_000], values),)))
+        await end(gateway, id, InferenceResponse("llm", "1", (tensor_of("y", "FP32", [20_000], values),)))
         told = (await gateway.admin.get(f"/tasks/{id}/result")).json()
         assert told["result"]["outputs"][0]["data"] == values
 
@@ -192,7 +192,7 @@ async def test_values_may_follow_the_json_as_bytes_as_in_triton_s_protocol() -> 
         response = await gateway.admin.post("/inferences", **sent)
         assert response.status_code == 202, response.text
         spec = (await gateway.store.specs([TaskId(response.json()["id"])])).popitem()[1]
-        tensors = question_in(spec.arguments).inputs
+        tensors = request_in(spec.arguments).inputs
         assert [values_of(tensor) for tensor in tensors] == [[1, -1], [0.5], ["ab", ""]]
 
 
@@ -356,7 +356,7 @@ async def test_numbers_that_json_has_no_word_for_are_taken_as_triton_takes_them(
                 accepted = await sent(datatype, value)
                 assert accepted.status_code == 202, accepted.text
                 id = TaskId(accepted.json()["id"])
-                question = question_in((await gateway.store.specs([id]))[id].arguments)
-                assert question.inputs == (tensor_of("x", datatype, [1], [float(value)]),)
+                request = request_in((await gateway.store.specs([id]))[id].arguments)
+                assert request.inputs == (tensor_of("x", datatype, [1], [float(value)]),)
         fault(await sent("INT32", "NaN"), "/inputs/0/data")
         assert "/parameters/k" in (await sent("FP32", "NaN", k="NaN")).text

@@ -8,7 +8,7 @@ from gpubroker_server.core.serving.lane import LaneRules
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES
-from gpubroker_server.gateway.proxy.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, Wish
+from gpubroker_server.gateway.proxy.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, QueueWish
 
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, OK, Connection, Stage, a_request, a_stage
@@ -230,10 +230,10 @@ async def test_a_priority_above_the_tokens_is_lowered_to_it_and_said() -> None:
 def test_who_states_no_priority_has_that_of_the_model_type() -> None:
     lanes = Lanes(LaneOptions(type_priorities={"llm": 79, "chat": 100}))
     weak = Identity("weak", "weak", frozenset(), 90)
-    assert lanes.wish_in(weak, None, None, "llm") == Wish(79)
-    assert lanes.wish_in(weak, "10", None, "llm") == Wish(10)
-    assert lanes.wish_in(weak, None, "2", "other") == Wish(None, 2.0)
-    assert lanes.wish_in(weak, None, None, "chat") == Wish(90), (
+    assert lanes.wish_in(weak, None, None, "llm") == QueueWish(79)
+    assert lanes.wish_in(weak, "10", None, "llm") == QueueWish(10)
+    assert lanes.wish_in(weak, None, "2", "other") == QueueWish(None, 2.0)
+    assert lanes.wish_in(weak, None, None, "chat") == QueueWish(90), (
         "it asked for none, so that none is told of it"
     )
 
@@ -358,7 +358,7 @@ async def test_whoever_leaves_when_it_has_just_gone_or_lost_gives_back_what_it_h
     goes.leave()
     goes.leave()
     again = lanes.enter(b"m", SOMEBODY, NO_WISH)
-    loses = lanes.enter(b"m", SOMEBODY, Wish(priority=1))
+    loses = lanes.enter(b"m", SOMEBODY, QueueWish(priority=1))
     wins = lanes.enter(b"m", SOMEBODY, NO_WISH)
     loses.leave()
     with pytest.raises(Problem, match="a more important request took the place"):

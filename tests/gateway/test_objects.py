@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.serving.batching import question_in
+from gpubroker_server.core.serving.batching import request_in
 from gpubroker_server.core.serving.tensors import values_of
 
 from tests.gateway.harness import Client, Gateway, fault, problem
@@ -177,7 +177,7 @@ async def test_an_inference_has_the_values_of_the_object_that_it_names_and_outli
     assert response.status_code == 202, response.text
     await gateway.admin.delete(f"/objects/{id}")
     spec = (await gateway.store.specs([TaskId(response.json()["id"])])).popitem()[1]
-    tensors = question_in(spec.arguments).inputs
+    tensors = request_in(spec.arguments).inputs
     assert [values_of(tensor) for tensor in tensors] == [[0.5, 2.0], [7.0], ["ab"], [0.5, 2.0]]
 
 

@@ -3,7 +3,7 @@
 import json
 import tracemalloc
 
-from gpubroker_server.core.serving.batching import FORMAT, Answer, packed
+from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, packed
 from gpubroker_server.core.serving.tensors import Tensor, tensor_of
 from gpubroker_server.gateway.status.results import result_member
 from gpubroker_server.ports.store import StoredResult
@@ -12,7 +12,7 @@ from gpubroker_server.ports.store import StoredResult
 async def test_a_large_answer_takes_no_more_memory_than_three_times_its_text() -> None:
     """As numbers of Python its values would take many times that, of up to `limits.result_bytes`."""
     outputs = (Tensor("y", "UINT8", (200_000,), b"\x07" * 200_000), tensor_of("z", "BF16", [2], [1, 2]))
-    data = packed(Answer("m", "1", outputs))
+    data = packed(InferenceResponse("m", "1", outputs))
     stored = StoredResult("succeeded", FORMAT, data, None, None, b"")
     tracemalloc.start()
     try:

@@ -16,7 +16,7 @@ from gpubroker_server.bootstrap.compose import (
     tenure_rules_of,
 )
 from gpubroker_server.bootstrap.follower import Job, Picture, word_seconds
-from gpubroker_server.bootstrap.inference_senders import askers_of, inference_desk_of
+from gpubroker_server.bootstrap.inference_clients import inference_clients_of, inference_desk_of
 from gpubroker_server.bootstrap.model_hosts import hosts_of
 from gpubroker_server.bootstrap.shared_ray import other_ray
 from gpubroker_server.bootstrap.start_checks import StartRefused
@@ -49,7 +49,7 @@ class BrokerRole:
         self._policy = policy_of(settings)
         self.executor = new_executor(settings, picture.clock)
         self._hosts = hosts_of(settings)
-        self._askers = askers_of(settings)
+        self._askers = inference_clients_of(settings)
         self._wait_seconds = DeskRules().call_seconds if store.is_shared else Seconds(0.0)
         self.candidate = Candidate(
             name=name,
@@ -123,8 +123,8 @@ class BrokerRole:
         await self.executor.close(stop_cluster=stop_cluster)
         for host in self._hosts:
             await host.close()
-        for asker in self._askers:
-            await asker.close()
+        for client in self._askers:
+            await client.close()
 
     def _new_leader(self, tenure: Tenure) -> Leader:
         """For one term: nothing that an earlier one of this process remembered holds any more."""

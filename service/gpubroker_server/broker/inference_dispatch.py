@@ -15,16 +15,16 @@ from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Report
 from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
 from gpubroker_server.core.serving.batching import (
     FORMAT,
-    Answer,
-    Question,
+    InferenceRequest,
+    InferenceResponse,
     batches,
-    cut,
     joined,
     packed,
-    question_in,
+    request_in,
+    split,
 )
 from gpubroker_server.core.serving.tensors import BadTensor
-from gpubroker_server.ports.inferences import AskFault, AskRefused, ModelAsker
+from gpubroker_server.ports.inferences import InferenceClient, InferenceFailed, InferenceFault
 from gpubroker_server.ports.store import Clock
 
 log = structlog.get_logger("gpubroker.inference.queued")
@@ -38,7 +38,9 @@ LOOK_AGAIN_SECONDS = 60.0
 MOST_LANES = 1024
 """Of models that nobody asks at the moment so many are remembered: names come from clients."""
 
-_OF_ONE = frozenset({AskFault.REFUSED, AskFault.FAILED, AskFault.BROKEN, AskFault.DEAD})
+_OF_ONE = frozenset(
+    {InferenceFault.REFUSED, InferenceFault.FAILED, InferenceFault.BROKEN, InferenceFault.DEAD}
+)
 """What one request of a batch may have brought upon all."""
 
 
@@ -53,7 +55,7 @@ class BatchRules:
 @dataclass(slots=True)
 class _Asked:
     order: InferOrder
-    question: Question
+    request: InferenceRequest
     is_dropped: bool = False
 
     @property
@@ -66,13 +68,13 @@ class InferenceDesk:
 
     def __init__(
         self,
-        askers: Iterable[ModelAsker],
+        clients: Iterable[InferenceClient],
         clock: Clock,
         usual: BatchRules | None = None,
         rules: Mapping[str, BatchRules] | None = None,
     ) -> None:
         """`rules`: of models that differ from what is `usual`."""
-        self._askers = {asker.name: asker for asker in askers}
+        self._clients = {client.name: client for client in clients}
         self._clock = clock
         self._usual = usual or BatchRules()
         self._rules = rules or {}
@@ -98,27 +100,27 @@ class InferenceDesk:
 
     def send(self, order: InferOrder, stored: bytes) -> None:
         """Take a committed order; it is not waited for."""
-        asker = self._askers.get(order.server)
-        if asker is None:
+        client = self._clients.get(order.server)
+        if client is None:
             self._end(order, Ending.NEVER_STARTED)
             return
         try:
-            asked = _Asked(order, question_in(stored))
+            asked = _Asked(order, request_in(stored))
         except BadTensor as fault:
             self._end(order, Ending.FAILED, Failure("corrupt_order", f"{fault}; submit it again"))
             return
         lane = self._lanes.get((order.server, order.model))
         if lane is None:
-            lane = self._open(asker, order)
+            lane = self._open(client, order)
         self._known[asked.claim] = asked
         lane.take(asked)
 
-    def _open(self, asker: ModelAsker, order: InferOrder) -> "_Lane":
+    def _open(self, client: InferenceClient, order: InferOrder) -> "_Lane":
         if len(self._lanes) >= MOST_LANES:
             for home in [home for home, lane in self._lanes.items() if lane.is_idle]:
                 self._lanes.pop(home).end()
         rules = self._rules.get(order.model, self._usual)
-        lane = self._lanes[order.server, order.model] = _Lane(asker, order.model, rules, self._told)
+        lane = self._lanes[order.server, order.model] = _Lane(client, order.model, rules, self._told)
         self._fresh.append(lane)
         self._woken.set()
         return lane
@@ -130,13 +132,13 @@ class InferenceDesk:
             asked.is_dropped = True
         self._hear([Ended(order.task, order.fence, self._clock.now(), Ending.STOPPED)])
 
-    def _told(self, batch: Sequence[_Asked], said: "Sequence[Answer] | AskRefused") -> None:
+    def _told(self, batch: Sequence[_Asked], said: "Sequence[InferenceResponse] | InferenceFailed") -> None:
         now = self._clock.now()
         reports: list[Report] = []
         for at, asked in enumerate(batch):
             if self._known.pop(asked.claim, None) is None:
                 continue
-            if isinstance(said, AskRefused):
+            if isinstance(said, InferenceFailed):
                 ending, failure = _ending(said)
                 reports.append(Ended(*asked.claim, now, ending, failure=failure))
             else:
@@ -154,12 +156,12 @@ class _Lane:
 
     def __init__(
         self,
-        asker: ModelAsker,
+        client: InferenceClient,
         model: str,
         rules: BatchRules,
-        told: "Callable[[Sequence[_Asked], Sequence[Answer] | AskRefused], None]",
+        told: "Callable[[Sequence[_Asked], Sequence[InferenceResponse] | InferenceFailed], None]",
     ) -> None:
-        self._asker = asker
+        self._client = client
         self._model = model
         self._rules = rules
         self._told = told
@@ -203,12 +205,12 @@ class _Lane:
                 waiting = [one for one in self._waiting if not one.is_dropped]
                 self._waiting = []
                 self._woken.clear()
-                for batch in batches([one.question for one in waiting], most_rows):
+                for batch in batches([one.request for one in waiting], most_rows):
                     self._under_way += 1
                     group.create_task(self._see_to([waiting[at] for at in batch]))
 
     def _rows(self) -> int:
-        return sum(max(1, one.question.rows) for one in self._waiting)
+        return sum(max(1, one.request.rows) for one in self._waiting)
 
     async def _take_at_once(self) -> int:
         """How many rows; what the model does not say now it is asked the next time."""
@@ -217,8 +219,8 @@ class _Lane:
             return 1
         if self._asked_at is None or now - self._asked_at >= LOOK_AGAIN_SECONDS:
             self._most_rows = 1
-            with suppress(AskRefused):
-                batching = await self._asker.batching(self._model, "")
+            with suppress(InferenceFailed):
+                batching = await self._client.batching(self._model, "")
                 self._most_rows = min(batching.most_rows, self._rules.most_rows)
                 self._asked_at = now
         return self._most_rows
@@ -232,8 +234,8 @@ class _Lane:
     async def _ask(self, batch: Sequence[_Asked]) -> None:
         """Together; each alone if one of them may have failed the others."""
         try:
-            self._told(batch, await self._answers([one.question for one in batch]))
-        except AskRefused as refused:
+            self._told(batch, await self._answers([one.request for one in batch]))
+        except InferenceFailed as refused:
             if len(batch) == 1 or refused.fault not in _OF_ONE:
                 self._told(batch, refused)
                 return
@@ -242,36 +244,38 @@ class _Lane:
                 if not one.is_dropped:
                     await self._ask([one])
 
-    async def _answers(self, questions: Sequence[Question]) -> Sequence[Answer]:
+    async def _answers(self, requests: Sequence[InferenceRequest]) -> Sequence[InferenceResponse]:
         try:
-            answer = await self._asker.ask(self._model, joined(questions))
-        except AskRefused:
+            answer = await self._client.infer(self._model, joined(requests))
+        except InferenceFailed:
             raise
         except Exception as mistake:  # of ours: it would bring down each leader that asks
             log.error("an inference failed", model=self._model, exc_info=mistake)
-            raise AskRefused(AskFault.FAILED, f"the service failed at it: {mistake!r}") from mistake
-        if len(questions) == 1:
+            raise InferenceFailed(
+                InferenceFault.FAILED, f"the service failed at it: {mistake!r}"
+            ) from mistake
+        if len(requests) == 1:
             return [answer]
         try:
-            return cut(answer, questions)
+            return split(answer, requests)
         except BadTensor as fault:
             self._answers_by_rows = False
             log.warning("a model does not answer by rows, and is asked no batches", model=self._model,
                         fault=str(fault))  # fmt: skip
-            raise AskRefused(AskFault.FAILED, str(fault)) from None
+            raise InferenceFailed(InferenceFault.FAILED, str(fault)) from None
 
 
-def _ending(refused: AskRefused) -> tuple[Ending, Failure | None]:
+def _ending(refused: InferenceFailed) -> tuple[Ending, Failure | None]:
     message = str(refused)
     match refused.fault:
-        case AskFault.UNREACHABLE | AskFault.NOT_THERE:
+        case InferenceFault.UNREACHABLE | InferenceFault.NOT_THERE:
             log.info("an inference is sent again later", fault=message)
             return Ending.NEVER_STARTED, None
-        case AskFault.REFUSED:
+        case InferenceFault.REFUSED:
             return Ending.FAILED, Failure("inference_refused", message)
-        case AskFault.FAILED:
+        case InferenceFault.FAILED:
             return Ending.FAILED, Failure("inference_failed", message)
-        case AskFault.DEAD:
+        case InferenceFault.DEAD:
             return Ending.LOST, Failure("model_process_gone", message)
-        case AskFault.BROKEN:
+        case InferenceFault.BROKEN:
             return Ending.LOST, Failure("model_server_lost", f"the server broke off: {message}")

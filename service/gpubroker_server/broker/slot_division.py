@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from gpubroker_server.core.domain.units import Seconds, Term
-from gpubroker_server.core.serving.slot_shares import AWAY_SECONDS, HOLD_SECONDS, Shares, SlotShares
+from gpubroker_server.core.serving.slots import AWAY_SECONDS, HOLD_SECONDS, Shares, SlotShares
 from gpubroker_server.ports.last_values import SlotStore
 from gpubroker_server.ports.store import Clock, StoreUnavailable
 
@@ -40,7 +40,7 @@ class SlotDesk:
         try:
             claims = await self._store.slot_claims()
             now = self._clock.now()
-            self.told = self._shares.told(claims, now)
+            self.told = self._shares.give(claims, now)
             for claim in claims:
                 if claim.at <= now - HOLD_SECONDS - AWAY_SECONDS:
                     await self._store.drop_slots(claim.gateway)

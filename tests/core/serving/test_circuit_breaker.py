@@ -1,4 +1,4 @@
-"""A server that fails again and again is not asked for a while."""
+"""A server that fails several times in a row gets no requests for a while."""
 
 from gpubroker_server.core.domain.units import Seconds, Ticks
 from gpubroker_server.core.serving.circuit_breaker import Breaker, BreakerRules
@@ -13,7 +13,7 @@ def a_breaker(*faults_at: float) -> Breaker:
     return breaker
 
 
-def test_faults_in_a_row_open_it_and_those_with_answers_in_between_do_not() -> None:
+def test_faults_in_a_row_open_it_unless_an_answer_comes_in_between() -> None:
     breaker = a_breaker(0.0, 0.1)
     assert not breaker.is_open
     assert not breaker.answered(Ticks(0.2))
@@ -22,7 +22,7 @@ def test_faults_in_a_row_open_it_and_those_with_answers_in_between_do_not() -> N
     assert (breaker.is_open, breaker.fault) == (True, "gone")
 
 
-def test_the_first_answer_after_the_pause_closes_it_and_none_before() -> None:
+def test_the_first_answer_after_the_pause_closes_it() -> None:
     breaker = a_breaker(0.0, 0.0, 0.0)
     assert not breaker.answered(Ticks(0.9))
     assert breaker.is_open
@@ -44,14 +44,14 @@ def pauses(breaker: Breaker, at: float, count: int) -> tuple[list[float], float]
     return found, at
 
 
-def test_a_server_that_answers_and_fails_in_turn_is_left_alone_for_longer_and_longer() -> None:
+def test_the_pause_grows_for_a_server_that_answers_and_fails_in_turn() -> None:
     breaker = Breaker(RULES)
     found, at = pauses(breaker, 0.0, 4)
     assert found == [1.0, 2.0, 4.0, 4.0]
     assert pauses(breaker, at + 60.0, 1)[0] == [1.0]
 
 
-def test_it_needs_no_rules_to_be_told() -> None:
+def test_it_has_default_rules() -> None:
     breaker = Breaker()
     opened = [breaker.failed(Ticks(0.0), "gone") for _ in range(3)]
     assert opened == [False, False, True]

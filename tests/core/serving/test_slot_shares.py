@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.serving.slot_shares import (
+from gpubroker_server.core.serving.slots import (
     AWAY_SECONDS,
     FRESH_SECONDS,
     HOLD_SECONDS,
     Claim,
     SlotShares,
-    aimed,
+    goal_shares,
 )
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,58 +22,58 @@ def a_claim(gateway: str, at: float = LATER, holds: int = 1, wants: int = 0) -> 
     return Claim(gateway, Instant(at), {"m": holds}, {"m": wants})
 
 
-def told(shares: SlotShares, *claims: Claim, at: float = LATER) -> dict[str, int]:
-    return dict(shares.told(claims, Instant(at))["m"])
+def given_to(shares: SlotShares, *claims: Claim, at: float = LATER) -> dict[str, int]:
+    return dict(shares.give(claims, Instant(at))["m"])
 
 
 def leading(slots: int = 8) -> SlotShares:
     return SlotShares({"m": slots}, NOW)
 
 
-def test_one_gateway_has_all() -> None:
-    assert told(leading(), a_claim("a")) == {"a": 8}
+def test_one_gateway_gets_all_slots() -> None:
+    assert given_to(leading(), a_claim("a")) == {"a": 8}
 
 
-def test_who_wants_more_has_more_and_what_nobody_wants_is_shared_evenly() -> None:
-    assert aimed(8, {"a": 0, "b": 0}) == {"a": 4, "b": 4}
-    assert aimed(8, {"a": 100, "b": 0}) == {"a": 7, "b": 1}
-    assert aimed(8, {"a": 100, "b": 100, "c": 50}) == {"a": 3, "b": 3, "c": 2}
-    assert aimed(8, {"a": 3, "b": 1}) == {"a": 5, "b": 3}
-    assert aimed(2, {"a": 9, "b": 9, "c": 9}) == {"a": 1, "b": 1, "c": 1}, "each may ask one at a time"
-    assert aimed(8, {}) == {}
+def test_a_gateway_that_wants_more_gets_more_and_spare_slots_are_shared_evenly() -> None:
+    assert goal_shares(8, {"a": 0, "b": 0}) == {"a": 4, "b": 4}
+    assert goal_shares(8, {"a": 100, "b": 0}) == {"a": 7, "b": 1}
+    assert goal_shares(8, {"a": 100, "b": 100, "c": 50}) == {"a": 3, "b": 3, "c": 2}
+    assert goal_shares(8, {"a": 3, "b": 1}) == {"a": 5, "b": 3}
+    assert goal_shares(2, {"a": 9, "b": 9, "c": 9}) == {"a": 1, "b": 1, "c": 1}, "each may ask one at a time"
+    assert goal_shares(8, {}) == {}
 
 
-def test_what_another_one_may_still_use_is_given_to_nobody() -> None:
+def test_slots_that_a_gateway_may_still_use_are_given_to_no_other() -> None:
     shares = leading()
-    assert told(shares, a_claim("a", holds=8), a_claim("b", wants=9)) == {"a": 1, "b": 1}
-    assert told(shares, a_claim("a", holds=5), a_claim("b", wants=9), at=LATER + 1) == {"a": 1, "b": 3}
-    assert told(shares, a_claim("a", holds=1), a_claim("b", holds=3, wants=9), at=LATER + 2) == {
+    assert given_to(shares, a_claim("a", holds=8), a_claim("b", wants=9)) == {"a": 1, "b": 1}
+    assert given_to(shares, a_claim("a", holds=5), a_claim("b", wants=9), at=LATER + 1) == {"a": 1, "b": 3}
+    assert given_to(shares, a_claim("a", holds=1), a_claim("b", holds=3, wants=9), at=LATER + 2) == {
         "a": 1,
         "b": 7,
     }
 
 
-def test_what_was_told_counts_until_nobody_acts_upon_it_any_more() -> None:
+def test_given_shares_count_until_no_gateway_acts_upon_them() -> None:
     shares = leading()
-    assert told(shares, a_claim("a")) == {"a": 8}
+    assert given_to(shares, a_claim("a")) == {"a": 8}
     both = a_claim("a", wants=1), a_claim("b", wants=9)
-    assert told(shares, *both, at=LATER + 1) == {"a": 1, "b": 1}, "a may be about to claim what it was told"
-    assert told(shares, *both, at=LATER + 3) == {"a": 1, "b": 1}
+    assert given_to(shares, *both, at=LATER + 1) == {"a": 1, "b": 1}, "a may be about to claim its share"
+    assert given_to(shares, *both, at=LATER + 3) == {"a": 1, "b": 1}
     later = LATER + 2 + 2 * FRESH_SECONDS
-    assert told(shares, a_claim("a", later), a_claim("b", later, wants=9), at=later) == {"a": 1, "b": 7}
+    assert given_to(shares, a_claim("a", later), a_claim("b", later, wants=9), at=later) == {"a": 1, "b": 7}
 
 
-def test_a_new_leader_gives_nothing_before_the_words_of_older_ones_are_stale() -> None:
+def test_a_new_leader_gives_nothing_until_the_shares_of_older_leaders_are_stale() -> None:
     claims = a_claim("a", NOW, holds=4), a_claim("b", NOW, wants=9)
-    assert told(leading(), *claims, at=NOW) == {"a": 1, "b": 1}
+    assert given_to(leading(), *claims, at=NOW) == {"a": 1, "b": 1}
 
 
-def test_a_gateway_that_says_nothing_keeps_what_it_has_until_it_is_down_to_one_by_itself() -> None:
+def test_a_silent_gateway_keeps_its_slots_until_it_is_down_to_one_by_itself() -> None:
     shares = leading()
     gone = LATER - AWAY_SECONDS
-    assert told(shares, a_claim("a", gone, holds=6), a_claim("b", wants=9)) == {"b": 2}
+    assert given_to(shares, a_claim("a", gone, holds=6), a_claim("b", wants=9)) == {"b": 2}
     at = gone + HOLD_SECONDS
-    assert told(shares, a_claim("a", gone, holds=6), a_claim("b", at, holds=2), at=at) == {"b": 8}
+    assert given_to(shares, a_claim("a", gone, holds=6), a_claim("b", at, holds=2), at=at) == {"b": 8}
 
 
 @dataclass
@@ -116,14 +116,14 @@ A, B = {"a": 12, "b": 0, "c": 0}, {"a": 0, "b": 12, "c": 0}
 
 @given(ROUNDS, st.integers(3, 12))
 @example([(A, {"a"}, set(), 1.0), (B, {"b"}, {"a", "b"}, 0.0)], 8)
-def test_all_together_never_use_more_than_there_is(
+def test_all_gateways_together_never_use_more_than_the_slots(
     rounds: list[tuple[dict[str, int], set[str], set[str], float]], slots: int
 ) -> None:
     """In each round the leader speaks, some hear it, and some act upon what they have heard last."""
     gateways = {name: Gateway(name) for name in "abc"}
     shares, now = SlotShares({"m": slots}, NOW), LATER
     for wants, hear, act, seconds in rounds:
-        word = shares.told([one.claim(wants[one.name]) for one in gateways.values()], now)["m"]
+        word = shares.give([one.claim(wants[one.name]) for one in gateways.values()], now)["m"]
         for name in hear & word.keys():
             gateways[name].heard.append((now, word[name]))
         now = Instant(now + seconds)

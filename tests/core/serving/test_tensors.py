@@ -10,8 +10,8 @@ from gpubroker_server.core.serving.tensors import (
     Tensor,
     checked,
     elements_of,
-    rows_cut,
     size_of,
+    split_rows,
     tensor_of,
     values_of,
 )
@@ -56,12 +56,12 @@ def test_rows_may_be_nested_or_flat() -> None:
     assert tensor_of("x", "FP32", [2, 2], [[1, 2], [3, 4]]) == tensor_of("x", "FP32", [2, 2], [1, 2, 3, 4])
 
 
-def test_what_is_no_number_in_json_is_null_there() -> None:
+def test_numbers_that_json_does_not_have_are_null() -> None:
     tensor = Tensor("x", "FP32", (3,), b"\0\0\xc0\x7f" + b"\0\0\x80\x7f" + b"\0\0\x80\x3f")
     assert json.dumps(values_of(tensor)) == "[null, null, 1.0]"
 
 
-def test_bytes_that_are_no_utf_8_are_told_as_latin_1() -> None:
+def test_bytes_that_are_no_utf_8_are_read_as_latin_1() -> None:
     assert values_of(Tensor("x", "BYTES", (1,), b"\x01\0\0\0\xff")) == ["ÿ"]
 
 
@@ -80,7 +80,7 @@ def test_bytes_that_are_no_utf_8_are_told_as_latin_1() -> None:
         ("BYTES", [1], ["\ud800"], "not all values are BYTES"),
     ],
 )
-def test_what_is_no_such_tensor_is_refused(
+def test_values_that_do_not_fit_type_and_shape_are_refused(
     datatype: str, shape: list[int], values: list[Any], says: str
 ) -> None:
     with pytest.raises(BadTensor, match=says):
@@ -96,18 +96,18 @@ def test_what_is_no_such_tensor_is_refused(
         Tensor("x", "BYTES", (1,), b"\x09\0\0\0a"),
     ],
 )
-def test_data_of_another_length_than_its_shape_says_is_no_tensor(tensor: Tensor) -> None:
+def test_data_whose_length_does_not_fit_its_shape_is_refused(tensor: Tensor) -> None:
     with pytest.raises(BadTensor):
         values_of(tensor)
     with pytest.raises(BadTensor):
         checked(tensor)
     with pytest.raises(BadTensor):
-        rows_cut(tensor, [1, tensor.shape[0] - 1])
+        split_rows(tensor, [1, tensor.shape[0] - 1])
 
 
-def test_a_tensor_has_as_many_rows_as_are_cut_off_it() -> None:
+def test_the_parts_have_as_many_rows_as_the_tensor() -> None:
     with pytest.raises(BadTensor, match="not 3 rows"):
-        rows_cut(tensor_of("x", "FP32", [2], [1, 2]), [1, 2])
+        split_rows(tensor_of("x", "FP32", [2], [1, 2]), [1, 2])
     assert Tensor("x", "FP32", (), b"\0\0\0\0").rows == 0
 
 
@@ -116,7 +116,7 @@ def test_a_tensor_has_as_many_rows_as_are_cut_off_it() -> None:
     datatype=st.sampled_from([*WHOLE, "BYTES"]),
     data=st.data(),
 )
-def test_what_is_cut_by_rows_is_what_was_joined(rows: list[int], datatype: str, data: st.DataObject) -> None:
+def test_joined_rows_split_into_the_same_parts(rows: list[int], datatype: str, data: st.DataObject) -> None:
     bits = WHOLE.get(datatype, 8)
     value = (
         st.text(max_size=4) if datatype == "BYTES" else st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -128,7 +128,7 @@ def test_what_is_cut_by_rows_is_what_was_joined(rows: list[int], datatype: str, 
         for count in rows
     ]
     whole = Tensor("x", datatype, (sum(rows), 2), b"".join(part.data for part in parts))
-    assert rows_cut(whole, rows) == parts
+    assert split_rows(whole, rows) == parts
 
 
 def test_sizes_and_elements_are_those_of_triton_s_binary_form() -> None:

@@ -15,7 +15,7 @@ from gpubroker_server.adapters.sql.shared import last_value
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.units import Instant, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.core.serving.slot_shares import Claim
+from gpubroker_server.core.serving.slots import Claim
 from gpubroker_server.ports.last_values import (
     LastValues,
     LastValueStore,

@@ -1,5 +1,5 @@
-"""Whether a server of models is to be asked: not after it has failed several times in a row, until it answers
-again. `now` is on any clock that never jumps."""
+"""The circuit breaker of a model server: it opens after several failures in a row, and closes at an answer.
+`now` is on any clock that never jumps."""
 
 from typing import NamedTuple
 
@@ -8,24 +8,24 @@ from gpubroker_server.core.domain.units import Seconds, Ticks
 
 class BreakerRules(NamedTuple):
     faults: int = 3
-    """So many in a row, with no answer in between, and nothing is sent any more where there is a choice."""
+    """After so many in a row, with no answer in between, requests go to other servers, if there are any."""
     pause_seconds: Seconds = Seconds(1.0)
-    """So long at least: an answer that comes sooner is one to what was asked before."""
+    """How long it stays open at least: an earlier answer belongs to an earlier request."""
     most_pause_seconds: Seconds = Seconds(30.0)
     """The pause doubles up to this for a server that answers and fails in turn."""
     calm_seconds: Seconds = Seconds(60.0)
-    """Closed for so long, it begins anew with the short pause."""
+    """After so long closed, the next pause is short again."""
 
 
 class Breaker:
-    """Closed until `faults` in a row; open, then, until the first answer after its pause."""
+    """Closed until `faults` in a row; then open until the first answer after its pause."""
 
     __slots__ = ("_changed_at", "_faults", "_pause_seconds", "_rules", "fault", "is_open")
 
     def __init__(self, rules: BreakerRules | None = None) -> None:
         self.is_open = False
         self.fault = ""
-        """The last one, in words; empty since an answer."""
+        """The last one, in words; empty after an answer."""
         self._rules = rules or BreakerRules()
         self._faults = 0
         """Since the last answer."""

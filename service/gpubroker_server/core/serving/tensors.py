@@ -15,7 +15,7 @@ _BF16_BYTES: Final = 2
 DATATYPES: Final = (*_FORMATS, "BF16", "BYTES")
 
 _AT_ONCE: Final = 4096
-"""So many values are turned over at a time: whoever shares the processor has its turn in between."""
+"""How many values are converted at a time, so that other work gets the processor in between."""
 
 
 class BadTensor(ValueError):
@@ -47,14 +47,14 @@ def tensor_of(name: str, datatype: str, shape: Sequence[int], values: Sequence[A
 
 
 def values_of(tensor: Tensor) -> list[Any]:
-    """Flat, as JSON has them: bytes that are no UTF-8 as Latin-1, numbers that are none as None. Raises
-    BadTensor for data of another length than its shape says."""
+    """Flat, as JSON has them: bytes that are no UTF-8 as Latin-1, NaN and infinities as None. Raises
+    BadTensor if the data does not have the length that its shape says."""
     return [value for some in values_in_steps(tensor) for value in some]
 
 
 def values_in_steps(tensor: Tensor) -> Iterator[list[Any]]:
-    """The same, some at a time: all together take many times the memory of their bytes. Raises BadTensor
-    before the first."""
+    """The same in parts: all values together take many times the memory of their bytes. Raises BadTensor
+    before the first part."""
     count, data = prod(tensor.shape), tensor.data
     if tensor.datatype == "BYTES":
         found = sum(1 for _ in elements_of(data))
@@ -68,13 +68,14 @@ def values_in_steps(tensor: Tensor) -> Iterator[list[Any]]:
 
 
 def checked(tensor: Tensor) -> Tensor:
-    """One whose data came as bytes. Raises BadTensor if they are not what its type and shape say."""
+    """Raises BadTensor if the data is not what type and shape say."""
     _ends(tensor, [prod(tensor.shape)])
     return tensor
 
 
 def size_of(datatype: str) -> int:
-    """Of one value, in bytes. Raises BadTensor for a type whose values differ in length, or that is none."""
+    """Bytes of one value. Raises BadTensor for a type whose values differ in length, and for an unknown
+    one."""
     if datatype == "BF16":
         return _BF16_BYTES
     if datatype not in _FORMATS:
@@ -83,7 +84,7 @@ def size_of(datatype: str) -> int:
 
 
 def elements_of(data: bytes) -> Iterator[bytes]:
-    """Of BYTES: each is preceded by its length. Raises BadTensor."""
+    """The values of a BYTES tensor; each is preceded by its length. Raises BadTensor."""
     at = 0
     while at < len(data):
         at, end = at + 4, at + 4 + int.from_bytes(data[at : at + 4], "little")
@@ -93,9 +94,9 @@ def elements_of(data: bytes) -> Iterator[bytes]:
         at = end
 
 
-def rows_cut(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """A tensor of all rows as one for each of these numbers of rows, in order. Raises BadTensor if they are
-    not as many as it has."""
+def split_rows(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """Split a tensor into tensors of so many rows each, in order. Raises BadTensor if it does not have as
+    many rows as they all."""
     if tensor.rows != sum(rows):
         raise BadTensor(f"{tensor.name} has shape {list(tensor.shape)}, not {sum(rows)} rows")
     per_row, inner = prod(tensor.shape[1:]), tensor.shape[1:]
@@ -108,7 +109,7 @@ def rows_cut(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
 
 
 def _ends(tensor: Tensor, counts: Sequence[int]) -> list[int]:
-    """Where in its data so many values end, and so many more."""
+    """Where in the data each of these numbers of values ends."""
     if tensor.datatype == "BYTES":
         lengths = (4 + len(element) for element in elements_of(tensor.data))
         ends: Sequence[int] = list(accumulate(lengths, initial=0))

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as KIND
 from gpubroker_server.core.domain.task import Dependency, Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.serving.batching import Question
+from gpubroker_server.core.serving.batching import InferenceRequest
 from gpubroker_server.core.serving.tensors import BadTensor, Tensor, checked, tensor_of
 from gpubroker_server.gateway.http.bodies import Body, BytesBehind, Timed
 from gpubroker_server.gateway.http.faults import refused
@@ -91,9 +91,9 @@ class SubmitInference(Timed, BytesBehind):
     labels: Labels = Field(default_factory=dict)
 
 
-def question_of(
+def request_of(
     body: SubmitInference, behind: bytes = b"", objects: Mapping[str, bytes] = NO_OBJECTS
-) -> Question:
+) -> InferenceRequest:
     """Its values as the model gets them. Raises Problem with all that is wrong with them. `behind`: the bytes
     that followed the JSON; `objects`: those that it names, by id."""
     faults = [
@@ -117,7 +117,7 @@ def question_of(
     if faults:
         raise refused(faults)
     outputs = tuple(tensor.name for tensor in body.outputs)
-    return Question(tuple(tensors), body.version, outputs, body.parameters, body.id)
+    return InferenceRequest(tuple(tensors), body.version, outputs, body.parameters, body.id)
 
 
 def _tensor(given: InputTensor, behind: bytes, objects: Mapping[str, bytes]) -> Tensor:
@@ -179,7 +179,7 @@ def task_of_inference(
 
 
 def spec_of_inference(body: SubmitInference, stored: bytes, digest: str | None) -> RunSpec:
-    """`stored`: the packed question; `digest` names the object that holds it if it is large."""
+    """`stored`: the packed request; `digest` names the object that holds it if it is large."""
     return RunSpec(
         kind=KIND,
         entrypoint=body.model,

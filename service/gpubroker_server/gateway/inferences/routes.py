@@ -16,7 +16,7 @@ from gpubroker_server.gateway.inferences.inferences import (
     NO_OBJECTS,
     SubmitInference,
     demand_of_inference,
-    question_of,
+    request_of,
     spec_of_inference,
     task_of_inference,
 )
@@ -107,7 +107,7 @@ async def submit_inference(
 
 
 async def _taken_spec(call: Call, body: SubmitInference, task: Task, named: Mapping[int, str]) -> RunSpec:
-    """Large questions are on disk before the row that names them. Raises Problem."""
+    """Large requests are on disk before the row that names them. Raises Problem."""
     stored = await _stored(call, body, await values_of(call, named) if named else NO_OBJECTS)
     if not stands_aside(task):
         await _bring_model(call, body.model, task.priority)
@@ -119,8 +119,8 @@ async def _stored(call: Call, body: SubmitInference, objects: Mapping[str, bytes
     behind = await call.behind()
     size_bytes = len(await call.body()) + sum(map(len, objects.values()))
     if size_bytes > _AT_ONCE_BYTES:
-        return await asyncio.to_thread(lambda: packed(question_of(body, behind, objects)))
-    return packed(question_of(body, behind, objects))
+        return await asyncio.to_thread(lambda: packed(request_of(body, behind, objects)))
+    return packed(request_of(body, behind, objects))
 
 
 async def _taken_in(call: Call, body: SubmitInference) -> Task:

@@ -308,7 +308,7 @@ class GrpcCall(ProxiedRequest):
         return our_mistake(self._request_id)
 
     def _signed(self, metadata: Metadata) -> Metadata:
-        queued = () if self.turn is None else self.turn.headers()
+        queued = () if self.lane_entry is None else self.lane_entry.headers()
         return (*metadata, *queued, ("request-id", self._request_id))
 
     def _count(self, status: grpc.StatusCode) -> None:

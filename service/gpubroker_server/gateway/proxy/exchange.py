@@ -346,8 +346,10 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             parts.append(b"Transfer-Encoding: chunked\r\n")
         if not self.keep_alive:
             parts.append(b"Connection: close\r\n")
-        if self.turn is not None:
-            parts += [b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in self.turn.headers()]
+        if self.lane_entry is not None:
+            parts += [
+                b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in self.lane_entry.headers()
+            ]
         parts.append(b"Request-Id: %b\r\n\r\n" % self.request_id.encode())
         self._out = parts
 

@@ -1,6 +1,6 @@
-"""Requests that wait for their turn at a model, each until it has a slot, its time is up, or its client gone.
+"""Requests that wait for a slot of their model, until they get it, their time is up, or their client goes.
 
-A slot is given back exactly once, however its request ends: by `Turn.leave`, which may be called again.
+A slot is given back exactly once, however its request ends: by `LaneEntry.leave`, which may be called again.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from gpubroker_server.core.domain.policy import BAND_NAMES
 from gpubroker_server.core.domain.units import Seconds, Ticks
-from gpubroker_server.core.serving.lane import Full, Lane, LaneRules, Place
+from gpubroker_server.core.serving.lane import LaneFull, LaneRules, ModelLane, Place
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.refusals import bad_header, displaced, queue_full, queue_timeout
@@ -23,33 +23,33 @@ MODEL_TYPE: Final = "x-model-type"
 WAITED: Final = "x-queue-seconds"
 
 MOST_LANES: Final = 1024
-"""Of models that nobody asks at the moment, what was learned of so many is kept: names come from clients."""
+"""Lanes that are kept, with what was learned, though they are idle: clients choose the names."""
 
 
 class LaneOptions(NamedTuple):
     rules: LaneRules = LaneRules()
     queue_seconds: Seconds = Seconds(30.0)
-    """So long a request may wait; less if it says so."""
+    """How long a request may wait; less if it says so."""
     priority: int = BAND_NAMES["interactive"]
     """Of requests that state none."""
     slots: Mapping[bytes, int] = {}
-    """By model; of all others it is found out."""
+    """By model; of other models the number is found by trying."""
     type_priorities: Mapping[str, int] = {}
-    """Model type -> priority of requests that name it and state none."""
+    """By model type, of requests that name the type and state no priority."""
 
 
-class Wish(NamedTuple):
-    """What a request says of its turn."""
+class QueueWish(NamedTuple):
+    """What a request states of its place in the queue."""
 
     priority: int | None = None
-    """At most what its token may have."""
+    """At most that of its token."""
     seconds: float | None = None
-    """So long it would wait."""
+    """How long it would wait."""
     is_capped: bool = False
-    """It asked for a higher priority than it has."""
+    """It asked for a higher priority than its token has."""
 
 
-NO_WISH: Final = Wish()
+NO_WISH: Final = QueueWish()
 
 
 class LaneFigures(NamedTuple):
@@ -59,7 +59,7 @@ class LaneFigures(NamedTuple):
     waiting: int
 
 
-class Load(NamedTuple):
+class LaneLoad(NamedTuple):
     """What a model has to do here."""
 
     slots: int
@@ -68,20 +68,22 @@ class Load(NamedTuple):
     """In flight, or waiting."""
 
 
-class Turn:
+class LaneEntry:
+    """One request in its model's lane: it waits, or has a slot."""
+
     __slots__ = ("_capped", "_expiry", "_granted", "_is_over", "_lane", "_lanes", "_place", "_tenant",
                  "since", "waited_seconds")  # fmt: skip
 
-    def __init__(self, lanes: "Lanes", lane: Lane, tenant: str, capped: int | None, now: float) -> None:
+    def __init__(self, lanes: "Lanes", lane: ModelLane, tenant: str, capped: int | None, now: float) -> None:
         """`capped`: the priority that it has instead of a higher one."""
         self.waited_seconds: float | None = None
-        """Set if it had to wait and has gone."""
+        """Set if it had to wait and has its slot."""
         self._capped = capped
         self._lanes = lanes
         self._lane = lane
         self._tenant = tenant
         self.since = now
-        """When it began to wait, or has gone."""
+        """When it began to wait, or got its slot."""
         self._is_over = False
         self._place: Place | None = None
         """While it waits."""
@@ -93,28 +95,28 @@ class Turn:
         return self._place is not None
 
     async def granted(self) -> None:
-        """It has a slot. Raises Problem."""
+        """Until it has a slot. Raises Problem."""
         if self._granted is not None and (problem := await self._granted) is not None:
             raise problem
 
     def headers(self) -> Sequence[tuple[str, str]]:
-        """Headers of the answer: none if it went at once, by the priority that it asked for."""
+        """Of the answer: none if it started at once, at the priority that it asked for."""
         if self._capped is None and self.waited_seconds is None:
             return ()
-        told = [] if self._capped is None else [(PRIORITY, str(self._capped))]
+        headers = [] if self._capped is None else [(PRIORITY, str(self._capped))]
         if self.waited_seconds is not None:
-            told.append((WAITED, f"{self.waited_seconds:.3f}"))
-        return told
+            headers.append((WAITED, f"{self.waited_seconds:.3f}"))
+        return headers
 
     def leave(self) -> None:
-        """It is over, whether it has gone or not."""
+        """The request is over, whether it had a slot or not."""
         if self._is_over:
             return
         self._is_over = True
         if self._place is None:
             self._lanes.end(self._lane, self._tenant, self)
             return
-        self._lane.leave(self._place)
+        self._lane.withdraw(self._place)
         self._stop_waiting(None)
 
     # What its lanes call.
@@ -125,21 +127,21 @@ class Turn:
         self._granted = loop.create_future()
         self._expiry = loop.call_later(seconds, self._expire)
 
-    def go(self, now: float) -> None:
+    def start(self, now: float) -> None:
         self.waited_seconds = now - self.since
         self.since = now
         self._stop_waiting(None)
 
     def lose(self, problem: Problem) -> None:
-        """Its lane knows it no more."""
+        """It has no place in its lane any more."""
         self._is_over = True
         self._stop_waiting(problem)
 
     def _expire(self) -> None:
         place = self._place
         assert place is not None
-        problem = queue_timeout(self._lane.outlook(place), self._lanes.now() - self.since)
-        self._lane.leave(place)
+        problem = queue_timeout(self._lane.estimate(place), self._lanes.now() - self.since)
+        self._lane.withdraw(place)
         self.lose(problem)
 
     def _stop_waiting(self, problem: Problem | None) -> None:
@@ -167,61 +169,61 @@ class Lanes:
         self._limits = dict(options.slots)
         """By model."""
         self.limits_end_at = inf
-        """By `now`: from then on each model that has a limit is asked one request at a time, however long
-        this process has slept."""
+        """By `now`: from then on each model with a limit gets one request at a time, also if this process was
+        asleep meanwhile."""
         self._on_waited = on_waited
-        self._lanes: dict[bytes, Lane] = {}
-        self._waiting: dict[tuple[Lane, Place], Turn] = {}
-        self._gone: dict[Lane, set[Turn]] = {}
+        self._lanes: dict[bytes, ModelLane] = {}
+        self._waiting: dict[tuple[ModelLane, Place], LaneEntry] = {}
+        self._started: dict[ModelLane, set[LaneEntry]] = {}
         """Those that have a slot."""
         self._streams: dict[str, list[float]] = {}
-        """By model, since when those are open that take no slot."""
+        """By model, when its open streams began; they take no slot."""
 
     def wish_in(
         self, identity: Identity, priority: str | None, seconds: str | None, model_type: str | None
-    ) -> Wish:
-        """The three headers, if they were sent. Raises Problem."""
+    ) -> QueueWish:
+        """Of the three headers, if they were sent. Raises Problem."""
         if priority is None and seconds is None and model_type is None:
             return NO_WISH
         asked = None if priority is None else _priority_in(priority)
         usual = self._options.type_priorities.get(model_type or "")
         given, most = usual if asked is None else asked, identity.max_priority
-        return Wish(
+        return QueueWish(
             None if given is None else min(given, most),
             None if seconds is None else _seconds_in(seconds),
             is_capped=asked is not None and asked > most,
         )
 
-    def enter(self, model: bytes, identity: Identity, wish: Wish) -> Turn:
+    def enter(self, model: bytes, identity: Identity, wish: QueueWish) -> LaneEntry:
         """Raises Problem."""
         lane, now = self._lanes.get(model) or self._open(model), self.now()
-        self._heed_the_end(lane, now)
-        turn = Turn(self, lane, identity.tenant, wish.priority if wish.is_capped else None, now)
-        if lane.goes_now(identity.tenant):
-            self._gone[lane].add(turn)
+        self._apply_end_of_limits(lane, now)
+        entry = LaneEntry(self, lane, identity.tenant, wish.priority if wish.is_capped else None, now)
+        if lane.try_start(identity.tenant):
+            self._started[lane].add(entry)
         else:
             options = self._options
             priority = (
                 min(options.priority, identity.max_priority) if wish.priority is None else wish.priority
             )
-            place = self._wait(lane, identity, priority)
-            self._waiting[lane, place] = turn
+            place = self._enqueue(lane, identity, priority)
+            self._waiting[lane, place] = entry
             seconds = options.queue_seconds
-            turn.wait(place, seconds if wish.seconds is None else min(seconds, wish.seconds))
-        return turn
+            entry.wait(place, seconds if wish.seconds is None else min(seconds, wish.seconds))
+        return entry
 
-    def _wait(self, lane: Lane, identity: Identity, priority: int) -> Place:
+    def _enqueue(self, lane: ModelLane, identity: Identity, priority: int) -> Place:
         """Raises Problem."""
-        queued = lane.wait(identity.tenant, priority)
-        if isinstance(queued, Full):
+        queued = lane.enqueue(identity.tenant, priority)
+        if isinstance(queued, LaneFull):
             raise queue_full(queued, identity.tenant)
         if queued.displaced is not None:
-            self._waiting[lane, queued.displaced].lose(displaced(lane.outlook(queued.displaced)))
+            self._waiting[lane, queued.displaced].lose(displaced(lane.estimate(queued.displaced)))
         return queued.place
 
     @contextmanager
     def streaming(self, model: str) -> Iterator[None]:
-        """While a stream to it is open, which takes no slot and is under way all the same."""
+        """While a stream to the model is open."""
         since = self.now()
         self._streams.setdefault(model, []).append(since)
         try:
@@ -232,73 +234,73 @@ class Lanes:
                 del self._streams[model]
 
     def has_older(self, model: str, at: float) -> bool:
-        """Whether a request that has had its slot since before is not answered yet, or a stream open."""
+        """Whether a request that got its slot by then is not answered, or a stream is open since."""
         if any(since <= at for since in self._streams.get(model, ())):
             return True
         lane = self._lanes.get(model.encode())
-        return lane is not None and any(turn.since <= at for turn in self._gone[lane])
+        return lane is not None and any(entry.since <= at for entry in self._started[lane])
 
     @property
     def tenant_share(self) -> float:
         return self._options.rules.tenant_share
 
     def figures(self) -> Iterator[LaneFigures]:
-        """Of the models that are being asked."""
+        """Of the lanes that are not idle."""
         for model, lane in self._lanes.items():
             if not lane.is_idle:
                 name = model.decode("utf-8", "replace")
                 yield LaneFigures(name, lane.slots, lane.in_flight, lane.waiting)
 
     def limit(self, model: str, slots: int) -> None:
-        """Ask it so many requests at once from now on; those that are under way go on."""
+        """The model gets so many requests at once from now on; those in flight go on."""
         name = model.encode()
         self._limits[name] = slots
         if (lane := self._lanes.get(name)) is not None:
             lane.limit(slots)
-            self._go_on(lane)
+            self._start_waiting(lane)
 
-    def load(self, model: str) -> Load:
+    def load(self, model: str) -> LaneLoad:
         name = model.encode()
         lane = self._lanes.get(name)
         now = self.now()
         if lane is None:
-            return Load(1 if now >= self.limits_end_at else self._limits.get(name, 1), 0, 0)
-        self._heed_the_end(lane, now)
-        return Load(lane.slots, lane.in_flight, lane.in_flight + lane.waiting)
+            return LaneLoad(1 if now >= self.limits_end_at else self._limits.get(name, 1), 0, 0)
+        self._apply_end_of_limits(lane, now)
+        return LaneLoad(lane.slots, lane.in_flight, lane.in_flight + lane.waiting)
 
-    # What turns call.
+    # What entries call.
 
-    def end(self, lane: Lane, tenant: str, ended: Turn) -> None:
+    def end(self, lane: ModelLane, tenant: str, ended: LaneEntry) -> None:
         now = self.now()
-        self._gone[lane].discard(ended)
-        lane.end(tenant, now - ended.since, Ticks(now))
-        self._go_on(lane)
+        self._started[lane].discard(ended)
+        lane.finish(tenant, now - ended.since, Ticks(now))
+        self._start_waiting(lane)
 
-    def _go_on(self, lane: Lane) -> None:
-        """Those that wait, as far as slots are free."""
+    def forget(self, lane: ModelLane, place: Place) -> None:
+        del self._waiting[lane, place]
+
+    def _start_waiting(self, lane: ModelLane) -> None:
+        """As far as slots are free."""
         while lane.waiting:
             now = self.now()
-            self._heed_the_end(lane, now)
-            if (place := lane.next()) is None:
+            self._apply_end_of_limits(lane, now)
+            if (place := lane.start_next()) is None:
                 return
-            turn = self._waiting[lane, place]
-            self._gone[lane].add(turn)
-            turn.go(now)
-            self._on_waited(turn.waited_seconds or 0.0)
+            entry = self._waiting[lane, place]
+            self._started[lane].add(entry)
+            entry.start(now)
+            self._on_waited(entry.waited_seconds or 0.0)
 
-    def _heed_the_end(self, lane: Lane, now: float) -> None:
+    def _apply_end_of_limits(self, lane: ModelLane, now: float) -> None:
         if now >= self.limits_end_at and lane.is_limited:
             lane.limit(1)
 
-    def forget(self, lane: Lane, place: Place) -> None:
-        del self._waiting[lane, place]
-
-    def _open(self, model: bytes) -> Lane:
+    def _open(self, model: bytes) -> ModelLane:
         if len(self._lanes) >= MOST_LANES:
             for name in [name for name, lane in self._lanes.items() if lane.is_idle]:
-                del self._gone[self._lanes.pop(name)]
-        lane = self._lanes[model] = Lane(self._options.rules, self._limits.get(model))
-        self._gone[lane] = set()
+                del self._started[self._lanes.pop(name)]
+        lane = self._lanes[model] = ModelLane(self._options.rules, self._limits.get(model))
+        self._started[lane] = set()
         return lane
 
 

@@ -20,7 +20,7 @@ from typing import ClassVar, Final
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES, BodyBuffer
-from gpubroker_server.gateway.proxy.lanes import NO_WISH, Turn
+from gpubroker_server.gateway.proxy.lanes import NO_WISH, LaneEntry
 from gpubroker_server.gateway.proxy.operations import Servers, Target
 from gpubroker_server.gateway.proxy.plane import Plane
 from gpubroker_server.gateway.proxy.refusals import body_too_large
@@ -64,8 +64,8 @@ class ProxiedRequest(ABC):
     """Of the client's token; None where none is needed."""
     wish = NO_WISH
     is_idempotent = False
-    turn: Turn | None = None
-    """In its model's lane, if it takes a slot."""
+    lane_entry: LaneEntry | None = None
+    """If it takes a slot of its model."""
     server: Server | None = None
     """The one that was asked last."""
 
@@ -144,8 +144,8 @@ class ProxiedRequest(ABC):
         if self._upstream is not None:
             self._upstream.cancel()
         self._leave_server()
-        if self.turn is not None:
-            self.turn.leave()
+        if self.lane_entry is not None:
+            self.lane_entry.leave()
         if self._body.size:
             self._body.clear()
 
@@ -196,8 +196,8 @@ class ProxiedRequest(ABC):
             operation = self.target.operation
             bring = self._missing_model()
             if bring is None and operation.takes_slot:
-                self.turn = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
-            if bring is not None or (self.turn is not None and self.turn.waits):
+                self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
+            if bring is not None or (self.lane_entry is not None and self.lane_entry.waits):
                 self._wait(bring)
                 return
         self._forward()
@@ -238,13 +238,13 @@ class ProxiedRequest(ABC):
             if not self.target.operation.takes_slot:
                 return
             assert self.identity is not None
-            if self.turn is None:
-                self.turn = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
-            await self.turn.granted()
+            if self.lane_entry is None:
+                self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
+            await self.lane_entry.granted()
             if not is_known or self._is_resident() is not False:
                 return
-            self.turn.leave()
-            self.turn, bring = None, self._bring
+            self.lane_entry.leave()
+            self.lane_entry, bring = None, self._bring
 
     async def _bring(self) -> bool:
         residencies = self.plane.residencies
@@ -359,9 +359,9 @@ class ProxiedRequest(ABC):
         self._returns += 1
         self._upstream = None
         self._leave_server()
-        if self.turn is not None:
-            self.turn.leave()
-            self.turn = None
+        if self.lane_entry is not None:
+            self.lane_entry.leave()
+            self.lane_entry = None
         try:
             self._wait(partial(residencies.back, self._model, self.wish.priority, server.name))
         except Problem as full:

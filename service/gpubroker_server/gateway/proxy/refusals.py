@@ -7,7 +7,7 @@ from typing import Final
 
 from pydantic_core import to_json
 
-from gpubroker_server.core.serving.lane import Full, Outlook
+from gpubroker_server.core.serving.lane import LaneFull, QueueEstimate
 from gpubroker_server.gateway.http.problems import Problem, headers_of
 from gpubroker_server.ports.backends import Header, Trouble
 
@@ -56,50 +56,50 @@ def no_files() -> Problem:
 class NoTurn(Problem):
     """A request gets no slot of its model now; when it might is told with it."""
 
-    def __init__(self, code: str, detail: str, outlook: Outlook) -> None:
-        eta = None if outlook.eta_seconds is None else round(outlook.eta_seconds, 3)
+    def __init__(self, code: str, detail: str, estimate: QueueEstimate) -> None:
+        eta = None if estimate.eta_seconds is None else round(estimate.eta_seconds, 3)
         self.facts: Mapping[str, float | None] = {
-            "queue_position": outlook.position,
+            "queue_position": estimate.position,
             "queue_eta_seconds": eta,
         }
-        headers = {"x-queue-position": str(outlook.position), "Retry-After": str(max(1, ceil(eta or 0)))}
+        headers = {"x-queue-position": str(estimate.position), "Retry-After": str(max(1, ceil(eta or 0)))}
         if eta is not None:
             headers["x-queue-eta-seconds"] = str(eta)
         super().__init__(code, detail, headers=headers)
 
 
-def queue_full(full: Full, tenant: str) -> NoTurn:
+def queue_full(full: LaneFull, tenant: str) -> NoTurn:
     if full.is_share:
         return NoTurn(
             "model-queue-share",
             f'tenant "{tenant}" has all the waiting places it may have at this model; send less at once, or '
             "have the operator raise triton.waiting or triton.tenant_share",
-            full.outlook,
+            full.estimate,
         )
     return NoTurn(
         "model-queue-full",
         "all waiting places of this model are taken by requests that are no less important; come again "
         "later, or have the operator raise triton.waiting",
-        full.outlook,
+        full.estimate,
     )
 
 
-def displaced(outlook: Outlook) -> NoTurn:
+def displaced(estimate: QueueEstimate) -> NoTurn:
     return NoTurn(
         "model-queue-full",
         "all waiting places of this model are taken, and a more important request took the place of this "
         "one, of which nothing was sent; come again later",
-        outlook,
+        estimate,
     )
 
 
-def queue_timeout(outlook: Outlook, seconds: float) -> NoTurn:
+def queue_timeout(estimate: QueueEstimate, seconds: float) -> NoTurn:
     return NoTurn(
         "model-queue-timeout",
         f"the request waited {seconds:.1f} s for its turn at this model, as long as it may, and nothing was "
         "sent; come again later, or allow more by x-timeout-seconds, up to the operator's "
         "triton.queue_seconds",
-        outlook,
+        estimate,
     )
 
 

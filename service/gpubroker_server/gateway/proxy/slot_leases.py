@@ -1,4 +1,4 @@
-"""A gateway's part of the slots of models: what the leader gives it is written down, and then used."""
+"""A gateway's share of the slots of models: what the leader gives is claimed in the database, then used."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from math import inf
 from typing import Final
 
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.core.serving.slot_shares import FRESH_SECONDS, HOLD_SECONDS, Claim
+from gpubroker_server.core.serving.slots import FRESH_SECONDS, HOLD_SECONDS, Claim
 from gpubroker_server.gateway.proxy.lanes import Lanes
 from gpubroker_server.ports.last_values import LeaderSeen, SlotStore
 from gpubroker_server.ports.store import Clock, StoreUnavailable
@@ -14,8 +14,8 @@ from gpubroker_server.ports.store import Clock, StoreUnavailable
 EVERY_SECONDS: Final = Seconds(1.0)
 
 _USABLE_SECONDS: Final = Seconds(HOLD_SECONDS - FRESH_SECONDS)
-"""So long after a claim was written down it is relied upon, by the clock of the lanes, which look at it each
-time: whoever was asleep for longer knows it before he has a turn here."""
+"""How long a written claim is relied on, by the clock of the lanes, which check it at each request: a process
+that was asleep for longer notices before it sends one."""
 
 
 class SlotLeases:
@@ -28,8 +28,8 @@ class SlotLeases:
         clock: Clock,
         leader: Callable[[], LeaderSeen | None],
     ) -> None:
-        """`slots`: by model, of all gateways together. `leader`: its newest word that is heard here; until
-        that gives more, each model is asked one request at a time."""
+        """`slots`: by model, of all gateways together. `leader`: its newest message; until that gives more,
+        each model gets one request at a time."""
         self._name = name
         self._slots = slots
         self._lanes = lanes
@@ -42,18 +42,18 @@ class SlotLeases:
     async def keep(self) -> None:
         """Until cancelled."""
         while True:
-            await self.turn()
+            await self.renew()
             await asyncio.sleep(EVERY_SECONDS)
 
-    async def turn(self) -> None:
-        """Use less at once; claim; use more, unless the word that gave it is stale by then."""
-        began, now, word = self._lanes.now(), self._clock.now(), self._leader()
-        if word is not None and word.slots is None:  # of a release that divides none
+    async def renew(self) -> None:
+        """Use less at once; claim; use more, unless the message that gave it is stale by then."""
+        began, now, leader = self._lanes.now(), self._clock.now(), self._leader()
+        if leader is not None and leader.slots is None:  # of a release that divides no slots
             self._lanes.limits_end_at = inf
             for model, slots in self._slots.items():
                 self._lanes.limit(model, slots)
             return
-        given = {} if word is None or word.at < now - FRESH_SECONDS else self._given_by(word)
+        given = {} if leader is None or leader.at < now - FRESH_SECONDS else self._given_by(leader)
         holds: dict[str, int] = {}
         for model in self._slots:
             load = self._lanes.load(model)
@@ -64,14 +64,12 @@ class SlotLeases:
         if not await self._claim(Claim(self._name, now, holds, wants)):
             return
         self._lanes.limits_end_at = began + _USABLE_SECONDS
-        if word is None:
-            return
-        if self._clock.now() <= word.at + FRESH_SECONDS:
+        if leader is not None and self._clock.now() <= leader.at + FRESH_SECONDS:
             for model, share in given.items():
                 self._lanes.limit(model, share)
 
     async def _claim(self, claim: Claim) -> bool:
-        """Whether it is written down, before the one before it ends."""
+        """Whether it was written before the previous claim ends."""
         left = self._lanes.limits_end_at - self._lanes.now()
         try:
             async with asyncio.timeout(left if 0 < left < inf else None):
@@ -84,7 +82,7 @@ class SlotLeases:
         """This gateway is about to end. Raises StoreUnavailable."""
         await self._store.drop_slots(self._name)
 
-    def _given_by(self, word: LeaderSeen) -> dict[str, int]:
-        shares = word.slots or {}
+    def _given_by(self, leader: LeaderSeen) -> dict[str, int]:
+        shares = leader.slots or {}
         given = {model: shares.get(model, {}).get(self._name) for model in self._slots}
         return {model: share for model, share in given.items() if share is not None}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gpubroker_server.core.serving.batching import FORMAT as TENSORS
-from gpubroker_server.core.serving.batching import answer_in
+from gpubroker_server.core.serving.batching import response_in
 from gpubroker_server.core.serving.tensors import BadTensor, values_in_steps
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.parts import GatewayParts
@@ -46,7 +46,7 @@ def shown_format(form: str) -> str:
 def _answered(data: bytes) -> bytes | None:
     """What a model answered, as Triton's protocol has it in JSON. None if the bytes are no answer."""
     try:
-        answer = answer_in(data)
+        answer = response_in(data)
         outputs = [(tensor, values_in_steps(tensor)) for tensor in answer.outputs]
     except BadTensor:
         return None

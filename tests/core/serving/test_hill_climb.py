@@ -1,4 +1,4 @@
-"""How many requests at once are of use to a model, found by trying."""
+"""The number of slots is found by trying how many requests at once bring more answers."""
 
 import random
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 import pytest
 from gpubroker_server.core.domain.units import Ticks
-from gpubroker_server.core.serving.adaptive_slots import FIRST_LIMIT, MOST, Climb
+from gpubroker_server.core.serving.slots import FIRST_LIMIT, MOST, HillClimb
 
 Lasts = Callable[[random.Random], float]
 
@@ -16,11 +16,11 @@ def about_a_second(dice: random.Random) -> float:
 
 
 class Model:
-    """Works on so many requests at once, and ever more wait in front of it."""
+    """Works on so many requests at once; more are always queued."""
 
     def __init__(self, instances: int, *, lasts: Lasts = about_a_second, gap: float = 0.0) -> None:
         """`gap`: seconds between the end of a request and the arrival of the next."""
-        self.climb = Climb()
+        self.climb = HillClimb()
         self._lasts = lasts
         self._gap = gap
         self._dice = random.Random(1)
@@ -43,47 +43,47 @@ class Model:
             heappush(self._free, ends)
             heappush(self._flying, ends)
         self._now = heappop(self._flying)
-        self.climb.answered(Ticks(self._now), somebody_waits=True)
+        self.climb.answered(Ticks(self._now), is_queued=True)
         return self.climb.limit
 
 
 @pytest.mark.parametrize("instances", [8, 16, 32, 64, 150])
-def test_a_model_that_works_on_many_at_once_is_given_about_as_many(instances: int) -> None:
+def test_a_model_that_works_on_many_requests_at_once_gets_about_as_many_slots(instances: int) -> None:
     assert 0.7 * instances <= Model(instances).limit_after(10_000) <= 1.5 * instances
 
 
-def test_one_that_works_on_one_after_the_other_is_given_few() -> None:
+def test_a_model_that_works_on_one_request_at_a_time_gets_few_slots() -> None:
     assert Model(1).limit_after(10_000) <= 2
 
 
-def test_the_next_request_is_there_when_the_last_one_ends() -> None:
+def test_the_next_request_is_queued_when_one_ends() -> None:
     assert 2 <= Model(1, gap=0.5).limit_after(10_000) <= 4
 
 
-def test_answers_of_very_different_lengths_hide_nothing() -> None:
+def test_very_different_durations_do_not_mislead_it() -> None:
     model = Model(32, lasts=lambda dice: dice.expovariate(1.0))
     assert 20 <= model.limit_after(10_000) <= 64
 
 
-def test_a_limit_has_bounds_whatever_is_of_use() -> None:
+def test_the_limit_has_bounds() -> None:
     assert 0.7 * MOST <= Model(10_000).limit_after(40_000) <= MOST
 
 
-def test_nothing_is_concluded_while_nobody_waits() -> None:
-    climb = Climb()
+def test_it_learns_nothing_while_no_request_is_queued() -> None:
+    climb = HillClimb()
     for moment in range(1000):
-        climb.answered(Ticks(moment), somebody_waits=False)
+        climb.answered(Ticks(moment), is_queued=False)
     assert climb.limit == FIRST_LIMIT
 
 
-def test_answers_that_come_all_at_once_are_no_rate() -> None:
-    climb = Climb()
+def test_answers_that_arrive_at_the_same_time_give_no_rate() -> None:
+    climb = HillClimb()
     for _ in range(1000):
-        climb.answered(Ticks(5.0), somebody_waits=True)
+        climb.answered(Ticks(5.0), is_queued=True)
     assert climb.limit == FIRST_LIMIT
 
 
-def test_a_model_that_changes_is_followed() -> None:
+def test_it_follows_a_model_that_changes() -> None:
     model = Model(32)
     assert model.limit_after(10_000) >= 20
     model.change(4)

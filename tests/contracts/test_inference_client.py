@@ -5,20 +5,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from gpubroker_server.adapters.triton.asker import TritonAsker
 from gpubroker_server.adapters.triton.http_backend import TritonServer
-from gpubroker_server.core.serving.batching import Question
+from gpubroker_server.adapters.triton.inference_client import TritonInferenceClient
+from gpubroker_server.core.serving.batching import InferenceRequest
 from gpubroker_server.core.serving.tensors import tensor_of
-from gpubroker_server.ports.inferences import AskFault, AskRefused
+from gpubroker_server.ports.inferences import InferenceFailed, InferenceFault
 
 from tests.patience import PATIENCE_SECONDS
 
 MOST_BYTES = 100_000
-QUESTION = Question((tensor_of("x", "INT8", [1, 1], [1]),))
+QUESTION = InferenceRequest((tensor_of("x", "INT8", [1, 1], [1]),))
 
 
 @asynccontextmanager
-async def an_asker(head: bytes, piece: bytes) -> AsyncIterator[tuple[TritonAsker, asyncio.Event]]:
+async def an_asker(head: bytes, piece: bytes) -> AsyncIterator[tuple[TritonInferenceClient, asyncio.Event]]:
     """Of a server that sends pieces for as long as somebody takes them; the event says that nobody does."""
     left = asyncio.Event()
 
@@ -34,11 +34,11 @@ async def an_asker(head: bytes, piece: bytes) -> AsyncIterator[tuple[TritonAsker
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    asker = TritonAsker(TritonServer("lab", "127.0.0.1", port, b"lab"), MOST_BYTES)
+    client = TritonInferenceClient(TritonServer("lab", "127.0.0.1", port, b"lab"), MOST_BYTES)
     try:
-        yield asker, left
+        yield client, left
     finally:
-        await asker.close()
+        await client.close()
         server.close()
 
 
@@ -46,9 +46,9 @@ async def an_asker(head: bytes, piece: bytes) -> AsyncIterator[tuple[TritonAsker
 async def test_no_more_of_an_answer_is_taken_than_may_be_kept(length: bytes) -> None:
     chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
     piece = chunk if b"chunked" in length else b"x" * 0x8000
-    async with an_asker(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n\r\n", piece) as (asker, left):
+    async with an_asker(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n\r\n", piece) as (client, left):
         async with asyncio.timeout(PATIENCE_SECONDS):
-            with pytest.raises(AskRefused, match="more than 100000 bytes") as refusal:
-                await asker.ask("m", QUESTION)
-            assert refusal.value.fault is AskFault.REFUSED
+            with pytest.raises(InferenceFailed, match="more than 100000 bytes") as refusal:
+                await client.infer("m", QUESTION)
+            assert refusal.value.fault is InferenceFault.REFUSED
             await left.wait()

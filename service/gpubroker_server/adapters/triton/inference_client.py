@@ -1,0 +1,171 @@
+"""Sends queued inferences to a Triton over HTTP, in its binary form: tensors are passed on as they are."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.core.serving.batching import (
+    InferenceRequest,
+    InferenceResponse,
+    decoded_response,
+    encoded_request,
+)
+from gpubroker_server.core.serving.tensors import BadTensor
+from gpubroker_server.ports.backends import Header, RequestHead, ResponseHandler, Trouble
+from gpubroker_server.ports.inferences import Batching, InferenceClient, InferenceFailed, InferenceFault
+
+_HEAD_LENGTH: Final = b"Inference-Header-Content-Length"
+_SHOWN_BYTES: Final = 2000
+
+_NOTHING_SENT: Final = frozenset({Trouble.UNREACHABLE, Trouble.BUSY})
+_DEAD: Final = "is not healthy"
+
+
+class TritonInferenceClient(InferenceClient):
+    def __init__(self, server: TritonServer, most_bytes: int) -> None:
+        """`most_bytes`: the longest response, which is in memory as a whole before it is stored."""
+        self._backend = HttpBackend(server)
+        self._most_bytes = most_bytes
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    async def infer(self, model: str, request: InferenceRequest) -> InferenceResponse:
+        head, data = encoded_request(request)
+        headers = [(_HEAD_LENGTH, b"%d" % len(head)), (b"Content-Type", b"application/octet-stream")]
+        path = _path(model, request.version, "infer")
+        try:
+            response = await self._ask(b"POST", path, headers, [head, *data])
+        except InferenceFailed as failed:
+            if failed.fault is InferenceFault.NOT_THERE and request.version:
+                await self._check_version(model, request.version, str(failed))
+            raise
+        body = response.body
+        try:
+            return decoded_response(body, response.head_bytes or len(body))
+        except BadTensor as fault:
+            detail = f"{self.name} did not answer in its binary form: {fault}"
+            raise InferenceFailed(InferenceFault.FAILED, detail) from None
+
+    async def batching(self, model: str, version: str) -> Batching:
+        response = await self._ask(b"GET", _path(model, version, "config"), [], [])
+        try:
+            config: dict[str, Any] = json.loads(response.body)
+            is_plain = not (config.get("sequence_batching") or _is_decoupled(config))
+            return Batching(max(1, int(config.get("max_batch_size", 0)))) if is_plain else Batching()
+        except (ValueError, TypeError, AttributeError) as fault:
+            detail = f"{self.name} has no configuration of {model}: {fault}"
+            raise InferenceFailed(InferenceFault.FAILED, detail) from None
+
+    async def _check_version(self, model: str, version: str, refusal: str) -> None:
+        """Raises InferenceFailed FAILED if the model is there and has only other versions: waiting would not
+        help."""
+        response = await self._ask(b"GET", f"/v2/models/{quote(model, safe='')}".encode(), [], [])
+        try:
+            versions = [str(one) for one in json.loads(response.body)["versions"]]
+        except (ValueError, TypeError, KeyError):
+            return
+        if versions and version not in versions:
+            detail = f"{refusal}; it has version {', '.join(versions)}"
+            raise InferenceFailed(InferenceFault.FAILED, detail) from None
+
+    async def close(self) -> None:
+        await self._backend.close()
+
+    async def _ask(
+        self, method: bytes, path: bytes, headers: Sequence[Header], body: Sequence[bytes]
+    ) -> "_Response":
+        response = _Response(asyncio.get_running_loop(), self._most_bytes)
+        head = RequestHead(method, path, headers, sum(map(len, body)))
+        request = self._backend.ask(head, response)
+        for part in body:
+            request.write(part)
+        request.end()
+        try:
+            await response.end
+        finally:
+            request.cancel()
+        if response.status != 200:
+            raise _failure(response)
+        return response
+
+
+def _path(model: str, version: str, what: str) -> bytes:
+    of_version = f"/versions/{quote(version, safe='')}" if version else ""
+    return f"/v2/models/{quote(model, safe='')}{of_version}/{what}".encode()
+
+
+def _is_decoupled(config: dict[str, Any]) -> bool:
+    return bool(config.get("model_transaction_policy", {}).get("decoupled"))
+
+
+def _failure(response: "_Response") -> InferenceFailed:
+    """By status; only the message says that a model's process is gone."""
+    text = response.body[:_SHOWN_BYTES].decode("utf-8", "replace")
+    try:
+        message = str(json.loads(response.body)["error"])[:_SHOWN_BYTES]
+    except (ValueError, TypeError, KeyError):
+        message = f"status {response.status}: {text}"
+    match response.status:
+        case 404:
+            fault = InferenceFault.NOT_THERE
+        case 429 | 502 | 503 | 504:
+            fault = InferenceFault.UNREACHABLE
+        case 400 | 413 | 501:
+            fault = InferenceFault.REFUSED
+        case _:
+            fault = InferenceFault.DEAD if _DEAD in message else InferenceFault.FAILED
+    return InferenceFailed(fault, message)
+
+
+class _Response(ResponseHandler):
+    """Collected as it comes in, up to a limit."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, most_bytes: int) -> None:
+        self.end: asyncio.Future[None] = loop.create_future()
+        self._left_bytes = most_bytes
+        self._most_bytes = most_bytes
+        self.status = 0
+        self.head_bytes = 0
+        self._parts: list[bytes] = []
+
+    @property
+    def body(self) -> bytes:
+        if len(self._parts) > 1:
+            self._parts = [b"".join(self._parts)]
+        return self._parts[0] if self._parts else b""
+
+    def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:  # noqa: ARG002  # of the port
+        self.status = status
+        for name, value in headers:
+            if name.lower() == _HEAD_LENGTH.lower() and value.isdigit():
+                self.head_bytes = int(value)
+
+    def on_body(self, data: bytes) -> None:
+        self._left_bytes -= len(data)
+        if self._left_bytes >= 0:
+            self._parts.append(data)
+            return
+        self._parts.clear()
+        most = f"the answer has more than {self._most_bytes} bytes"
+        detail = f"{most}; ask for fewer outputs or rows, or raise limits.result_bytes"
+        self._fail(InferenceFault.REFUSED, detail)
+
+    def on_end(self) -> None:
+        if not self.end.done():
+            self.end.set_result(None)
+
+    def on_trouble(self, trouble: Trouble, detail: str) -> None:
+        if trouble is Trouble.TOO_LARGE:
+            self._fail(InferenceFault.REFUSED, detail)
+        else:
+            is_unsent = trouble in _NOTHING_SENT
+            self._fail(InferenceFault.UNREACHABLE if is_unsent else InferenceFault.BROKEN, detail)
+
+    def _fail(self, fault: InferenceFault, detail: str) -> None:
+        if not self.end.done():
+            self.end.set_exception(InferenceFailed(fault, detail))
