@@ -4,8 +4,8 @@ The client's CPU time counts too. The network and the database's look-up of one 
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
@@ -15,12 +15,15 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.app import create_app
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
-from gpubroker_server.gateway.parts import Defaults, GatewayParts, Limits
-from gpubroker_server.ports.store import BlobMissing, RunSpec, TaskRecord
+from gpubroker_server.gateway.parts import AppParts, OperatorRules
+from gpubroker_server.gateway.submission.permission import Permissions
+from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.ports.store import BlobMissing, Progress, RunSpec, TaskRecord
 
 NOTHING = httpx.ByteStream(b"")
 
@@ -66,6 +69,36 @@ class NoBlobs:
 
 
 @dataclass(frozen=True)
+class FollowedWorld:
+    world: World
+    clock: FrozenClock
+    progress: Mapping[TaskId, Progress] = field(default_factory=dict)
+
+    def age_seconds(self) -> float:
+        return 0.0
+
+    def why_stale(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class KnownLeader:
+    forecasts_now: Sequence[Forecast]
+
+    def leader(self) -> LeaderSeen | None:
+        return None
+
+    def executor_status(self) -> Mapping[str, Any]:
+        return {}
+
+    def paused(self) -> PausedDetection | None:
+        return None
+
+    def forecasts(self) -> Sequence[Forecast]:
+        return self.forecasts_now
+
+
+@dataclass(frozen=True)
 class Gateway:
     """The app with what it answers from."""
 
@@ -88,33 +121,24 @@ class Gateway:
     async def _ask(self, asked: Sequence[tuple[Task, str, str, Any]]) -> Answers:
         """One request after the other, with a token of the task's tenant."""
         clock, store = FrozenClock(self.now), WorldStore(self.world)
-        identity = Tokens(store, clock)
-        app = create_app(
-            GatewayParts(
-                store=store,
-                world=self.world,
-                policy=self.policy,
-                blobs=NoBlobs(),
-                clock=clock,
-                limits=Limits(),
-                defaults=Defaults(),
-                identity=identity,
-                allowed_entrypoints=("bench:*",),
-                allowed_hosts=(),
-                progress={},
-                executor_status=dict,
-                age_seconds=lambda: 0.0,
-                shutdown=lambda _stop: None,
-                forecasts=lambda: self.forecasts,
-            )
+        tokens = Tokens(store, clock)
+        parts = AppParts(
+            store=store,
+            blobs=NoBlobs(),
+            follower=FollowedWorld(self.world, clock),
+            leadership=KnownLeader(self.forecasts),
+            tokens=tokens,
+            rules=OperatorRules(permissions=Permissions(self.policy, ("bench:*",))),
+            shutdown=lambda _stop: None,
         )
+        app = create_app(parts)
         secrets = {}
         for tenant in sorted({task.tenant for task, *_ in asked}):
             secrets[tenant], row = new_token(
                 tenant, tenant=tenant, scopes=[EVERY_SCOPE], max_priority=100, now=self.now
             )
             await store.put_token(row, by="bench")
-        await identity.load()
+        await tokens.load()
         found = Answers([], [])
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:

@@ -5,7 +5,7 @@ from gpubroker_server.bootstrap.compose import defaults_of, inventory_rules_of, 
 from gpubroker_server.core.domain.device import SHIPPED_KINDS, GpuKind
 from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Pool
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
-from gpubroker_server.gateway.parts import ModelType
+from gpubroker_server.gateway.submission.demand import ModelType
 from gpubroker_server.settings.loading import SettingsRefused, load_settings
 
 

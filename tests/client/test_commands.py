@@ -194,7 +194,7 @@ def test_the_times_of_a_task_that_waits_are_changed(gpubroker: Run, holder: str)
     assert gpubroker("change last --queue-ttl none").code == 0
     assert gpubroker("show last -o json").json["queue_ttl_seconds"] is None
     assert gpubroker("cancel last").code == 0
-    assert "only while a task waits" in gpubroker(f"change {holder} --queue-ttl 1h").err
+    assert "only while a task is pending" in gpubroker(f"change {holder} --queue-ttl 1h").err
 
 
 def test_what_needs_a_database_server_says_so_without_one(gpubroker: Run, tmp_path: Path) -> None:

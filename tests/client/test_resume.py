@@ -31,7 +31,7 @@ async def test_the_sdk_tells_of_a_pause_and_ends_it() -> None:
             with pytest.raises(Refused) as refused:
                 await broker.resume("looked")
             assert refused.value.code == "nothing-paused"
-            gateway.paused = PausedDetection(NOW, (NodeName("n1"),), 3, 4, "why")
+            gateway.paused_nodes = PausedDetection(NOW, (NodeName("n1"),), 3, 4, "why")
             resumed = await broker.resume("looked")
             assert (resumed.state, resumed.nodes, resumed.runs, resumed.of_runs) == ("paused", ("n1",), 3, 4)
             assert (await broker.stats()).detection["message"] == "why"

@@ -9,8 +9,7 @@ import grpc
 from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.http.access import Callers
-from gpubroker_server.gateway.http.identity import new_token
+from gpubroker_server.gateway.http.identity import Callers, new_token
 from gpubroker_server.gateway.proxy.calls import GrpcCalls, GrpcPort
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 from gpubroker_server.gateway.proxy.plane import Plane
@@ -66,7 +65,7 @@ class Stage:
         name = f"only-{'-'.join(scopes)}"
         secret, row = new_token(name, tenant="default", scopes=scopes, max_priority=50, now=now)
         await self.gateway.store.put_token(row, by="test")
-        await self.gateway.parts.identity.load()
+        await self.gateway.parts.tokens.load()
         return (("authorization", f"Bearer {secret}"),)
 
 
@@ -114,10 +113,10 @@ async def a_stage(
         now = gateway.clock.now()
         secret, row = new_token("me", tenant="default", scopes=["*"], max_priority=50, now=now)
         await gateway.store.put_token(row, by="test")
-        await gateway.parts.identity.load()
+        await gateway.parts.tokens.load()
         telemetry = gateway.app.state.telemetry
         plane = Plane(
-            callers=Callers(gateway.parts.identity, gateway.parts.allowed_hosts),
+            callers=Callers(gateway.parts.tokens, gateway.parts.rules.allowed_hosts),
             ids=gateway.parts.ids,
             on_request=telemetry.on_request,
             on_call=telemetry.on_call,

@@ -8,8 +8,8 @@ import hashlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import httpx
 from gpubroker_server.adapters.memory.store import MemoryStore
@@ -30,7 +30,10 @@ from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.app import create_app, openapi_document
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
-from gpubroker_server.gateway.parts import Defaults, GatewayParts, Limits, ModelType
+from gpubroker_server.gateway.http.limits import RequestLimits
+from gpubroker_server.gateway.parts import AppParts, OperatorRules
+from gpubroker_server.gateway.submission.demand import Defaults, ModelType
+from gpubroker_server.gateway.submission.permission import Permissions
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import BlobMissing, CommitVerdict, Progress
 from jsonschema import Draft202012Validator
@@ -38,6 +41,8 @@ from jsonschema import Draft202012Validator
 from tests.builders import NOW, a_device, a_node, a_sample
 from tests.contracts.scenes import next_term
 from tests.patience import PATIENCE_SECONDS
+
+P = TypeVar("P")
 
 DOCUMENT = openapi_document()
 
@@ -104,48 +109,74 @@ class Gateway:
         )
         self.progress: dict[TaskId, Progress] = {}
         self.executor: dict[str, Any] = {"state": "connected", "address": "here", "message": ""}
-        self.age_seconds = 0.0
+        self.age = 0.0
         self.shutdowns: list[bool] = []
-        self.forecasts: list[Forecast] = []
+        self.forecast_starts: list[Forecast] = []
         self.term = Term(0)
         self.leads = True
-        self.paused: PausedDetection | None = None
+        self.has_leader = True
+        self.paused_nodes: PausedDetection | None = None
         self.silent: dict[NodeName, Instant] = {}
         self.hears = True
-        self.parts = GatewayParts(
+        self.parts = AppParts(
             store=self.store,
-            world=self.world,
-            policy=self.policy,
             blobs=self.blobs,
-            clock=self.clock,
-            limits=Limits(**limits),
-            defaults=Defaults(model_types={"llm": llm}),
-            identity=Tokens(self.store, self.clock),
-            allowed_entrypoints=("myteam.*:*", "tools:resize", "tools:Image.*"),
-            allowed_hosts=("broker.example",),
-            progress=self.progress,
-            executor_status=lambda: self.executor,
-            age_seconds=lambda: self.age_seconds,
+            follower=self,
+            leadership=self,
+            tokens=Tokens(self.store, self.clock),
+            rules=OperatorRules(
+                permissions=Permissions(
+                    self.policy,
+                    ("myteam.*:*", "tools:resize", "tools:Image.*"),
+                    python="3.11",
+                    cloudpickle="3.1",
+                ),
+                defaults=Defaults(model_types={"llm": llm}),
+                limits=RequestLimits(**limits),
+                allowed_hosts=("broker.example",),
+            ),
             shutdown=self.shutdowns.append,
-            term=lambda: self.term,
             standing=lambda: LeadershipStatus(self.term, Seconds(2.0), takeovers=1),
-            paused=lambda: self.paused,
-            leader=self._seen,
-            forecasts=lambda: self.forecasts,
-            python="3.11",
-            cloudpickle="3.1",
         )
         self.app = create_app(self.parts)
         self.clients: list[httpx.AsyncClient] = []
 
-    def _seen(self) -> LeaderSeen:
+    def age_seconds(self) -> float:
+        return self.age
+
+    def why_stale(self) -> str:
+        return ""
+
+    def leader(self) -> LeaderSeen | None:
+        if not self.has_leader:
+            return None
         return LeaderSeen(self.term, "here:1", self.clock.now(), self.executor, silent=self.silent)
 
-    def change(self, **parts: Any) -> None:
-        """Other parts from here on; clients that are made later speak with them too."""
-        self.parts = replace(self.parts, **parts)
-        self.policy = self.parts.policy
-        self.app.middleware_stack = create_app(self.parts).middleware_stack
+    def executor_status(self) -> dict[str, Any]:
+        return self.executor
+
+    def paused(self) -> PausedDetection | None:
+        return self.paused_nodes
+
+    def forecasts(self) -> list[Forecast]:
+        return self.forecast_starts
+
+    def change(self, *, policy: Policy | None = None, **changes: Any) -> None:
+        """Change fields of AppParts, of OperatorRules, or the policy, for all clients from here on."""
+        rules = self.parts.rules
+        if policy is not None:
+            self.policy = policy
+            changes["permissions"] = replace(rules.permissions, policy=policy)
+        names = {field.name for field in fields(OperatorRules)}
+        of_rules = {name: changes.pop(name) for name in list(changes) if name in names}
+        self.parts = replace(self.parts, rules=replace(rules, **of_rules), **changes)
+        changed = create_app(self.parts)
+        self.app.middleware_stack, self.app.state.parts = changed.middleware_stack, changed.state.parts
+
+    def parts_of(self, resource: type[P]) -> P:
+        """What the routes of a resource get."""
+        found: P = self.app.state.parts[resource]
+        return found
 
     async def __aenter__(self) -> "Gateway":
         self.store.listen(self._on_events)
@@ -177,7 +208,7 @@ class Gateway:
             expires_at=expires_at,
         )
         await self.store.put_token(row, by="test")
-        await self.parts.identity.load()
+        await self.parts.tokens.load()
         return self.with_secret(secret)
 
     def with_secret(self, secret: str | None) -> "Client":
@@ -220,7 +251,7 @@ class Gateway:
         """Commit what follows from these reports. Large results go to the blobs before their row."""
         for decision in react(self.world, reports, self.clock.now(), self.policy):
             outcome = decision.outcome
-            if outcome is not None and len(outcome.result or b"") > self.parts.limits.inline_bytes:
+            if outcome is not None and len(outcome.result or b"") > self.parts.rules.limits.inline_bytes:
                 assert outcome.result is not None
                 digest = await self.blobs.put(outcome.result, owner=outcome.task)
                 outcome = replace(outcome, result=None, result_digest=digest)

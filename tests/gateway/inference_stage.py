@@ -15,8 +15,7 @@ from typing import Any
 import uvicorn
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.http.access import Callers
-from gpubroker_server.gateway.http.identity import new_token
+from gpubroker_server.gateway.http.identity import Callers, new_token
 from gpubroker_server.gateway.proxy.connection import in_front_of
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 from gpubroker_server.gateway.proxy.plane import Plane
@@ -137,7 +136,7 @@ async def a_token(
     now = gateway.clock.now()
     secret, row = new_token(name, tenant=tenant, scopes=scopes, max_priority=max_priority, now=now)
     await gateway.store.put_token(row, by="test")
-    await gateway.parts.identity.load()
+    await gateway.parts.tokens.load()
     return secret
 
 
@@ -218,7 +217,7 @@ def _plane(
     gateway: Gateway, fleet: Fleet, lanes: Lanes, most_body_bytes: int, most_waiting_bytes: int
 ) -> Plane:
     return Plane(
-        callers=Callers(gateway.parts.identity, gateway.parts.allowed_hosts),
+        callers=Callers(gateway.parts.tokens, gateway.parts.rules.allowed_hosts),
         ids=gateway.parts.ids,
         on_request=gateway.app.state.telemetry.on_request,
         on_call=gateway.app.state.telemetry.on_call,

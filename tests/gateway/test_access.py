@@ -239,7 +239,7 @@ async def test_readiness_names_the_part_that_is_away(
     anybody = gateway.with_secret(None)
     monkeypatch.setattr(gateway.store, "head", away)
     gateway.executor["state"] = "connecting"
-    gateway.age_seconds = 99
+    gateway.age = 99
     response = await anybody.get("/readyz")
     assert response.status_code == 503
     assert response.json()["parts"] == {

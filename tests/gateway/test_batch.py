@@ -2,14 +2,15 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.gateway.http.ids import Ids, is_task_id
-from gpubroker_server.gateway.status.task_view import rfc3339
-from gpubroker_server.gateway.submission.task_body import MOST_TASKS
+from gpubroker_server.gateway.http.times import rfc3339
+from gpubroker_server.gateway.tasks.batch import MAX_TASKS
 
 from tests.builders import NOW
 from tests.gateway.harness import Client, Gateway, a_body, fault, problem
@@ -143,7 +144,7 @@ async def test_a_batch_is_one_commit(gateway: Gateway, api: Client) -> None:
         ({}, "/tasks"),
         ({"tasks": []}, "/tasks"),
         ({"tasks": {}}, "/tasks"),
-        ({"tasks": [{}] * (MOST_TASKS + 1)}, "/tasks"),
+        ({"tasks": [{}] * (MAX_TASKS + 1)}, "/tasks"),
         ({"tasks": [a_body()], "all_or_none": True}, "/all_or_none"),
         ({"tasks": [a_body()], "all_or_nothing": "yes"}, "/all_or_nothing"),
         ([], ""),
@@ -258,7 +259,7 @@ async def test_others_are_answered_while_a_large_batch_is_taken_in(gateway: Gate
 
 async def test_ids_of_one_batch_are_in_order_and_never_repeat() -> None:
     ids = Ids()
-    some = [*ids.tasks(NOW, MOST_TASKS), ids.task(NOW), *ids.tasks(NOW, 3)]
+    some = [*ids.tasks(NOW, MAX_TASKS), ids.task(NOW), *ids.tasks(NOW, 3)]
     assert len(set(some)) == len(some)
     assert all(map(is_task_id, some))
     assert some == sorted(some)
@@ -269,7 +270,8 @@ async def test_a_task_sent_again_has_its_answer_although_it_would_be_refused_by_
 ) -> None:
     body = a_body(deadline_seconds=60.0, resources={"gpu_mb": 1024})
     first = await api.post("/tasks", json=body, headers={"Idempotency-Key": "k"})
-    gateway.change(allowed_entrypoints=())
+    permissions = replace(gateway.parts.rules.permissions, entrypoints=())
+    gateway.change(permissions=permissions)
     again = await api.post("/tasks", json=body, headers={"Idempotency-Key": "k"})
     assert (again.status_code, again.json()["id"]) == (202, first.json()["id"])
     problem(await api.post("/tasks", json=body), 422, "entrypoint-not-allowed")

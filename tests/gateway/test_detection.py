@@ -2,6 +2,7 @@
 
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
+from gpubroker_server.gateway.http.limits import RequestLimits
 
 from tests.builders import NOW
 from tests.gateway.harness import Client, Gateway
@@ -13,7 +14,7 @@ REASON = {"reason": "rack 4 has no power"}
 
 
 async def paused(gateway: Gateway, *scopes: str) -> Client:
-    gateway.paused = PAUSED
+    gateway.paused_nodes = PAUSED
     return await gateway.client("olga", *scopes, tenant="ops")
 
 
@@ -51,7 +52,7 @@ async def test_an_operator_asks_the_leader_to_go_on_with_the_nodes_that_are_sile
 
 async def test_without_a_leader_it_is_asked_for(gateway: Gateway) -> None:
     gateway.leads = False
-    gateway.change(limits=type(gateway.parts.limits)(settle_seconds=0.01))
+    gateway.change(limits=RequestLimits(settle_seconds=0.01))
     olga = await paused(gateway)
     assert (await olga.post("/detection/resume", json=REASON)).status_code == 202
 

@@ -1,13 +1,10 @@
 """What past runs took, and what is made of it for the next."""
 
-from dataclasses import replace
-
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import Lesson, Topic, What
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.app import create_app
-from gpubroker_server.gateway.parts import ModelType
+from gpubroker_server.gateway.submission.demand import Defaults, ModelType
 
 from tests.builders import GIB, NOW, a_device, a_sketch, key
 from tests.gateway.harness import Client, Gateway, a_body, fault
@@ -154,8 +151,7 @@ async def test_with_too_few_ranks_measured_each_is_given_whole_devices(gateway: 
 async def test_by_the_operators_default_a_task_of_a_type_that_states_no_size_gets_the_learned_one() -> None:
     types = {"resnet": ModelType(gpu_mb="learned")}
     async with Gateway() as gateway:
-        gateway.parts = replace(gateway.parts, defaults=replace(gateway.parts.defaults, model_types=types))
-        gateway.app = create_app(gateway.parts)
+        gateway.change(defaults=Defaults(model_types=types))
         api = await gateway.client("anybody")
         await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 5)
         silent = await api.submit(model_type="resnet")

@@ -85,7 +85,7 @@ async def test_a_task_that_the_picture_has_yet_to_hear_of_waits_for_its_first_lo
 
 async def test_an_explanation_from_an_old_picture_is_refused(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
-    gateway.age_seconds = 31
+    gateway.age = 31
     problem(await api.get(f"/tasks/{task_id}/explain"), 503, "follower-stale")
 
 
@@ -132,7 +132,7 @@ async def test_who_would_be_done_in_time_does_not_share_the_reason_of_those_who_
     await gateway.admit(holder)
     await api.submit(resources={"gpu_mb": 80 * GIB})
     gateway.clock.advance(1.0)
-    *_, gateway.forecasts = make_forecasts(gateway.world, gateway.policy, gateway.clock.now())
+    *_, gateway.forecast_starts = make_forecasts(gateway.world, gateway.policy, gateway.clock.now())
     longer, shorter = [
         await api.submit(resources={"gpu_mb": 20 * GIB}, expected_seconds=seconds) for seconds in (3600, 60)
     ]
@@ -178,12 +178,12 @@ async def test_while_nobody_leads_a_task_is_told_that_and_no_start() -> None:
         api = gateway.admin
         task_id, held = await api.submit(), await api.submit()
         await api.patch(f"/tasks/{held}", json={"held": True})
-        gateway.forecasts = list(make_forecasts(gateway.world, gateway.policy, gateway.clock.now()))[-1]
+        gateway.forecast_starts = list(make_forecasts(gateway.world, gateway.policy, gateway.clock.now()))[-1]
         gateway.leads = False
-        gateway.change(leader=lambda: None)
+        gateway.has_leader = False
         found = (await api.get(f"/tasks/{task_id}/explain")).json()
         assert (found["reason"], found["start"], found["remedies"]) == ("BackendUnavailable", None, [])
-        assert found["message"].startswith("nobody leads")
+        assert found["message"].startswith("there is no leader")
         assert [blocker["reason"] for blocker in found["blockers"]] == ["BackendUnavailable"]
         pending = (await api.get(f"/tasks/{task_id}")).json()["pending"]
         assert (pending["reason"], pending["message"], pending["start"]) == (
@@ -193,16 +193,16 @@ async def test_while_nobody_leads_a_task_is_told_that_and_no_start() -> None:
         )
         pending = (await api.get(f"/tasks/{held}")).json()["pending"]
         assert (pending["reason"], "held by a person" in pending["message"]) == ("Held", True)
-        assert "nobody leads" in pending["message"]
+        assert "there is no leader" in pending["message"]
 
 
 async def test_a_cancel_that_nobody_leads_to_hear_is_told_where_the_task_is() -> None:
     async with Gateway(settle_seconds=0) as gateway:
         task_id = await gateway.admin.submit()
         gateway.leads = False
-        gateway.change(leader=lambda: None)
+        gateway.has_leader = False
         for answer in (
             await gateway.admin.post(f"/tasks/{task_id}/cancel"),
             await gateway.admin.get(f"/tasks/{task_id}"),
         ):
-            assert "asked to be cancelled" in answer.json()["pending"]["message"]
+            assert "cancel request is stored" in answer.json()["pending"]["message"]

@@ -19,14 +19,14 @@ async def test_who_waits_is_told_when_it_is_likely_to_start_and_what_that_rests_
     running = await api.submit(resources=WHOLE, expected_seconds=600)
     await gateway.admit(running)
     waiting = await api.submit(resources=WHOLE)
-    *_, gateway.forecasts = make_forecasts(gateway.world, gateway.policy, gateway.clock.now())
+    *_, gateway.forecast_starts = make_forecasts(gateway.world, gateway.policy, gateway.clock.now())
     start = (await api.get(f"/tasks/{waiting}")).json()["pending"]["start"]
     assert (start["basis"], start["n"]) == ("stated", 0)
     assert start["p50_seconds"] == start["p90_seconds"] == 600.0
     assert start["p50_at"].endswith("Z")
     again = (await api.get(f"/tasks/{waiting}")).json()["pending"]["start"]
     assert again == start
-    gateway.forecasts = []
+    gateway.forecast_starts = []
     assert (await api.get(f"/tasks/{waiting}")).json()["pending"]["start"] is None
 
 

@@ -90,7 +90,7 @@ async def test_what_holds_for_all_ranks_is_said_beside_them(gateway: Gateway, ap
 @pytest.mark.parametrize(
     ("resources", "says"),
     [
-        ({"bundles": [{"gpus": 1}], "gpus": 2}, "beside bundles, gpus says nothing"),
+        ({"bundles": [{"gpus": 1}], "gpus": 2}, "gpus has no effect beside bundles"),
         ({"strategy": "spread"}, "strategy and min_ranks are for bundles"),
         ({"bundles": [{"count": 200}, {"count": 100}]}, "300 ranks; at most 256"),
         ({"bundles": [{"count": 2}], "min_ranks": 3}, "min_ranks is above the 2 ranks"),

@@ -361,6 +361,6 @@ async def test_a_token_that_is_revoked_is_refused_on_a_connection_that_used_it()
             client.ask("POST", INFER, b"{}", Authorization=token)
             assert (await client.answer())[0] == 200
         await stage.gateway.store.drop_token("only-models:infer", by="test")
-        await stage.gateway.parts.identity.load()
+        await stage.gateway.parts.tokens.load()
         client.ask("POST", INFER, b"{}", Authorization=token)
         assert (await client.answer())[0] == 401

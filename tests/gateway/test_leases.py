@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.orders import Gone
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
-from gpubroker_server.gateway.status.task_view import rfc3339
+from gpubroker_server.gateway.http.times import rfc3339
 
 from tests.builders import GIB, a_device, a_node, a_sample
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, a_body, before, fault, problem, until
@@ -79,7 +79,7 @@ async def test_of_a_lease_that_is_over_it_is_explained_how_it_ended(gateway: Gat
     for lease in (held, waiting):
         await api.delete(f"/leases/{lease}")
     assert await explained(held) == f"released at {at}; it holds nothing any more"
-    assert await explained(waiting) == f"given up at {at}, before it held anything"
+    assert await explained(waiting) == f"cancelled at {at}, before it held anything"
     await gateway.plan(lost)
     await overdue(gateway, lost)
     assert "without having been released" in await explained(lost)
@@ -281,8 +281,8 @@ async def test_only_who_may_see_the_cluster_is_told_which_nodes_there_are(gatewa
         for api in (writer, gateway.admin)
     ]
     assert answers == [
-        'no node is named "n9"; name another, or none',
-        'no node is named "n9"; there are n1; name another, or none',
+        'there is no node "n9"; name another node, or none',
+        'there is no node "n9"; nodes: n1; name another node, or none',
     ]
 
 
@@ -307,7 +307,7 @@ async def test_a_process_is_on_one_node(gateway: Gateway, api: Client) -> None:
     )
     gateway.world.measure([a_sample("n2/gpu1")])
     response = await api.post("/leases", json={**ASKED, "pid": 4711})
-    assert "say which with node" in fault(response, "/node")
+    assert "name the node, or devices" in fault(response, "/node")
     await ask(api, pid=4711, node="n2")
     on_a_device = await ask(api, pid=4711, devices=["gpu1"], gpu_mb=GIB)
     await gateway.plan(on_a_device)

@@ -27,7 +27,7 @@ async def gateway(database: Path) -> AsyncIterator[Gateway]:
     await clock.read()
     running.clock.at = clock.now()
     running.store = store
-    running.change(store=store, identity=Tokens(store, running.clock))
+    running.change(store=store, tokens=Tokens(store, running.clock))
     async with running:
         running.world.measure([a_sample("gpu0", running.clock.now())])
         yield running

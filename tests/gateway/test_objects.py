@@ -201,8 +201,8 @@ async def test_one_that_is_sent_again_with_its_key_has_its_answer_also_without_i
         ({"shape": [3, 1]}, "came with 8 bytes"),
         ({"datatype": "FP64"}, "came with 8 bytes"),
         ({"datatype": "BYTES"}, "longer than what holds it"),
-        ({"data": [1, 2]}, "one of these"),
-        ({"parameters": {"binary_data_size": 0}}, "one of these"),
+        ({"data": [1, 2]}, "in exactly one way"),
+        ({"parameters": {"binary_data_size": 0}}, "in exactly one way"),
     ],
 )
 async def test_an_object_that_is_not_there_or_not_those_values_is_refused(

@@ -127,7 +127,7 @@ async def test_the_totals_count_every_task_once(gateway: Gateway, api: Client) -
 
 
 async def test_overviews_say_how_old_they_are(gateway: Gateway, api: Client) -> None:
-    gateway.age_seconds = 1.5
+    gateway.age = 1.5
     for path in ("/gpus", "/nodes", "/stats"):
         view = (await api.get(path)).json()
         assert (view["age_seconds"], view["position"]) == (1.5, gateway.world.position)
@@ -136,7 +136,7 @@ async def test_overviews_say_how_old_they_are(gateway: Gateway, api: Client) -> 
 
 async def test_an_overview_that_is_too_old_is_refused(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
-    gateway.age_seconds = 31
+    gateway.age = 31
     for path in ("/gpus", "/nodes", "/stats"):
         response = await api.get(path)
         assert problem(response, 503, "follower-stale")["retryable"] is True

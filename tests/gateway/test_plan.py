@@ -249,7 +249,7 @@ async def test_what_each_node_has_of_its_own_a_described_one_has_too(api: Client
         ({"run": {"command": ["x"]}}, "run", "unknown field"),
         ({"priority": "high"}, "priority", "one of"),
         ({"name": "my part"}, "name", 'dashes and underscores, at most 63; found "my part"'),
-        ({"resources": {"gpus": 0.5}}, "resources/gpus", "found 0.5; for a part of one"),
+        ({"resources": {"gpus": 0.5}}, "resources/gpus", "found 0.5; for a part of a GPU"),
         ({"resources": {"bundles": {"cpu": 1}}}, "resources/bundles", "must be a list; found an object"),
     ],
 )

@@ -7,6 +7,7 @@ from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import Gone, NodeLost
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId
+from gpubroker_server.gateway.http.limits import RequestLimits
 
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Client, Gateway
@@ -145,7 +146,7 @@ async def test_only_an_operator_may_say_so_and_names_are_for_those_whom_they_con
 async def test_without_a_leader_it_is_asked_for(gateway: Gateway, api: Client) -> None:
     task = await a_lost_task(gateway, api)
     gateway.leads = False
-    gateway.change(limits=type(gateway.parts.limits)(settle_seconds=0.01))
+    gateway.change(limits=RequestLimits(settle_seconds=0.01))
     client = await gateway.client("olga")
     asked = await client.post(f"/quarantine/{task}/release", json=REASON)
     assert asked.status_code == 202

@@ -60,7 +60,7 @@ async def test_a_gpu_that_its_node_does_not_have_is_named() -> None:
 async def test_the_log_says_it_once_when_it_is_so_still_after_others_have_answered() -> None:
     async with Gateway() as gateway:
         rules = [RULES, replace(RULES, name="lost", node="n1e"), replace(RULES, name="late", node="n2")]
-        watch = PlaceWatch(gateway.parts.world, rules)
+        watch = PlaceWatch(gateway.world, rules)
         with capture_logs() as logs:
             watch.look()
             gateway.world.add_node(a_node("n2"))

@@ -125,7 +125,7 @@ async def test_a_server_that_does_not_exist_is_told_with_those_that_do() -> None
             await gateway.admin.get("/models/llm?server=c"),
             await gateway.admin.post("/models/llm/load?server=c", json={}),
         ):
-            assert problem(answer, 404, "not-found")["detail"].endswith("but a, b")
+            assert problem(answer, 404, "not-found")["detail"].endswith("servers: a, b")
         problem(await gateway.admin.get("/models/none"), 404, "not-found")
 
 

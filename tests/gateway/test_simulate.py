@@ -100,9 +100,9 @@ async def test_what_may_not_be_asked_is_a_problem_as_it_is_for_a_submit(
 async def test_an_answer_knows_what_was_committed_before_it_was_asked_for(
     gateway: Gateway, api: Client
 ) -> None:
-    gateway.age_seconds = 31
+    gateway.age = 31
     problem(await api.post("/tasks/simulate", json={}), 503, "follower-stale")
-    gateway.age_seconds = 0
+    gateway.age = 0
     found = await simulate(api, run=False)
     assert found["log_position"] == await gateway.store.head()
     held = gateway.world.position

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position
-from gpubroker_server.gateway.status.task_view import rfc3339
+from gpubroker_server.gateway.http.times import rfc3339
 from gpubroker_server.ports.store import Progress
 
 from tests.builders import GIB

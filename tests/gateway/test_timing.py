@@ -113,7 +113,7 @@ async def test_the_times_of_a_task_that_runs_stay(gateway: Gateway, api: Client)
     await gateway.admit(task_id)
     answer = await api.patch(f"/tasks/{task_id}", json={"deadline_at": at(gateway, 300)})
     refused = problem(answer, 409, "task-not-pending")
-    assert "deadline_at can be changed only while a task waits" in refused["detail"]
+    assert "deadline_at can be changed only while a task is pending" in refused["detail"]
 
 
 async def test_a_task_that_nobody_could_start_in_time_expires_and_says_so(

@@ -22,7 +22,8 @@ from gpubroker_server.core.domain.policy import (
 )
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
-from gpubroker_server.gateway.parts import Defaults, Limits, ModelType
+from gpubroker_server.gateway.http.limits import RequestLimits
+from gpubroker_server.gateway.submission.demand import Defaults, ModelType
 from gpubroker_server.ports.store import Clock, Executor
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.sections import (
@@ -157,9 +158,9 @@ def inventory_rules_of(settings: Settings) -> InventoryRules:
     )
 
 
-def limits_of(settings: Settings) -> Limits:
+def limits_of(settings: Settings) -> RequestLimits:
     given = settings.limits
-    return Limits(
+    return RequestLimits(
         body_bytes=given.body_bytes,
         batch_body_bytes=given.batch_body_bytes,
         object_bytes=given.object_bytes,

@@ -21,10 +21,9 @@ from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of,
 from gpubroker_server.bootstrap.start_checks import own_host, write_private
 from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.gateway.app import create_app
-from gpubroker_server.gateway.http.access import Callers
-from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
+from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Callers, Tokens, new_token
 from gpubroker_server.gateway.http.waiters import Waiters
-from gpubroker_server.gateway.parts import GatewayParts
+from gpubroker_server.gateway.parts import AppParts, OperatorRules
 from gpubroker_server.gateway.proxy.connection import in_front_of
 from gpubroker_server.gateway.proxy.health_checks import HealthChecks
 from gpubroker_server.gateway.proxy.lanes import Lanes
@@ -34,6 +33,7 @@ from gpubroker_server.gateway.proxy.residency.draining import LettingGo
 from gpubroker_server.gateway.proxy.residency.missing_models import Bringing
 from gpubroker_server.gateway.proxy.servers import Fleet
 from gpubroker_server.gateway.proxy.slot_leases import SlotLeases
+from gpubroker_server.gateway.submission.permission import Permissions
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.metrics import Telemetry
@@ -71,32 +71,25 @@ class GatewayRole:
         self._listener = listener
         self._tokens = Tokens(store, picture.clock)
         self._waiters = Waiters()
-        self._parts = parts = GatewayParts(
+        self._parts = parts = AppParts(
             store=store,
-            world=picture.world,
-            policy=policy_of(settings),
-            kinds=kinds_of(settings),
             blobs=blobs,
-            clock=picture.clock,
-            limits=limits_of(settings),
-            defaults=defaults_of(settings),
-            identity=self._tokens,
-            allowed_entrypoints=tuple(settings.entrypoints),
-            allowed_hosts=(*settings.allowed_hosts, self._host),
-            progress=picture.progress,
-            executor_status=lead.executor_status,
-            age_seconds=picture.age_seconds,
-            why_stale=picture.why_stale,
+            follower=picture,
+            leadership=lead,
+            tokens=self._tokens,
+            rules=OperatorRules(
+                permissions=Permissions(policy_of(settings), tuple(settings.entrypoints)),
+                defaults=defaults_of(settings),
+                limits=limits_of(settings),
+                kinds=kinds_of(settings),
+                allowed_hosts=(*settings.allowed_hosts, self._host),
+            ),
             shutdown=shut_down,
             has_executor=broker is not None,
-            term=(lambda: None) if broker is None else broker.term,
             standing=LeadershipStatus if broker is None else broker.candidate.standing,
-            paused=lead.paused,
-            leader=lead.leader,
-            forecasts=lead.forecasts,
             waiters=self._waiters,
-            served=served_of(settings),
             servers=servers_of(settings),
+            served=served_of(settings),
         )
         app = create_app(parts)
         plane = self._plane(parts, app.state.telemetry) if parts.servers else None
@@ -180,21 +173,23 @@ class GatewayRole:
     def _host(self) -> str:
         return own_host(self._listener.getsockname()[0])
 
-    def _plane(self, parts: GatewayParts, telemetry: Telemetry) -> Plane:
+    def _plane(self, parts: AppParts, telemetry: Telemetry) -> Plane:
         lanes = Lanes(lane_options_of(self._settings), on_waited=telemetry.on_waited, now=boot_seconds)
         slots = self._settings.triton.slots
         if slots and self._store.is_shared:
-            self._slots = SlotLeases(self._name, slots, lanes, self._store, self._picture.clock, parts.leader)
+            self._slots = SlotLeases(
+                self._name, slots, lanes, self._store, self._picture.clock, parts.leadership.leader
+            )
         fleet = Fleet(self._parts.servers, parts.residencies)
         telemetry.show_lanes(lanes.figures)
         if parts.residencies is not None:
-            self._letting_go = LettingGo(parts.world, lanes.has_older, lanes.now)
+            self._letting_go = LettingGo(parts.follower.world, lanes.has_older, lanes.now)
             self._picture.listen(self._letting_go.on_events)
             if self._broker is not None:
                 self._broker.let_go = self._letting_go.claims
         telemetry.show_servers(fleet.rows)
         return Plane(
-            callers=Callers(parts.identity, parts.allowed_hosts),
+            callers=Callers(parts.tokens, parts.rules.allowed_hosts),
             ids=parts.ids,
             on_request=telemetry.on_request,
             on_call=telemetry.on_call,

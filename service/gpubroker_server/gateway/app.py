@@ -1,77 +1,110 @@
-"""The HTTP application, put together from its parts."""
+"""The HTTP application: every resource with its parts."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
-from gpubroker_server.gateway.admin import health, metrics, shutdown, tokens
-from gpubroker_server.gateway.cluster import (
-    detection_routes,
-    estimate_routes,
-    gpus,
-    nodes,
-    policy,
-    quarantine,
-    stats,
-    tenant_routes,
-)
+from gpubroker_server.gateway.admin import operations, tokens
+from gpubroker_server.gateway.admin.operations import OperationParts
+from gpubroker_server.gateway.admin.tokens import TokenParts
+from gpubroker_server.gateway.cluster import detection, devices, policy, quarantine, stats, tenants
+from gpubroker_server.gateway.cluster.fragmentation import FragmentationCache
+from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
+from gpubroker_server.gateway.events.routes import EventParts
 from gpubroker_server.gateway.explain import plan_routes, simulate
 from gpubroker_server.gateway.explain import routes as explain
-from gpubroker_server.gateway.http.middleware import Door
+from gpubroker_server.gateway.explain.parts import ExplainParts
+from gpubroker_server.gateway.http.identity import Callers
+from gpubroker_server.gateway.http.middleware import RequestMiddleware
 from gpubroker_server.gateway.http.openapi import complete
+from gpubroker_server.gateway.http.times import Freshness
+from gpubroker_server.gateway.http.waiters import LeaderRequests
 from gpubroker_server.gateway.inferences import routes as inferences
+from gpubroker_server.gateway.inferences.routes import InferenceParts
 from gpubroker_server.gateway.leases import routes as leases
+from gpubroker_server.gateway.leases.routes import LeaseParts
 from gpubroker_server.gateway.models import routes as models
+from gpubroker_server.gateway.models.models import ModelParts
 from gpubroker_server.gateway.objects import routes as objects
-from gpubroker_server.gateway.parts import GatewayParts
-from gpubroker_server.gateway.tasks import batch_routes, outcome_routes
+from gpubroker_server.gateway.objects.routes import ObjectParts
+from gpubroker_server.gateway.objects.storage import ObjectStorage
+from gpubroker_server.gateway.parts import AppParts
+from gpubroker_server.gateway.status.pending import PendingReasons
+from gpubroker_server.gateway.status.records import TaskRecords
+from gpubroker_server.gateway.submission.submissions import Submissions
+from gpubroker_server.gateway.tasks import batch, changes, estimates
 from gpubroker_server.gateway.tasks import routes as tasks
+from gpubroker_server.gateway.tasks.parts import TaskParts
 from gpubroker_server.telemetry.metrics import Sources, Telemetry
 
-_RESOURCES = (
-    batch_routes,
-    tasks,
-    outcome_routes,
-    inferences,
-    objects,
-    leases,
-    explain,
-    simulate,
-    plan_routes,
-    estimate_routes,
-    events,
-    gpus,
-    nodes,
-    models,
-    quarantine,
-    detection_routes,
-    stats,
-    policy,
-    tenant_routes,
-    tokens,
-    health,
-    metrics,
-    shutdown,
+_ROUTES = (
+    *(batch, tasks, changes, inferences, objects, leases, explain, simulate, plan_routes, estimates, events),
+    *(devices, models, quarantine, detection, stats, policy, tenants, tokens, operations),
 )
 """In the order in which paths are matched and documented; the busiest first."""
 
 _NO_TRACES: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
-"""FastAPI would look for an OpenTelemetry provider at each request; what we measure is in `telemetry`."""
+"""FastAPI would look for an OpenTelemetry provider at each request; our metrics are in `telemetry`."""
 
 
-def create_app(parts: GatewayParts) -> FastAPI:
-    """The application. It starts nothing: the composition root feeds `parts.world` and `parts.waiters`."""
+def create_app(parts: AppParts) -> FastAPI:
+    """The application. It starts nothing: the composition root feeds `follower` and `waiters`."""
     app = _routed()
-    world, now = parts.world, parts.clock.now
-    sources = Sources(world, parts.age_seconds, parts.standing, parts.policy, now, parts.pieces, parts.paused)
-    telemetry = Telemetry(sources)
-    app.state.telemetry = telemetry
-    # The door is the whole stack. FastAPI's own layers serve dependencies and uploads, which no route has,
-    # and turn exceptions into answers, which the door does.
-    app.middleware_stack = Door(app.router, parts=parts, telemetry=telemetry)
+    world, clock, policy = parts.follower.world, parts.follower.clock, parts.rules.policy
+    fragmentation = FragmentationCache(world, policy, clock)
+    sources = Sources(
+        world, parts.follower.age_seconds, parts.standing, policy, clock.now, fragmentation,
+        parts.leadership.paused,
+    )  # fmt: skip
+    app.state.telemetry = telemetry = Telemetry(sources)
+    app.state.parts = {type(of): of for of in _parts_of_resources(parts, fragmentation, telemetry)}
+    # This middleware is the whole stack. FastAPI's own layers serve dependencies and uploads, which no route
+    # has, and turn exceptions into answers, which the middleware does.
+    app.middleware_stack = RequestMiddleware(
+        app.router,
+        parts=app.state.parts,
+        callers=Callers(parts.tokens, parts.rules.allowed_hosts),
+        ids=parts.ids,
+        limits=parts.rules.limits,
+        telemetry=telemetry,
+    )
     return app
+
+
+def _parts_of_resources(
+    parts: AppParts, fragmentation: FragmentationCache, telemetry: Telemetry
+) -> Iterator[object]:
+    """What the routes of each resource get."""
+    store, blobs, waiters, leadership = parts.store, parts.blobs, parts.waiters, parts.leadership
+    world, clock = parts.follower.world, parts.follower.clock
+    rules, limits, servers = parts.rules, parts.rules.limits, tuple(parts.servers)
+    freshness = Freshness(parts.follower, store, waiters, limits)
+    pending = PendingReasons(world, rules.policy, leadership)
+    records = TaskRecords(store, blobs, parts.follower, freshness, waiters, pending, limits.page_items)
+    submissions = Submissions(
+        store, blobs, world, parts.ids, clock, rules.defaults, parts.capacity, rules.permissions, records,
+        limits.inline_bytes,
+    )  # fmt: skip
+    requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds)
+    storage = ObjectStorage(store, blobs, clock, limits)
+    yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
+    yield LeaseParts(records, submissions, requests, limits.wait_seconds)
+    yield InferenceParts(submissions, storage, parts.residencies)
+    yield ObjectParts(storage)
+    yield ModelParts(world, freshness, store, rules.permissions, parts.residencies, servers)
+    yield ExplainParts(
+        world, clock, rules.policy, freshness, leadership, records, submissions, parts.tokens, rules.kinds
+    )
+    yield ClusterParts(
+        world, clock, freshness, leadership, requests, fragmentation, rules.policy, limits, rules.defaults,
+        rules.kinds, servers, parts.residencies,
+    )  # fmt: skip
+    yield EventParts(records)
+    yield TokenParts(store, clock, parts.tokens)
+    yield OperationParts(store, freshness, leadership, waiters, telemetry, parts.has_executor, parts.shutdown)
 
 
 def openapi_document() -> dict[str, Any]:
@@ -81,8 +114,8 @@ def openapi_document() -> dict[str, Any]:
 
 def _routed() -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TRACES)
-    for resource in _RESOURCES:
+    for module in _ROUTES:
         # Flat rather than included: FastAPI matches the routes of an included router twice per request.
-        app.router.routes.extend(resource.router.routes)
+        app.router.routes.extend(module.router.routes)
     app.openapi = lambda: complete(app)  # type: ignore[method-assign]  # the documented way to extend it
     return app

@@ -1,17 +1,65 @@
-"""Tokens: make, list, withdraw."""
+"""Tokens: create, list, delete."""
+
+from dataclasses import dataclass
+from typing import Annotated
 
 from fastapi import APIRouter, Response
+from pydantic import Field, StringConstraints
+from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.http.identity import Identity, Scope, new_token
+from gpubroker_server.gateway.http.bodies import NAME, Body
+from gpubroker_server.gateway.http.call import Call, answer
+from gpubroker_server.gateway.http.identity import Identity, Scope, Tokens, new_token
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.status.task_view import rfc3339, rfc3339_or_none
-from gpubroker_server.gateway.status.views import NewToken, TokenList, TokenView
-from gpubroker_server.gateway.submission.task_body import CreateToken
-from gpubroker_server.ports.store import TokenRow
+from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
+from gpubroker_server.ports.store import Clock, TaskStore, TokenRow
 
 router = APIRouter(route_class=DirectRoute, tags=["administration"])
+
+_MAX_SECONDS = 3650 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class TokenParts:
+    """What the routes of tokens need."""
+
+    store: TaskStore
+    clock: Clock
+    tokens: Tokens
+
+
+Parts = Annotated[TokenParts, PARTS]
+
+
+class CreateToken(Body):
+    name: Annotated[str, StringConstraints(pattern=NAME)]
+    scopes: Annotated[list[Scope], Field(min_length=1, description="`*` is every scope.")]
+    tenant: Annotated[
+        str | None,
+        StringConstraints(pattern=NAME),
+        Field(description="Left out: the tenant of the token that creates it."),
+    ] = None
+    max_priority: Annotated[int, Field(ge=0, le=100)] | None = None
+    expires_in_seconds: Annotated[float, Field(gt=0, le=_MAX_SECONDS)] | None = None
+
+
+class TokenView(TypedDict):
+    name: str
+    tenant: str
+    scopes: list[str]
+    max_priority: int
+    created_at: Time
+    expires_at: Time | None
+
+
+class NewToken(TokenView):
+    token: Annotated[str, Field(description="The secret. Only this answer has it.")]
+
+
+class TokenList(TypedDict):
+    items: list[TokenView]
 
 
 @router.get(
@@ -19,11 +67,11 @@ router = APIRouter(route_class=DirectRoute, tags=["administration"])
     operation_id="tokens_list",
     dependencies=[needs(Scope.ADMIN)],
     response_model=TokenList,
-    responses=problems("unauthenticated", "forbidden"),
+    responses=problems(),
 )
-async def list_tokens(call: Call) -> Response:
-    """List all tokens, without their secrets, which nobody has."""
-    view: TokenList = {"items": [_view(row) for row in await call.parts.store.tokens()]}
+async def list_tokens(parts: Parts) -> Response:
+    """List all tokens, without their secrets, which are not stored."""
+    view: TokenList = {"items": [_view(row) for row in await parts.store.tokens()]}
     return answer(view)
 
 
@@ -33,28 +81,24 @@ async def list_tokens(call: Call) -> Response:
     dependencies=[needs(Scope.ADMIN)],
     status_code=201,
     response_model=NewToken,
-    responses=problems("malformed-json", "unauthenticated", "forbidden", "token-exists", "validation-failed"),
+    responses=problems("malformed-json", "token-exists", "validation-failed"),
 )
-async def create_token(call: Call, body: CreateToken) -> Response:
-    """Make a token. Its secret is in this answer and nowhere else."""
-    parts = call.parts
-    cap = call.identity.max_priority if body.max_priority is None else body.max_priority
-    _check_gift(call.identity, body, cap)
-    now = parts.clock.now()
-    lasts = body.expires_in_seconds
+async def create_token(call: Call, parts: Parts, body: CreateToken) -> Response:
+    """Create a token. Only this answer has its secret."""
+    creator, now, seconds = call.identity, parts.clock.now(), body.expires_in_seconds
+    max_priority = creator.max_priority if body.max_priority is None else body.max_priority
+    _check_within(creator, body, max_priority)
     secret, row = new_token(
         body.name,
-        tenant=body.tenant or call.identity.tenant,
+        tenant=body.tenant or creator.tenant,
         scopes=sorted({scope.value for scope in body.scopes}),
-        max_priority=cap,
+        max_priority=max_priority,
         now=now,
-        expires_at=None if lasts is None else Instant(now + lasts),
+        expires_at=None if seconds is None else Instant(now + seconds),
     )
-    if not await parts.store.put_token(row, by=call.identity.name):
-        raise Problem(
-            "token-exists", f'a token "{body.name}" exists; withdraw it first, or choose another name'
-        )
-    await parts.identity.load()
+    if not await parts.store.put_token(row, by=creator.name):
+        raise Problem("token-exists", name=body.name)
+    await parts.tokens.load()
     view: NewToken = {**_view(row), "token": secret}
     return answer(view, 201, {"Cache-Control": "no-store", "Location": f"/tokens/{row.name}"})
 
@@ -64,30 +108,30 @@ async def create_token(call: Call, body: CreateToken) -> Response:
     operation_id="tokens_delete",
     dependencies=[needs(Scope.ADMIN)],
     status_code=204,
-    responses=problems("unauthenticated", "forbidden", "not-found"),
+    responses=problems("not-found"),
 )
-async def delete_token(call: Call, name: str) -> Response:
-    """Withdraw a token. This process refuses it at once, others within seconds."""
-    known = any(row.name == name for row in await call.parts.store.tokens())
-    if not known or not await call.parts.store.drop_token(name, by=call.identity.name):
+async def delete_token(call: Call, parts: Parts, name: str) -> Response:
+    """Delete a token. This process refuses it at once, others within seconds."""
+    known = any(row.name == name for row in await parts.store.tokens())
+    if not known or not await parts.store.drop_token(name, by=call.identity.name):
         raise Problem("not-found", f'there is no token "{name[:100]}"; GET /tokens lists them')
-    await call.parts.identity.load()
+    await parts.tokens.load()
     return Response(status_code=204)
 
 
-def _check_gift(giver: Identity, body: CreateToken, cap: int) -> None:
-    """Nobody gives what he has not."""
+def _check_within(creator: Identity, body: CreateToken, max_priority: int) -> None:
+    """A token cannot grant scopes it lacks, or a priority above its cap. Raises Problem."""
     faults = [
         Fault(
             pointer="/scopes",
-            detail=f'token "{giver.name}" has no scope {scope.value} to give',
+            detail=f'token "{creator.name}" lacks the scope {scope.value}',
             code="not-yours",
         )
         for scope in body.scopes
-        if not giver.may(scope)
+        if not creator.may(scope)
     ]
-    if cap > giver.max_priority:
-        detail = f'the cap of token "{giver.name}" is {giver.max_priority}'
+    if max_priority > creator.max_priority:
+        detail = f'the cap of token "{creator.name}" is {creator.max_priority}'
         faults.append(Fault(pointer="/max_priority", detail=detail, code="not-yours"))
     if faults:
         raise Problem("forbidden", f"{faults[0]['detail']}; ask with a token that has it", errors=faults)

@@ -1,16 +1,66 @@
-"""Silent nodes that the leader does not give up, as the API tells it."""
+"""Detection of lost nodes: whether the leader has paused it, and resuming it."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.gateway.cluster.detection_views import DetectionView
+from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.cluster.quarantine import Reason
 from gpubroker_server.gateway.http.bodies import Body
-from gpubroker_server.gateway.status.quarantine import Reason
-from gpubroker_server.gateway.status.task_view import rfc3339
+from gpubroker_server.gateway.http.call import Call, answer
+from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import Time, rfc3339
+
+router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+
+SUBJECT = "detection"
+
+
+class DetectionView(TypedDict):
+    """Whether the leader gives up silent nodes."""
+
+    state: Annotated[str, Field(description="watching, or paused.")]
+    since: Annotated[Time | None, Field(description="While paused.")]
+    message: Annotated[str, Field(description="Why it is paused; otherwise empty.")]
+    nodes: Annotated[list[str], Field(description="Silent, and not given up.")]
+    runs: Annotated[int, Field(description="On these nodes, and on those that were given up just before.")]
+    of_runs: int
 
 
 class Resume(Body):
-    """Let the leader give up the silent nodes that it holds back for."""
+    """Let the leader give up the silent nodes that it holds back."""
 
     reason: Reason
+
+
+@router.post(
+    "/detection/resume",
+    operation_id="detection_resume",
+    dependencies=[needs(Scope.CLUSTER_WRITE)],
+    response_model=DetectionView,
+    response_description="What was paused. The leader gives these nodes up, unless it hears from them first.",
+    responses={
+        202: {"model": DetectionView, "description": "Stored; the leader has not carried it out yet."},
+        **problems("malformed-json", "nothing-paused", "validation-failed"),
+    },
+)
+async def resume_detection(call: Call, parts: Parts, body: Resume) -> Response:
+    """State that the silent nodes are lost, so that their runs start elsewhere.
+
+    The leader pauses when too many nodes fall silent at once. Memory on lost nodes is quarantined until it is
+    proven free. The name of your token and your reason are recorded.
+    """
+    paused = parts.leadership.paused()
+    if paused is None:
+        raise Problem("nothing-paused")
+    fields = {"nodes": list(paused.nodes), "by": call.identity.name, "reason": body.reason}
+    settled = await parts.requests.ask(SUBJECT, call.identity.tenant, "resume", fields)
+    return answer(detection_view(paused), 200 if settled else 202)
 
 
 def detection_view(paused: PausedDetection | None) -> DetectionView:

@@ -1,103 +1,181 @@
-"""The cluster as the World shows it: devices, nodes, totals. Each answer says how old it is."""
+"""GPUs and nodes: what is leased, used and free, and by whom."""
 
-from collections import Counter
 from collections.abc import Mapping
+from typing import Annotated
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.device import Node
-from gpubroker_server.core.domain.estimates import What
-from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.domain.node_capacity import NodeUse
 from gpubroker_server.core.domain.policy import band_of
-from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
-from gpubroker_server.core.planning.backfill import Basis
-from gpubroker_server.core.planning.forecast_accuracy import topic_of
+from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.fragmentation import Sum
 from gpubroker_server.core.world.ledger import Book, Holding
 from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.http.call import Call, answer, view_of
 from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.parts import GatewayParts
-from gpubroker_server.gateway.status.quarantine import awaited_by_lease
-from gpubroker_server.gateway.status.quarantine_views import AwaitedView
-from gpubroker_server.gateway.status.task_view import rfc3339, rfc3339_or_none
-from gpubroker_server.gateway.status.views import (
-    AgentView,
-    AsOf,
-    ForecastsView,
-    GpuTotals,
-    GpuView,
-    HolderView,
-    LeaderView,
-    NodeView,
-    PledgeView,
-    TaskCounts,
-)
-from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.status.quarantine import AwaitedView, awaited_by_lease
+from gpubroker_server.gateway.status.task_view import priority_now
+from gpubroker_server.gateway.status.views import Overused
+
+router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 
 
-def as_of(parts: GatewayParts) -> AsOf:
-    """Raises Problem if the World is too old to be shown as the truth."""
-    age_seconds = parts.age_seconds()
-    if age_seconds > parts.limits.stale_seconds:
-        raise Problem(
-            "follower-stale",
-            parts.why_stale()
-            or f"the overview is {age_seconds:.0f} s old, older than {parts.limits.stale_seconds:.0f} s; "
-            "single tasks can still be read, and /readyz says which part is away",
-        )
-    world = parts.world
-    return {"as_of": rfc3339(world.as_of), "age_seconds": round(age_seconds, 3), "position": world.position}
+class HolderView(TypedDict):
+    """A holder of memory. `id` and `name` are null for other tenants' holders, unless the token is an
+    admin's."""
+
+    kind: str
+    id: str | None
+    name: str | None
+    tenant: str
+    priority: int
+    band: str
+    gpu_mb: int
+    context_mb: Annotated[int, Field(description="Of `gpu_mb`, the process's own cost beyond its demand.")]
+    measured_mb: int
+    overused_mb: Overused
+    state: str
+    since: Time
+    stopping: bool
+    quarantine: Annotated[AwaitedView | None, Field(description="While its state is quarantined.")]
 
 
-def gpu_views(parts: GatewayParts, viewer: Identity) -> list[GpuView]:
-    found = parts.pieces()[0].devices
-    nothing = Sum()
-    awaited = awaited_by_lease(parts.world)
-    return [
-        _gpu_view(parts, parts.world.books[key], found.get(key, nothing).stranded_mb, viewer, awaited)
-        for key in sorted(parts.world.books)
+class PledgeView(TypedDict):
+    """Memory that is being freed for one waiting task; `task` is null if it is another tenant's."""
+
+    task: str | None
+    gpu_mb: int
+    arrived_mb: Annotated[int, Field(description="How much of it is already free, and kept for the task.")]
+    priority: int
+    deadline_at: Time
+
+
+class DeviceView(TypedDict):
+    """A device, apart from its use."""
+
+    key: str
+    uuid: str
+    node: str
+    kind: str
+    index: int
+    simulated: bool
+    parent: Annotated[str, Field(description="UUID of the GPU of which it is an instance; empty for GPUs.")]
+    split: Annotated[bool, Field(description="It has instances, which are leased instead of it.")]
+    power: Annotated[int, Field(description="Rank of its kind; more is stronger, 0 is not ranked.")]
+    context_mb: Annotated[int, Field(description="What each process takes beyond what it asked for.")]
+    present: Annotated[bool, Field(description="False if its node no longer has it; kept while leased.")]
+    physical_mb: int
+    reserve_mb: Annotated[int, Field(description="Never leased.")]
+
+
+class GpuView(DeviceView):
+    """A device, its holders, and what is free of it."""
+
+    leased_mb: int
+    used_mb: Annotated[int | None, Field(description="As measured; null before the first sample.")]
+    foreign_mb: Annotated[int, Field(description="Used by processes without a lease.")]
+    unaccounted_mb: Annotated[
+        int, Field(description="Used beyond what holders and foreign processes explain.")
     ]
+    pledged_mb: int
+    free_mb: Annotated[int, Field(description="What a task without a pledge could take now.")]
+    stranded_mb: Annotated[int, Field(description="Of that, what the usual demands cannot use.")]
+    utilization: Annotated[float | None, Field(description="0 to 1, as last measured.")]
+    sampled_at: Time | None
+    stale: Annotated[bool, Field(description="Not measured recently: takes nothing new.")]
+    holders: list[HolderView]
+    pledges: list[PledgeView]
 
 
-def _gpu_view(
-    parts: GatewayParts, book: Book, stranded_mb: int, viewer: Identity, awaited: Mapping[str, AwaitedView]
-) -> GpuView:
-    device = book.device
-    holdings = [book.holdings[key] for key in sorted(book.holdings)]
-    return {
-        "key": device.key,
-        "uuid": device.uuid,
-        "node": device.node,
-        "kind": device.kind,
-        "index": device.index,
-        "simulated": device.simulated,
-        "parent": device.parent,
-        "split": device.split,
-        "power": device.power,
-        "context_mb": device.context_mb,
-        "present": device.present,
-        "physical_mb": device.physical_mb,
-        "reserve_mb": device.reserve_mb,
-        "leased_mb": book.leased_mb(),
-        "used_mb": None if book.sample is None else book.sample.used_mb,
-        "foreign_mb": book.foreign_mb,
-        "unaccounted_mb": book.unexplained_mb,
-        "pledged_mb": sum(pledge.mb for pledge in book.pledges.values()),
-        "free_mb": max(0, book.free_mb()),
-        "stranded_mb": stranded_mb,
-        "utilization": None if book.sample is None else book.sample.utilization,
-        "sampled_at": rfc3339_or_none(book.sampled_at),
-        "stale": book.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
-        "holders": [_holder_view(parts.world, holding, viewer, awaited) for holding in holdings],
-        "pledges": _pledge_views(book, viewer),
-    }
+class GpuList(AsOf):
+    items: list[GpuView]
 
 
-def priority_of(world: World, lease: Lease) -> int:
-    """By now; the lease itself keeps that of its admission."""
-    holder = world.holder(lease.holder, lease.fence)
-    return lease.priority if holder is None else holder.priority
+class Amount(TypedDict):
+    total: float
+    used: float
+
+
+class MebibyteAmount(TypedDict):
+    total: int
+    used: int
+
+
+class RunAmount(TypedDict):
+    limit: int
+    used: int
+
+
+class AgentView(TypedDict):
+    release: Annotated[str | None, Field(description="Of gpubroker; null if it does not say.")]
+    protocol: Annotated[int, Field(description="The version of its protocol with the leader.")]
+    outdated: Annotated[bool, Field(description="It is of an earlier release than the leader.")]
+    message: Annotated[str | None, Field(description="What happens to it, and what to do.")]
+
+
+class NodeView(TypedDict):
+    name: str
+    ready: Annotated[bool, Field(description="Its agent has answered the leader.")]
+    silent_since: Annotated[
+        Time | None,
+        Field(description="The last heartbeat of its agent, if more than two are overdue; null otherwise."),
+    ]
+    cordoned: bool
+    incarnation: Annotated[str, Field(description="Changes with each start of the node's agent.")]
+    cpu: Amount
+    memory_mb: MebibyteAmount
+    runs: RunAmount
+    gpus: int
+    labels: dict[str, str]
+    agent: Annotated[AgentView | None, Field(description="Null while it does not answer.")]
+
+
+class NodeList(AsOf):
+    items: list[NodeView]
+
+
+@router.get(
+    "/gpus",
+    operation_id="gpus_list",
+    dependencies=[needs(Scope.CLUSTER_READ)],
+    response_model=GpuList,
+    responses=problems("follower-stale"),
+)
+async def list_gpus(call: Call, parts: Parts) -> Response:
+    """List all devices: what is leased, used and unaccounted for, by whom, and what is free."""
+    as_of, world = parts.freshness.as_of(), parts.world
+    sums, awaited = parts.fragmentation()[0].devices, awaited_by_lease(world)
+    items: list[GpuView] = []
+    for key in sorted(world.books):
+        book, sample = world.books[key], world.books[key].sample
+        items.append(
+            {
+                **view_of(DeviceView, book.device),
+                "leased_mb": book.leased_mb(),
+                "used_mb": None if sample is None else sample.used_mb,
+                "foreign_mb": book.foreign_mb,
+                "unaccounted_mb": book.unexplained_mb,
+                "pledged_mb": sum(pledge.mb for pledge in book.pledges.values()),
+                "free_mb": max(0, book.free_mb()),
+                "stranded_mb": sums.get(key, Sum()).stranded_mb,
+                "utilization": None if sample is None else sample.utilization,
+                "sampled_at": rfc3339_or_none(book.sampled_at),
+                "stale": book.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
+                "holders": [
+                    _holder_view(world, book.holdings[holding], call.identity, awaited)
+                    for holding in sorted(book.holdings)
+                ],
+                "pledges": _pledge_views(book, call.identity),
+            }
+        )
+    view: GpuList = {**as_of, "items": items}
+    return answer(view)
 
 
 def _holder_view(
@@ -105,11 +183,11 @@ def _holder_view(
 ) -> HolderView:
     lease = holding.lease
     task = world.tasks.get(TaskId(lease.holder))
-    known, priority = sees(viewer, lease.tenant), priority_of(world, lease)
+    named, priority = viewer.may_see(lease.tenant), priority_now(world, lease)
     return {
         "kind": lease.holder_kind.value,
-        "id": lease.holder if known else None,
-        "name": task.name if task is not None and known else None,
+        "id": lease.holder if named else None,
+        "name": task.name if task is not None and named else None,
         "tenant": lease.tenant,
         "priority": priority,
         "band": band_of(priority)[0],
@@ -127,7 +205,7 @@ def _holder_view(
 def _pledge_views(book: Book, viewer: Identity) -> list[PledgeView]:
     return [
         {
-            "task": pledge.preemptor if sees(viewer, pledge.tenant) else None,
+            "task": pledge.preemptor if viewer.may_see(pledge.tenant) else None,
             "gpu_mb": pledge.mb,
             "arrived_mb": book.kept_free_mb(pledge),
             "priority": pledge.priority,
@@ -137,20 +215,26 @@ def _pledge_views(book: Book, viewer: Identity) -> list[PledgeView]:
     ]
 
 
-def sees(viewer: Identity, tenant: str) -> bool:
-    """Whether this token may know by name what belongs to this tenant."""
-    return viewer.tenant == tenant or viewer.may(Scope.ADMIN)
-
-
-def node_views(
-    world: World, agents: Mapping[str, AgentView], silent: Mapping[NodeName, Instant]
-) -> list[NodeView]:
-    """`agents`: those that answer the leader, by node. `silent`: those it has not heard for a while."""
-    nodes = (world.nodes[name] for name in sorted(world.nodes))
-    return [_node_view(world, node, agents.get(node.name), silent.get(node.name)) for node in nodes]
+@router.get(
+    "/nodes",
+    operation_id="nodes_list",
+    dependencies=[needs(Scope.CLUSTER_READ)],
+    response_model=NodeList,
+    responses=problems("follower-stale"),
+)
+async def list_nodes(parts: Parts) -> Response:
+    """List all nodes with their CPU, host memory and run slots, in total and in use, and their agents."""
+    world, leader = parts.world, parts.leadership.leader()
+    agents = parts.leadership.executor_status().get("agents", {})
+    silent = {} if leader is None else leader.silent
+    nodes = [world.nodes[name] for name in sorted(world.nodes)]
+    items = [_node_view(world, node, agents.get(node.name), silent.get(node.name)) for node in nodes]
+    view: NodeList = {**parts.freshness.as_of(), "items": items}
+    return answer(view)
 
 
 def _node_view(world: World, node: Node, agent: AgentView | None, silent_since: Instant | None) -> NodeView:
+    """`agent` as the leader knows it."""
     use = world.use.get(node.name, NodeUse())
     return {
         "name": node.name,
@@ -165,58 +249,3 @@ def _node_view(world: World, node: Node, agent: AgentView | None, silent_since: 
         "labels": dict(node.labels),
         "agent": agent,
     }
-
-
-def gpu_totals(world: World) -> GpuTotals:
-    books = list(world.books.values())
-    samples = [book.sample for book in books if book.sample is not None and book.device.offers]
-    measured = [sample.utilization for sample in samples if sample.utilization is not None]
-    return {
-        "total_mb": sum(book.device.physical_mb for book in books if book.device.offers),
-        "leased_mb": sum(book.leased_mb() for book in books),
-        "used_mb": sum(sample.used_mb for sample in samples),
-        "free_mb": sum(max(0, book.free_mb()) for book in books),
-        "utilization": sum(measured) / len(measured) if measured else None,
-    }
-
-
-def task_counts(world: World) -> TaskCounts:
-    active = Counter(world.tasks[task].state for task in world.active)
-    ended: Counter[TaskState] = Counter()
-    for (_tenant, state), count in world.finished.items():
-        ended[state] += count
-    return {
-        "pending": len(world.queue),
-        "admitted": active[TaskState.ADMITTED],
-        "running": active[TaskState.RUNNING],
-        "stopping": active[TaskState.STOPPING],
-        "succeeded": ended[TaskState.SUCCEEDED],
-        "failed": ended[TaskState.FAILED],
-        "cancelled": ended[TaskState.CANCELLED],
-        "expired": ended[TaskState.EXPIRED],
-    }
-
-
-def leader_view(leader: LeaderSeen | None) -> LeaderView:
-    return {
-        "term": None if leader is None else leader.term,
-        "holder": None if leader is None else leader.holder,
-    }
-
-
-def forecasts_views(world: World) -> list[ForecastsView]:
-    """Of each basis of which anything is known."""
-    views: list[ForecastsView] = []
-    for basis in Basis:
-        errors = world.learned.sketch(topic_of(basis, What.START_ERROR))
-        held = world.learned.sketch(topic_of(basis, What.START_SHARE)).share_until(1.0)
-        if errors.n and held is not None:
-            views.append(
-                {
-                    "basis": basis.value,
-                    "n": errors.n,
-                    "median_error_seconds": round(errors.quantile(0.5) or 0.0, 3),
-                    "within_p90": round(held, 3),
-                }
-            )
-    return views

@@ -1,4 +1,4 @@
-"""Free memory in pieces, as it is told."""
+"""Fragmentation: what of the free memory the usual demands cannot use."""
 
 from typing import Annotated
 
@@ -25,43 +25,41 @@ class KindPiecesView(TypedDict):
 
 
 class ScatteredView(TypedDict):
-    """What most of the waiting tasks for GPUs ask for is free in sum, and nowhere in one piece."""
+    """What most waiting GPU tasks ask for is free in total, but on no GPU in one piece."""
 
     gpus: int
-    gpu_mb: Annotated[int, Field(description="What is needed on each, with what a process costs.")]
-    waiting: Annotated[int, Field(description="How many tasks ask for just this.")]
+    gpu_mb: Annotated[int, Field(description="Needed on each, with the cost of a process.")]
+    waiting: Annotated[int, Field(description="How many tasks ask for exactly this.")]
     free_mb: Annotated[int, Field(description="On all GPUs that could host it.")]
     largest_mb: Annotated[int, Field(description="The largest piece of that.")]
 
 
 class FragmentationView(TypedDict):
-    """Of the GPUs that take tasks now: what is free, and what of it the usual demands cannot use."""
+    """Of the GPUs that take tasks now: what is free, and what of that the usual demands cannot use."""
 
     free_mb: int
-    stranded_mb: Annotated[
-        int, Field(description="Each usual demand counts by its share of what was submitted lately.")
-    ]
+    stranded_mb: Annotated[int, Field(description="Each usual demand counts by its share of recent submits.")]
     share: Annotated[float | None, Field(description="Of what is free, 0 to 1; null if nothing is.")]
     kinds: list[KindPiecesView]
     scattered: ScatteredView | None
 
 
-class Pieces:
-    """Worked out anew after an event or a second: figures and metrics ask for the same again and again."""
+class FragmentationCache:
+    """Computed again after an event or a second: overviews and metrics repeat the question."""
 
     def __init__(self, world: World, policy: Policy, clock: Clock) -> None:
         self._world = world
         self._policy = policy
         self._clock = clock
-        self._known: tuple[tuple[int, int], Fragmentation, Scattered | None] | None = None
+        self._cached: tuple[tuple[int, int], Fragmentation, Scattered | None] | None = None
 
     def __call__(self) -> tuple[Fragmentation, Scattered | None]:
         now = self._clock.now()
         at = self._world.position, int(now)
-        if self._known is None or self._known[0] != at:
-            asked = self._world, self._policy, now
-            self._known = at, fragmentation(*asked), scattered(*asked)
-        return self._known[1:]
+        if self._cached is None or self._cached[0] != at:
+            state = self._world, self._policy, now
+            self._cached = at, fragmentation(*state), scattered(*state)
+        return self._cached[1:]
 
 
 def fragmentation_view(found: Fragmentation, scattered: Scattered | None) -> FragmentationView:

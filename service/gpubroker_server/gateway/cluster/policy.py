@@ -1,12 +1,126 @@
-"""The operator's choices that a submit meets."""
+"""What the operator has configured that concerns a submit."""
+
+from typing import Annotated
 
 from fastapi import APIRouter, Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from gpubroker_server.gateway.cluster.policy_view import PolicyView, policy_view
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
+from gpubroker_server.core.domain.policy import BANDS, Policy, Pool
+from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.cluster.tenants import may_compare
+from gpubroker_server.gateway.http.call import Call, answer, view_of
+from gpubroker_server.gateway.http.identity import Identity, Scope
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+
+
+class BandView(TypedDict):
+    name: str
+    lowest: int
+    highest: int
+
+
+class KindRuleView(TypedDict):
+    name: str
+    power: int
+    context_mb: int
+
+
+class PoolView(TypedDict):
+    name: str
+    kinds: list[str]
+    nodes: dict[str, list[str]]
+    fractions: bool
+    cpu: float | None
+    gpus: int | None
+    gpu_mb: int | None
+    memory_mb: int | None
+    custom: dict[str, float]
+
+
+class CustomView(TypedDict):
+    name: str
+    limit: float
+    per: Annotated[str, Field(description="`cluster`, or `node`: each node has this much.")]
+    priority_threshold: Annotated[int, Field(description="Tasks of lower priority get none.")]
+
+
+class RunningView(TypedDict):
+    of: Annotated[str, Field(description="`tenant:NAME` or `label:KEY=VALUE`; `*` is each one by itself.")]
+    limit: float
+
+
+class MaximumView(TypedDict):
+    gpus: int | None
+    gpu_mb: int | None
+    cpu: float | None
+    memory_mb: int | None
+    timeout_seconds: float | None
+    max_retries: int | None
+    grace_seconds: float | None
+
+
+class DefaultsView(TypedDict):
+    priority: int
+    cpu: float
+    max_retries: int
+    grace_seconds: float
+    timeout_seconds: float | None
+
+
+class TypeDefaultsView(TypedDict):
+    priority: int | None
+    gpu_mb: int | str | None
+    cpu: float | None
+    memory_mb: int | None
+    timeout_seconds: float | None
+    max_retries: int | None
+
+
+class ModelTypeView(TypeDefaultsView):
+    name: str
+
+
+class PreemptionView(TypedDict):
+    enabled: bool
+    budget: int
+    shield_seconds: float
+    min_run_seconds: float
+
+
+class TenantRuleView(TypedDict):
+    name: str
+    cohort: str | None
+    guaranteed_mb: int | None
+    borrow_mb: int | None
+    weight: float
+    max_priority: int
+
+
+class PolicyView(TypedDict):
+    """What the operator has configured, as far as it concerns this token's tenant; with the scope
+    cluster:read all of it."""
+
+    bands: list[BandView]
+    ageing_seconds_per_point: float
+    placement: str
+    preemption: PreemptionView
+    overuse: Annotated[str, Field(description="`report` or `stop`: what is done to a run above its lease.")]
+    overuse_tolerance: float
+    learned_margin: float
+    kinds: list[KindRuleView]
+    pools: list[PoolView]
+    custom_limits: list[CustomView]
+    max_running: list[RunningView]
+    maximum: Annotated[MaximumView, Field(description="The most that one task may ask for; null: no limit.")]
+    defaults: DefaultsView
+    model_types: list[ModelTypeView]
+    tenants: list[TenantRuleView]
+    streams: Annotated[dict[str, float], Field(description="Weights of work streams.")]
+    body_bytes: int
+    batch_body_bytes: Annotated[int, Field(description="The same for `POST /tasks/batch`.")]
 
 
 @router.get(
@@ -14,11 +128,76 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
     operation_id="policy_get",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=PolicyView,
-    responses=problems("unauthenticated", "forbidden"),
+    responses=problems(),
 )
-async def get_policy(call: Call) -> Response:
-    """Read what the operator has chosen: bands, kinds, pools, limits, the most per task, and defaults.
+async def get_policy(call: Call, parts: Parts) -> Response:
+    """Read what the operator has configured: bands, kinds, pools, limits, the most per task, and defaults.
 
-    A token without the scope cluster:read sees of the tenants' rules its own tenant's only.
+    A token without the scope cluster:read sees only the rules of its own tenant.
     """
-    return answer(policy_view(call.parts, call.identity))
+    policy, viewer, types = parts.policy, call.identity, parts.defaults.model_types
+    view: PolicyView = {
+        "bands": [{"name": name, "lowest": low, "highest": high} for name, low, high in BANDS],
+        "ageing_seconds_per_point": policy.ageing_seconds_per_point,
+        "placement": policy.placement,
+        "preemption": {
+            "enabled": policy.preemption,
+            "budget": policy.preemption_budget,
+            "shield_seconds": policy.shield_seconds,
+            "min_run_seconds": policy.min_run_seconds,
+        },
+        "overuse": policy.overuse,
+        "overuse_tolerance": policy.overuse_tolerance,
+        "learned_margin": policy.learned_margin,
+        "kinds": [view_of(KindRuleView, kind) for kind in parts.kinds],
+        "pools": [_pool_view(pool) for pool in policy.pools],
+        "custom_limits": _custom_views(policy),
+        "max_running": _running_views(policy, viewer),
+        "maximum": view_of(MaximumView, policy.maximum),
+        "defaults": view_of(DefaultsView, parts.defaults),
+        "model_types": [{**view_of(TypeDefaultsView, types[name]), "name": name} for name in sorted(types)],
+        "tenants": [
+            {**view_of(TenantRuleView, rule), "cohort": rule.cohort or None}
+            for rule in policy.tenants
+            if _concerns(viewer, rule.name)
+        ],
+        "streams": dict(policy.streams),
+        "body_bytes": parts.limits.body_bytes,
+        "batch_body_bytes": parts.limits.batch_body_bytes,
+    }
+    return answer(view)
+
+
+def _concerns(viewer: Identity, tenant: str) -> bool:
+    return tenant == "*" or may_compare(viewer, tenant)
+
+
+def _pool_view(pool: Pool) -> PoolView:
+    return {
+        **view_of(PoolView, pool),
+        "kinds": list(pool.kinds),
+        "nodes": {label: list(values) for label, values in pool.nodes},
+        "custom": dict(pool.custom),
+    }
+
+
+def _custom_views(policy: Policy) -> list[CustomView]:
+    return [
+        {
+            "name": limit.name,
+            "limit": limit.amount,
+            "per": "node" if limit.per_node else "cluster",
+            "priority_threshold": limit.priority_threshold,
+        }
+        for limit in policy.custom_limits
+        if ":" not in limit.name
+    ]
+
+
+def _running_views(policy: Policy, viewer: Identity) -> list[RunningView]:
+    views: list[RunningView] = []
+    for limit in policy.custom_limits:
+        subject, _, name = limit.name.partition(":")
+        if subject == "label" or (subject == "tenant" and _concerns(viewer, name)):
+            views.append({"of": limit.name, "limit": limit.amount})
+    return views

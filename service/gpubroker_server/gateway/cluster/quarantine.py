@@ -1,20 +1,67 @@
-"""Memory whose holders nobody can confirm to be gone, and the operator's word that they are."""
+"""Memory whose holders are not confirmed to be gone, and an operator's statement that they are."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 from fastapi import APIRouter, Response
+from pydantic import Field, StringConstraints
+from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.lease import Lease
-from gpubroker_server.core.lifecycle.quarantine import quarantined, seen_in_use
-from gpubroker_server.gateway.cluster.devices import as_of
-from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.core.lifecycle.quarantine import Quarantined, quarantined, seen_in_use
+from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.http.bodies import Body, line
+from gpubroker_server.gateway.http.call import Call, answer
+from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.status.quarantine import ReleaseQuarantine, knows, quarantine_views
-from gpubroker_server.gateway.status.records import ask, caught_up
-from gpubroker_server.gateway.status.views import QuarantineList, ReleasedView
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import AsOf
+from gpubroker_server.gateway.status.quarantine import QuarantinedView, quarantined_view
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+
+Reason = Annotated[
+    str,
+    StringConstraints(max_length=500, pattern=r"^[^\x00-\x1f\x7f]*[^\x00-\x20\x7f][^\x00-\x1f\x7f]*$"),
+    Field(
+        description="Why, in your own words: what you checked. It is recorded with the name of your token.",
+        examples=["powered n2 off, it is being repaired"],
+    ),
+]
+
+
+class QuarantineList(AsOf):
+    items: list[QuarantinedView]
+
+
+class ReleasedView(TypedDict):
+    """What an operator stated to be gone."""
+
+    id: str
+    gpu_mb: Annotated[int, Field(description="Of all its devices together.")]
+    devices: Annotated[list[str], Field(description="Their UUIDs.")]
+    quarantine: Annotated[list[QuarantinedView], Field(description="What of it is still in quarantine.")]
+
+
+class ReleaseQuarantine(Body):
+    """The statement that the holder of this memory is gone. The lists restrict it; empty: no restriction."""
+
+    reason: Reason
+    attempts: Annotated[
+        list[Annotated[int, Field(ge=1)]], Field(max_length=1000, description="Only these attempts.")
+    ] = Field(default_factory=list)
+    ranks: Annotated[
+        list[Annotated[int, Field(ge=0)]], Field(max_length=1000, description="Only these ranks of a gang.")
+    ] = Field(default_factory=list)
+    devices: Annotated[
+        list[Annotated[str, line(100, 1)]], Field(max_length=1024, description="Only these devices, by UUID.")
+    ] = Field(default_factory=list)
+
+    def includes(self, one: Quarantined) -> bool:
+        """Whether it is about this run, on whichever devices."""
+        return (not self.attempts or one.attempt in self.attempts) and (
+            not self.ranks or one.rank in self.ranks
+        )
 
 
 @router.get(
@@ -22,14 +69,15 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
     operation_id="quarantine_list",
     dependencies=[needs(Scope.CLUSTER_READ)],
     response_model=QuarantineList,
-    responses=problems("unauthenticated", "forbidden", "follower-stale"),
+    responses=problems("follower-stale"),
 )
-async def list_quarantine(call: Call) -> Response:
-    """List what counts as used because nobody can confirm that it is gone, and which proof it waits for.
+async def list_quarantine(call: Call, parts: Parts) -> Response:
+    """List the memory that counts as used because its holder is not confirmed to be gone, and which proof it
+    waits for.
 
     Longest first: runs of tasks, each attempt and rank by itself, and external leases.
     """
-    view: QuarantineList = {**as_of(call.parts), "items": quarantine_views(call.parts.world, call.identity)}
+    view: QuarantineList = {**parts.freshness.as_of(), "items": _views(call, parts)}
     return answer(view)
 
 
@@ -38,69 +86,75 @@ async def list_quarantine(call: Call) -> Response:
     operation_id="quarantine_release",
     dependencies=[needs(Scope.CLUSTER_WRITE)],
     response_model=ReleasedView,
-    response_description="It is out of quarantine; a measurement taken from now on says what is free.",
+    response_description="It is out of quarantine; the next measurement says what is free.",
     responses={
-        202: {"model": ReleasedView, "description": "Asked for; the leader has not carried it out yet."},
+        202: {"model": ReleasedView, "description": "Stored; the leader has not carried it out yet."},
         **problems(
-            "malformed-json",
-            "unauthenticated",
-            "forbidden",
-            "nothing-quarantined",
-            "still-in-use",
-            "follower-stale",
+            *("malformed-json", "nothing-quarantined", "still-in-use", "follower-stale"),
             "validation-failed",
         ),
     },
 )
-async def release_quarantine(call: Call, holder_id: str, body: ReleaseQuarantine) -> Response:
-    """State that the processes of a task, or an external lease, are gone, so that its memory is given back.
+async def release_quarantine(call: Call, parts: Parts, holder_id: str, body: ReleaseQuarantine) -> Response:
+    """State that the processes of a task, or an external lease, are gone, so that its memory is released.
 
-    For what no agent can prove, such as a machine that does not come back. Your token's name and your reason
-    are noted with it. If the statement is wrong, what is still used is seen once its device is measured.
+    For what no agent can prove, such as a machine that does not come back. The name of your token and your
+    reason are recorded. If the statement is wrong, the memory that is still in use shows at the next
+    measurement.
     """
-    await caught_up(call.parts)
-    as_of(call.parts)
-    leases = _meant(call, holder_id, body)
-    tenant = leases[0].tenant
+    await parts.freshness.catch_up()
+    parts.freshness.as_of()
+    leases = _stated_leases(call, parts, holder_id, body)
     keys = [lease.key for lease in leases]
-    said = {"leases": keys, "by": call.identity.name, "reason": body.reason}
-    settled = await ask(call, holder_id, tenant, "attest", said)
+    fields = {"leases": keys, "by": call.identity.name, "reason": body.reason}
+    settled = await parts.requests.ask(holder_id, leases[0].tenant, "attest", fields)
     view: ReleasedView = {
         "id": holder_id,
         "gpu_mb": sum(lease.mb for lease in leases),
-        "devices": sorted({_uuid(call, lease) for lease in leases}),
-        "quarantine": quarantine_views(call.parts.world, call.identity, holder_id),
+        "devices": sorted({_uuid(parts, lease) for lease in leases}),
+        "quarantine": _views(call, parts, holder_id),
     }
     return answer(view, 200 if settled else 202)
 
 
-def _meant(call: Call, holder_id: str, body: ReleaseQuarantine) -> Sequence[Lease]:
-    """The leases in quarantine that the statement is about. Raises Problem if there are none, or if one of
-    them is in use."""
-    parts = call.parts
-    runs = [one for one in quarantined(parts.world, holder_id) if knows(call.identity, one.tenant)]
-    leases = [lease for one in runs if body.names(one) for lease in one.leases]
+def _stated_leases(call: Call, parts: Parts, holder_id: str, body: ReleaseQuarantine) -> Sequence[Lease]:
+    """The quarantined leases that the statement is about. Raises Problem if there are none, or if one of them
+    is in use."""
+    world = parts.world
+    runs = [one for one in quarantined(world, holder_id) if _may_release(call.identity, one.tenant)]
+    leases = [lease for one in runs if body.includes(one) for lease in one.leases]
     if body.devices:
-        leases = [lease for lease in leases if _uuid(call, lease) in body.devices]
+        leases = [lease for lease in leases if _uuid(parts, lease) in body.devices]
     if not leases:
-        raise Problem("nothing-quarantined", _nothing(holder_id[:100], bool(runs)))
+        found = "only other attempts, ranks or devices" if runs else "nothing"
+        raise Problem("nothing-quarantined", holder=holder_id[:100], found=found)
     for lease in leases:
-        used_mb = seen_in_use(parts.world, lease, parts.clock.now(), parts.policy.sample_period_seconds)
+        used_mb = seen_in_use(world, lease, parts.clock.now(), parts.policy.sample_period_seconds)
         if used_mb:
-            device = parts.world.books[lease.device].device
+            device = world.books[lease.device].device
             raise Problem(
                 "still-in-use",
-                f"attempt {lease.fence} of {holder_id} is there: it was just measured to use {used_mb} MiB "
-                f"of {device.label}; end its process, or boot {device.node} anew",
+                attempt=lease.fence,
+                holder=holder_id,
+                used_mb=used_mb,
+                device=device.label,
+                node=device.node,
             )
     return leases
 
 
-def _nothing(holder: str, has_others: bool) -> str:
-    if has_others:
-        return f'of "{holder}" other attempts, ranks or devices are in quarantine; GET /quarantine lists them'
-    return f'nothing of "{holder}" is in quarantine; GET /quarantine lists what is'
+def _views(call: Call, parts: Parts, holder: str | None = None) -> list[QuarantinedView]:
+    world, viewer = parts.world, call.identity
+    return [
+        quarantined_view(world, one, named=_may_release(viewer, one.tenant))
+        for one in quarantined(world, holder)
+    ]
 
 
-def _uuid(call: Call, lease: Lease) -> str:
-    return call.parts.world.books[lease.device].device.uuid
+def _may_release(viewer: Identity, tenant: str) -> bool:
+    """An operator must see the names of other tenants' holders, to look after them."""
+    return viewer.may_see(tenant) or viewer.may(Scope.CLUSTER_WRITE)
+
+
+def _uuid(parts: Parts, lease: Lease) -> str:
+    return parts.world.books[lease.device].device.uuid

@@ -1,22 +1,90 @@
-"""Totals on one page."""
+"""Totals: GPU memory, tasks by state, executor, leader and model servers."""
+
+from collections import Counter
+from typing import Annotated
 
 from fastapi import APIRouter, Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from gpubroker_server.gateway.cluster.detection import detection_view
-from gpubroker_server.gateway.cluster.devices import (
-    as_of,
-    forecasts_views,
-    gpu_totals,
-    leader_view,
-    task_counts,
-)
-from gpubroker_server.gateway.cluster.fragmentation import fragmentation_view
-from gpubroker_server.gateway.cluster.model_servers import model_server_views
-from gpubroker_server.gateway.cluster.stats_view import Stats
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.cluster.detection import DetectionView, detection_view
+from gpubroker_server.gateway.cluster.fragmentation import FragmentationView, fragmentation_view
+from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.http.call import answer
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import AsOf
+from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
+from gpubroker_server.gateway.proxy.servers import Endpoint, Server
+from gpubroker_server.gateway.status.task_view import forecasts_views
+from gpubroker_server.gateway.status.views import ForecastsView
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+
+
+class GpuTotals(TypedDict):
+    total_mb: int
+    leased_mb: int
+    used_mb: int
+    free_mb: int
+    utilization: Annotated[float | None, Field(description="Mean over the measured devices, 0 to 1.")]
+
+
+class TaskCounts(TypedDict):
+    """The last four count all tasks that ever ended so, also those that are no longer kept."""
+
+    pending: int
+    admitted: int
+    running: int
+    stopping: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    expired: int
+
+
+class ExecutorView(TypedDict):
+    state: str
+    address: str
+    message: str
+
+
+class LeaderView(TypedDict):
+    """The leader, in this process or in another one."""
+
+    term: Annotated[int | None, Field(description="Null if no leader is known.")]
+    holder: Annotated[str | None, Field(description="host:process; null if no leader is known.")]
+
+
+class WayView(TypedDict):
+    up: Annotated[bool, Field(description="Requests are sent to it; false after several failures in a row.")]
+    fault: Annotated[str, Field(description="How the last request or check failed; empty if it did not.")]
+
+
+class ModelServerView(TypedDict):
+    """A model server, as the gateway sees it that answers."""
+
+    name: str
+    node: Annotated[str | None, Field(description="Null if its models are not in the ledger.")]
+    node_fault: Annotated[
+        str, Field(description="Why its configured node or GPUs are not there; empty if they are.")
+    ]
+    http: WayView
+    grpc: Annotated[WayView | None, Field(description="Null where gRPC is not used.")]
+    requests_in_flight: Annotated[int, Field(description="Sent to it, and not yet answered.")]
+
+
+class Stats(AsOf):
+    forecasts: list[ForecastsView]
+    gpu: GpuTotals
+    fragmentation: FragmentationView
+    tasks: TaskCounts
+    executor: ExecutorView
+    leader: LeaderView
+    detection: DetectionView
+    model_servers: list[ModelServerView]
 
 
 @router.get(
@@ -24,25 +92,73 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
     operation_id="stats_get",
     dependencies=[needs(Scope.CLUSTER_READ)],
     response_model=Stats,
-    responses=problems("unauthenticated", "forbidden", "follower-stale"),
+    responses=problems("follower-stale"),
 )
-async def get_stats(call: Call) -> Response:
-    """Read the totals: GPU memory and its pieces, tasks by state, and how executor and leader are."""
-    parts = call.parts
-    executor = parts.executor_status()
+async def get_stats(parts: Parts) -> Response:
+    """Read the totals: GPU memory and fragmentation, tasks by state, executor, leader and model servers."""
+    executor, leader = parts.leadership.executor_status(), parts.leadership.leader()
     view: Stats = {
-        **as_of(parts),
-        "gpu": gpu_totals(parts.world),
-        "fragmentation": fragmentation_view(*parts.pieces()),
+        **parts.freshness.as_of(),
+        "gpu": _gpu_totals(parts.world),
+        "fragmentation": fragmentation_view(*parts.fragmentation()),
         "forecasts": forecasts_views(parts.world),
-        "tasks": task_counts(parts.world),
+        "tasks": _task_counts(parts.world),
         "executor": {
             "state": str(executor.get("state", "unknown")),
             "address": str(executor.get("address", "")),
             "message": str(executor.get("message", "")),
         },
-        "leader": leader_view(parts.leader()),
-        "detection": detection_view(parts.paused()),
-        "model_servers": model_server_views(parts.servers, parts.residencies, parts.world),
+        "leader": {
+            "term": None if leader is None else leader.term,
+            "holder": None if leader is None else leader.holder,
+        },
+        "detection": detection_view(parts.leadership.paused()),
+        "model_servers": [_server_view(parts, server) for server in parts.servers],
     }
     return answer(view)
+
+
+def _gpu_totals(world: World) -> GpuTotals:
+    books = list(world.books.values())
+    samples = [book.sample for book in books if book.sample is not None and book.device.offers]
+    measured = [sample.utilization for sample in samples if sample.utilization is not None]
+    return {
+        "total_mb": sum(book.device.physical_mb for book in books if book.device.offers),
+        "leased_mb": sum(book.leased_mb() for book in books),
+        "used_mb": sum(sample.used_mb for sample in samples),
+        "free_mb": sum(max(0, book.free_mb()) for book in books),
+        "utilization": sum(measured) / len(measured) if measured else None,
+    }
+
+
+def _task_counts(world: World) -> TaskCounts:
+    active = Counter(world.tasks[task].state for task in world.active)
+    ended: Counter[TaskState] = Counter()
+    for (_tenant, state), count in world.finished.items():
+        ended[state] += count
+    return {
+        "pending": len(world.queue),
+        "admitted": active[TaskState.ADMITTED],
+        "running": active[TaskState.RUNNING],
+        "stopping": active[TaskState.STOPPING],
+        "succeeded": ended[TaskState.SUCCEEDED],
+        "failed": ended[TaskState.FAILED],
+        "cancelled": ended[TaskState.CANCELLED],
+        "expired": ended[TaskState.EXPIRED],
+    }
+
+
+def _server_view(parts: Parts, server: Server) -> ModelServerView:
+    residency = None if parts.residencies is None else parts.residencies.at(server.name)
+    return {
+        "name": server.name,
+        "node": None if residency is None else residency.rules.node,
+        "node_fault": "" if residency is None else place_fault(parts.world, residency.rules),
+        "http": _way_view(server.http),
+        "grpc": None if server.calls is None else _way_view(server.grpc),
+        "requests_in_flight": server.in_flight,
+    }
+
+
+def _way_view(way: Endpoint) -> WayView:
+    return {"up": not way.breaker.is_open, "fault": way.breaker.fault}

@@ -1,35 +1,42 @@
-"""The tenants as the API tells them: what they may have, what they have, and where they stand."""
+"""Tenants: what each may have, what it has, and its fair share."""
 
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated
 
+from fastapi import APIRouter, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.planning.fair_share import Levels
 from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.status.views import AsOf
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import AsOf
+
+router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 
 
 class TenantView(TypedDict):
     name: str
-    cohort: Annotated[str | None, Field(description="Whose members lend each other what they do not use.")]
+    cohort: Annotated[str | None, Field(description="Its members lend each other what they do not use.")]
     guaranteed_mb: Annotated[int | None, Field(description="Of GPU memory, in MiB; null: no quota.")]
-    borrow_mb: Annotated[int | None, Field(description="Beyond it at most; null: what the cohort leaves.")]
+    borrow_mb: Annotated[
+        int | None, Field(description="The most beyond its guarantee; null: what the cohort leaves.")
+    ]
     held_mb: Annotated[int, Field(description="Leased, until it is confirmed to be free.")]
-    borrowed_mb: Annotated[int, Field(description="What of that is beyond its guarantee.")]
+    borrowed_mb: Annotated[int, Field(description="Of that, what is beyond its guarantee.")]
     pledged_mb: Annotated[int, Field(description="What is being freed for its tasks.")]
     usage_mb_seconds: Annotated[
-        float, Field(description="What it held, times how long, fading with policy.usage_half_life_seconds.")
+        float, Field(description="Memory held, times seconds, decaying with policy.usage_half_life_seconds.")
     ]
     weight: float
-    fair_share: Annotated[float, Field(description="Its part of the weights of all tenants known, 0 to 1.")]
+    fair_share: Annotated[float, Field(description="Its part of the weights of all known tenants, 0 to 1.")]
     level: Annotated[
-        float, Field(description="Usage and holding against its fair share; the lowest goes first in a band.")
+        float,
+        Field(description="Usage and holding against its fair share; in a band the lowest goes first."),
     ]
     max_priority: int
     pending: int
@@ -40,34 +47,50 @@ class TenantList(AsOf):
     items: list[TenantView]
 
 
+@router.get(
+    "/tenants",
+    operation_id="tenants_list",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=TenantList,
+    responses=problems("follower-stale"),
+)
+async def list_tenants(call: Call, parts: Parts) -> Response:
+    """List tenants with quota, holding, usage and fair share.
+
+    A token without the scope cluster:read sees only its own tenant.
+    """
+    view: TenantList = {**parts.freshness.as_of(), "items": list(_views(parts, call.identity))}
+    return answer(view)
+
+
 def may_compare(viewer: Identity, tenant: str) -> bool:
-    """Whether somebody may know what a tenant may have: how a cluster is shared is part of the cluster."""
+    """Whether the token may see what a tenant may have: how a cluster is shared is part of the cluster."""
     return viewer.tenant == tenant or viewer.may(Scope.CLUSTER_READ)
 
 
-def tenant_views(world: World, policy: Policy, now: Instant, viewer: Identity) -> Iterator[TenantView]:
-    """In name order: those that are configured, that hold or wait for anything, or ever held anything;
-    or the viewer's own alone, as `may_compare` says."""
+def _views(parts: Parts, viewer: Identity) -> Iterator[TenantView]:
+    """By name: tenants that are configured, that hold or wait for something, or that ever held something."""
+    world, policy, now = parts.world, parts.policy, parts.clock.now()
     levels = Levels(world, policy, now)
-    listed = {tenant.name for tenant in policy.tenants} - {"*"}
+    configured = {tenant.name for tenant in policy.tenants} - {"*"}
     pending, active = _pending(world), Counter(world.tasks[task].tenant for task in world.active)
-    known = listed | levels.tenants | set(pending) | set(active)
+    known = configured | levels.tenants | set(pending) | set(active)
     for name in sorted(known if viewer.may(Scope.CLUSTER_READ) else {viewer.tenant}):
-        mine = policy.tenant(name)
+        rule = policy.tenant(name)
         held_mb = world.accounts.held_mb(name)
         yield {
             "name": name,
-            "cohort": mine.cohort or None,
-            "guaranteed_mb": mine.guaranteed_mb,
-            "borrow_mb": mine.borrow_mb,
+            "cohort": rule.cohort or None,
+            "guaranteed_mb": rule.guaranteed_mb,
+            "borrow_mb": rule.borrow_mb,
             "held_mb": held_mb,
-            "borrowed_mb": 0 if mine.guaranteed_mb is None else max(0, held_mb - mine.guaranteed_mb),
+            "borrowed_mb": 0 if rule.guaranteed_mb is None else max(0, held_mb - rule.guaranteed_mb),
             "pledged_mb": levels.claimed_mb(name) - held_mb if name in levels.tenants else 0,
             "usage_mb_seconds": round(world.accounts.used(name, now), 3),
-            "weight": mine.weight,
+            "weight": rule.weight,
             "fair_share": round(levels.fair_share(name), 6),
             "level": round(levels.level(name), 6),
-            "max_priority": mine.max_priority,
+            "max_priority": rule.max_priority,
             "pending": pending[name],
             "active": active[name],
         }
@@ -75,8 +98,8 @@ def tenant_views(world: World, policy: Policy, now: Instant, viewer: Identity) -
 
 def _pending(world: World) -> Counter[str]:
     queue = world.queue
-    aside = (*queue.held, *queue.awaiting, *queue.delayed)
-    waiting = Counter(world.tasks[task].tenant for task in aside)
+    outside = (*queue.held, *queue.awaiting, *queue.delayed)
+    waiting = Counter(world.tasks[task].tenant for task in outside)
     for group in queue.groups.values():
         waiting[group.tenant] += len(group)
     return waiting

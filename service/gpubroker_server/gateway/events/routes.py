@@ -1,22 +1,54 @@
-"""The event log: of one task, and of everything a token may see."""
+"""The event log: of one task, and of everything that a token may see."""
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from gpubroker_server.core.domain.units import Position, TaskId
+from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.world.events import Event, task_of
-from gpubroker_server.gateway.cluster.devices import sees
+from gpubroker_server.gateway.http.bodies import Query as QueryModel
+from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.queries import EventQuery
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.status.records import find
-from gpubroker_server.gateway.status.task_view import event_view
-from gpubroker_server.gateway.status.views import EventPage
+from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.status.records import TaskRecords
 
 router = APIRouter(route_class=DirectRoute, tags=["events"])
+
+
+@dataclass(frozen=True, slots=True)
+class EventParts:
+    """What the routes of events need."""
+
+    records: TaskRecords
+
+
+Parts = Annotated[EventParts, PARTS]
+
+
+class EventQuery(QueryModel):
+    after: Annotated[int, Field(ge=0, le=2**63 - 1, description="`next_after` of the page before.")] = 0
+    limit: Annotated[int, Field(ge=1)] = 100
+
+
+class EventView(TypedDict):
+    position: Annotated[int, Field(description="Place in the log; gap-free, in commit order.")]
+    at: Time
+    kind: str
+    key: Annotated[str, Field(description="The row that changed.")]
+    version: int
+    fields: dict[str, Any]
+
+
+class EventPage(TypedDict):
+    items: list[EventView]
+    next_after: Annotated[int, Field(description="Pass it as `after` to read on.")]
+    oldest: Annotated[int, Field(description="Position of the oldest event that is kept.")]
 
 
 @router.get(
@@ -24,14 +56,15 @@ router = APIRouter(route_class=DirectRoute, tags=["events"])
     operation_id="tasks_events",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=EventPage,
-    responses=problems("unauthenticated", "forbidden", "not-found", "events-gone", "validation-failed"),
+    responses=problems("not-found", "events-gone", "validation-failed"),
 )
-async def list_task_events(call: Call, task_id: str, query: Annotated[EventQuery, Query()]) -> Response:
+async def list_task_events(
+    call: Call, parts: Parts, task_id: str, query: Annotated[EventQuery, Query()]
+) -> Response:
     """Read what happened to a task, oldest first: its states, its leases, the pledges made for it."""
-    record = await find(call, task_id)
-    limit = min(query.limit, call.parts.limits.page_items)
-    events = await call.parts.store.events(Position(query.after), limit, record.task.id)
-    return answer(await _page(call, events, events, query.after, await _oldest(call, query.after)))
+    record = await parts.records.find(call.identity, task_id)
+    events = await _read(parts, query, record.task.id)
+    return answer(await _page(call, parts, query, events, events))
 
 
 @router.get(
@@ -39,58 +72,73 @@ async def list_task_events(call: Call, task_id: str, query: Annotated[EventQuery
     operation_id="events_list",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=EventPage,
-    responses=problems("unauthenticated", "forbidden", "events-gone", "validation-failed"),
+    responses=problems("events-gone", "validation-failed"),
 )
-async def list_events(call: Call, query: Annotated[EventQuery, Query()]) -> Response:
+async def list_events(call: Call, parts: Parts, query: Annotated[EventQuery, Query()]) -> Response:
     """Read the log, oldest first: your tenant's events, and with `cluster:read` those of nodes and devices.
 
-    A page may be empty although more follows; go on from `next_after` until it no longer moves.
+    A page may be empty although more follows; read on from `next_after` until it stays the same.
     """
-    limit = min(query.limit, call.parts.limits.page_items)
-    events = await call.parts.store.events(Position(query.after), limit)
-    visible = [event for event in events if _sees(call.identity, event)]
-    return answer(await _page(call, events, visible, query.after, await _oldest(call, query.after)))
+    events = await _read(parts, query)
+    visible = [event for event in events if _may_see(call.identity, event)]
+    return answer(await _page(call, parts, query, events, visible))
 
 
-def _sees(identity: Identity, event: Event) -> bool:
-    if sees(identity, event.tenant):
-        return True
+async def _read(parts: Parts, query: EventQuery, task: TaskId | None = None) -> Sequence[Event]:
+    limit = min(query.limit, parts.records.page_items)
+    return await parts.records.store.events(Position(query.after), limit, task)
+
+
+def _may_see(identity: Identity, event: Event) -> bool:
     is_of_cluster = not event.tenant and task_of(event) is None
-    return is_of_cluster and identity.may(Scope.CLUSTER_READ)
-
-
-async def _oldest(call: Call, after: int) -> int:
-    """Of the events that are kept; asked for when a page was read, so that none was taken out meanwhile.
-
-    Raises Problem events-gone for a cursor behind which some are missing; 0 is none, but the beginning.
-    """
-    oldest = await call.parts.store.oldest()
-    if 0 < after < oldest - 1:
-        raise Problem(
-            "events-gone",
-            f"events up to position {oldest - 1} are no longer kept, and some of them came after {after}; "
-            "read the present state (GET /tasks, GET /gpus), then go on without `after`",
-        )
-    return oldest
+    return identity.may_see(event.tenant) or (is_of_cluster and identity.may(Scope.CLUSTER_READ))
 
 
 async def _page(
-    call: Call, read: Sequence[Event], shown: Sequence[Event], after: int, oldest: int
+    call: Call, parts: Parts, query: EventQuery, events: Sequence[Event], visible: Sequence[Event]
 ) -> EventPage:
-    strangers = await _strangers(call, shown)
+    """Raises Problem events-gone if events after the cursor are no longer kept; 0 is not a cursor."""
+    # Asked after the events were read, so that none was removed in between.
+    oldest = await parts.records.store.oldest()
+    if 0 < query.after < oldest - 1:
+        raise Problem("events-gone", last_gone=oldest - 1, after=query.after)
+    hidden = await _hidden_tasks(call, parts, visible)
     return {
-        "items": [event_view(event, strangers) for event in shown],
-        "next_after": read[-1].position if read else after,
+        "items": [_view(event, hidden) for event in visible],
+        "next_after": events[-1].position if events else query.after,
         "oldest": oldest,
     }
 
 
-async def _strangers(call: Call, events: Sequence[Event]) -> frozenset[str]:
-    """Of the tasks that a victim's events say room is made for, those that this token may not know."""
+async def _hidden_tasks(call: Call, parts: Parts, events: Sequence[Event]) -> frozenset[str]:
+    """Of the tasks for which victims made room, those that this token may not see."""
     named = {TaskId(task) for event in events if (task := event.fields.get("freeing_for"))}
-    known = {task: await call.parts.store.record(task) for task in sorted(named)}
+    known = {task: await parts.records.store.record(task) for task in sorted(named)}
     return frozenset(
         task
         for task, record in known.items()
-        if record is None or not sees(call.identity, record.task.tenant)
+        if record is None or not call.identity.may_see(record.task.tenant)
     )
+
+
+def _view(event: Event, hidden: Container[str]) -> EventView:
+    return {
+        "position": event.position,
+        "at": rfc3339(event.at),
+        "kind": event.kind,
+        "key": event.key,
+        "version": event.version,
+        "fields": {
+            name: None if name == "freeing_for" and value in hidden else _readable(name, value)
+            for name, value in event.fields.items()
+        },
+    }
+
+
+def _readable(name: str, value: Any) -> Any:
+    """Rows have times as seconds, answers as RFC 3339. A rank's row ends with the task that it made room for,
+    which may be another tenant's: it is left out."""
+    if name == "members":
+        return [row[:5] for row in value]
+    is_time = name.endswith("_at") or name in {"since", "not_before"}
+    return rfc3339(Instant(value)) if is_time and isinstance(value, int | float) else value

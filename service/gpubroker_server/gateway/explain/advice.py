@@ -1,4 +1,4 @@
-"""What helps a task that waits, and whom that would displace, as the API tells it."""
+"""What would help a waiting task, and which runs that would stop."""
 
 from typing import Annotated, Any
 
@@ -16,14 +16,13 @@ from gpubroker_server.core.planning.gang_placement import Gang
 from gpubroker_server.core.planning.run_estimates import Remaining
 from gpubroker_server.core.planning.victims import lost_gpu_seconds
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.devices import forecasts_views, sees
 from gpubroker_server.gateway.http.identity import Identity
-from gpubroker_server.gateway.status.task_view import expected_view
+from gpubroker_server.gateway.status.task_view import expected_view, forecasts_views
 from gpubroker_server.gateway.status.views import ExpectedView, ForecastsView
 
 
 class RunHolder(TypedDict):
-    """A run that would be stopped, or is not. `id` and `name` are null for another tenant's."""
+    """A run that would be stopped, or that would not be. `id` and `name` are null for another tenant's."""
 
     id: str | None
     name: str | None
@@ -31,7 +30,7 @@ class RunHolder(TypedDict):
     band: str
     gpu_mb: int
     node: str | None
-    lost_gpu_seconds: Annotated[float, Field(description="Work that stopping it would throw away.")]
+    lost_gpu_seconds: Annotated[float, Field(description="Work that is lost if it is stopped.")]
 
 
 class SparedRunView(RunHolder):
@@ -44,14 +43,14 @@ class SparedRunView(RunHolder):
 
 
 class SparedView(TypedDict):
-    """Why nobody is stopped for it, or who would be."""
+    """Why no run is stopped for it, or which runs would be."""
 
     why: Annotated[str, Field(description="A stable token, such as all_shielded or not_enough.")]
     message: str
     counts: Annotated[
         dict[str, int], Field(description="Runs on nodes that it could use, by what shields them.")
     ]
-    runs: Annotated[list[SparedRunView], Field(description="The most telling of them, at most 20.")]
+    runs: Annotated[list[SparedRunView], Field(description="The most relevant of them, at most 20.")]
 
 
 class PlacedOn(TypedDict):
@@ -66,33 +65,36 @@ class PlacementView(TypedDict):
 
 
 class RemedyView(TypedDict):
-    """One thing that would do, as planned anew with it."""
+    """One thing that would help, found by planning the task again with it."""
 
     change: Annotated[
         dict[str, Any],
         Field(
             description="What to ask for instead, under `bundles` in each rank (of `gpu_mb`: that asks for "
-            "more); empty: it is enough to wait."
+            "more); empty: waiting is enough."
         ),
     ]
     effect: Annotated[str, Field(description="starts, preempts or starts_later.")]
     message: str
     places: Annotated[
-        list[PlacementView], Field(description="Of a gang one for each rank; none if runs must leave first.")
+        list[PlacementView], Field(description="One per rank of a gang; none if runs must leave first.")
     ]
     victims: list[RunHolder]
     after: Annotated[RunHolder | None, Field(description="The run after whose end it starts.")]
     within: Annotated[ExpectedView | None, Field(description="When that end is expected.")]
 
 
-class AdviceFields(TypedDict):
-    """`start`: when it has room, unless somebody who waits as well takes that before."""
-
-    start: Annotated[ExpectedView | None, Field(description="Null if nobody can tell.")]
+class StartFields(TypedDict):
+    start: Annotated[ExpectedView | None, Field(description="When it has room. Null if unknown.")]
     start_record: Annotated[
         ForecastsView | None,
-        Field(description="How true starts came that were foretold on the same basis; null if none was yet."),
+        Field(description="How accurate forecasts on the same basis have been; null if there were none."),
     ]
+
+
+class AdviceFields(StartFields):
+    """`start`: unless another waiting task takes that room first."""
+
     preemption: SparedView | None
     remedies: list[RemedyView]
 
@@ -100,13 +102,7 @@ class AdviceFields(TypedDict):
 NO_ADVICE: AdviceFields = {"start": None, "start_record": None, "preemption": None, "remedies": []}
 
 
-class StartFields(TypedDict):
-    start: ExpectedView | None
-    start_record: ForecastsView | None
-
-
 def start_fields(world: World, start: Start | None, now: Instant) -> StartFields:
-    """With how true starts came that were foretold like this one."""
     expected = expected_or_none(start, now)
     records = forecasts_views(world) if expected is not None else []
     record = next((one for one in records if expected and one["basis"] == expected["basis"]), None)
@@ -138,10 +134,10 @@ def place_views(world: World, places: Gang | None) -> list[PlacementView]:
 
 
 def run_view(world: World, run: Task, viewer: Identity, now: Instant) -> RunHolder:
-    known = sees(viewer, run.tenant)
+    named = viewer.may_see(run.tenant)
     return {
-        "id": run.id if known else None,
-        "name": run.name if known else None,
+        "id": run.id if named else None,
+        "name": run.name if named else None,
         "priority": run.priority,
         "band": band_of(run.priority)[0],
         "gpu_mb": sum(lease.mb for lease in world.leases_of(run)),

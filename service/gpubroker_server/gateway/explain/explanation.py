@@ -1,4 +1,4 @@
-"""Why a task waits, as the API tells it: blockers, devices and their holders."""
+"""Why a task waits: blockers, quota, ranks, devices and their holders."""
 
 from typing import Annotated
 
@@ -15,7 +15,6 @@ from gpubroker_server.core.explain.quota_standing import QuotaStanding
 from gpubroker_server.core.explain.verdicts import RankVerdict
 from gpubroker_server.core.world.ledger import Holding
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.devices import priority_of, sees
 from gpubroker_server.gateway.explain.advice import (
     NO_ADVICE,
     AdviceFields,
@@ -25,9 +24,10 @@ from gpubroker_server.gateway.explain.advice import (
     place_views,
 )
 from gpubroker_server.gateway.http.identity import Identity
-from gpubroker_server.gateway.status.quarantine import awaited_by_lease
-from gpubroker_server.gateway.status.quarantine_views import AwaitedView
-from gpubroker_server.gateway.status.views import ExpectedView, InheritsView, Time
+from gpubroker_server.gateway.http.times import Time
+from gpubroker_server.gateway.status.quarantine import AwaitedView, awaited_by_lease
+from gpubroker_server.gateway.status.task_view import priority_now
+from gpubroker_server.gateway.status.views import ExpectedView, InheritsView
 
 
 class BlockerView(TypedDict):
@@ -37,7 +37,7 @@ class BlockerView(TypedDict):
 
 
 class DeviceHolder(TypedDict):
-    """`id` and `name` are null for another tenant's holder, unless an admin asks."""
+    """`id` and `name` are null for another tenant's holder, unless the token is an admin's."""
 
     id: str | None
     name: str | None
@@ -46,9 +46,9 @@ class DeviceHolder(TypedDict):
     gpu_mb: int
     stopping: bool
     quarantine: Annotated[
-        AwaitedView | None, Field(description="Nobody can confirm that it is gone: what that waits for.")
+        AwaitedView | None, Field(description="What ends its quarantine; null if it is in none.")
     ]
-    ends: Annotated[ExpectedView | None, Field(description="Expected; null if nobody can tell.")]
+    ends: Annotated[ExpectedView | None, Field(description="Expected; null if unknown.")]
 
 
 class DeviceVerdictView(TypedDict):
@@ -61,55 +61,55 @@ class DeviceVerdictView(TypedDict):
     verdict: Annotated[str, Field(description="A stable token, such as fits, no_room, too_small.")]
     message: str
     need_mb: int | None
-    free_mb: Annotated[int, Field(description="For this task: what is kept for it counts as free.")]
+    free_mb: Annotated[int, Field(description="For this task: memory kept for it counts as free.")]
     allocatable_mb: int
     free_in: Annotated[
         ExpectedView | None,
-        Field(description="When it has enough, if nobody else takes that; null if nobody can tell."),
+        Field(description="When it has enough, unless another task takes it first; null if unknown."),
     ]
     holders: list[DeviceHolder]
 
 
 class QuotaView(TypedDict):
-    """How a task stands against the quota of its tenant, in MiB."""
+    """The quota of the task's tenant, in MiB."""
 
     tenant: str
-    cohort: Annotated[str | None, Field(description="Whose members lend each other what they do not use.")]
+    cohort: Annotated[str | None, Field(description="Its members lend each other what they do not use.")]
     guaranteed_mb: int
-    used_mb: Annotated[int, Field(description="What it has, and what is being freed for its tasks.")]
-    borrowed_mb: Annotated[int, Field(description="What of that is beyond its guarantee.")]
-    lent_mb: Annotated[int, Field(description="What its cohort would lend it now, beyond what it has.")]
+    used_mb: Annotated[int, Field(description="What it holds, and what is being freed for its tasks.")]
+    borrowed_mb: Annotated[int, Field(description="Of that, what is beyond its guarantee.")]
+    lent_mb: Annotated[int, Field(description="What its cohort would lend it now, beyond what it holds.")]
     left_mb: Annotated[int, Field(description="What it may still take, borrowed or not.")]
     counts_mb: Annotated[
         int,
         Field(
-            description="What the task would count: on the largest GPUs that it may use; of a gang the ranks "
-            "it needs at least."
+            description="What the task would count: on the largest GPUs that it may use; of a gang, the "
+            "ranks that it needs at least."
         ),
     ]
 
 
 class RankVerdictView(TypedDict):
-    """One rank of a gang, judged with those in their places that have room together; after the first that
-    has none, each by itself."""
+    """One rank of a gang. Ranks are judged together as long as they have room together; after the first that
+    has none, each one by itself."""
 
     rank: int
     place: Annotated[PlacementView | None, Field(description="Where there is room for it.")]
     reason: Annotated[
         str | None,
-        Field(description="Why there is none; null as well for ranks that the gang can start without."),
+        Field(description="Why there is none; also null for a rank that the gang can start without."),
     ]
     message: str
 
 
 class ExplainedFields(AdviceFields):
-    """What explanations and simulations share."""
+    """What explanations and simulations have in common."""
 
     reason: Annotated[
         str | None, Field(description="Of the most structural blocker; null if it does not wait.")
     ]
     message: str
-    position: Annotated[int | None, Field(description="The place in the queue; 1 is next.")]
+    position: Annotated[int | None, Field(description="Place in the queue; 1 is next.")]
     blockers: list[BlockerView]
     quota: Annotated[
         QuotaView | None, Field(description="Null for a task without GPUs, and for a tenant without a quota.")
@@ -117,7 +117,7 @@ class ExplainedFields(AdviceFields):
     ranks: Annotated[list[RankVerdictView] | None, Field(description="Of a gang that waits.")]
     devices: Annotated[
         list[DeviceVerdictView],
-        Field(description="For a gang, as its first rank without room finds them."),
+        Field(description="For a gang: as judged for its first rank without room."),
     ]
 
 
@@ -134,17 +134,17 @@ UNEXPLAINED: ExplainedFields = {
 
 
 class ExplanationView(ExplainedFields):
-    """Why a task waits, or what it is doing. `blockers` names all that stands in its way, `remedies` what
-    would help, each found by planning the task anew with that change."""
+    """Why a task waits, or what it is doing. `blockers` has everything that it waits for, `remedies` what
+    would help, each found by planning the task again with that change."""
 
     id: str
     state: str
     evaluated_at: Time
     queue_length: int
-    inherits: Annotated[InheritsView | None, Field(description="Null if it stands by its own priority.")]
+    inherits: Annotated[InheritsView | None, Field(description="Null if it has its own priority.")]
     as_of: Time
     age_seconds: float
-    log_position: Annotated[int, Field(description="Of the newest event that this answer knows.")]
+    log_position: Annotated[int, Field(description="Position of the newest event behind this answer.")]
 
 
 def blocker_view(blocker: Blocker) -> BlockerView:
@@ -164,7 +164,7 @@ def explained_fields(
 
 
 def unadvised_fields(found: Explanation) -> ExplainedFields:
-    """Of a task that wants no devices: what keeps it, and nothing that would help it."""
+    """Without advice: for a task that asks for no devices."""
     return {
         **UNEXPLAINED,
         "reason": None if found.reason is None else found.reason.value,
@@ -190,12 +190,11 @@ def _quota_view(quota: QuotaStanding) -> QuotaView:
 
 def _rank_view(world: World, verdict: RankVerdict) -> RankVerdictView:
     place, blocker = verdict.place, verdict.blocker
-    said = "fits" if place else "the gang can start without it"
     return {
         "rank": verdict.rank,
         "place": place_views(world, (place,))[0] if place else None,
         "reason": None if blocker is None else blocker.reason.value,
-        "message": said if blocker is None else blocker.message,
+        "message": blocker.message if blocker else "fits" if place else "the gang can start without it",
     }
 
 
@@ -221,11 +220,11 @@ def _holder_view(
     world: World, holding: Holding, viewer: Identity, advice: Advice, now: Instant
 ) -> DeviceHolder:
     lease = holding.lease
-    known, priority = sees(viewer, lease.tenant), priority_of(world, lease)
-    task = world.tasks.get(TaskId(lease.holder)) if known else None
+    named, priority = viewer.may_see(lease.tenant), priority_now(world, lease)
+    task = world.tasks.get(TaskId(lease.holder)) if named else None
     is_quarantined = lease.state is LeaseState.QUARANTINED
     return {
-        "id": lease.holder if known else None,
+        "id": lease.holder if named else None,
         "name": None if task is None else task.name,
         "priority": priority,
         "band": band_of(priority)[0],

@@ -1,115 +1,25 @@
-"""What one asks of a fleet, and what the API answers."""
+"""A plan for components, as the API answers it."""
 
-from collections.abc import Sequence
-from typing import Annotated, Self
+from collections.abc import Iterator, Sequence
+from typing import Annotated
 
-from pydantic import Field, StringConstraints, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.gateway.explain.advice import PlacementView, RunHolder
-from gpubroker_server.gateway.http.bodies import Body
-from gpubroker_server.gateway.http.text import KindName, Labels, line
-from gpubroker_server.gateway.submission.resources import Resources
-from gpubroker_server.gateway.submission.task_body import NAME, Placement, Priority, SimulateTask
-
-MOST_TASKS = 2000
-"""Of all components together."""
-
-MOST_MACHINES = 1000
-MOST_GPUS = 10_000
-
-_NAME = StringConstraints(pattern=NAME)
-
-
-class PlannedComponent(Body):
-    """So many tasks of one demand, all to run at once; with `resources.bundles` so many gangs, each of which
-    has all its ranks or none."""
-
-    name: Annotated[str, _NAME]
-    count: Annotated[int, Field(ge=1, le=MOST_TASKS)] = 1
-    priority: Priority | None = None
-    model_type: Annotated[str, line(100), Field(description="What the operator says is usual for it.")] = ""
-    resources: Resources = Resources()
-    placement: Placement = "pack"
-    labels: Annotated[Labels, Field(description="For limits of how many tasks of a label run.")] = Field(
-        default_factory=dict
-    )
-
-    def as_task(self) -> SimulateTask:
-        """One of them."""
-        return SimulateTask(
-            name=self.name,
-            priority=self.priority,
-            model_type=self.model_type,
-            resources=self.resources,
-            placement=self.placement,
-            labels=self.labels,
-        )
-
-
-class PlannedGpus(Body):
-    kind: KindName = "GPU"
-    memory_mb: Annotated[int, Field(ge=1, le=16_777_216, description="What may be leased of each.")]
-    count: Annotated[int, Field(ge=1, le=64)] = 1
-
-
-class PlannedNodes(Body):
-    """So many machines that are alike."""
-
-    name: Annotated[str, _NAME] = "node"
-    count: Annotated[int, Field(ge=1, le=1000)] = 1
-    cpu: Annotated[float, Field(ge=0, le=100_000)]
-    memory_mb: Annotated[int, Field(ge=0, le=1_073_741_824, description="Left out: as much as is asked.")] = (
-        1_073_741_824
-    )
-    gpus: Annotated[list[PlannedGpus], Field(max_length=16)] = Field(default_factory=list)
-    labels: Labels = Field(default_factory=dict)
-
-
-class PlanFleet(Body):
-    components: Annotated[list[PlannedComponent], Field(min_length=1, max_length=100)]
-    fleet: (
-        Annotated[
-            list[PlannedNodes],
-            Field(min_length=1, max_length=100, description="Left out: the fleet that is there, as it is."),
-        ]
-        | None
-    ) = None
-    tenant: (
-        Annotated[
-            str,
-            line(63, 1),
-            Field(
-                description="By whose quota and limits; for another one than the token's it needs the scope "
-                "admin. Left out: the token's, or nobody's on a `fleet` that is described."
-            ),
-        ]
-        | None
-    ) = None
-
-    @model_validator(mode="after")
-    def _tell_apart(self) -> Self:
-        named: dict[str, Sequence[PlannedComponent | PlannedNodes]]
-        named = {"components": self.components, "fleet": self.fleet or []}
-        for what, items in named.items():
-            if len({item.name for item in items}) < len(items):
-                raise PydanticCustomError("same_name", "{what} must have different names", {"what": what})
-        machines = sum(nodes.count for nodes in self.fleet or [])
-        gpus = sum(nodes.count * sum(gpu.count for gpu in nodes.gpus) for nodes in self.fleet or [])
-        if machines > MOST_MACHINES or gpus > MOST_GPUS:
-            most = {"machines": MOST_MACHINES, "gpus": MOST_GPUS}
-            raise PydanticCustomError(
-                "fleet_too_large", "fleet must have at most {machines} nodes and {gpus} GPUs", most
-            )
-        return self
+from gpubroker_server.core.domain.units import Instant, in_gib
+from gpubroker_server.core.explain.fit import Component, Displaced, FleetPlan, Placed
+from gpubroker_server.core.planning.totals import Missing
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.explain.advice import PlacementView, RunHolder, place_views, run_view
+from gpubroker_server.gateway.http.call import view_of
+from gpubroker_server.gateway.http.identity import Identity
 
 
 class ComponentView(TypedDict):
     name: str
     count: int
     placed: int
-    missing: Annotated[int, Field(description="So many of it have no place.")]
+    missing: Annotated[int, Field(description="How many of them have no place.")]
     reason: Annotated[str | None, Field(description="Why the first of those has none; a stable token.")]
     message: str | None
 
@@ -117,26 +27,26 @@ class ComponentView(TypedDict):
 class ComponentPlace(PlacementView):
     component: str
     number: Annotated[int, Field(description="Which of the component's tasks, from 0.")]
-    rank: Annotated[int | None, Field(description="Of a gang, which of its ranks.")]
-    displaces: Annotated[int, Field(description="Runs that would have to leave first, or give up ranks.")]
+    rank: Annotated[int | None, Field(description="Which rank of a gang.")]
+    displaces: Annotated[int, Field(description="Runs that would have to leave, or give up ranks, first.")]
 
 
 class DisplacedRun(RunHolder):
     ranks: Annotated[
         list[int] | None,
-        Field(description="Of a gang that goes on, those that leave; null: it leaves."),
+        Field(description="Those that leave, of a gang that goes on; null: all of it leaves."),
     ]
 
 
 class MissingGpus(TypedDict):
-    kinds: Annotated[list[str], Field(description="One of these, as asked for; empty: any.")]
+    kinds: Annotated[list[str], Field(description="Any of these; empty: any kind.")]
     whole_gpus: int
-    gpu_mb: Annotated[int, Field(description="For those that need not be whole.")]
+    gpu_mb: Annotated[int, Field(description="For demands of less than whole GPUs.")]
 
 
 class MissingView(TypedDict):
-    """So much more there would have to be, at least: what has no place, less what is left. If that is
-    nothing, and yet it does not fit, enough is left, but in pieces, or a limit or a quota is in the way."""
+    """The least that would have to be added: what has no place, less what is left. All zero, although it does
+    not fit: enough is left, but in pieces, or a limit or a quota is in the way."""
 
     gpus: list[MissingGpus]
     cpu: float
@@ -144,7 +54,7 @@ class MissingView(TypedDict):
 
 
 class TotalsView(TypedDict):
-    gpus: Annotated[int, Field(description="GPUs, whole or in part, one for each part.")]
+    gpus: Annotated[int, Field(description="Whole or in part, one for each part.")]
     whole_gpus: int
     gpu_mb: Annotated[int, Field(description="Of those that are not whole.")]
     cpu: float
@@ -162,5 +72,98 @@ class FleetPlanView(TypedDict):
     missing: MissingView
     totals: TotalsView
     totals_without_colocation: Annotated[
-        TotalsView, Field(description="If each role ran by itself that now takes turns with others.")
+        TotalsView, Field(description="If roles did not share a process, but each ran by itself.")
     ]
+
+
+def plan_view(
+    world: World, components: Sequence[Component], plan: FleetPlan, viewer: Identity, now: Instant
+) -> FleetPlanView:
+    return {
+        "fits": plan.fits,
+        "message": _message(plan),
+        "components": _component_views(components, plan),
+        "places": [place for placed in plan.placed for place in _placed_views(world, placed)],
+        "displaced": [_displaced_view(world, one, viewer, now) for one in plan.displaced],
+        "missing": {
+            "gpus": [
+                {"kinds": list(one.kinds), "whole_gpus": one.whole_gpus, "gpu_mb": one.gpu_mb}
+                for one in plan.missing.gpus
+            ],
+            "cpu": plan.missing.cpu,
+            "memory_mb": plan.missing.memory_mb,
+        },
+        "totals": view_of(TotalsView, plan.totals),
+        "totals_without_colocation": view_of(TotalsView, plan.totals_apart),
+    }
+
+
+def _component_views(components: Sequence[Component], plan: FleetPlan) -> list[ComponentView]:
+    without = {one.component.name: one for one in plan.unplaced}
+    views: list[ComponentView] = []
+    for component in components:
+        lacks = without.get(component.name)
+        missing = 0 if lacks is None else lacks.count
+        views.append(
+            {
+                "name": component.name,
+                "count": component.count,
+                "placed": component.count - missing,
+                "missing": missing,
+                "reason": None if lacks is None else lacks.reason.value,
+                "message": None if lacks is None else lacks.message,
+            }
+        )
+    return views
+
+
+def _placed_views(world: World, placed: Placed) -> Iterator[ComponentPlace]:
+    for rank, place in enumerate(place_views(world, placed.places)):
+        yield {
+            **place,
+            "component": placed.component,
+            "number": placed.number,
+            "rank": rank if placed.is_gang else None,
+            "displaces": placed.displaced,
+        }
+
+
+def _displaced_view(world: World, one: Displaced, viewer: Identity, now: Instant) -> DisplacedRun:
+    view = run_view(world, one.run, viewer, now)
+    if one.ranks is None:
+        return {**view, "ranks": None}
+    freed = sum(lease.mb for lease in world.leases_of(one.run) if lease.rank in one.ranks)
+    return {**view, "gpu_mb": freed, "lost_gpu_seconds": 0.0, "ranks": list(one.ranks)}
+
+
+def _message(plan: FleetPlan) -> str:
+    if not plan.fits:
+        without = ", ".join(f"{one.count} of {one.component.name}" for one in plan.unplaced)
+        why = _missing_in_words(plan.missing) or plan.unplaced[0].message
+        return f"it does not fit: there is no place for {without}; {why}"
+    whole = sum(one.ranks is None for one in plan.displaced)
+    gangs = [one.ranks for one in plan.displaced if one.ranks is not None]
+    ranks = sum(map(len, gangs))
+    conditions = []
+    if whole:
+        conditions.append("1 run leaves" if whole == 1 else f"{whole} runs leave")
+    if gangs:
+        who = "1 gang gives" if len(gangs) == 1 else f"{len(gangs)} gangs give"
+        conditions.append(f"{who} up {ranks} rank{'s' * (ranks > 1)}")
+    return f"it fits if {' and '.join(conditions)}" if conditions else "it fits"
+
+
+def _missing_in_words(missing: Missing) -> str:
+    """Empty if enough is left in total."""
+    parts = []
+    for one in missing.gpus:
+        kind = f" {' or '.join(one.kinds)}" if one.kinds else ""
+        if one.whole_gpus:
+            parts.append(f"{one.whole_gpus} whole{kind} GPU{'s' * (one.whole_gpus > 1)}")
+        if one.gpu_mb:
+            parts.append(f"{in_gib(one.gpu_mb)} of{kind} GPU memory")
+    if missing.cpu:
+        parts.append(f"{missing.cpu:g} CPU{'s' * (missing.cpu != 1)}")
+    if missing.memory_mb:
+        parts.append(f"{in_gib(missing.memory_mb)} of host memory")
+    return f"missing: at least {', '.join(parts)}" if parts else ""

@@ -1,35 +1,122 @@
 """Whether a set of components fits the fleet, or another one. Nothing is stored."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import Annotated, Self
 
 from fastapi import APIRouter, Response
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.explain.fit import Component, planning
 from gpubroker_server.core.explain.planned_fleet import Machine, fleet_of
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.devices import as_of
-from gpubroker_server.gateway.explain.plan import MOST_TASKS, FleetPlanView, PlanFleet, PlannedNodes
-from gpubroker_server.gateway.explain.plan_views import plan_view
-from gpubroker_server.gateway.http.concurrency import aside
-from gpubroker_server.gateway.http.faults import refused
+from gpubroker_server.gateway.explain.parts import Parts
+from gpubroker_server.gateway.explain.plan import FleetPlanView, plan_view
+from gpubroker_server.gateway.http.bodies import NAME, Body, KindName, Labels, line
+from gpubroker_server.gateway.http.call import Call, answer
+from gpubroker_server.gateway.http.concurrency import run_in_thread
+from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.parts import GatewayParts
-from gpubroker_server.gateway.status.task_view import priority_of
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
 from gpubroker_server.gateway.submission.demand import demand_of
-from gpubroker_server.gateway.submission.permission import check_priority
-from gpubroker_server.gateway.submission.resources import Resources
-from gpubroker_server.gateway.submission.submissions import demand_in
-
-LIMIT_SECONDS = Seconds(10.0)
+from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, Resources
+from gpubroker_server.gateway.submission.task_body import Placement, Priority, SimulateTask
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+
+LIMIT_SECONDS = Seconds(10.0)
+MAX_TASKS = 2000
+"""Of all components together, ranks of gangs included."""
+MAX_MACHINES = 1000
+MAX_GPUS = 10_000
+
+_NAME = StringConstraints(pattern=NAME)
+
+
+class PlannedComponent(Body):
+    """`count` tasks of one demand, all running at once; with `resources.bundles` as many gangs, each of which
+    has all its ranks or none."""
+
+    name: Annotated[str, _NAME]
+    count: Annotated[int, Field(ge=1, le=MAX_TASKS)] = 1
+    priority: Priority | None = None
+    model_type: Annotated[str, line(100), Field(description="Selects the operator's defaults.")] = ""
+    resources: Resources = Resources()
+    placement: Placement = "pack"
+    labels: Annotated[Labels, Field(description="For limits on how many tasks of a label run.")] = Field(
+        default_factory=dict
+    )
+
+    def as_task(self) -> SimulateTask:
+        """One of them."""
+        return SimulateTask(
+            name=self.name,
+            priority=self.priority,
+            model_type=self.model_type,
+            resources=self.resources,
+            placement=self.placement,
+            labels=self.labels,
+        )
+
+
+class PlannedGpus(Body):
+    kind: KindName = "GPU"
+    memory_mb: Annotated[int, Field(ge=1, le=MAX_MB, description="What may be leased of each.")]
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+
+
+class PlannedNodes(Body):
+    """`count` equal machines."""
+
+    name: Annotated[str, _NAME] = "node"
+    count: Annotated[int, Field(ge=1, le=1000)] = 1
+    cpu: Annotated[float, Field(ge=0, le=100_000)]
+    memory_mb: Annotated[MemoryMb, Field(description="Left out: as much as needed.")] = 1_073_741_824
+    gpus: Annotated[list[PlannedGpus], Field(max_length=16)] = Field(default_factory=list)
+    labels: Labels = Field(default_factory=dict)
+
+
+class PlanFleet(Body):
+    components: Annotated[list[PlannedComponent], Field(min_length=1, max_length=100)]
+    fleet: (
+        Annotated[
+            list[PlannedNodes],
+            Field(min_length=1, max_length=100, description="Left out: the present fleet, as it is."),
+        ]
+        | None
+    ) = None
+    tenant: (
+        Annotated[
+            str,
+            line(63, 1),
+            Field(
+                description="Whose quota and limits count; another tenant than the token's needs the scope "
+                "admin. Left out: the token's tenant; with `fleet`: no quota and no limits."
+            ),
+        ]
+        | None
+    ) = None
+
+    @model_validator(mode="after")
+    def _check_names_and_size(self) -> Self:
+        named: dict[str, Sequence[PlannedComponent | PlannedNodes]]
+        named = {"components": self.components, "fleet": self.fleet or []}
+        for what, items in named.items():
+            if len({item.name for item in items}) < len(items):
+                raise PydanticCustomError("same_name", "{what} must have different names", {"what": what})
+        machines = sum(nodes.count for nodes in self.fleet or [])
+        gpus = sum(nodes.count * sum(gpu.count for gpu in nodes.gpus) for nodes in self.fleet or [])
+        if machines > MAX_MACHINES or gpus > MAX_GPUS:
+            most = {"machines": MAX_MACHINES, "gpus": MAX_GPUS}
+            raise PydanticCustomError(
+                "fleet_too_large", "fleet must have at most {machines} nodes and {gpus} GPUs", most
+            )
+        return self
 
 
 @router.post(
@@ -38,47 +125,43 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
     dependencies=[needs(Scope.CLUSTER_READ)],
     response_model=FleetPlanView,
     responses=problems(
-        "malformed-json",
-        "unauthenticated",
-        "forbidden",
-        "priority-not-allowed",
-        "payload-too-large",
-        "unsupported-media-type",
-        "validation-failed",
-        "pool-mismatch",
-        "too-many-requests",
-        "follower-stale",
+        *("malformed-json", "priority-not-allowed", "payload-too-large", "unsupported-media-type"),
+        *("validation-failed", "pool-mismatch", "too-many-requests", "follower-stale"),
     ),
 )
-async def plan_components(call: Call, body: PlanFleet) -> Response:
-    """Say whether components fit the fleet: where each goes, what is missing, and whom it would displace.
+async def plan_components(call: Call, parts: Parts, body: PlanFleet) -> Response:
+    """Say whether components fit the fleet: where each would be placed, what is missing, and which runs they
+    would displace.
 
-    With `fleet`, on such machines, empty; otherwise beside what runs on those that are there. Of what waits
-    in the queue only those count for whom a forecast keeps room. One plan is worked out at a time.
+    With `fleet`: on such machines, empty; otherwise on the present fleet, beside what runs there. Of the
+    queue only tasks with a forecast count. One plan is computed at a time.
     """
-    parts, now = call.parts, call.parts.clock.now()
-    as_of(parts)
-    tenant = _tenant(call, body)
-    components = [_component(call, body, index, tenant) for index in range(len(body.components))]
-    if sum(one.count * max(1, len(one.demand.bundles)) for one in components) > MOST_TASKS:
-        detail = f"at most {MOST_TASKS} tasks and ranks of gangs in all"
-        raise refused([Fault(pointer="/components", detail=detail, code="too-many")])
-    async with parts.plans.take():
+    now = parts.clock.now()
+    parts.freshness.as_of()
+    tenant = _tenant(call, parts, body)
+    components = [_component(call, parts, body, index, tenant) for index in range(len(body.components))]
+    if sum(one.count * max(1, len(one.demand.bundles)) for one in components) > MAX_TASKS:
+        detail = f"at most {MAX_TASKS} tasks and ranks of gangs in total"
+        raise invalid(Fault(pointer="/components", detail=detail, code="too-many"))
+    async with parts.plans.slot():
         if body.fleet is None:
-            world, policy, forecasts = parts.world.snapshot(), parts.policy, parts.forecasts()
+            world, policy = parts.world.snapshot(), parts.policy
+            forecasts = parts.leadership.forecasts()
         else:
-            world, policy, forecasts = _fleet(body.fleet, parts, now), _policy(body, parts.policy), ()
+            world, forecasts = _fleet(body.fleet, parts, now), ()
+            # The quotas of the present fleet say nothing about another one, unless a tenant is named.
+            policy = replace(parts.policy, tenants=()) if body.tenant is None else parts.policy
         try:
-            plan = await aside(planning(world, components, tenant, policy, now, forecasts), LIMIT_SECONDS)
-        except TimeoutError:
-            detail = (
-                f"this takes longer than {LIMIT_SECONDS:g} s to work out; ask about fewer tasks at a time"
+            plan = await run_in_thread(
+                planning(world, components, tenant, policy, now, forecasts), LIMIT_SECONDS
             )
-            raise refused([Fault(pointer="/components", detail=detail, code="too-long")]) from None
+        except TimeoutError:
+            detail = f"planning takes longer than {LIMIT_SECONDS:g} s; ask about fewer tasks at a time"
+            raise invalid(Fault(pointer="/components", detail=detail, code="too-long")) from None
     return answer(plan_view(world, components, plan, call.identity, now))
 
 
-def _tenant(call: Call, body: PlanFleet) -> str:
+def _tenant(call: Call, parts: Parts, body: PlanFleet) -> str:
     mine = call.identity.tenant
     if body.tenant is None or body.tenant == mine:
         return mine
@@ -89,34 +172,27 @@ def _tenant(call: Call, body: PlanFleet) -> str:
             "the scope admin; leave tenant out, or name your own",
             errors=[Fault(pointer="/tenant", detail=f'only "{mine}"', code="other-tenant")],
         )
-    _check_known(body.tenant, call.parts)
+    _check_known(body.tenant, parts)
     return body.tenant
 
 
-def _check_known(tenant: str, parts: GatewayParts) -> None:
-    """A typing error would be planned as a tenant that has nothing and may have what anybody may."""
+def _check_known(tenant: str, parts: Parts) -> None:
+    """A misspelled name would be planned as a tenant without tasks and without rules. Raises Problem."""
     world, listed = parts.world, {rule.name for rule in parts.policy.tenants} - {"*"}
-    known = {*listed, *parts.identity.tenants(), *world.accounts, *world.queue.tenants}
+    known = {*listed, *parts.tokens.tenants(), *world.accounts, *world.queue.tenants}
     if tenant not in known:
         near = get_close_matches(tenant, sorted(known), n=1)
         meant = f'did you mean "{near[0]}"?' if near else "GET /tenants lists them"
-        detail = (
-            f'there is no tenant "{tenant}": none is configured so, and none has a token or tasks; {meant}'
-        )
-        raise refused([Fault(pointer="/tenant", detail=detail, code="unknown")])
+        detail = f'there is no tenant "{tenant}": it has no rule, no token and no tasks; {meant}'
+        raise invalid(Fault(pointer="/tenant", detail=detail, code="unknown"))
 
 
-def _policy(body: PlanFleet, policy: Policy) -> Policy:
-    """What tenants may have of the fleet that is there says nothing about another, unless one is named."""
-    return replace(policy, tenants=()) if body.tenant is None else policy
-
-
-def _component(call: Call, body: PlanFleet, index: int, tenant: str) -> Component:
-    asked, at, defaults = body.components[index], f"/components/{index}", call.parts.defaults
-    task = asked.as_task()
-    priority = priority_of(task, defaults)
-    check_priority(call, priority, tenant, at=f"{at}/priority")
-    demand, _ = demand_in(call, task, tenant, at=f"{at}/resources")
+def _component(call: Call, parts: Parts, body: PlanFleet, index: int, tenant: str) -> Component:
+    asked, at, submissions = body.components[index], f"/components/{index}", parts.submissions
+    task, defaults = asked.as_task(), submissions.defaults
+    priority = defaults.priority_of(task)
+    submissions.permissions.check_priority(call.identity, priority, tenant, at=f"{at}/priority")
+    demand, _ = submissions.demand_of(task, tenant, at=f"{at}/resources")
     if body.fleet is not None and body.tenant is None:
         demand = _without_limits(demand)
     roles = [Resources.model_validate(role.model_dump()) for role in asked.resources.roles.values()]
@@ -125,12 +201,12 @@ def _component(call: Call, body: PlanFleet, index: int, tenant: str) -> Componen
 
 
 def _without_limits(demand: Demand) -> Demand:
-    """Without those of how many tasks of a tenant or a label run at once; what its pool has still counts."""
+    """Without limits on how many tasks of a tenant or a label run at once; the pool's amounts still count."""
     pools = tuple((name, amount) for name, amount in demand.slots if name.startswith("pool:"))
     return replace(demand, slots=pools)
 
 
-def _fleet(nodes: Iterable[PlannedNodes], parts: GatewayParts, now: Instant) -> World:
+def _fleet(nodes: Iterable[PlannedNodes], parts: Parts, now: Instant) -> World:
     limits = parts.policy.custom_limits
     custom = tuple(sorted((limit.name, limit.amount) for limit in limits if limit.per_node))
     machines = (

@@ -4,13 +4,11 @@ from fastapi import APIRouter, Response
 
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.advice import advise
 from gpubroker_server.core.explain.blockers import Blocker
 from gpubroker_server.core.explain.explain import Explanation, ended_message, explain, explain_waiting
 from gpubroker_server.core.explain.inference_wait import sent_at
-from gpubroker_server.core.explain.verdicts import Look, look
-from gpubroker_server.gateway.cluster.devices import as_of
+from gpubroker_server.core.explain.verdicts import Look
 from gpubroker_server.gateway.explain.advice import NO_ADVICE, start_fields
 from gpubroker_server.gateway.explain.explanation import (
     UNEXPLAINED,
@@ -20,13 +18,12 @@ from gpubroker_server.gateway.explain.explanation import (
     explained_fields,
     unadvised_fields,
 )
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, inherits_view
-from gpubroker_server.gateway.status.records import caught_up, find, reread
-from gpubroker_server.gateway.status.task_view import rfc3339
-from gpubroker_server.gateway.status.unled import unled
-from gpubroker_server.gateway.submission.permission import highest_priority
+from gpubroker_server.gateway.explain.parts import Parts
+from gpubroker_server.gateway.http.call import Call, answer
+from gpubroker_server.gateway.http.identity import Identity, Scope
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import rfc3339
+from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, inherits_view, no_leader
 from gpubroker_server.ports.store import TaskRecord
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
@@ -37,24 +34,24 @@ router = APIRouter(route_class=DirectRoute, tags=["tasks"])
     operation_id="tasks_explain",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=ExplanationView,
-    responses=problems("unauthenticated", "forbidden", "not-found", "follower-stale", "too-many-requests"),
+    responses=problems("not-found", "follower-stale", "too-many-requests"),
 )
-async def explain_task(call: Call, task_id: str) -> Response:
+async def explain_task(call: Call, parts: Parts, task_id: str) -> Response:
     """Explain why a task waits: every blocker, every device, its place in the queue, and what would help."""
-    record = await find(call, task_id)
-    await caught_up(call.parts)
-    async with call.parts.answers.take():
-        if record.task.id not in call.parts.world.tasks:
-            record = await reread(call.parts, record)  # it may have ended meanwhile
-        return answer(_view(call, record))
+    record = await parts.records.find(call.identity, task_id)
+    await parts.freshness.catch_up()
+    async with parts.answers.slot():
+        if record.task.id not in parts.world.tasks:
+            record = await parts.records.reread(record)  # it may just have ended
+        return answer(_view(parts, call.identity, record))
 
 
-def _view(call: Call, record: TaskRecord) -> ExplanationView:
-    parts, task = call.parts, record.task
+def _view(parts: Parts, viewer: Identity, record: TaskRecord) -> ExplanationView:
+    task = record.task
     row = parts.world.tasks.get(task.id)
     if row is not None and row.state is TaskState.PENDING:
-        return _waiting(call, row)
-    view = _bare(call, task)
+        return _waiting(parts, viewer, row)
+    view = _bare(parts, task)
     if row is None:
         return view if task.is_terminal else _not_yet_seen(view)
     found = explain(parts.world, task.id, parts.policy, parts.clock.now())
@@ -62,32 +59,34 @@ def _view(call: Call, record: TaskRecord) -> ExplanationView:
     return {**view, "state": found.state.value, "message": message}
 
 
-def _waiting(call: Call, task: Task) -> ExplanationView:
-    parts, now = call.parts, call.parts.clock.now()
-    view = _bare(call, task)
-    looked = look(parts.asking.survey(parts.world, task, parts.policy, now, parts.forecasts()))
+def _waiting(parts: Parts, viewer: Identity, task: Task) -> ExplanationView:
+    view, looked = _bare(parts, task), parts.look(task)
     found = explain_waiting(looked)
-    view = {**view, "inherits": inherits_view(found.inherits), **_explained(call, task, looked, found, now)}
-    blocker = unled(parts, task)
-    return view if blocker is None else _unled(view, found.blockers, blocker)
+    explained = _explained(parts, viewer, task, looked, found)
+    view = {**view, "inherits": inherits_view(found.inherits), **explained}
+    blocker = no_leader(parts.world, parts.leadership, task)
+    return view if blocker is None else _without_leader(view, found.blockers, blocker)
 
 
-def _explained(call: Call, task: Task, looked: Look, found: Explanation, now: Instant) -> ExplainedFields:
-    """An inference waits for its model, and no room on nodes would help it."""
-    parts = call.parts
-    if task.is_inference:
-        start = None
-        if found.reason is Reason.MODEL_LOADING:
-            start = sent_at(parts.world, task, parts.policy, parts.forecasts(), now)
-        return {**unadvised_fields(found), **start_fields(parts.world, start, now)}
-    advice = advise(looked, highest_priority(call))
-    return explained_fields(parts.world, found, advice, call.identity, now)
+def _explained(
+    parts: Parts, viewer: Identity, task: Task, looked: Look, found: Explanation
+) -> ExplainedFields:
+    now = parts.clock.now()
+    if not task.is_inference:
+        advice = advise(looked, parts.submissions.permissions.highest_priority(viewer))
+        return explained_fields(parts.world, found, advice, viewer, now)
+    start = None  # an inference waits for its model, not for room on a node
+    if found.reason is Reason.MODEL_LOADING:
+        start = sent_at(parts.world, task, parts.policy, parts.leadership.forecasts(), now)
+    return {**unadvised_fields(found), **start_fields(parts.world, start, now)}
 
 
-def _unled(view: ExplanationView, blockers: tuple[Blocker, ...], unled: Blocker) -> ExplanationView:
-    """While nobody leads there is no start to tell, and nothing helps but a leader."""
+def _without_leader(
+    view: ExplanationView, blockers: tuple[Blocker, ...], leaderless: Blocker
+) -> ExplanationView:
+    """Without a leader no start can be forecast, and nothing else would help."""
     others = [one for one in blockers if one.reason is not Reason.PENDING_EVALUATION]
-    first, *more = sorted([unled, *others], key=lambda blocker: blocker.tier)
+    first, *more = sorted([leaderless, *others], key=lambda blocker: blocker.tier)
     return {
         **view,
         **NO_ADVICE,
@@ -97,16 +96,15 @@ def _unled(view: ExplanationView, blockers: tuple[Blocker, ...], unled: Blocker)
     }
 
 
-def _bare(call: Call, task: Task) -> ExplanationView:
-    """Of a task that waits for nothing."""
-    parts = call.parts
-    age, now = as_of(parts), parts.clock.now()
+def _bare(parts: Parts, task: Task) -> ExplanationView:
+    """Of a task that does not wait."""
+    age = parts.freshness.as_of()
     return {
         "id": task.id,
         "state": task.state.value,
         **UNEXPLAINED,
         "message": _ended(task),
-        "evaluated_at": rfc3339(now),
+        "evaluated_at": rfc3339(parts.clock.now()),
         "queue_length": len(parts.world.queue),
         "inherits": None,
         "as_of": age["as_of"],
@@ -116,7 +114,7 @@ def _bare(call: Call, task: Task) -> ExplanationView:
 
 
 def _ended(task: Task) -> str:
-    """Of a lease that its holder gave back, that it did: there is no run that could have succeeded."""
+    """A lease has no run that could succeed, so its message is about its release."""
     if task.external is None or task.finished_at is None:
         return ended_message(task.state)
     at = rfc3339(task.finished_at)
@@ -124,7 +122,7 @@ def _ended(task: Task) -> str:
         case TaskState.SUCCEEDED:
             return f"released at {at}; it holds nothing any more"
         case TaskState.CANCELLED:
-            return f"given up at {at}, before it held anything"
+            return f"cancelled at {at}, before it held anything"
         case _:
             return f"ended at {at} without having been released; GET /leases/{task.id} has its error"
 

@@ -1,30 +1,66 @@
-"""What would become of a task if it were submitted now. Nothing is stored."""
+"""What would happen to a task if it were submitted now. Nothing is stored."""
+
+from typing import Annotated
 
 from fastapi import APIRouter, Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.advice import Advice, advise
 from gpubroker_server.core.explain.explain import Explanation, explain_waiting, stands_aside
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.find_way import Wait
-from gpubroker_server.gateway.cluster.devices import as_of
-from gpubroker_server.gateway.explain.advice import advice_fields, place_views, run_view
-from gpubroker_server.gateway.explain.explanation import UNEXPLAINED, explained_fields
-from gpubroker_server.gateway.explain.simulation import SimulationView
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.status.records import caught_up
-from gpubroker_server.gateway.status.task_view import rfc3339, sizing_of
-from gpubroker_server.gateway.submission.demand import resources_view
-from gpubroker_server.gateway.submission.permission import highest_priority
-from gpubroker_server.gateway.submission.submissions import Intake, check_allowed, check_possible, take_in
+from gpubroker_server.gateway.explain.advice import (
+    PlacementView,
+    RunHolder,
+    advice_fields,
+    place_views,
+    run_view,
+)
+from gpubroker_server.gateway.explain.explanation import UNEXPLAINED, ExplainedFields, explained_fields
+from gpubroker_server.gateway.explain.parts import Parts
+from gpubroker_server.gateway.http.call import Call, answer
+from gpubroker_server.gateway.http.identity import Identity, Scope
+from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.status.task_view import demand_view, sizing_of
+from gpubroker_server.gateway.status.views import DemandView, SizingView
+from gpubroker_server.gateway.submission.submissions import NewTask
 from gpubroker_server.gateway.submission.task_body import SimulateTask
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 
 _REFUSED = 422
-"""Of this status are the refusals that a simulation tells of; whatever else is wrong ends it."""
+"""Problems of this status are part of the answer; any other problem ends the request."""
+
+
+class RefusalView(TypedDict):
+    """The problem with which a submit would be refused."""
+
+    code: str
+    detail: str
+    errors: list[Fault]
+
+
+class SimulationView(ExplainedFields):
+    """What would happen to a task if it were submitted now."""
+
+    verdict: Annotated[
+        str,
+        Field(description="refused; starts: there is room; preempts: `victims` are stopped first; or waits."),
+    ]
+    refusal: RefusalView | None
+    evaluated_at: Time
+    priority: int | None
+    resources: Annotated[DemandView | None, Field(description="With all defaults; null if refused early.")]
+    sizing: Annotated[SizingView | None, Field(description="How `gpu_mb: learned` would be settled.")]
+    places: Annotated[list[PlacementView], Field(description="Where it would start now.")]
+    victims: Annotated[list[RunHolder], Field(description="Runs that would be asked to leave.")]
+    queue_length: int
+    as_of: Time
+    age_seconds: float
+    log_position: Annotated[int, Field(description="Position of the newest event behind this answer.")]
 
 
 @router.post(
@@ -33,63 +69,53 @@ _REFUSED = 422
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=SimulationView,
     responses=problems(
-        "malformed-json",
-        "unauthenticated",
-        "forbidden",
-        "priority-not-allowed",
-        "payload-too-large",
-        "unsupported-media-type",
-        "validation-failed",
-        "follower-stale",
-        "too-many-requests",
+        *("malformed-json", "priority-not-allowed", "payload-too-large", "unsupported-media-type"),
+        *("validation-failed", "follower-stale", "too-many-requests"),
     ),
 )
-async def simulate_task(call: Call, body: SimulateTask) -> Response:
-    """Say what would become of a task if it were submitted now, without doing anything.
+async def simulate_task(call: Call, parts: Parts, body: SimulateTask) -> Response:
+    """Say what would happen to a task if it were submitted now, without doing anything.
 
     The body is that of a submit, or one without `run`: then only its demand is judged. With `run`, the token
-    needs what submitting it would need.
+    needs the same scopes as for the submit.
     """
     if body.run is not None:
-        call.require(Scope.TASKS_WRITE)
-    await caught_up(call.parts)
+        call.identity.require(Scope.TASKS_WRITE, f"{call.method} {call.url.path}")
+    await parts.freshness.catch_up()
     try:
-        intake = await take_in(call, body)
+        new = await parts.submissions.new_task(body, call.identity.tenant)
     except Problem as problem:
         if problem.code == "validation-failed" or problem.kind.status != _REFUSED:
             raise
-        return answer(_refused(call, problem))
-    async with call.parts.answers.take():
-        return answer(_judged(call, body, intake))
+        return answer(_refused(parts, call.identity, problem))
+    async with parts.answers.slot():
+        return answer(_judged(parts, call.identity, body, new))
 
 
-def _judged(call: Call, body: SimulateTask, intake: Intake) -> SimulationView:
+def _judged(parts: Parts, viewer: Identity, body: SimulateTask, new: NewTask) -> SimulationView:
     try:
-        check_allowed(call, body, intake.task)
-        check_possible(call, intake.task)
+        parts.submissions.check_allowed(viewer, body, new.task)
+        parts.submissions.check_possible(new.task)
     except Problem as problem:
         if problem.kind.status != _REFUSED:
             raise
-        return _refused(call, problem, intake)
-    return _simulated(call, intake)
+        return _refused(parts, viewer, problem, new)
+    return _simulated(parts, viewer, new)
 
 
-def _simulated(call: Call, intake: Intake) -> SimulationView:
-    task, parts = intake.task, call.parts
-    now = parts.clock.now()
-    looked = look(parts.asking.survey(parts.world, task, parts.policy, now, parts.forecasts()))
-    found, advice = explain_waiting(looked), advise(looked, highest_priority(call))
+def _simulated(parts: Parts, viewer: Identity, new: NewTask) -> SimulationView:
+    task, world, now = new.task, parts.world, parts.clock.now()
+    looked = parts.look(task)
+    found, advice = explain_waiting(looked), advise(looked, _highest_priority(parts, viewer))
     eviction = advice.way.eviction
-    view = _bare(call, intake)
+    victims = eviction.victims if eviction else ()
     return {
-        **view,
+        **_bare(parts, new),
         "verdict": _verdict(task, advice),
-        **explained_fields(parts.world, found, advice, call.identity, now),
+        **explained_fields(world, found, advice, viewer, now),
         "message": _message(task, found, advice),
-        "places": place_views(parts.world, advice.way.places),
-        "victims": [run_view(parts.world, run, call.identity, now) for run in eviction.victims]
-        if eviction
-        else [],
+        "places": place_views(world, advice.way.places),
+        "victims": [run_view(world, run, viewer, now) for run in victims],
     }
 
 
@@ -110,35 +136,37 @@ def _message(task: Task, found: Explanation, advice: Advice) -> str:
     return found.message
 
 
-def _refused(call: Call, problem: Problem, intake: Intake | None = None) -> SimulationView:
-    """A task of the right form that a submit would refuse. What would help is still told."""
+def _refused(parts: Parts, viewer: Identity, problem: Problem, new: NewTask | None = None) -> SimulationView:
+    """Of a valid task that a submit would refuse, with what would help."""
     view: SimulationView = {
-        **_bare(call, intake),
+        **_bare(parts, new),
         "verdict": "refused",
         "refusal": {"code": problem.code, "detail": problem.detail, "errors": list(problem.errors)},
         "message": problem.detail,
     }
-    if intake is None:
+    if new is None:
         return view
-    parts, now = call.parts, call.parts.clock.now()
-    looked = look(parts.asking.survey(parts.world, intake.task, parts.policy, now, parts.forecasts()))
-    advice = advise(looked, highest_priority(call))
-    return {**view, "remedies": advice_fields(parts.world, advice, call.identity, now)["remedies"]}
+    advice = advise(parts.look(new.task), _highest_priority(parts, viewer))
+    return {**view, "remedies": advice_fields(parts.world, advice, viewer, parts.clock.now())["remedies"]}
 
 
-def _bare(call: Call, intake: Intake | None) -> SimulationView:
-    age = as_of(call.parts)
+def _highest_priority(parts: Parts, viewer: Identity) -> int:
+    return parts.submissions.permissions.highest_priority(viewer)
+
+
+def _bare(parts: Parts, new: NewTask | None) -> SimulationView:
+    age = parts.freshness.as_of()
     return {
         "verdict": "waits",
         "refusal": None,
         **UNEXPLAINED,
-        "evaluated_at": rfc3339(call.parts.clock.now()),
-        "priority": None if intake is None else intake.task.priority,
-        "resources": None if intake is None else resources_view(intake.task.demand),
-        "sizing": None if intake is None else sizing_of(intake.learned),
+        "evaluated_at": rfc3339(parts.clock.now()),
+        "priority": None if new is None else new.task.priority,
+        "resources": None if new is None else demand_view(new.task.demand),
+        "sizing": None if new is None else sizing_of(new.learned),
         "places": [],
         "victims": [],
-        "queue_length": len(call.parts.world.queue),
+        "queue_length": len(parts.world.queue),
         "as_of": age["as_of"],
         "age_seconds": age["age_seconds"],
         "log_position": age["position"],

@@ -1,114 +1,66 @@
-"""What every JSON body has in common, and the parts of one that say when a task runs."""
+"""What bodies and query strings have in common: strict models, and the text fields that several share."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+import re
+from typing import Annotated, ClassVar
 
-from pydantic import (
-    AwareDatetime,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-YEAR_SECONDS = 366 * 24 * 3600
-
+LINE = r"^[^\x00-\x1f\x7f]*$"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+ENTRYPOINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 LABEL_KEY = "[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?"
+PATTERNS_IN_WORDS = {
+    LINE: "must be one line without control characters",
+    ENTRYPOINT: "must be module:function",
+    NAME: "must be letters, digits, dots, dashes and underscores, at most 63",
+}
+"""How a refusal describes a pattern."""
+
+
+def line(max_length: int, min_length: int = 0) -> StringConstraints:
+    """One line of text without control characters, which neither databases nor terminals take well."""
+    return StringConstraints(min_length=min_length, max_length=max_length, pattern=LINE)
+
+
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
+Name = Annotated[str, line(200)]
 LabelKey = Annotated[str, StringConstraints(pattern=f"^{LABEL_KEY}$")]
+LabelValue = Annotated[str, line(255)]
+Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]
+KindName = Annotated[str, StringConstraints(max_length=100, pattern=r"[A-Za-z0-9]")]
+NodeLabels = Annotated[
+    dict[LabelKey, Annotated[list[LabelValue], Field(min_length=1, max_length=100)]], Field(max_length=32)
+]
 
 
 class Body(BaseModel):
-    """Defaults are immutable or made by a factory: pydantic would copy a `{}` for each request."""
+    """Strict: an unknown field or a wrong type is refused.
+
+    Give defaults that are immutable or made by a factory: pydantic would copy a `{}` for each request.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-class InPieces(Body):
-    """A body with a long list, whose pieces its route reads one by one: here they are JSON text."""
+class ListBody(Body):
+    """A body with one long list. The items stay JSON text, and the route validates them one by one."""
 
-    pieces: ClassVar[str]
-    """The name of the list."""
-
-
-class BytesBehind(Body):
-    """A body behind whose JSON other bytes may follow; a header says how long the JSON is then."""
+    list_name: ClassVar[str]
+    """The field that holds the list."""
 
 
-class After(Body):
-    """A task whose end another one waits for."""
-
-    task: Annotated[str, Field(max_length=100)]
-    on_failure: Literal["fail", "ignore"] = "fail"
+class BinaryBody(Body):
+    """A body whose JSON may be followed by binary data; a header then gives the length of the JSON."""
 
 
-NotBefore = Annotated[
-    AwareDatetime, Field(description="It is not started earlier.", examples=["2026-11-21T22:00:00Z"])
-]
-QueueTtlSeconds = Annotated[
-    float,
-    Field(
-        gt=0,
-        le=YEAR_SECONDS,
-        description="So long it waits for its first start, counted from when nothing but room is missing: "
-        "from `not_before`, and from the end of what it runs after. Then it expires.",
-    ),
-]
-DeadlineAt = Annotated[
-    AwareDatetime,
-    Field(description="If it still waits then it expires; if it runs it hears the stop notice."),
-]
-DeadlineSeconds = Annotated[
-    float, Field(gt=0, le=YEAR_SECONDS, description="`deadline_at`, counted from the submit.")
-]
-ExpectedSeconds = Annotated[
-    float,
-    Field(gt=0, le=YEAR_SECONDS, description="How long one run takes. For forecasts; it limits nothing."),
-]
+class Query(BaseModel):
+    """Query parameters. Unknown names are refused, except those that match `open_names`."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+    open_names: ClassVar[re.Pattern[str] | None] = None
 
 
-def _spelled_out(value: Any) -> Any:
-    return {"task": value} if isinstance(value, str) else value
-
-
-_AFTER = {
-    "anyOf": [
-        {"type": "string", "maxLength": 100},
-        {
-            "type": "object",
-            "properties": {
-                "task": {"type": "string", "maxLength": 100},
-                "on_failure": {"type": "string", "enum": ["fail", "ignore"], "default": "fail"},
-            },
-            "required": ["task"],
-            "additionalProperties": False,
-        },
-    ]
-}
-Afters = Annotated[
-    list[Annotated[After, BeforeValidator(_spelled_out), WithJsonSchema(_AFTER)]],
-    Field(
-        max_length=100,
-        description="Tasks of yours that must have ended before it may start, by id. If one of them does not "
-        "succeed it fails as well, unless `on_failure` is `ignore`.",
-    ),
-]
-
-
-class Timed(Body):
-    """A task as it is submitted: after which others it runs, when, and how long it waits for that."""
-
-    after: Afters = Field(default_factory=list)
-    not_before: NotBefore | None = None
-    queue_ttl_seconds: QueueTtlSeconds | None = None
-    deadline_at: DeadlineAt | None = None
-    deadline_seconds: DeadlineSeconds | None = None
-    expected_seconds: ExpectedSeconds | None = None
-
-    @model_validator(mode="after")
-    def _one_deadline(self) -> Self:
-        if self.deadline_at is not None and self.deadline_seconds is not None:
-            raise PydanticCustomError("contradiction", "give deadline_at or deadline_seconds, not both")
-        return self
+class WaitQuery(Query):
+    timeout_seconds: Annotated[
+        float, Field(ge=0, description="The answer comes after 60 seconds at most, whatever is asked.")
+    ] = 30.0

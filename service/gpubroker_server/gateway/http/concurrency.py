@@ -1,4 +1,4 @@
-"""Answers that take long to work out: few at a time, so that nobody else waits for them long."""
+"""Answers that take long to compute: one at a time, so that other requests are not held up."""
 
 import asyncio
 from collections.abc import AsyncIterator, Generator
@@ -13,27 +13,24 @@ from gpubroker_server.gateway.http.problems import Problem
 T = TypeVar("T")
 
 
-class Turns:
-    """One answer is worked out at a time; so many more requests wait for their turn, the first one first."""
+class OneAtATime:
+    """A lock with a bounded queue, first come, first served."""
 
-    def __init__(self, what: str, most_waiting: int, *, on_the_loop: bool = False) -> None:
-        """`what`: such answers, as a refusal names them: plans; `on_the_loop`: working one out holds up
-        everybody else, who then has the event loop for as long before the next turn begins."""
+    def __init__(self, what: str, max_waiting: int, *, on_the_loop: bool = False) -> None:
+        """`what` names the answers in a refusal: "plans". `on_the_loop`: the computation blocks the event
+        loop, so the lock stays taken for as long again, and other requests get that time."""
         self._what = what
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._on_the_loop = on_the_loop
         self._waiting = 0
         self._busy = asyncio.Lock()
 
     @asynccontextmanager
-    async def take(self) -> AsyncIterator[None]:
-        """Hold the turn for one answer. Raises Problem too-many-requests if too many wait already."""
-        if (self._busy.locked() or self._waiting) and self._waiting >= self._most_waiting:
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold the lock for one answer. Raises Problem too-many-requests if the queue is full."""
+        if (self._busy.locked() or self._waiting) and self._waiting >= self._max_waiting:
             more = f" and {self._waiting} more are waiting" if self._waiting else ""
-            raise Problem(
-                "too-many-requests",
-                f"{self._what} are worked out one at a time; one is under way{more}; ask again in a second",
-            )
+            raise Problem("too-many-requests", what=self._what, more=more)
         self._waiting += 1
         try:
             await self._busy.acquire()
@@ -49,20 +46,19 @@ class Turns:
                 self._busy.release()
 
 
-async def aside(steps: Generator[None, None, T], limit_seconds: Seconds) -> T:
-    """What the steps come to, worked out in a thread of its own, while everything else goes on. They must
-    share nothing with others that changes.
+async def run_in_thread(steps: Generator[None, None, T], limit_seconds: Seconds) -> T:
+    """The return value of `steps`, which must share nothing mutable with the event loop.
 
-    Raises TimeoutError once they have taken so long. Who no longer waits for it ends it after its next step.
+    Raises TimeoutError after `limit_seconds`. Cancelling ends the thread after its next step.
     """
-    over = Event()
+    cancelled = Event()
     try:
-        return await asyncio.to_thread(_worked_out, steps, limit_seconds, over)
+        return await asyncio.to_thread(_run_steps, steps, limit_seconds, cancelled)
     finally:
-        over.set()
+        cancelled.set()
 
 
-def _worked_out(steps: Generator[None, None, T], limit_seconds: Seconds, over: Event) -> T:
+def _run_steps(steps: Generator[None, None, T], limit_seconds: Seconds, cancelled: Event) -> T:
     until = monotonic() + limit_seconds
     with closing(steps):
         while True:
@@ -71,5 +67,5 @@ def _worked_out(steps: Generator[None, None, T], limit_seconds: Seconds, over: E
             except StopIteration as end:
                 found: T = end.value
                 return found
-            if over.is_set() or monotonic() > until:
+            if cancelled.is_set() or monotonic() > until:
                 raise TimeoutError

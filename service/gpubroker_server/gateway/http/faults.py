@@ -1,4 +1,4 @@
-"""What is wrong with a request, in words that say what was found and what to do."""
+"""What is wrong with a request: one fault per field, with what was found and what to send instead."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,10 +10,10 @@ from typing import Any, Final, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from gpubroker_server.gateway.http.bodies import PATTERNS_IN_WORDS
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.submission.task_body import PATTERNS_IN_WORDS
 
-WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
+FOREIGN_NAMES: Final[Mapping[str, str]] = {
     "gpu_memory": "gpu_mb",
     "gpu_memory_mb": "gpu_mb",
     "vram_mb": "gpu_mb",
@@ -30,7 +30,7 @@ WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
     "ttl": "ttl_seconds",
     "cmd": "command",
 }
-"""What other systems call our fields."""
+"""Names that other systems have for our fields."""
 
 _CODES: Final[Mapping[str, str]] = {"extra_forbidden": "unknown-field", "json_invalid": "malformed-json"}
 _RUN_KINDS = ("entrypoint", "command", "function")
@@ -39,8 +39,8 @@ _SIZE = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([MGT])i?B?\s*", re.IGNO
 _MIB_OF: Final[Mapping[str, int]] = {"m": 1, "g": 1024, "t": 1024**2}
 
 
-class Faulty(Exception):
-    """Part of a request does not fit; all its faults together."""
+class InvalidPart(Exception):
+    """One part of a request is invalid; all its faults together."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__(faults)
@@ -52,8 +52,7 @@ def body_faults(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
     faults = []
     for found in error.errors(include_url=False):
         if found["type"] == "json_invalid":
-            why = found["ctx"]["error"]
-            raise Problem("malformed-json", f"the body is not JSON: {why}; send one JSON object in UTF-8")
+            raise Problem("malformed-json", why=found["ctx"]["error"])
         path = _field_path(found["loc"], model)
         faults.append(_fault(found, _pointer(path), path, model))
     return faults
@@ -68,12 +67,12 @@ def parameter_faults(error: ValidationError, place: str, model: type[BaseModel])
 
 
 def unknown_parameter(name: str, model: type[BaseModel]) -> Fault:
-    detail = f'unknown parameter "{name}"{_remedy(name, model)}'
+    detail = f'unknown parameter "{name}"{_suggestion(name, model)}'
     return Fault(pointer=f"query:{name}", detail=detail, code="unknown-parameter")
 
 
-def refused(faults: Sequence[Fault]) -> Problem:
-    """The one problem that carries all faults of a request."""
+def invalid(*faults: Fault) -> Problem:
+    """Problem validation-failed with all faults of a request."""
     first = f"{faults[0]['pointer']}: {faults[0]['detail']}".removeprefix(": ")
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return Problem("validation-failed", first + more, errors=faults)
@@ -91,9 +90,9 @@ def _detail(found: ErrorDetails, path: Sequence[int | str], model: type[BaseMode
         case "extra_forbidden":
             name = str(path[-1])
             owner = _model_at(model, path[:-1], found["loc"])
-            return f'unknown field "{name}"{_remedy(name, owner)}'
+            return f'unknown field "{name}"{_suggestion(name, owner)}'
         case "run_kind":
-            return f"{found['msg']}{_instead(found['input'])}"
+            return f"{found['msg']}{_meant_kind(found['input'])}"
         case "string_pattern_mismatch":
             pattern = str(found["ctx"]["pattern"])
             what = PATTERNS_IN_WORDS.get(pattern, f"must match {pattern}")
@@ -105,38 +104,38 @@ def _detail(found: ErrorDetails, path: Sequence[int | str], model: type[BaseMode
             return f"must be a list; found {_shown(found['input'])}"
         case "model_type" | "model_attributes_type":
             return f"must be an object; found {_shown(found['input'])}"
-    said = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if isinstance(found["input"], dict | list):
-        return said
-    return f"{said}; found {_shown(found['input'])}{_instead_of(path, found['input'])}"
+        return message
+    return f"{message}; found {_shown(found['input'])}{_meant_value(path, found['input'])}"
 
 
-def _instead_of(path: Sequence[int | str], value: Any) -> str:
-    """What was probably meant: a size with a unit where MiB are asked for as a number, or half a GPU."""
+def _meant_value(path: Sequence[int | str], value: Any) -> str:
+    """What was probably meant: a size with a unit instead of a number of MiB, or half a GPU."""
     field = str(path[-1]) if path else ""
     if field.endswith("_at") or field == "not_before":
         return "; give a time with its zone, such as 2026-11-21T22:00:00Z"
     if field == "gpus" and isinstance(value, float):
-        return "; for a part of one leave gpus out and give gpu_fraction or gpu_mb"
+        return "; for a part of a GPU leave gpus out and give gpu_fraction or gpu_mb"
     size = _SIZE.fullmatch(value) if isinstance(value, str) and field.endswith("_mb") else None
     if size is None:
         return ""
     return f"; in MiB that is {round(float(size[1]) * _MIB_OF[size[2].lower()])}"
 
 
-def _instead(run: Any) -> str:
-    """What of a run names no kind, or more than one, and which was probably meant."""
+def _meant_kind(run: Any) -> str:
+    """Which of entrypoint, command and function was probably meant."""
     if not isinstance(run, dict) or not run:
         return ""
     for name in run:
-        near = get_close_matches(WORDS_OF_OTHERS.get(name, name), _RUN_KINDS, n=1)
+        near = get_close_matches(FOREIGN_NAMES.get(name, name), _RUN_KINDS, n=1)
         if near and name not in _RUN_KINDS:
             return f'; unknown field {_shown(name)}; did you mean "{near[0]}"?'
     return f"; found {', '.join(map(_shown, islice(run, 5)))}"
 
 
 def _shown(value: Any) -> str:
-    """A short look at what was sent; of containers only their kind, of long strings only their length."""
+    """The value, shortened: only the kind of a container, only the length of a long string."""
     match value:
         case dict():
             return "an object"
@@ -153,12 +152,12 @@ def _shown(value: Any) -> str:
     return str(value)[:_SHOWN_CHARACTERS]
 
 
-def _remedy(name: str, model: type[BaseModel] | None) -> str:
-    """The nearest field of this object, or the same field where it belongs, one level further in."""
+def _suggestion(name: str, model: type[BaseModel] | None) -> str:
+    """The field with the nearest name, in this object or one level deeper."""
     if model is None:
         return ""
     known = list(model.model_fields)
-    meant = WORDS_OF_OTHERS.get(name, name)
+    meant = FOREIGN_NAMES.get(name, name)
     if meant in known:
         return f'; did you mean "{meant}"?'
     for field, info in model.model_fields.items():
@@ -189,7 +188,7 @@ def _model_at(
 
 
 def _field_path(location: Sequence[int | str], model: type[BaseModel]) -> list[int | str]:
-    """The location without what pydantic adds: names of union members, and `[key]`."""
+    """The location without what pydantic adds: tags of union members, and `[key]`."""
     top = model.model_fields.get(str(location[0])) if location else None
     tags = {_tag_of(inner) for inner in _models_in(top.annotation)} if top is not None else set()
     return [

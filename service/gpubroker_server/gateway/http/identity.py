@@ -1,27 +1,28 @@
-"""Who is asking: bearer tokens, kept as hashes, held in memory and read again when they change."""
+"""Who sends a request: the names of the service, and bearer tokens, which are stored as hashes."""
 
 import asyncio
 import base64
 import contextlib
 import hashlib
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import structlog
 
 from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.ports.store import Clock, StoreUnavailable, TaskStore, TokenRow
 
 log = structlog.get_logger("gpubroker.identity")
 
 TOKEN_PREFIX = "gpb_"  # noqa: S105  # not a secret: it marks one, for people and for leak scanners
 EVERY_SCOPE = "*"
-
-
-MOST_REMEMBERED = 10_000
-"""Headers: one token may be sent with any number of spaces."""
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+_HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1,5})?")
 
 
 class Scope(StrEnum):
@@ -35,10 +36,10 @@ class Scope(StrEnum):
     """Submit commands: any program, as the user that runs tasks."""
     CLUSTER_READ = "cluster:read"
     CLUSTER_WRITE = "cluster:write"
-    """State what is gone of what is in quarantine, and let go on what the leader has paused."""
+    """State that the holder of quarantined memory is gone, and resume what the leader has paused."""
     METRICS_READ = "metrics:read"
     MODELS_INFER = "models:infer"
-    """Ask models, and read what there is of them."""
+    """Send inferences, and read which models there are."""
     MODELS_MANAGE = "models:manage"
     """Load and unload models, and change how their servers log and trace. A model may bring code with it."""
     ADMIN = "admin"
@@ -59,9 +60,22 @@ class Identity:
     def may(self, scope: str) -> bool:
         return scope in self.scopes or EVERY_SCOPE in self.scopes
 
+    def require(self, scope: str, purpose: str) -> None:
+        """Raises Problem forbidden if the token lacks the scope. `purpose` is what needs it."""
+        if not self.may(scope):
+            raise Problem(
+                "forbidden",
+                f'token "{self.name}" lacks the scope {scope}, which {purpose} needs; '
+                "ask an admin for a token that has it",
+            )
+
+    def may_see(self, tenant: str) -> bool:
+        """Whether answers may name what belongs to this tenant."""
+        return self.tenant == tenant or self.may(Scope.ADMIN)
+
 
 def new_secret() -> str:
-    """`gpb_` and 32 random bytes in lowercase base32: 256 bit, no character that a shell or URL minds."""
+    """`gpb_` and 32 random bytes in lowercase base32: 256 bits, and nothing to quote in a shell or a URL."""
     return TOKEN_PREFIX + base64.b32encode(secrets.token_bytes(32)).decode().rstrip("=").lower()
 
 
@@ -79,7 +93,7 @@ def new_token(
     now: Instant,
     expires_at: Instant | None = None,
 ) -> tuple[str, TokenRow]:
-    """The secret, which exists nowhere else, and the row to store."""
+    """The secret, which is stored nowhere, and the row to store."""
     secret = new_secret()
     row = TokenRow(name, hash_of(secret), tenant, tuple(sorted(scopes)), max_priority, now, expires_at)
     return secret, row
@@ -93,8 +107,6 @@ class Tokens:
         self._clock = clock
         self._refresh_seconds = refresh_seconds
         self._by_hash: dict[str, Identity] = {}
-        self._remembered: dict[bytes, Identity] = {}
-        """By the header as it was sent: of those that were found since the rows were read last."""
 
     def tenants(self) -> set[str]:
         """Of all tokens, expired ones too."""
@@ -109,11 +121,9 @@ class Tokens:
             )
             for row in rows
         }
-        self._remembered.clear()
 
     async def keep_fresh(self, changed: asyncio.Event) -> None:
-        """Follow the changes that other processes make, until cancelled: when they are told, and else often
-        enough."""
+        """Reload after a change of another process, and once in `refresh_seconds`, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._refresh_seconds):
@@ -122,23 +132,49 @@ class Tokens:
             try:
                 await self.load()
             except StoreUnavailable as fault:
-                log.warning("tokens not refreshed; those known stay valid", fault=str(fault))
+                log.warning("tokens not refreshed; the known ones stay valid", fault=str(fault))
 
     def identify(self, secret: str) -> Identity | None:
-        """None if nobody has this token or it has expired."""
-        found = hash_of(secret)
-        identity = self._by_hash.get(found)
-        return None if identity is None or self._has_expired(identity) else identity
+        """None if there is no such token or it has expired."""
+        identity = self._by_hash.get(hash_of(secret))
+        if identity is None or identity.expires_at is None or identity.expires_at > self._clock.now():
+            return identity
+        return None
 
-    def remembered(self, authorization: bytes) -> Identity | None:
-        """Whose header this was before; None says nothing. Most clients send the same one again and again."""
-        identity = self._remembered.get(authorization)
-        return None if identity is None or self._has_expired(identity) else identity
 
-    def remember(self, authorization: bytes, identity: Identity) -> None:
-        if len(self._remembered) >= MOST_REMEMBERED:
-            self._remembered.clear()
-        self._remembered[authorization] = identity
+class Callers:
+    def __init__(self, tokens: Tokens, allowed_hosts: Iterable[str]) -> None:
+        self._tokens = tokens
+        self._hosts = LOOPBACK_NAMES | {host.strip("[]").lower() for host in allowed_hosts}
 
-    def _has_expired(self, identity: Identity) -> bool:
-        return identity.expires_at is not None and identity.expires_at <= self._clock.now()
+    def check_host(self, header: bytes) -> None:
+        """Against DNS rebinding: a page in a browser may reach our address, but cannot fake this name.
+        Raises Problem host-not-allowed."""
+        host = _without_port(header)
+        if host not in self._hosts:
+            raise Problem("host-not-allowed", host=host, known=", ".join(sorted(self._hosts)))
+
+    def identify(self, authorization: bytes | None) -> Identity:
+        """The holder of the token in this header. Raises Problem unauthenticated."""
+        if authorization is None:
+            raise _unauthenticated("no token was sent")
+        scheme, _, secret = authorization.decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer":
+            raise _unauthenticated(f'the Authorization scheme is "{scheme[:20]}"')
+        identity = self._tokens.identify(secret.strip())
+        if identity is None:
+            raise _unauthenticated("the token is unknown or has expired", ', error="invalid_token"')
+        return identity
+
+
+def _unauthenticated(found: str, challenge: str = "") -> Problem:
+    headers = {"WWW-Authenticate": f'Bearer realm="gpubroker"{challenge}'}
+    return Problem("unauthenticated", headers=headers, found=found)
+
+
+@lru_cache(256)
+def _without_port(header: bytes) -> str:
+    """`[::1]:8470` -> `::1`, `localhost:8470` -> `localhost`; anything else is returned as it is."""
+    host = header.decode("latin-1")
+    parts = _HOST.fullmatch(host)
+    return host if parts is None else (parts["six"] or parts["name"]).lower()

@@ -21,7 +21,7 @@ _TASK_ID = re.compile(r"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
 class Ids:
-    """Makes ids that never repeat and, within this process, never go back, even if the clock does."""
+    """Makes unique ids that, within this process, only ascend, even if the clock goes back."""
 
     def __init__(self) -> None:
         self._ms = 0
@@ -32,18 +32,18 @@ class Ids:
         return TaskId("task_" + self._next(now))
 
     def tasks(self, now: Instant, count: int) -> list[TaskId]:
-        """Many at once, in order: they share a beginning and are numbered at their ends (RFC 9562, 6.2)."""
+        """Ids with one prefix and ascending numbers at their ends (RFC 9562, 6.2)."""
         first = "task_" + self._next(now)
         start = self._random.randrange((1 << _NUMBERED_BITS) - count)
         numbers = range(start, start + count)
         return [TaskId(f"{first[:-4]}{_PAIRS[n >> 10]}{_PAIRS[n & 0x3FF]}") for n in numbers]
 
     def request(self, now: Instant) -> str:
-        """Names what was asked of the leader, which the log tells; `req_` is an HTTP request."""
+        """Of a request to the leader; `req_` is an HTTP request."""
         return "ask_" + self._next(now)
 
     def exchange(self) -> str:
-        """Marks one HTTP exchange in its answer and in the log: unique, and in no order, which is cheaper."""
+        """Of one HTTP request, for its answer and the log: unique, and in no order, which is cheaper."""
         return f"req_{self._random.getrandbits(104):026x}"
 
     def _next(self, now: Instant) -> str:

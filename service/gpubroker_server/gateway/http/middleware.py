@@ -1,6 +1,7 @@
-"""What every request passes before a route sees it: host, encoding, size, token; and how it leaves."""
+"""What every request passes before its route (host, token, encoding, size), and answers to exceptions."""
 
 import time
+from collections.abc import Mapping
 
 import structlog
 from fastapi import APIRouter
@@ -9,39 +10,39 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from gpubroker_server.gateway.http.access import Callers
+from gpubroker_server.gateway.http.identity import Callers
+from gpubroker_server.gateway.http.ids import Ids
+from gpubroker_server.gateway.http.limits import RequestLimits
 from gpubroker_server.gateway.http.problems import Problem, problem_response
 from gpubroker_server.gateway.http.routing import DirectRoute
-from gpubroker_server.gateway.parts import GatewayParts
 from gpubroker_server.ports.store import Outgrown, StoreUnavailable, Unstorable
 from gpubroker_server.telemetry.metrics import Telemetry
 
 log = structlog.get_logger("gpubroker.gateway")
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
-"""Answered without a token. Everything else, known or not, asks for one."""
+"""Answered without a token. Every other path, known or not, needs one."""
 
-_MOST_BYTES = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
-"""Paths whose bodies may be larger, and the limit that holds for them."""
+_BODY_LIMITS = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
+"""Paths whose bodies have a limit of their own."""
 
 _NO_ROUTE = "unmatched"
-_STORE_AWAY = Problem(
-    "store-unavailable",
-    "the database or the disk for large objects cannot be reached and nothing was changed; "
-    "send the request again",
-)
 
 
-class Door:
-    """Pure ASGI, outermost. Whatever is raised inside is answered with a problem; no trace ever leaves."""
+class RequestMiddleware:
+    """Pure ASGI, outermost. Any exception is answered with a problem, and no traceback leaves the process."""
 
     def __init__(
         self,
         router: APIRouter,
         *,
-        parts: GatewayParts,
+        parts: Mapping[type, object],
+        callers: Callers,
+        ids: Ids,
+        limits: RequestLimits,
         telemetry: Telemetry,
     ) -> None:
+        """`parts`: what the routes of each resource get, by type."""
         self._router = router
         self._fixed = {
             (method, route.path): route
@@ -49,11 +50,11 @@ class Door:
             if isinstance(route, DirectRoute) and not route.param_convertors
             for method in route.methods or ()
         }
-        """Routes whose path has no parameters: found at once, not by trying pattern after pattern."""
+        """Routes without path parameters: one look-up instead of one pattern after the other."""
         self._parts = parts
-        self._callers = Callers(parts.identity, parts.allowed_hosts)
-        self._ids = parts.ids
-        self._limits = parts.limits
+        self._callers = callers
+        self._ids = ids
+        self._limits = limits
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,72 +68,61 @@ class Door:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # the server, which knows better, sends the head alone
+            scope = {**scope, "method": "GET"}  # uvicorn sends the head alone
         request_id = self._ids.exchange()
-        state = scope["state"] = {"parts": self._parts, "request_id": request_id}
+        scope["state"] = {"parts": self._parts, "request_id": request_id}
         status = 0
 
-        async def leave(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"request-id", request_id.encode())]
             await send(message)
 
-        path = scope["path"]
-        if path.endswith("/") and path != "/":
-            scope["path"] = path.rstrip("/") or "/"
-        headers = state["headers"] = dict(scope["headers"])
+        if scope["path"] != "/":
+            scope["path"] = scope["path"].rstrip("/") or "/"
         try:
-            self._callers.check_host(headers.get(b"host", b""))
-            is_open = scope["path"] in OPEN_PATHS
-            state["identity"] = None if is_open else self._callers.identify(headers.get(b"authorization"))
-            receive = self._limited(scope["path"], headers, receive)
-            route = self._fixed.get((scope["method"], scope["path"]))
-            if route is None:
-                await self._router(scope, receive, leave)
-            else:
-                scope["route"] = route
-                await route.answer(scope, receive, leave)
-        except Problem as problem:
-            await problem_response(problem, scope)(scope, receive, leave)
-        except HTTPException:
-            await problem_response(self._no_route(scope), scope)(scope, receive, leave)
-        except Outgrown as fault:
-            await problem_response(Problem("follower-stale", str(fault)), scope)(scope, receive, leave)
-        except StoreUnavailable as fault:
-            log.warning("database not reached", request=request_id, fault=str(fault))
-            await problem_response(_STORE_AWAY, scope)(scope, receive, leave)
-        except Unstorable as fault:
-            await problem_response(Problem("validation-failed", str(fault)), scope)(scope, receive, leave)
+            await self._route(scope, receive, send_with_id)
         except ClientDisconnect:
             pass
         except Exception as fault:
-            log.error("request failed", request=request_id, path=scope["path"], exc_info=fault)
+            problem = self._problem_of(fault, scope)
             if status:
-                raise  # the answer has begun; only cutting it off tells the client
-            mistake = Problem(
-                "internal-error", f"the service made a mistake; its log has more under {request_id}"
-            )
-            await problem_response(mistake, scope)(scope, receive, leave)
+                raise  # the answer has begun: only closing the connection tells the client
+            await problem_response(problem, scope)(scope, receive, send_with_id)
         finally:
             template = getattr(scope.get("route"), "path", _NO_ROUTE)
             self._telemetry.on_request(scope["method"], template, status, time.perf_counter() - began)
 
-    def _limited(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Refuse what is encoded or said to be too large; count what comes without a length."""
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, headers = scope["state"], dict(scope["headers"])
+        state["headers"] = headers
+        self._callers.check_host(headers.get(b"host", b""))
+        is_open = scope["path"] in OPEN_PATHS
+        state["identity"] = None if is_open else self._callers.identify(headers.get(b"authorization"))
+        receive = self._limited(scope["path"], headers, receive)
+        route = self._fixed.get((scope["method"], scope["path"]))
+        if route is None:
+            await self._router(scope, receive, send)
+        else:
+            scope["route"] = route
+            await route.answer(scope, receive, send)
+
+    def _limited(self, path: str, headers: Mapping[bytes, bytes], receive: Receive) -> Receive:
+        """Refuse an encoded body and one whose announced length is too large; count one without a length."""
         encoding = headers.get(b"content-encoding", b"identity").strip().lower()
         if encoding != b"identity":
             raise Problem(
                 "unsupported-media-type",
-                f'Content-Encoding "{encoding.decode("latin-1")}" is not read; send the body as it is',
+                f'Content-Encoding "{encoding.decode("latin-1")}" is not supported; send the body as it is',
             )
-        setting = _MOST_BYTES.get(path, "body_bytes")
-        most: int = getattr(self._limits, setting)
+        setting = _BODY_LIMITS.get(path, "body_bytes")
+        max_bytes: int = getattr(self._limits, setting)
         length = headers.get(b"content-length")
         if length is not None and length.isdigit():
-            if int(length) > most:
-                raise _too_large(setting, most, f"{int(length)} bytes were announced")
+            if int(length) > max_bytes:
+                raise _too_large(setting, max_bytes, f"this one has {int(length)} bytes")
             return receive
         received = 0
 
@@ -140,11 +130,28 @@ class Door:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > most:
-                raise _too_large(setting, most, "more came in")
+            if received > max_bytes:
+                raise _too_large(setting, max_bytes, "this one has more")
             return message
 
         return counted
+
+    def _problem_of(self, fault: Exception, scope: Scope) -> Problem:
+        request_id = scope["state"]["request_id"]
+        match fault:
+            case Problem():
+                return fault
+            case HTTPException():
+                return self._no_route(scope)
+            case Outgrown():
+                return Problem("follower-stale", str(fault))
+            case StoreUnavailable():
+                log.warning("database not reached", request=request_id, fault=str(fault))
+                return Problem("store-unavailable")
+            case Unstorable():
+                return Problem("validation-failed", str(fault))
+        log.error("request failed", request=request_id, path=scope["path"], exc_info=fault)
+        return Problem("internal-error", request_id=request_id)
 
     def _no_route(self, scope: Scope) -> Problem:
         """404 or 405. The router itself knows only the first of several routes of a path."""
@@ -152,20 +159,18 @@ class Door:
         routes = [route for route in self._router.routes if isinstance(route, Route)]
         here = [route for route in routes if route.path_regex.match(path)]
         known = {method for route in here for method in route.methods or ()}
-        allowed = ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
         if not here:
             return Problem("not-found", f"there is nothing at {path[:200]}; /openapi.json lists all paths")
+        allowed = ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
         return Problem(
-            "method-not-allowed",
-            f"{method} is not known at {path}; known are {allowed}",
-            headers={"Allow": allowed},
+            "method-not-allowed", headers={"Allow": allowed}, path=path, method=method, allowed=allowed
         )
 
 
-def _too_large(setting: str, most: int, found: str) -> Problem:
+def _too_large(setting: str, max_bytes: int, found: str) -> Problem:
     return Problem(
         "payload-too-large",
-        f"a body may have {most} bytes and {found}; "
+        f"a body may have {max_bytes} bytes, and {found}; "
         f"put large data where tasks can read it and pass its address, or raise limits.{setting}",
         headers={"Connection": "close"},
     )

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI reads off the routes, and what it cannot know."""
+"""The OpenAPI document: what FastAPI derives from the routes, and what it cannot know."""
 
 from importlib.metadata import version
 from typing import Any
@@ -19,7 +19,7 @@ with a stable `code`. The API only ever grows: accept fields and values that you
 """
 _TAGS = [
     {"name": "tasks", "description": "Submit work and fetch what came of it."},
-    {"name": "leases", "description": "GPU memory for what the broker does not start."},
+    {"name": "leases", "description": "GPU memory for processes that the broker does not start."},
     {"name": "events", "description": "The log of everything that changed."},
     {"name": "cluster", "description": "Devices, nodes and totals."},
     {"name": "administration", "description": "Who may do what."},
@@ -49,7 +49,7 @@ def complete(app: FastAPI) -> dict[str, Any]:
 
 
 def _polish(operation: dict[str, Any]) -> None:
-    """The first line of the docstring is the summary; a parameter that is left out is no null."""
+    """Make the docstring's first line the summary. A parameter may be left out, but not null."""
     summary, _, rest = operation.pop("description").partition("\n\n")
     operation["summary"] = summary.rstrip(".")
     if rest:
@@ -73,7 +73,7 @@ def _add_problem_schema(schemas: dict[str, Any]) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as such, and nothing as a reference to something above."""
+    """Writes text of several lines as a block, and no references to earlier values."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # the signature is yaml's
         return True

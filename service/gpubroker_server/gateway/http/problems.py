@@ -1,4 +1,4 @@
-"""Every way in which the API says no: RFC 9457 documents, one code each, explained in docs/errors.md."""
+"""Every error of the API, with status, title and text: RFC 9457 problem details. See also docs/errors.md."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,68 +13,156 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What is the same for every problem of one code."""
+class ProblemKind:
+    """What all problems of one code have in common."""
 
     status: int
     title: str
+    detail: str = ""
+    """The text, with names in braces for what was asked and found; empty if each problem has its own."""
     retryable: bool = False
     """Whether the very same request may succeed later."""
 
 
-CATALOGUE: Final[Mapping[str, Kind]] = {
-    "malformed-json": Kind(400, "The body is not JSON"),
-    "cursor-invalid": Kind(400, "The cursor does not belong to this list"),
-    "header-invalid": Kind(400, "A header cannot be read"),
-    "unauthenticated": Kind(401, "A token is needed"),
-    "forbidden": Kind(403, "The token does not allow this"),
-    "load-files-disabled": Kind(403, "Loads of models bring no files here"),
-    "priority-not-allowed": Kind(403, "The priority is above the token's cap"),
-    "not-found": Kind(404, "There is no such thing"),
-    "method-not-allowed": Kind(405, "This path does not know the method"),
-    "task-already-finished": Kind(409, "The task has already finished"),
-    "task-not-finished": Kind(409, "The task has not finished", retryable=True),
-    "task-not-pending": Kind(409, "The task no longer waits"),
-    "model-ambiguous": Kind(409, "The model is at several servers"),
-    "lease-ended": Kind(409, "The lease has ended"),
-    "lease-under-notice": Kind(409, "The lease is to be given back"),
-    "nothing-quarantined": Kind(409, "Nothing of it is in quarantine"),
-    "still-in-use": Kind(409, "It is measured to be in use"),
-    "nothing-paused": Kind(409, "No silent node is kept from being given up"),
-    "token-exists": Kind(409, "A token of this name exists"),
-    "events-gone": Kind(410, "These events are no longer kept"),
-    "payload-too-large": Kind(413, "The body is too large"),
-    "unsupported-media-type": Kind(415, "The body is of a type or encoding that is not read here"),
-    "host-not-allowed": Kind(421, "The service does not go by this name"),
-    "validation-failed": Kind(422, "The request does not fit its schema"),
-    "exceeds-capacity": Kind(422, "The task could never run here"),
-    "no-matching-device": Kind(422, "There is no such GPU or node here"),
-    "exceeds-maximum": Kind(422, "The task asks for more than one task may have"),
-    "exceeds-quota": Kind(422, "The task asks for more than its tenant may have"),
-    "objects-full": Kind(422, "The tenant's objects would take more than they may"),
-    "priority-too-low": Kind(422, "What the task asks for is kept for higher priorities"),
-    "pool-mismatch": Kind(422, "The pool does not give what the task asks for"),
-    "unknown-resource": Kind(422, "Nobody offers this resource"),
-    "entrypoint-not-allowed": Kind(422, "The operator does not allow this entrypoint"),
-    "python-mismatch": Kind(422, "The function was pickled by another Python"),
-    "idempotency-key-reused": Kind(422, "The idempotency key belongs to another body"),
-    "batch-refused": Kind(422, "Some tasks of the batch cannot be accepted"),
-    "too-many-requests": Kind(429, "Too much is being worked out already", retryable=True),
-    "model-queue-full": Kind(429, "Too many wait for the model", retryable=True),
-    "model-queue-share": Kind(429, "Too many of the tenant wait for the model", retryable=True),
-    "headers-too-large": Kind(431, "The headers are longer than the server of models takes"),
-    "internal-error": Kind(500, "The service made a mistake"),
-    "result-damaged": Kind(500, "The stored bytes are missing or damaged"),
-    "shared-memory-disabled": Kind(501, "Memory is not shared with servers of models"),
-    "model-not-loaded": Kind(502, "The model was not loaded"),
-    "model-server-failed": Kind(502, "The server of models broke off"),
-    "follower-stale": Kind(503, "The overview is too old to be trusted", retryable=True),
-    "store-unavailable": Kind(503, "The database cannot be reached", retryable=True),
-    "model-server-unavailable": Kind(503, "The server of models cannot be reached", retryable=True),
-    "model-queue-timeout": Kind(503, "The model had no time for the request", retryable=True),
-    "model-server-busy": Kind(503, "Too many wait for the server of models", retryable=True),
-    "model-not-ready": Kind(503, "The model is not in memory yet", retryable=True),
-    "model-server-silent": Kind(504, "The server of models says nothing"),
+CATALOGUE: Final[Mapping[str, ProblemKind]] = {
+    "malformed-json": ProblemKind(
+        400, "The body is not JSON", "the body is not JSON: {why}; send one JSON object in UTF-8"
+    ),
+    "cursor-invalid": ProblemKind(400, "The cursor does not belong to this list"),
+    "header-invalid": ProblemKind(400, "A header has an invalid value"),
+    "unauthenticated": ProblemKind(
+        401,
+        "A token is needed",
+        "{found}; send Authorization: Bearer <token> "
+        "(the first token is in client.json in the service's data directory)",
+    ),
+    "forbidden": ProblemKind(403, "The token does not allow this"),
+    "load-files-disabled": ProblemKind(403, "Loading a model with files is disabled"),
+    "priority-not-allowed": ProblemKind(403, "The priority is above the token's cap"),
+    "not-found": ProblemKind(404, "Not found"),
+    "method-not-allowed": ProblemKind(
+        405, "The path does not support the method", "{path} does not support {method}; it supports {allowed}"
+    ),
+    # 409: the request is valid, but not in the present state of what it names.
+    "task-already-finished": ProblemKind(
+        409,
+        "The task has already finished",
+        "task {task} is already {state} and cannot be changed or cancelled; submit it again as a new task",
+    ),
+    "task-not-finished": ProblemKind(
+        409,
+        "The task has not finished",
+        "task {task} is {state} and has no result yet; GET /tasks/{task}/wait answers when it ends",
+        retryable=True,
+    ),
+    "task-not-pending": ProblemKind(
+        409,
+        "The task is no longer pending",
+        "task {task} is {state}, and {fields} can be changed only while a task is pending; "
+        "cancel it and submit it again",
+    ),
+    "model-ambiguous": ProblemKind(
+        409,
+        "The model is at several servers",
+        'model "{model}" is at several servers ({servers}); choose one of them, as in ?server={first}',
+    ),
+    "lease-ended": ProblemKind(409, "The lease has ended", "lease {lease} {ended}; {remedy}"),
+    "lease-under-notice": ProblemKind(
+        409,
+        "The lease is under notice",
+        "the holder of lease {lease} was asked to leave ({reason}), so it cannot be renewed; "
+        "free its memory, then DELETE /leases/{lease}",
+    ),
+    "nothing-quarantined": ProblemKind(
+        409,
+        "Nothing is in quarantine",
+        'there is {found} of "{holder}" in quarantine; GET /quarantine lists what is',
+    ),
+    "still-in-use": ProblemKind(
+        409,
+        "The memory is still in use",
+        "attempt {attempt} of {holder} is not gone: it was just measured to use {used_mb} MiB of {device}; "
+        "end its process, or reboot {node}",
+    ),
+    "nothing-paused": ProblemKind(
+        409,
+        "Detection is not paused",
+        "the leader holds no silent node back, so there is nothing to resume; GET /stats has its state",
+    ),
+    "token-exists": ProblemKind(
+        409,
+        "A token of this name exists",
+        'there is a token "{name}" already; delete it first, or choose another name',
+    ),
+    "events-gone": ProblemKind(
+        410,
+        "These events are no longer kept",
+        "events up to position {last_gone} are no longer kept, and some of them came after {after}; "
+        "read the present state (GET /tasks, GET /gpus), then read on without `after`",
+    ),
+    "payload-too-large": ProblemKind(413, "The body is too large"),
+    "unsupported-media-type": ProblemKind(415, "The body has a type or encoding that is not supported"),
+    "host-not-allowed": ProblemKind(
+        421,
+        "The service does not have this name",
+        'the service is not known as "{host}" but as {known}; '
+        "use one of those names, or have the operator add yours to allowed_hosts",
+    ),
+    "validation-failed": ProblemKind(422, "The request does not match its schema"),
+    "exceeds-capacity": ProblemKind(422, "The task could never run here"),
+    "no-matching-device": ProblemKind(422, "There is no such GPU or node here"),
+    "exceeds-maximum": ProblemKind(422, "The task asks for more than one task may have"),
+    "exceeds-quota": ProblemKind(422, "The task asks for more than its tenant may have"),
+    "objects-full": ProblemKind(422, "The tenant's objects exceed a limit"),
+    "priority-too-low": ProblemKind(422, "What the task asks for is kept for higher priorities"),
+    "pool-mismatch": ProblemKind(422, "The pool does not have what the task asks for"),
+    "unknown-resource": ProblemKind(422, "There is no such resource"),
+    "entrypoint-not-allowed": ProblemKind(
+        422,
+        "The operator does not allow this entrypoint",
+        '"{entrypoint}" is not allowed; the operator allows {allowed} (setting entrypoints)',
+    ),
+    "python-mismatch": ProblemKind(422, "The function was pickled by another Python"),
+    "idempotency-key-reused": ProblemKind(
+        422,
+        "The idempotency key belongs to another body",
+        'the key "{key}" was used with another body, for {task}; nothing was stored; '
+        "use a new key for a new {what}",
+    ),
+    "batch-refused": ProblemKind(
+        422,
+        "Some tasks of the batch cannot be accepted",
+        "{refused} of {sent} tasks cannot be accepted, so nothing was stored; the first: {first}",
+    ),
+    "too-many-requests": ProblemKind(
+        429,
+        "Too many requests",
+        "{what} are computed one at a time; one is being computed{more}; ask again in a second",
+        retryable=True,
+    ),
+    "model-queue-full": ProblemKind(429, "The model's queue is full", retryable=True),
+    "model-queue-share": ProblemKind(429, "The tenant's share of the model's queue is full", retryable=True),
+    "headers-too-large": ProblemKind(431, "The headers are longer than the model server accepts"),
+    "internal-error": ProblemKind(
+        500, "Internal error", "internal error; the service's log has more under {request_id}"
+    ),
+    "result-damaged": ProblemKind(500, "The stored bytes are missing or damaged"),
+    "shared-memory-disabled": ProblemKind(501, "Shared memory with model servers is disabled"),
+    "model-not-loaded": ProblemKind(502, "The model was not loaded"),
+    "model-server-failed": ProblemKind(502, "The model server failed"),
+    "follower-stale": ProblemKind(503, "The overview is too old to be trusted", retryable=True),
+    "store-unavailable": ProblemKind(
+        503,
+        "The database cannot be reached",
+        "the database, or the disk for large objects, cannot be reached and nothing was changed; "
+        "send the request again",
+        retryable=True,
+    ),
+    "model-server-unavailable": ProblemKind(503, "The model server cannot be reached", retryable=True),
+    "model-queue-timeout": ProblemKind(503, "The request waited too long for the model", retryable=True),
+    "model-server-busy": ProblemKind(503, "Too many requests wait for the model server", retryable=True),
+    "model-not-ready": ProblemKind(503, "The model is not in memory yet", retryable=True),
+    "model-server-silent": ProblemKind(504, "The model server does not answer"),
 }
 
 _NOT_NOW = frozenset({429, 503})
@@ -106,26 +194,30 @@ class ProblemDocument(TypedDict):
 
 
 class Problem(Exception):
-    """Ends a request with this problem. `code` must be in the catalogue."""
+    """Ends a request with this problem. `code` must be in the catalogue.
+
+    Give either `detail`, or the `values` for the catalogue's text.
+    """
 
     def __init__(
         self,
         code: str,
-        detail: str,
+        detail: str = "",
         *,
         errors: Sequence[Fault] = (),
         headers: Mapping[str, str] | None = None,
+        **values: object,
     ) -> None:
-        super().__init__(detail)
         self.code = code
         self.kind = CATALOGUE[code]
-        self.detail = detail
+        self.detail = detail or self.kind.detail.format(**values)
         self.errors = errors
         self.headers = headers or {}
+        super().__init__(self.detail)
 
 
 def problem_document(problem: Problem, scope: Mapping[str, Any]) -> ProblemDocument:
-    """What is told to whoever sent the request of this ASGI scope."""
+    """The answer to the request of this ASGI scope."""
     kind = problem.kind
     return {
         "type": f"{DOCS}#{problem.code}",
@@ -141,13 +233,12 @@ def problem_document(problem: Problem, scope: Mapping[str, Any]) -> ProblemDocum
 
 
 def problem_response(problem: Problem, scope: Mapping[str, Any]) -> Response:
-    """The answer to the request of this ASGI scope."""
-    kind = problem.kind
-    return Response(to_json(problem_document(problem, scope)), kind.status, headers_of(problem), MEDIA_TYPE)
+    document = problem_document(problem, scope)
+    return Response(to_json(document), problem.kind.status, headers_of(problem), MEDIA_TYPE)
 
 
 def headers_of(problem: Problem) -> dict[str, str]:
-    """Its own, and when to come again where that helps."""
+    """The problem's own headers, and Retry-After where trying again helps."""
     headers = dict(problem.headers)
     if problem.kind.status in _NOT_NOW:
         headers.setdefault("Retry-After", _RETRY_AFTER_SECONDS)

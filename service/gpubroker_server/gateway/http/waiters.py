@@ -1,27 +1,32 @@
-"""Those who wait: for the end of a task, or for the leader to carry out a request. The log wakes them."""
+"""Requests that wait for the end of a task, or for the leader to do something. The event log wakes them."""
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
+from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.task import TERMINAL
-from gpubroker_server.core.domain.units import Position, Seconds
+from gpubroker_server.core.domain.units import Position, Seconds, TaskId
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
+from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.world.events import Event
+from gpubroker_server.gateway.http.ids import Ids
+from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.ports.store import Clock, TaskStore
 
 _WAKING = frozenset({*(f"task.{state}" for state in TERMINAL), "request.done"})
-"""Kinds of events that somebody may wait for. The key is the task's or the request's id."""
-
-
+"""Kinds of events that a request may wait for. The key is the id of the task or of the request."""
 _MOVES = _WAKING - {"request.done"} | {"task.started", "task.stopping"}
 
 
 def moves_of(task: str) -> str:
-    """The key for whoever waits for a task's next move, whether it is its last or not."""
+    """The key to wait for the task's next state, whether it is its last or not."""
     return f"{task} moves"
 
 
 class Expectation:
-    """One client's wait for one key. Made before the row is read, so that no end falls in between."""
+    """One wait for one key. Create it before reading the row, so that no event falls in between."""
 
     def __init__(self) -> None:
         self._happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -39,14 +44,14 @@ class Expectation:
 
 
 class Waiters:
-    """All expectations by key. Lives on the event loop; `on_events` must be called on its thread."""
+    """All expectations by key. Call `on_events` on the thread of the event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, set[Expectation]] = {}
         self._behind: dict[Expectation, Position] = {}
-        """Who waits for the log to be heard up to a position."""
+        """Expectations that end when the log is read up to a position."""
         self.is_closed = False
-        """Nobody waits any more: this process is about to end."""
+        """This process is about to end, and nothing waits any more."""
 
     def __len__(self) -> int:
         return sum(len(expectations) for expectations in self._waiting.values())
@@ -73,7 +78,7 @@ class Waiters:
             del self._behind[expectation]
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Wake whoever waits for what these committed events say; the World must have heard them before."""
+        """Wake what waits for these committed events. Apply them to the World first."""
         for expectation, position in self._behind.items():
             if events and events[-1].position >= position:
                 expectation.fulfil()
@@ -86,12 +91,12 @@ class Waiters:
                 self._fulfil(moves_of(event.key))
 
     def close(self) -> None:
-        """From now on everybody is answered at once with what is known."""
+        """Answer all that wait, now and from now on, with what is known."""
         self.is_closed = True
         self.wake_all()
 
     def wake_all(self) -> None:
-        """Events were missed that some waited for."""
+        """For when events were missed."""
         for key in list(self._waiting):
             self._fulfil(key)
         for expectation in self._behind:
@@ -106,3 +111,39 @@ class Waiters:
     def _fulfil(self, key: str) -> None:
         for expectation in self._waiting.pop(key, ()):
             expectation.fulfil()
+
+
+class Leadership(Protocol):
+    """What this process knows of the leader, which may be in this process or in another one."""
+
+    def leader(self) -> LeaderSeen | None:
+        """None if no leader is known."""
+
+    def executor_status(self) -> Mapping[str, Any]:
+        """As `Executor.status`."""
+
+    def paused(self) -> PausedDetection | None:
+        """The silent nodes that the leader does not give up."""
+
+    def forecasts(self) -> Sequence[Forecast]: ...
+
+
+class LeaderRequests:
+    """Requests to the leader: they are committed rows, and the leader carries them out."""
+
+    def __init__(
+        self, store: TaskStore, ids: Ids, clock: Clock, waiters: Waiters, settle_seconds: Seconds
+    ) -> None:
+        self._store = store
+        self._ids = ids
+        self._clock = clock
+        self._waiters = waiters
+        self._settle_seconds = settle_seconds
+
+    async def ask(self, subject: str, tenant: str, what: str, fields: dict[str, Any]) -> bool:
+        """Store the request. True if the leader has carried it out by the time this returns."""
+        now = self._clock.now()
+        request = Request(self._ids.request(now), TaskId(subject), tenant, what, fields, now)
+        with self._waiters.expect(request.id) as done:
+            await self._store.request(request)
+            return await done.within(self._settle_seconds)

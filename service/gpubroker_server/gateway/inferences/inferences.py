@@ -1,4 +1,4 @@
-"""Queued inferences: what clients may send, and the tasks that they are."""
+"""Queued inferences: schema, the tensors in it, and the task that each is."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,13 +12,12 @@ from gpubroker_server.core.domain.task import Dependency, Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.serving.batching import InferenceRequest
 from gpubroker_server.core.serving.tensors import BadTensor, Tensor, checked, tensor_of
-from gpubroker_server.gateway.http.bodies import Body, BytesBehind, Timed
-from gpubroker_server.gateway.http.faults import refused
+from gpubroker_server.gateway.http.bodies import BinaryBody, Body, Labels, Name, line
+from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.http.text import Labels, Name, line
-from gpubroker_server.gateway.parts import Defaults
-from gpubroker_server.gateway.submission.task_body import Priority, StreamName, TimeoutSeconds
-from gpubroker_server.gateway.submission.timing import Timing
+from gpubroker_server.gateway.submission.demand import Defaults
+from gpubroker_server.gateway.submission.task_body import MaxRetries, Priority, StreamName, TimeoutSeconds
+from gpubroker_server.gateway.submission.timing import Timed, Timing
 from gpubroker_server.ports.store import RunSpec
 
 Datatype = Literal[
@@ -32,12 +31,12 @@ NO_OBJECTS: Mapping[str, bytes] = MappingProxyType({})
 
 class TensorParameters(Body):
     binary_data_size: Annotated[
-        int, Field(ge=0, description="So many bytes behind the JSON are its values, as in Triton's protocol.")
+        int, Field(ge=0, description="How many bytes after the JSON are its values, as in Triton's protocol.")
     ]
 
 
 class InputTensor(Body):
-    """As in the request of Triton's protocol, with its values here, behind the JSON, or in an object."""
+    """As in Triton's protocol, with its values here, after the JSON, or in an object."""
 
     name: Annotated[str, line(1000, 1)]
     datatype: Datatype
@@ -52,7 +51,7 @@ class InputTensor(Body):
         str | None,
         StringConstraints(max_length=100),
         WithJsonSchema({"type": "string", "maxLength": 100}),
-        Field(description="Id of an object (`POST /objects`) that has its values in Triton's binary form."),
+        Field(description="Id of an object (`POST /objects`) with its values in Triton's binary format."),
     ] = None
 
 
@@ -60,23 +59,23 @@ class WantedTensor(Body):
     name: Annotated[str, line(1000, 1)]
 
 
-class SubmitInference(Timed, BytesBehind):
+class SubmitInference(Timed, BinaryBody):
     """One inference. Only `model` and `inputs` are required."""
 
     model: Annotated[
         str,
         StringConstraints(pattern=r"^[^/\x00-\x1f\x7f]{1,500}$"),
-        Field(description="As its server calls it.", examples=["resnet"]),
+        Field(description="The name of the model on its server.", examples=["resnet"]),
     ]
     version: Annotated[
         str,
         StringConstraints(pattern=r"^[0-9]{0,18}$"),
-        Field(description="Left out: the one that its server chooses."),
+        Field(description="Left out: the server chooses."),
     ] = ""
-    id: Annotated[str, line(500), Field(description="Comes back with the answer.")] = ""
+    id: Annotated[str, line(500), Field(description="Returned with the answer.")] = ""
     inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1000)]
     outputs: Annotated[
-        list[WantedTensor], Field(max_length=1000, description="Left out: all that the model has.")
+        list[WantedTensor], Field(max_length=1000, description="Left out: all outputs of the model.")
     ] = Field(default_factory=list)
     parameters: Annotated[
         dict[Annotated[str, line(500, 1)], str | bool | int | float],
@@ -86,16 +85,18 @@ class SubmitInference(Timed, BytesBehind):
     name: Name = ""
     priority: Priority | None = None
     stream: StreamName = ""
-    max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
+    max_retries: MaxRetries | None = None
     timeout_seconds: TimeoutSeconds | None = None
     labels: Labels = Field(default_factory=dict)
 
 
 def request_of(
-    body: SubmitInference, behind: bytes = b"", objects: Mapping[str, bytes] = NO_OBJECTS
+    body: SubmitInference, binary_data: bytes = b"", objects: Mapping[str, bytes] = NO_OBJECTS
 ) -> InferenceRequest:
-    """Its values as the model gets them. Raises Problem with all that is wrong with them. `behind`: the bytes
-    that followed the JSON; `objects`: those that it names, by id."""
+    """The values as the model gets them. `binary_data` followed the JSON; `objects`: the named ones, by id.
+
+    Raises one Problem with all faults.
+    """
     faults = [
         *_named_twice("inputs", [tensor.name for tensor in body.inputs]),
         *_named_twice("outputs", [tensor.name for tensor in body.outputs]),
@@ -105,37 +106,37 @@ def request_of(
     for at, given in enumerate(body.inputs):
         size = 0 if given.parameters is None else given.parameters.binary_data_size
         try:
-            tensors.append(_tensor(given, behind[begin : begin + size], objects))
+            tensors.append(_tensor(given, binary_data[begin : begin + size], objects))
         except BadTensor as bad:
             where = "data" if given.parameters is None else "parameters/binary_data_size"
             where = where if given.object is None else "object"
             faults.append(Fault(pointer=f"/inputs/{at}/{where}", detail=str(bad), code="bad-tensor"))
         begin += size
-    if begin != len(behind) and not faults:
-        detail = f"{len(behind)} bytes follow the JSON, and its inputs name {begin} (binary_data_size)"
+    if begin != len(binary_data) and not faults:
+        detail = f"{len(binary_data)} bytes follow the JSON, and the inputs name {begin} (binary_data_size)"
         faults.append(Fault(pointer="/inputs", detail=detail, code="bad-tensor"))
     if faults:
-        raise refused(faults)
+        raise invalid(*faults)
     outputs = tuple(tensor.name for tensor in body.outputs)
     return InferenceRequest(tuple(tensors), body.version, outputs, body.parameters, body.id)
 
 
-def _tensor(given: InputTensor, behind: bytes, objects: Mapping[str, bytes]) -> Tensor:
+def _tensor(given: InputTensor, binary_data: bytes, objects: Mapping[str, bytes]) -> Tensor:
     """Raises BadTensor."""
     if [given.data, given.parameters, given.object].count(None) != 2:
         raise BadTensor(
-            "give its values (data), or parameters with binary_data_size if they follow the JSON, or the "
-            "object that has them: one of these"
+            "give its values in exactly one way: data, or parameters with binary_data_size if they follow "
+            "the JSON, or object"
         )
     if given.data is not None:
         return tensor_of(given.name, given.datatype, given.shape, given.data)
-    data = behind if given.object is None else objects[given.object]
+    data = binary_data if given.object is None else objects[given.object]
     return checked(Tensor(given.name, given.datatype, tuple(given.shape), data))
 
 
 def _named_twice(field: str, names: list[str]) -> list[Fault]:
     return [
-        Fault(pointer=f"/{field}/{at}/name", detail=f'"{name}" stands there already', code="named-twice")
+        Fault(pointer=f"/{field}/{at}/name", detail=f'"{name}" is already named', code="named-twice")
         for at, name in enumerate(names)
         if name in names[:at]
     ]
@@ -179,7 +180,7 @@ def task_of_inference(
 
 
 def spec_of_inference(body: SubmitInference, stored: bytes, digest: str | None) -> RunSpec:
-    """`stored`: the packed request; `digest` names the object that holds it if it is large."""
+    """`stored`: the packed request; `digest`: of the object that holds it instead of the row."""
     return RunSpec(
         kind=KIND,
         entrypoint=body.model,

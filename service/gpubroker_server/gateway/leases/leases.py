@@ -1,4 +1,4 @@
-"""Memory for those who run outside of the broker: what they may ask for, and what they are answered."""
+"""External leases, for memory that processes outside of the broker use: schema, task and answer."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -13,18 +13,18 @@ from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.task import ExternalTerms, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.bodies import Body
-from gpubroker_server.gateway.http.faults import refused
+from gpubroker_server.gateway.http.bodies import Body, KindName, Labels, LabelValue, line
+from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.text import KindName, Labels, LabelValue, line
-from gpubroker_server.gateway.parts import Defaults
-from gpubroker_server.gateway.status.task_view import Live, error_view, rfc3339, rfc3339_or_none, shares
-from gpubroker_server.gateway.status.views import ErrorView, PendingView, Time
-from gpubroker_server.gateway.submission.demand_views import DeviceShare
+from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.status.task_view import Live, device_shares, error_view
+from gpubroker_server.gateway.status.views import DeviceShare, ErrorView, PendingView
+from gpubroker_server.gateway.submission.demand import Defaults
+from gpubroker_server.gateway.submission.resources import MAX_MB
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority
+from gpubroker_server.gateway.submission.timing import DAY_SECONDS
 from gpubroker_server.ports.store import TaskRecord
 
-DAY_SECONDS = 24 * 3600
 _MOST_PIDS = 2**22
 
 TtlSeconds = Annotated[
@@ -32,33 +32,33 @@ TtlSeconds = Annotated[
     Field(
         ge=1,
         le=7 * DAY_SECONDS,
-        description="Who is not heard of for so long is asked to leave; renewing counts as being heard of.",
+        description="The holder is asked to leave unless it renews the lease within this time.",
     ),
 ]
 
 
 class AskLease(Body):
-    """GPU memory for something that the broker does not start. Without `gpu_mb` whole GPUs."""
+    """GPU memory for a process that the broker does not start. Without `gpu_mb` whole GPUs."""
 
     holder: Annotated[
-        str, line(200, 1), Field(description="Who holds it, for people.", examples=["vllm on :8000"])
+        str, line(200, 1), Field(description="The holder, for people.", examples=["vllm on :8000"])
     ]
-    gpu_mb: Annotated[int, Field(ge=1, le=16_777_216, description="Of each GPU.")] | None = None
+    gpu_mb: Annotated[int, Field(ge=1, le=MAX_MB, description="Of each GPU.")] | None = None
     gpus: Annotated[int, Field(ge=1, le=1024)] = 1
     priority: Priority | None = None
     ttl_seconds: TtlSeconds = 60.0
     grace_seconds: Annotated[
-        GraceSeconds | None, Field(description="Between the notice to leave and the end of patience.")
+        GraceSeconds | None, Field(description="From the notice to leave to its deadline.")
     ] = None
     pid: Annotated[
         int | None,
         Field(
             ge=1,
             le=_MOST_PIDS,
-            description="A process on that node. What it and its children use is this lease's, and when it "
-            "has ended the lease ends too. It is never signalled. Needs the scope `tasks:command`; a process "
-            "of a run, of another lease or of the broker ends the lease (`not_your_process`). Without it "
-            "what is used counts as foreign, beside the lease.",
+            description="A process on that node. What it and its children use counts as this lease's, and "
+            "the lease ends with the process, which is never signalled. Needs the scope `tasks:command`; a "
+            "process of a run, of another lease or of the broker ends the lease (`not_your_process`). Left "
+            "out: the memory in use counts as foreign, beside the lease.",
         ),
     ] = None
     node: Annotated[LabelValue | None, Field(description="Only on this node.")] = None
@@ -74,7 +74,7 @@ class AskLease(Body):
 
 class RenewLease(Body):
     ttl_seconds: Annotated[
-        TtlSeconds | None, Field(description="From now on; left out: as it was asked for at first.")
+        TtlSeconds | None, Field(description="From now; left out: that of the request for the lease.")
     ] = None
 
 
@@ -82,9 +82,9 @@ class LeaseStanding(StrEnum):
     PENDING = "pending"
     HELD = "held"
     STOPPING = "stopping"
-    """Its holder is asked to leave."""
+    """The holder is asked to leave."""
     QUARANTINED = "quarantined"
-    """It is over and was not given back: its memory still counts as used."""
+    """It has ended without a release: its memory still counts as used."""
     ENDED = "ended"
 
 
@@ -95,11 +95,11 @@ STATES = {
     LeaseStanding.QUARANTINED: tuple(state for state in TaskState if state.is_terminal),
     LeaseStanding.ENDED: tuple(state for state in TaskState if state.is_terminal),
 }
-"""The states of the task that a lease is. Of the last two its memory tells which."""
+"""A lease is a task in one of these states. The last two differ in whether it still has memory."""
 
 
 class NoticeView(TypedDict):
-    """The holder is asked to free its memory and then to release the lease."""
+    """Why and by when the holder must free its memory and release the lease."""
 
     reason: Annotated[str, Field(description="preempt, deadline (it was not renewed), cancel or overuse.")]
     deadline_at: Time
@@ -114,7 +114,7 @@ class LeaseUrls(TypedDict):
 
 
 class LeaseView(TypedDict):
-    """A lease as it stands. It is a task as well, that nobody starts: `/tasks/{id}` knows it too."""
+    """The present state of a lease. It is also a task, which is never started: see `/tasks/{id}`."""
 
     id: str
     holder: str
@@ -128,16 +128,16 @@ class LeaseView(TypedDict):
     pid: int | None
     labels: dict[str, str]
     node: str | None
-    devices: Annotated[list[DeviceShare], Field(description="What it has, while it has it.")]
+    devices: Annotated[list[DeviceShare], Field(description="What it holds now.")]
     ttl_seconds: float
     grace_seconds: float
     requested_at: Time
     held_at: Time | None
-    deadline_at: Annotated[Time | None, Field(description="To be renewed before then.")]
+    deadline_at: Annotated[Time | None, Field(description="Renew it before then.")]
     ended_at: Time | None
     notice: NoticeView | None
     pending: PendingView | None
-    error: Annotated[ErrorView | None, Field(description="Why it ended without its holder's word.")]
+    error: Annotated[ErrorView | None, Field(description="Why it ended without a release.")]
     urls: LeaseUrls
 
 
@@ -148,7 +148,7 @@ class LeasePage(TypedDict):
 
 
 def demand_of_lease(body: AskLease) -> Demand:
-    """It takes nothing of a node but memory of its GPUs."""
+    """Memory of GPUs, and nothing else of a node."""
     return Demand(
         gpus=body.gpus,
         gpu_mb=None if body.gpu_mb is None else Mib(body.gpu_mb),
@@ -178,13 +178,13 @@ def task_of_lease(
 
 
 def check_node(body: AskLease, world: World, *, names_nodes: bool) -> None:
-    """Raises Problem for a node that is not known, and for a process of which it is not clear where it is.
+    """Raises Problem for an unknown node, and for a process that could be on several nodes.
 
-    `names_nodes`: whether whoever asks may know which nodes there are.
+    `names_nodes`: whether the token may see the names of nodes.
     """
     if body.node is not None and world.nodes and body.node not in world.nodes:
-        known = f"; there are {', '.join(sorted(world.nodes)[:5])}" if names_nodes else ""
-        detail = f'no node is named "{body.node}"{known}; name another, or none'
+        known = f"; nodes: {', '.join(sorted(world.nodes)[:5])}" if names_nodes else ""
+        detail = f'there is no node "{body.node}"{known}; name another node, or none'
         fault = Fault(pointer="/node", detail=detail, code="no-matching-device")
         raise Problem("no-matching-device", detail, errors=[fault])
     if body.pid is None:
@@ -193,13 +193,11 @@ def check_node(body: AskLease, world: World, *, names_nodes: bool) -> None:
     if body.devices:
         nodes &= {book.device.node for book in world.books.values() if book.device.uuid in body.devices}
     if len(nodes) > 1:
-        detail = (
-            f"process {body.pid} may be on any of {len(nodes)} nodes; say which with node, or name devices"
-        )
-        raise refused([Fault(pointer="/node", detail=detail, code="missing")])
+        detail = f"process {body.pid} could be on any of {len(nodes)} nodes; name the node, or devices"
+        raise invalid(Fault(pointer="/node", detail=detail, code="missing"))
 
 
-def standing(task: Task, live: Live) -> LeaseStanding:
+def standing_of(task: Task, live: Live) -> LeaseStanding:
     if task.is_terminal:
         held = any(lease.state is not LeaseState.RELEASED for lease in live.leases)
         return LeaseStanding.QUARANTINED if held else LeaseStanding.ENDED
@@ -214,7 +212,7 @@ def lease_view(record: TaskRecord, live: Live) -> LeaseView:
         "id": task.id,
         "holder": task.name,
         "tenant": task.tenant,
-        "state": standing(task, live).value,
+        "state": standing_of(task, live).value,
         "priority": task.priority,
         "band": band_of(task.priority)[0],
         "gpus": demand.gpus,
@@ -223,7 +221,7 @@ def lease_view(record: TaskRecord, live: Live) -> LeaseView:
         "pid": task.external.pid,
         "labels": dict(record.spec.labels),
         "node": task.node,
-        "devices": shares(live),
+        "devices": device_shares(live.leases, live),
         "ttl_seconds": task.external.ttl_seconds,
         "grace_seconds": task.grace_seconds,
         "requested_at": rfc3339(task.submitted_at),
@@ -244,7 +242,8 @@ def lease_view(record: TaskRecord, live: Live) -> LeaseView:
 
 
 def states_of(wanted: Sequence[LeaseStanding]) -> tuple[tuple[TaskState, ...], bool | None]:
-    """States of tasks; and whether of those that have ended only the quarantined are meant, or the rest."""
+    """The states of tasks to list; and, if one of the two ended standings is meant, whether it is the
+    quarantined one."""
     states = tuple(state for name in LeaseStanding if name in wanted for state in STATES[name])
     of_ended = {LeaseStanding.QUARANTINED, LeaseStanding.ENDED} & set(wanted)
     return tuple(dict.fromkeys(states)), LeaseStanding.QUARANTINED in of_ended if len(of_ended) == 1 else None

@@ -1,17 +1,21 @@
-"""External leases: ask, renew, give back."""
+"""External leases: request, list, wait, renew, release."""
 
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
+from pydantic import Field
 
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.http.bodies import Name, WaitQuery
+from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.pages import PageQuery
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.queries import LeaseQuery, LeaseWaitQuery
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.http.waiters import moves_of
+from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.waiters import LeaderRequests, moves_of
 from gpubroker_server.gateway.leases.leases import (
     AskLease,
     LeasePage,
@@ -21,17 +25,46 @@ from gpubroker_server.gateway.leases.leases import (
     check_node,
     demand_of_lease,
     lease_view,
-    standing,
+    standing_of,
     states_of,
     task_of_lease,
 )
-from gpubroker_server.gateway.status.records import ask_leader, find, live_of, reread
-from gpubroker_server.gateway.status.task_pages import page_of
-from gpubroker_server.gateway.submission.permission import check_priority
-from gpubroker_server.gateway.submission.submitting import IdempotencyKey, sent_before, submitted
+from gpubroker_server.gateway.status.records import TaskRecords
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions
 from gpubroker_server.ports.store import RunSpec, TaskRecord
 
 router = APIRouter(route_class=DirectRoute, tags=["leases"])
+
+_STORED: dict[int | str, dict[str, Any]] = {
+    202: {"model": LeaseView, "description": "Stored; the leader has not carried it out yet."}
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseParts:
+    """What the routes of leases need."""
+
+    records: TaskRecords
+    submissions: Submissions
+    requests: LeaderRequests
+    wait_seconds: float
+
+
+Parts = Annotated[LeaseParts, PARTS]
+
+
+class LeaseQuery(PageQuery):
+    state: Annotated[
+        list[LeaseStanding], Field(description="One or more states, repeated or separated by commas.")
+    ] = []  # noqa: RUF012  # pydantic copies it
+    holder: Annotated[Name | None, Field(description="The exact name of the holder.")] = None
+
+
+class LeaseWaitQuery(WaitQuery):
+    state: Annotated[
+        Literal[LeaseStanding.PENDING, LeaseStanding.HELD, LeaseStanding.STOPPING],
+        Field(description="Wait for as long as it is in this state."),
+    ] = LeaseStanding.PENDING
 
 
 @router.post(
@@ -42,49 +75,44 @@ router = APIRouter(route_class=DirectRoute, tags=["leases"])
     response_model=LeaseView,
     response_description="It waits in the queue; `/leases/{id}/wait` answers when it is held.",
     responses=problems(
-        "malformed-json",
-        "unauthenticated",
-        "forbidden",
-        "priority-not-allowed",
-        "validation-failed",
-        "exceeds-capacity",
-        "no-matching-device",
-        "exceeds-maximum",
-        "exceeds-quota",
-        "idempotency-key-reused",
+        *("malformed-json", "priority-not-allowed", "validation-failed", "exceeds-capacity"),
+        *("no-matching-device", "exceeds-maximum", "exceeds-quota", "idempotency-key-reused"),
         "store-unavailable",
     ),
 )
-async def ask_lease(call: Call, body: AskLease, idempotency_key: IdempotencyKey = None) -> Response:
+async def ask_lease(
+    call: Call, parts: Parts, body: AskLease, idempotency_key: IdempotencyKey = None
+) -> Response:
     """Ask for an external lease: GPU memory that something outside of the broker will use.
 
     It waits in the same queue as tasks, and may be asked to leave for a higher priority. Use the memory while
     the lease is `held`, renew it before `deadline_at`, and release it when the memory is free again.
     """
+    submissions = parts.submissions
     try:
-        task = _taken_in(call, body)
+        task = _new_task(call, submissions, body)
     except Problem:
-        known = await sent_before(call, idempotency_key, "lease")
+        known = await submissions.sent_before(call, idempotency_key, "lease")
         if known is None:
             raise
-        return _told(call, known.record, 202, known.headers)
+        return _answer(parts, known.record, 202, known.headers)
     spec = RunSpec(kind=KIND, labels=body.labels)
-    record, _is_new, headers = await submitted(call, task, spec, idempotency_key, "lease")
-    return _told(call, record, 202, headers)
+    record, _, headers = await submissions.submit(call, task, spec, idempotency_key, "lease")
+    return _answer(parts, record, 202, headers)
 
 
-def _taken_in(call: Call, body: AskLease) -> Task:
-    """The task that it is, which could be held here. Raises Problem."""
-    parts, tenant = call.parts, call.identity.tenant
+def _new_task(call: Call, submissions: Submissions, body: AskLease) -> Task:
+    """The task that the lease is. Raises Problem, also if it could never be held here."""
+    identity, capacity, now = call.identity, submissions.capacity, submissions.clock.now()
     if body.pid is not None:
-        call.require(Scope.TASKS_COMMAND, "naming a process of a node")
-    check_node(body, parts.world, names_nodes=call.identity.may(Scope.CLUSTER_READ))
-    demand = parts.capacity.settled(demand_of_lease(body), "", tenant, body.labels, at="")
-    now = parts.clock.now()
-    task = task_of_lease(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now)
-    check_priority(call, task.priority)
-    parts.capacity.check(demand, task.priority, tenant, at="")
-    parts.capacity.check_times(task)
+        identity.require(Scope.TASKS_COMMAND, "naming a process of a node")
+    check_node(body, submissions.world, names_nodes=identity.may(Scope.CLUSTER_READ))
+    demand = capacity.settled(demand_of_lease(body), "", identity.tenant, body.labels, at="")
+    id = submissions.ids.task(now)
+    task = task_of_lease(body, demand, identity.tenant, submissions.defaults, id=id, now=now)
+    submissions.permissions.check_priority(identity, task.priority)
+    capacity.check(demand, task.priority, identity.tenant, at="")
+    capacity.check_times(task)
     return task
 
 
@@ -93,14 +121,13 @@ def _taken_in(call: Call, body: AskLease) -> Task:
     operation_id="leases_list",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=LeasePage,
-    responses=problems("cursor-invalid", "unauthenticated", "forbidden", "validation-failed"),
+    responses=problems("cursor-invalid", "validation-failed"),
 )
-async def list_leases(call: Call, query: Annotated[LeaseQuery, Query()]) -> Response:
+async def list_leases(call: Call, parts: Parts, query: Annotated[LeaseQuery, Query()]) -> Response:
     """List your tenant's external leases, newest first."""
     states, quarantined = states_of(query.state)
-    return await page_of(
-        call, query, lease_view, kind=KIND, states=states, quarantined=quarantined, name=query.holder
-    )
+    filters = {"kind": KIND, "states": states, "quarantined": quarantined, "name": query.holder}
+    return await parts.records.page(call.identity, query, lease_view, **filters)
 
 
 @router.get(
@@ -108,11 +135,11 @@ async def list_leases(call: Call, query: Annotated[LeaseQuery, Query()]) -> Resp
     operation_id="leases_get",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=LeaseView,
-    responses=problems("unauthenticated", "forbidden", "not-found"),
+    responses=problems("not-found"),
 )
-async def get_lease(call: Call, lease_id: str) -> Response:
-    """Read an external lease: what it has, until when, and whether its holder is asked to leave."""
-    return _told(call, await _find_lease(call, lease_id))
+async def get_lease(call: Call, parts: Parts, lease_id: str) -> Response:
+    """Read an external lease: what it holds, until when, and whether its holder is asked to leave."""
+    return _answer(parts, await _find_lease(call, parts, lease_id))
 
 
 @router.get(
@@ -120,25 +147,26 @@ async def get_lease(call: Call, lease_id: str) -> Response:
     operation_id="leases_wait",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=LeaseView,
-    response_description="Its state is another one by now.",
+    response_description="It is in another state now.",
     responses={
-        202: {"model": LeaseView, "description": "The time is over and its state is still the same."},
-        **problems("unauthenticated", "forbidden", "not-found", "validation-failed"),
+        202: {"model": LeaseView, "description": "The time is over and it is still in this state."},
+        **problems("not-found", "validation-failed"),
     },
 )
-async def wait_for_lease(call: Call, lease_id: str, query: Annotated[LeaseWaitQuery, Query()]) -> Response:
+async def wait_for_lease(
+    call: Call, parts: Parts, lease_id: str, query: Annotated[LeaseWaitQuery, Query()]
+) -> Response:
     """Wait until an external lease is no longer in a state.
 
-    `pending`: to get it; `held`: to hear the notice to leave.
+    `pending`: until it is held; `held`: until its holder is asked to leave.
     """
-    parts = call.parts
-    seconds = min(query.timeout_seconds, parts.limits.wait_seconds)
-    with parts.waiters.expect(moves_of(lease_id)) as moved:
-        record = await _find_lease(call, lease_id)
-        if _stands(call, record) is query.state and seconds > 0:
+    records, seconds = parts.records, min(query.timeout_seconds, parts.wait_seconds)
+    with records.waiters.expect(moves_of(lease_id)) as moved:
+        record = await _find_lease(call, parts, lease_id)
+        if _standing(parts, record) is query.state and seconds > 0:
             await moved.within(Seconds(seconds))
-            record = await reread(parts, record)
-    return _told(call, record, 202 if _stands(call, record) is query.state else 200)
+            record = await records.reread(record)
+    return _answer(parts, record, 202 if _standing(parts, record) is query.state else 200)
 
 
 @router.post(
@@ -146,36 +174,27 @@ async def wait_for_lease(call: Call, lease_id: str, query: Annotated[LeaseWaitQu
     operation_id="leases_renew",
     dependencies=[needs(Scope.TASKS_WRITE)],
     response_model=LeaseView,
-    responses={
-        202: {"model": LeaseView, "description": "Asked for; the leader has not carried it out yet."},
-        **problems(
-            "unauthenticated",
-            "forbidden",
-            "not-found",
-            "lease-ended",
-            "lease-under-notice",
-            "validation-failed",
-        ),
-    },
+    responses=_STORED | problems("not-found", "lease-ended", "lease-under-notice", "validation-failed"),
 )
-async def renew_lease(call: Call, lease_id: str, body: RenewLease = RenewLease()) -> Response:  # noqa: B008  # frozen
-    """Say that an external lease is still needed: its deadline moves on."""
-    record = await _find_lease(call, lease_id)
+async def renew_lease(
+    call: Call,
+    parts: Parts,
+    lease_id: str,
+    body: RenewLease = RenewLease(),  # noqa: B008  # frozen
+) -> Response:
+    """Renew an external lease that is still needed: its deadline moves on."""
+    record = await _find_lease(call, parts, lease_id)
     task = record.task
-    if task.is_terminal and _stands(call, record) is not LeaseStanding.ENDED:
-        raise Problem(
-            "lease-ended",
-            f"lease {task.id} was to be given back, and its memory counts as used until it is released: free "
-            f"the memory, then DELETE /leases/{task.id}; after that ask for a new lease",
-        )
+    if task.is_terminal and _standing(parts, record) is not LeaseStanding.ENDED:
+        remedy = f"free the memory, then DELETE /leases/{task.id}; after that ask for a new lease"
+        ended = "has ended, and its memory counts as used until it is released"
+        raise Problem("lease-ended", lease=task.id, ended=ended, remedy=remedy)
     if task.is_terminal:
-        raise Problem("lease-ended", f"lease {task.id} has ended; free its memory and ask for a new lease")
+        remedy = "free its memory, and ask for a new lease"
+        raise Problem("lease-ended", lease=task.id, ended="has ended", remedy=remedy)
     if task.state is TaskState.STOPPING:
-        raise Problem(
-            "lease-under-notice",
-            f"lease {task.id} is to be given back ({task.stop_reason}); free its memory, then release it",
-        )
-    return await _asked(call, record, "renew", body.model_dump(exclude_none=True))
+        raise Problem("lease-under-notice", lease=task.id, reason=task.stop_reason)
+    return await _requested(parts, record, "renew", body.model_dump(exclude_none=True))
 
 
 @router.delete(
@@ -183,41 +202,38 @@ async def renew_lease(call: Call, lease_id: str, body: RenewLease = RenewLease()
     operation_id="leases_release",
     dependencies=[needs(Scope.TASKS_WRITE)],
     response_model=LeaseView,
-    responses={
-        202: {"model": LeaseView, "description": "Asked for; the leader has not carried it out yet."},
-        **problems("unauthenticated", "forbidden", "not-found"),
-    },
+    responses=_STORED | problems("not-found"),
 )
-async def release_lease(call: Call, lease_id: str) -> Response:
-    """Give an external lease back: its memory is free, or it is no longer wanted.
+async def release_lease(call: Call, parts: Parts, lease_id: str) -> Response:
+    """Release an external lease: its memory is free, or it is no longer wanted.
 
-    Done again it changes nothing. Whoever releases a quarantined lease states that its memory is free; who
-    did is noted.
+    A second release changes nothing. Releasing a quarantined lease states that its memory is free; the
+    name of your token is recorded with it.
     """
-    record = await _find_lease(call, lease_id)
-    if _stands(call, record) is LeaseStanding.ENDED:
-        return _told(call, record)
-    return await _asked(call, record, "release", {"by": call.identity.name})
+    record = await _find_lease(call, parts, lease_id)
+    if _standing(parts, record) is LeaseStanding.ENDED:
+        return _answer(parts, record)
+    return await _requested(parts, record, "release", {"by": call.identity.name})
 
 
-async def _find_lease(call: Call, lease_id: str) -> TaskRecord:
-    """Raises Problem not-found; also for what is a task that the broker starts."""
-    record = await find(call, lease_id, "lease")
+async def _find_lease(call: Call, parts: Parts, lease_id: str) -> TaskRecord:
+    """Raises Problem not-found, also for a task that is not a lease."""
+    record = await parts.records.find(call.identity, lease_id, "lease")
     if record.task.external is None:
         raise Problem("not-found", f'"{lease_id[:100]}" is a task; GET /leases lists your leases')
     return record
 
 
-async def _asked(call: Call, record: TaskRecord, what: str, fields: dict[str, Any]) -> Response:
-    settled = await ask_leader(call, record.task, what, fields)
-    return _told(call, await reread(call.parts, record), 200 if settled else 202)
+async def _requested(parts: Parts, record: TaskRecord, what: str, fields: dict[str, Any]) -> Response:
+    settled = await parts.requests.ask(record.task.id, record.task.tenant, what, fields)
+    return _answer(parts, await parts.records.reread(record), 200 if settled else 202)
 
 
-def _stands(call: Call, record: TaskRecord) -> LeaseStanding:
-    return standing(record.task, live_of(call.parts, record.task, explained=False))
+def _standing(parts: Parts, record: TaskRecord) -> LeaseStanding:
+    return standing_of(record.task, parts.records.live(record.task, explained=False))
 
 
-def _told(
-    call: Call, record: TaskRecord, status: int = 200, headers: dict[str, str] | None = None
+def _answer(
+    parts: Parts, record: TaskRecord, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    return answer(lease_view(record, live_of(call.parts, record.task)), status, headers)
+    return answer(lease_view(record, parts.records.live(record.task)), status, headers)

@@ -1,1 +1,1 @@
-"""Objects: bytes that are uploaded once and referred to by id."""
+"""Objects: bytes that are uploaded once and named by id."""

@@ -1,25 +1,54 @@
-"""Objects: bytes that are uploaded once, for inferences that name them."""
+"""Objects: upload bytes once, for inferences that name them."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
+from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.queries import PageQuery
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.objects.objects import (
-    ObjectPage,
-    ObjectView,
-    bytes_of,
-    find,
-    keep,
-    object_view,
-    page_of,
-)
+from gpubroker_server.gateway.http.pages import PageQuery, filter_hash, read_cursor, write_cursor
+from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.objects.storage import ObjectStorage, is_object_id
+from gpubroker_server.ports.objects import LEAST_BYTES, StoredObject
 
 router = APIRouter(route_class=DirectRoute, tags=["models"])
 
 _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectParts:
+    """What the routes of objects need."""
+
+    storage: ObjectStorage
+
+
+Parts = Annotated[ObjectParts, PARTS]
+
+
+class ObjectView(TypedDict):
+    id: Annotated[str, Field(description="The sha256 of its bytes, in hexadecimal.")]
+    size_bytes: int
+    created_at: Time
+    expires_at: Annotated[Time, Field(description="Each use moves it on.")]
+
+
+class ObjectPage(TypedDict):
+    items: list[ObjectView]
+    next_cursor: str | None
+    has_more: bool
+    counted_bytes: Annotated[
+        int | None,
+        Field(
+            description=f"Of all the tenant's objects, each at least {LEAST_BYTES}. Only on the first page, "
+            "null on others."
+        ),
+    ]
+    most_bytes: Annotated[int, Field(description="The maximum of it (`limits.tenant_object_bytes`).")]
 
 
 @router.post(
@@ -29,19 +58,17 @@ _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "strin
     status_code=201,
     response_model=ObjectView,
     response_description="It is on disk, and kept until `expires_at` at least.",
-    responses=problems(
-        "unauthenticated", "forbidden", "payload-too-large", "objects-full", "store-unavailable"
-    ),
+    responses=problems("payload-too-large", "objects-full", "store-unavailable"),
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
-async def upload_object(call: Call) -> Response:
+async def upload_object(call: Call, parts: Parts) -> Response:
     """Upload bytes that inferences name as values of an input.
 
-    The body is the bytes as they are, whatever its Content-Type says. The same bytes again are the same
-    object, kept anew.
+    The body is the bytes as they are, with any Content-Type. Uploading the same bytes again extends the time
+    for which the object is kept.
     """
-    kept = await keep(call, await call.body())
-    return answer(object_view(kept), 201, {"Location": f"/objects/{kept.digest}"})
+    kept = await parts.storage.put(await call.body(), call.identity.tenant)
+    return answer(_view(kept), 201, {"Location": f"/objects/{kept.digest}"})
 
 
 @router.get(
@@ -49,11 +76,27 @@ async def upload_object(call: Call) -> Response:
     operation_id="objects_list",
     dependencies=[needs(Scope.MODELS_INFER)],
     response_model=ObjectPage,
-    responses=problems("cursor-invalid", "unauthenticated", "forbidden", "validation-failed"),
+    responses=problems("cursor-invalid", "validation-failed"),
 )
-async def list_objects(call: Call, query: Annotated[PageQuery, Query()]) -> Response:
-    """List your tenant's objects, by id, and how much of what it may have they are."""
-    return answer(await page_of(call, query))
+async def list_objects(call: Call, parts: Parts, query: Annotated[PageQuery, Query()]) -> Response:
+    """List your tenant's objects, by id, and how many bytes count against its limit."""
+    storage, tenant = parts.storage, call.identity.tenant
+    store, limits, now = storage.store, storage.limits, storage.clock.now()
+    limit = min(query.limit, limits.page_items)
+    filtered_by = filter_hash({"objects of": tenant})
+    after = "" if query.cursor is None else read_cursor(query.cursor, filtered_by, is_object_id)
+    found = await store.stored_objects(tenant, now, after=after, limit=limit + 1)
+    page, has_more = found[:limit], len(found) > limit
+    # Counting reads all rows of the tenant: once for a list, not for each of its pages.
+    counted_bytes = None if after else (await store.counted_objects(tenant, now)).size_bytes
+    view: ObjectPage = {
+        "items": [_view(kept) for kept in page],
+        "next_cursor": write_cursor(page[-1].digest, filtered_by) if has_more else None,
+        "has_more": has_more,
+        "counted_bytes": counted_bytes,
+        "most_bytes": limits.tenant_object_bytes,
+    }
+    return answer(view)
 
 
 @router.get(
@@ -61,11 +104,11 @@ async def list_objects(call: Call, query: Annotated[PageQuery, Query()]) -> Resp
     operation_id="objects_get",
     dependencies=[needs(Scope.MODELS_INFER)],
     response_model=ObjectView,
-    responses=problems("unauthenticated", "forbidden", "not-found"),
+    responses=problems("not-found"),
 )
-async def get_object(call: Call, object_id: str) -> Response:
-    """Tell how large an object is and until when it is kept. This is no use of it."""
-    return answer(object_view(await find(call, object_id)))
+async def get_object(call: Call, parts: Parts, object_id: str) -> Response:
+    """Read an object's size and until when it is kept. This does not count as a use."""
+    return answer(_view(await parts.storage.find(call.identity.tenant, object_id)))
 
 
 @router.get(
@@ -75,12 +118,12 @@ async def get_object(call: Call, object_id: str) -> Response:
     response_class=Response,
     responses={
         200: {"description": "The bytes.", "content": _BYTES},
-        **problems("unauthenticated", "forbidden", "not-found", "result-damaged"),
+        **problems("not-found", "result-damaged"),
     },
 )
-async def get_content(call: Call, object_id: str) -> Response:
+async def get_content(call: Call, parts: Parts, object_id: str) -> Response:
     """Fetch the bytes of an object."""
-    data = await bytes_of(call, await find(call, object_id))
+    data = await parts.storage.read(await parts.storage.find(call.identity.tenant, object_id))
     return Response(data, media_type="application/octet-stream")
 
 
@@ -89,10 +132,19 @@ async def get_content(call: Call, object_id: str) -> Response:
     operation_id="objects_delete",
     dependencies=[needs(Scope.MODELS_INFER)],
     status_code=204,
-    responses=problems("unauthenticated", "forbidden", "not-found"),
+    responses=problems("not-found"),
 )
-async def delete_object(call: Call, object_id: str) -> Response:
-    """Delete an object. Inferences that were accepted have its values already."""
-    kept = await find(call, object_id)
-    await call.parts.store.drop_object(kept.tenant, kept.digest)
+async def delete_object(call: Call, parts: Parts, object_id: str) -> Response:
+    """Delete an object. Accepted inferences already have its values."""
+    kept = await parts.storage.find(call.identity.tenant, object_id)
+    await parts.storage.store.drop_object(kept.tenant, kept.digest)
     return Response(status_code=204)
+
+
+def _view(kept: StoredObject) -> ObjectView:
+    return {
+        "id": kept.digest,
+        "size_bytes": kept.size_bytes,
+        "created_at": rfc3339(kept.created_at),
+        "expires_at": rfc3339(kept.expires_at),
+    }

@@ -4,8 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from gpubroker_server.gateway.http.access import Callers
-from gpubroker_server.gateway.http.identity import Identity, Scope
+from gpubroker_server.gateway.http.identity import Callers, Identity, Scope
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES, USUAL_BYTES, WaitingBytes

@@ -1,73 +1,98 @@
-"""Why tasks wait, for answers that show it in passing: remembered per kind of demand for a moment."""
-
-from collections.abc import Callable, Sequence
+"""Why tasks wait, for answers that show it in passing. Cached for a second per kind of demand."""
 
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.explain.blockers import Blocker
 from gpubroker_server.core.explain.explain import explain, position_of
-from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.explain.inference_wait import sent_at
+from gpubroker_server.core.planning.expected_start import start_of
 from gpubroker_server.core.planning.fair_share import Shares
 from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.http.waiters import Leadership
+from gpubroker_server.gateway.status.task_view import expected_view
 from gpubroker_server.gateway.status.views import InheritsView, PendingView
 
-REMEMBERED_SECONDS = Seconds(1.0)
-"""Surveying a thousand devices takes tens of milliseconds, and many tasks alike are polled."""
+CACHED_SECONDS = Seconds(1.0)
+"""Explaining a task takes tens of milliseconds with a thousand devices, and clients poll many equal tasks."""
 
-REMEMBERED = 4096
+MAX_CACHED = 4096
 
 NOT_YET_SEEN: PendingView = {
     "reason": Reason.PENDING_EVALUATION.value,
-    "message": "on disk; the next planning cycle looks at it",
+    "message": "on disk; the next planning cycle will look at it",
     "position": None,
     "inherits": None,
     "start": None,
 }
-"""Of a task that the World has yet to hear of."""
+"""Of a task that the World does not have yet."""
 
-_Alike = tuple[str, int, bool, Demand, str, Seconds | None, Seconds | None]
-"""(tenant, priority, held, demand, and what tells how long it will run): tasks that wait for the same
-reason."""
+_NO_LEADER = (
+    "there is no leader: no broker is running, or none reaches the database, and nothing starts or stops "
+    "until one does (gpubroker broker, or gpubroker serve on a single machine)"
+)
+_CANCEL_IS_STORED = "; its cancel request is stored, and the next leader carries it out first"
+
+_Equal = tuple[str, int, bool, Demand, str, Seconds | None, Seconds | None]
+"""(tenant, priority, held, demand, and what its run time is estimated by): tasks with the same reason."""
 
 
 def inherits_view(inherited: Inherited | None) -> InheritsView | None:
     return None if inherited is None else {"priority": inherited.priority, "task": inherited.task}
 
 
+def no_leader(world: World, leadership: Leadership, task: Task) -> Blocker | None:
+    """What every waiting task waits for while there is no leader; None while there is one."""
+    if leadership.leader() is not None:
+        return None
+    requests = (request for request in world.requests.values() if request.task == task.id)
+    is_cancelled = any(request.what == "cancel" for request in requests)
+    return Blocker(Reason.BACKEND_UNAVAILABLE, _NO_LEADER + (_CANCEL_IS_STORED if is_cancelled else ""))
+
+
 class PendingReasons:
-    def __init__(
-        self, world: World, policy: Policy, forecasts: Callable[[], Sequence[Forecast]] = tuple
-    ) -> None:
+    def __init__(self, world: World, policy: Policy, leadership: Leadership) -> None:
         self._world = world
         self._policy = policy
-        self._forecasts = forecasts
-        self._known: dict[_Alike, tuple[Instant, PendingView]] = {}
+        self._leadership = leadership
+        self._cache: dict[_Equal, tuple[Instant, PendingView]] = {}
         self._shares: tuple[Instant, Shares] | None = None
 
     def of(self, task: Task, now: Instant) -> PendingView | None:
-        """None if the World does not know the task yet, or no longer as one that waits."""
+        """None if the World does not have the task as a waiting one."""
         row = self._world.tasks.get(task.id)
-        if row is None or row.state is not TaskState.PENDING:
+        view = None if row is None or row.state is not TaskState.PENDING else self._view(row, now)
+        if view is None:
             return None
-        length = (row.subject, row.expected_seconds, row.timeout_seconds)
-        alike = (row.tenant, row.priority, row.held, row.demand, *length)
-        seen_at, view = self._known.get(alike, (None, None))
-        if seen_at is None or view is None or now - seen_at > REMEMBERED_SECONDS or self._is_special(row):
-            return self._explained(row, alike, now)
+        if (blocker := no_leader(self._world, self._leadership, task)) is not None:
+            return _without_leader(view, blocker)
+        forecasts, start = self._leadership.forecasts(), None
+        if not task.is_inference:
+            start = start_of(self._world, task, forecasts, now)
+        elif view["reason"] == Reason.MODEL_LOADING.value:
+            start = sent_at(self._world, task, self._policy, forecasts, now)
+        return view if start is None else {**view, "start": expected_view(start, now)}
+
+    def _view(self, row: Task, now: Instant) -> PendingView | None:
+        run_time = (row.subject, row.expected_seconds, row.timeout_seconds)
+        equal = (row.tenant, row.priority, row.held, row.demand, *run_time)
+        seen_at, view = self._cache.get(equal, (None, None))
+        if seen_at is None or view is None or now - seen_at > CACHED_SECONDS or self._is_special(row):
+            return self._explained(row, equal, now)
         position = position_of(self._world, row, self._policy, now, self._shares_at(now))
         inherited = self._world.awaited.inheritance.of(row)
         return {**view, "position": position, "inherits": inherits_view(inherited)}
 
     def _shares_at(self, now: Instant) -> Shares:
-        if self._shares is None or not 0.0 <= now - self._shares[0] <= REMEMBERED_SECONDS:
+        if self._shares is None or not 0.0 <= now - self._shares[0] <= CACHED_SECONDS:
             self._shares = now, Shares(self._world, self._policy, now)
         return self._shares[1]
 
-    def _explained(self, row: Task, alike: _Alike, now: Instant) -> PendingView | None:
-        found = explain(self._world, row.id, self._policy, now, self._forecasts())
+    def _explained(self, row: Task, equal: _Equal, now: Instant) -> PendingView | None:
+        found = explain(self._world, row.id, self._policy, now, self._leadership.forecasts())
         if found.reason is None:
             return None
         view: PendingView = {
@@ -78,12 +103,22 @@ class PendingReasons:
             "start": None,
         }
         if found.reason is not Reason.PENDING_EVALUATION and not self._is_special(row):
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
-            self._known[alike] = (now, view)
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            self._cache[equal] = (now, view)
         return view
 
     def _is_special(self, row: Task) -> bool:
-        """It waits for its own hour, for tasks of its own, or for room that is kept for it alone."""
-        kept = row.id in self._world.pledges or any(row.id == one.task for one in self._forecasts())
-        return row.awaits or row.not_before is not None or kept
+        """It waits for its own time, for its own dependencies, or for room that is kept for it alone."""
+        forecasts = self._leadership.forecasts()
+        has_room = row.id in self._world.pledges or any(row.id == one.task for one in forecasts)
+        return row.awaits or row.not_before is not None or has_room
+
+
+def _without_leader(view: PendingView, blocker: Blocker) -> PendingView:
+    """A more structural reason still comes first. Without a leader no start can be forecast."""
+    reason = min(Reason(view["reason"]), blocker.reason, key=lambda each: each.tier)
+    message = blocker.message
+    if reason is not blocker.reason:
+        message = f"{view['message']}; {message}"
+    return {**view, "reason": reason.value, "message": message, "start": None}

@@ -1,162 +1,43 @@
-"""From what clients say to what the store keeps, and back. Pure."""
+"""Answers about a task, from its row and from what the World knows of it. Pure."""
 
-import json
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any
 
-from pydantic_core import to_json
-
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as INFERENCE
-from gpubroker_server.core.domain.task import Dependency, Member, MemberState, Task
-from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+from gpubroker_server.core.domain.task import Member, MemberState, Task
+from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.planning.backfill import Basis
 from gpubroker_server.core.planning.expected_start import Start
+from gpubroker_server.core.planning.forecast_accuracy import topic_of
 from gpubroker_server.core.planning.run_estimates import Remaining, Size
-from gpubroker_server.core.world.events import Event
-from gpubroker_server.gateway.http.faults import refused
-from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.parts import Defaults
-from gpubroker_server.gateway.status.quarantine_views import QuarantinedView
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.http.times import rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.status.quarantine import QuarantinedView
 from gpubroker_server.gateway.status.views import (
+    AmountsView,
+    BundleView,
+    DemandView,
+    DeviceShare,
     ErrorView,
-    EventView,
     ExpectedView,
+    ForecastsView,
     PendingView,
     ProgressView,
+    RankView,
     RunView,
+    SizingView,
     TaskView,
 )
-from gpubroker_server.gateway.submission.demand import NO_TYPE, resources_view, subject_of
-from gpubroker_server.gateway.submission.demand_views import DeviceShare, RankView
-from gpubroker_server.gateway.submission.roles import ROLES_VARIABLE
-from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
-from gpubroker_server.gateway.submission.timing import timing_of
-from gpubroker_server.gateway.tasks.estimates import SizingView
 from gpubroker_server.ports.store import Progress, RunSpec, TaskRecord
 
-SHARED_BELOW_CPU = 1.0
-"""An entrypoint that asks for less than one CPU, and for no GPU and no env, may share a warm process."""
-_NO_ARGUMENTS = b'{"args":[],"kwargs":{}}'
-_STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-
-
-def task_of(
-    body: SubmitTask,
-    demand: Demand,
-    tenant: str,
-    defaults: Defaults,
-    *,
-    id: TaskId,
-    now: Instant,
-    after: tuple[Dependency, ...] = (),
-) -> Task:
-    usual = defaults.model_types.get(body.model_type, NO_TYPE)
-    grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
-    timeout = _first(body.timeout_seconds, usual.timeout_seconds, defaults.timeout_seconds)
-    timing = timing_of(body, now)
-    shares = isinstance(body.run, Entrypoint) and demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU
-    shares = shares and not demand.bundles
-    return Task(
-        id=id,
-        tenant=tenant,
-        name=body.name,
-        priority=priority_of(body, defaults),
-        demand=demand,
-        submitted_at=now,
-        max_retries=_first(body.max_retries, usual.max_retries, defaults.max_retries),
-        timeout_seconds=None if timeout is None else Seconds(timeout),
-        grace_seconds=Seconds(grace),
-        shareable=shares and not _env_of(body),
-        not_before=timing.not_before,
-        after=after,
-        awaits=bool(after),
-        queue_ttl_seconds=timing.queue_ttl_seconds,
-        expires_at=timing.expires_at,
-        deadline_at=timing.deadline_at,
-        expected_seconds=timing.expected_seconds,
-        stream=body.stream,
-        subject=subject_of(body),
-    )
-
-
-def priority_of(body: SubmitTask, defaults: Defaults) -> int:
-    """As it says, else as is usual for its model type, else as for everybody."""
-    usual = defaults.model_types.get(body.model_type, NO_TYPE)
-    priority: int = _first(body.priority, usual.priority, defaults.priority)
-    return priority
-
-
-def _first(*values: Any) -> Any:
-    """The first that somebody gave; None if nobody did."""
-    for value in values:
-        if value is not None:
-            return value
-    return None
-
-
-def arguments_of(run: Entrypoint | Command | Function) -> bytes:
-    """What the process is handed. Raises Problem where JSON arguments hold NaN or an infinity."""
-    match run:
-        case Entrypoint() if not run.args and not run.kwargs:
-            return _NO_ARGUMENTS
-        case Entrypoint():
-            text = to_json({"args": run.args, "kwargs": run.kwargs}, inf_nan_mode="constants")
-            if b"NaN" not in text and b"Infinity" not in text:
-                return text
-            try:  # it may be in a string
-                return _STRICT_JSON.encode({"args": run.args, "kwargs": run.kwargs}).encode()
-            except ValueError:
-                detail = (
-                    "arguments must be JSON values; NaN, Infinity and numbers beyond 64-bit floats are none"
-                )
-                raise refused([Fault(pointer="/run", detail=detail, code="finite-number")]) from None
-        case Function():
-            return run.function
-        case Command():
-            return b""
-
-
-def spec_of(
-    body: SubmitTask,
-    run: Entrypoint | Command | Function,
-    arguments: bytes,
-    digest: str | None,
-    learned: Size | None = None,
-) -> RunSpec:
-    """Of this task, or of one that differs from it in its run alone. `digest` names the blob that holds the
-    arguments; then they stay out of the row."""
-    return RunSpec(
-        kind=run.tag,
-        entrypoint=run.entrypoint if isinstance(run, Entrypoint) else "",
-        command=tuple(run.command) if isinstance(run, Command) else (),
-        arguments=arguments if digest is None else b"",
-        arguments_digest=digest,
-        python=run.python if isinstance(run, Function) else "",
-        env=_env_of(body),
-        result_format=body.result_format,
-        labels=body.labels,
-        model_type=body.model_type,
-        working_directory=(run.working_directory or "") if isinstance(run, Command) else "",
-        sizing=None if learned is None else asdict(learned),
-    )
-
-
-def _env_of(body: SubmitTask) -> Mapping[str, str]:
-    roles = body.resources.roles
-    return {**body.env, ROLES_VARIABLE: ",".join(sorted(roles))} if roles else body.env
-
-
-def rfc3339(at: Instant) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
-
-
-def rfc3339_or_none(at: Instant | None) -> str | None:
-    return None if at is None else rfc3339(at)
+ROLES_VARIABLE = "GPUBROKER_ROLES"
+"""In the environment of the task's process: the names of its roles, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +53,7 @@ class Live:
     quarantine: list[QuarantinedView] = field(default_factory=list)
 
 
-NOTHING_LIVE = Live([], {})
-
-
-def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
+def task_view(record: TaskRecord, live: Live) -> TaskView:
     task, spec = record.task, record.spec
     url = f"/tasks/{task.id}"
     return {
@@ -187,10 +65,10 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "band": band_of(task.priority)[0],
         "run": _run_view(spec),
         "resources": {
-            **resources_view(task.demand),
+            **demand_view(task.demand),
             "roles": spec.env[ROLES_VARIABLE].split(",") if ROLES_VARIABLE in spec.env else [],
         },
-        "sizing": sizing_view(spec.sizing),
+        "sizing": None if spec.sizing is None else sizing_view(spec.sizing),
         "placement": task.demand.placement,
         "max_retries": task.max_retries,
         "timeout_seconds": task.timeout_seconds,
@@ -208,7 +86,7 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "failures": task.failures,
         "preemptions": task.preemptions,
         "node": task.node,
-        "devices": shares(live),
+        "devices": device_shares(live.leases, live),
         "ranks": [_rank_view(task, member, live) for member in task.members] or None,
         "submitted_at": rfc3339(task.submitted_at),
         "admitted_at": rfc3339_or_none(task.admitted_at),
@@ -235,9 +113,39 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
     }
 
 
-def sizing_view(sizing: Mapping[str, Any] | None) -> SizingView | None:
-    if sizing is None:
-        return None
+def demand_view(demand: Demand) -> DemandView:
+    where, is_gang = demand.where, bool(demand.bundles)
+    ranks = [(bundle, len(list(equal))) for bundle, equal in groupby(demand.bundles)]
+    bundles: list[BundleView] = [{**_amounts_view(bundle), "count": count} for bundle, count in ranks]
+    return {
+        **_amounts_view(demand),
+        "min_power": where.min_power,
+        "min_device_mb": where.min_device_mb,
+        "prefer_kinds": list(where.prefer_kinds),
+        "prefer_nodes": {label: list(values) for label, values in where.prefer_nodes},
+        "pool": demand.pool,
+        "bundles": bundles or None,
+        "strategy": demand.strategy if is_gang else None,
+        "min_ranks": demand.least_ranks if is_gang else None,
+    }
+
+
+def _amounts_view(demand: Demand) -> AmountsView:
+    return {
+        "gpus": demand.gpus,
+        "gpu_mb": demand.gpu_mb,
+        "gpu_fraction": demand.gpu_fraction,
+        "exclusive": demand.exclusive,
+        "cpu": demand.cpu,
+        "memory_mb": demand.memory_mb,
+        "custom": dict(demand.custom),
+        "kinds": list(demand.where.kinds),
+        "nodes": {label: list(values) for label, values in demand.where.nodes},
+    }
+
+
+def sizing_view(sizing: Mapping[str, Any]) -> SizingView:
+    """`sizing` has the fields of `Size`."""
     return {
         "gpu_mb": sizing["gpu_mb"],
         "p95_mb": sizing["p95_mb"],
@@ -248,7 +156,7 @@ def sizing_view(sizing: Mapping[str, Any] | None) -> SizingView | None:
 
 
 def sizing_of(learned: Size | None) -> SizingView | None:
-    return sizing_view(None if learned is None else asdict(learned))
+    return None if learned is None else sizing_view(asdict(learned))
 
 
 def expected_view(expected: Remaining | Start, now: Instant) -> ExpectedView:
@@ -265,42 +173,41 @@ def expected_view(expected: Remaining | Start, now: Instant) -> ExpectedView:
     }
 
 
-def _run_view(spec: RunSpec) -> RunView:
-    return {
-        "kind": spec.kind,
-        "entrypoint": None if spec.kind == INFERENCE else spec.entrypoint or None,
-        "command": list(spec.command) or None,
-        "model": spec.entrypoint if spec.kind == INFERENCE else None,
-    }
+def forecasts_views(world: World) -> list[ForecastsView]:
+    """One for each basis that forecasts have had."""
+    views: list[ForecastsView] = []
+    for basis in Basis:
+        errors = world.learned.sketch(topic_of(basis, What.START_ERROR))
+        within_p90 = world.learned.sketch(topic_of(basis, What.START_SHARE)).share_until(1.0)
+        if errors.n and within_p90 is not None:
+            views.append(
+                {
+                    "basis": basis.value,
+                    "n": errors.n,
+                    "median_error_seconds": round(errors.quantile(0.5) or 0.0, 3),
+                    "within_p90": round(within_p90, 3),
+                }
+            )
+    return views
 
 
-def _rank_view(task: Task, member: Member, live: Live) -> RankView:
-    begun = member.state is MemberState.READY and task.started_at is not None
-    held = [lease for lease in live.leases if lease.rank == member.rank]
-    return {
-        "rank": member.rank,
-        "node": member.node,
-        "state": "running" if begun else member.state.value,
-        "devices": [_share(lease, live.uuids) for lease in held],
-    }
+def priority_now(world: World, lease: Lease) -> int:
+    """The present priority of the holder. The lease keeps the one of its admission."""
+    holder = world.holder(lease.holder, lease.fence)
+    return lease.priority if holder is None else holder.priority
 
 
-def shares(live: Live) -> list[DeviceShare]:
-    return [_share(lease, live.uuids) for lease in live.leases]
-
-
-def _share(lease: Lease, uuids: Mapping[str, str]) -> DeviceShare:
-    return {
-        "uuid": uuids.get(lease.device, lease.device),
-        "gpu_mb": lease.mb,
-        "context_mb": lease.context_mb,
-        "state": lease.state.value,
-        "overused_mb": lease.overused_mb or None,
-    }
-
-
-def _progress_view(progress: Progress) -> ProgressView:
-    return {"fraction": progress.fraction, "message": progress.message, "at": rfc3339(progress.at)}
+def device_shares(leases: list[Lease], live: Live) -> list[DeviceShare]:
+    return [
+        {
+            "uuid": live.uuids.get(lease.device, lease.device),
+            "gpu_mb": lease.mb,
+            "context_mb": lease.context_mb,
+            "state": lease.state.value,
+            "overused_mb": lease.overused_mb or None,
+        }
+        for lease in leases
+    ]
 
 
 def error_view(failure: Mapping[str, Any] | None) -> ErrorView | None:
@@ -313,25 +220,24 @@ def error_view(failure: Mapping[str, Any] | None) -> ErrorView | None:
     }
 
 
-def event_view(event: Event, strangers: Container[str] = ()) -> EventView:
-    """`strangers` are tasks that whoever reads this may not know by name; null stands for each."""
+def _run_view(spec: RunSpec) -> RunView:
     return {
-        "position": event.position,
-        "at": rfc3339(event.at),
-        "kind": event.kind,
-        "key": event.key,
-        "version": event.version,
-        "fields": {
-            name: None if name == "freeing_for" and value in strangers else _readable(name, value)
-            for name, value in event.fields.items()
-        },
+        "kind": spec.kind,
+        "entrypoint": None if spec.kind == INFERENCE else spec.entrypoint or None,
+        "command": list(spec.command) or None,
+        "model": spec.entrypoint if spec.kind == INFERENCE else None,
     }
 
 
-def _readable(name: str, value: Any) -> Any:
-    """Rows keep instants as seconds; people and clients get RFC 3339 everywhere. Of a rank there is no word
-    of whom it gave way to: that may be a stranger's task."""
-    if name == "members":
-        return [row[:5] for row in value]
-    is_instant = name.endswith("_at") or name in {"since", "not_before"}
-    return rfc3339(Instant(value)) if is_instant and isinstance(value, int | float) else value
+def _rank_view(task: Task, member: Member, live: Live) -> RankView:
+    is_running = member.state is MemberState.READY and task.started_at is not None
+    return {
+        "rank": member.rank,
+        "node": member.node,
+        "state": "running" if is_running else member.state.value,
+        "devices": device_shares([lease for lease in live.leases if lease.rank == member.rank], live),
+    }
+
+
+def _progress_view(progress: Progress) -> ProgressView:
+    return {"fraction": progress.fraction, "message": progress.message, "at": rfc3339(progress.at)}

@@ -1,4 +1,4 @@
-"""Whether a demand could ever run here, remembered per demand: a large cluster is not searched per submit."""
+"""Whether a demand could ever run here. Answers are cached: a large cluster is not searched per submit."""
 
 from collections.abc import Mapping
 
@@ -12,20 +12,19 @@ from gpubroker_server.core.planning.quota import Needs, check_quota
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.problems import Fault, Problem
 
-REMEMBERED = 4096
-"""Distinct demands; with more, all are forgotten and learned again."""
+MAX_CACHED = 4096
+"""Distinct demands. When it is full, the cache is emptied."""
 
 
 class Capacity:
-    """Answers from one inventory of nodes and devices until that changes."""
-
     def __init__(self, world: World, policy: Policy) -> None:
         self._world = world
         self._policy = policy
-        self._known: dict[Demand, Refusal | None] = {}
-        self._settled: dict[tuple[Demand, str, tuple[str, ...]], Demand | Refusal] = {}
-        """(as asked for, pool, limits of running tasks) -> as it is stored; the same for all alike."""
+        self._refusals: dict[Demand, Refusal | None] = {}
+        """Valid for one version of the inventory of nodes and devices."""
         self._inventory_version = -1
+        self._settled: dict[tuple[Demand, str, tuple[str, ...]], Demand | Refusal] = {}
+        """(demand as asked for, pool, limits of running tasks) -> demand to store."""
         self._needs = Needs()
 
     def settled(
@@ -33,22 +32,22 @@ class Capacity:
     ) -> Demand:
         """The demand with what its pool and its limits add. Raises Problem if the pool does not fit it.
 
-        `at` is where in the body it was asked for.
+        `at` points to the demand in the body.
         """
-        alike = demand, pool, tuple(running_slots(tenant, labels, self._policy))
-        found = self._settled.get(alike)
+        key = demand, pool, tuple(running_slots(tenant, labels, self._policy))
+        found = self._settled.get(key)
         if found is None:
-            if len(self._settled) >= REMEMBERED:
+            if len(self._settled) >= MAX_CACHED:
                 self._settled.clear()
             found = settled(demand, pool, tenant, labels, self._policy)
-            found = self._settled[alike] = found if isinstance(found, Refusal) else interned(found)
+            found = self._settled[key] = found if isinstance(found, Refusal) else interned(found)
         if isinstance(found, Refusal):
             raise _problem(found, f"{at}/{found.field}")
         return found
 
     def check(self, demand: Demand, priority: int, tenant: str, *, at: str = "/resources") -> None:
-        """Raises Problem for a demand that could never be satisfied, or never at this priority, or never for
-        this tenant."""
+        """Raises Problem if the demand could never be satisfied at all, at this priority, or for this
+        tenant."""
         refusal = self._refusal(demand) or check_priority(demand, priority, self._policy)
         if refusal is None and self._policy.has_quotas and (demand.gpus or demand.bundles):
             counts = self._needs.of(self._world, demand)
@@ -57,7 +56,7 @@ class Capacity:
             raise _problem(refusal, f"{at}/{refusal.field}")
 
     def check_times(self, task: Task) -> None:
-        """Raises Problem for a task that may run, repeat or linger for longer than the operator allows."""
+        """Raises Problem if the timeout, the retries or the grace period exceed the operator's maximum."""
         refusal = check_times(task, self._policy)
         if refusal is not None:
             raise _problem(refusal, f"/{refusal.field}")
@@ -70,15 +69,15 @@ class Capacity:
 
     def _refusal(self, demand: Demand) -> Refusal | None:
         world = self._world
-        if self._inventory_version != world.inventory_version or len(self._known) >= REMEMBERED:
-            self._known.clear()
+        if self._inventory_version != world.inventory_version or len(self._refusals) >= MAX_CACHED:
+            self._refusals.clear()
             self._inventory_version = world.inventory_version
         try:
-            return self._known[demand]
+            return self._refusals[demand]
         except KeyError:
             devices = [book.device for book in world.books.values()]
             refusal = check_demand(demand, devices, world.nodes.values(), self._policy)
-            self._known[demand] = refusal
+            self._refusals[demand] = refusal
             return refusal
 
 

@@ -1,23 +1,57 @@
-"""What a task asks for, from what clients say and back. Pure."""
+"""From the resources that a body names to the demand of its task, with the operator's defaults. Pure."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from itertools import groupby
+from dataclasses import dataclass, field, fields, replace
 
 from gpubroker_server.core.domain.demand import ANYWHERE, Demand, Labels, Where
-from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.domain.policy import BAND_NAMES
+from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.planning.run_estimates import Size
-from gpubroker_server.gateway.parts import Defaults, ModelType
-from gpubroker_server.gateway.submission.demand_views import BundleView, DemandView
-from gpubroker_server.gateway.submission.gpu_size import LEARNED, GpuSize
-from gpubroker_server.gateway.submission.resources import Amounts, Bundle
+from gpubroker_server.gateway.submission.resources import LEARNED, Amounts, Bundle, GpuSize
 from gpubroker_server.gateway.submission.task_body import SubmitTask
 
-Learn = Callable[[Demand], Size]
-"""What earlier runs used of the devices that whoever asks for this may use."""
+LearnSize = Callable[[Demand], Size]
+"""What earlier runs used of the devices that a demand may use."""
 
-NO_TYPE = ModelType()
-"""Of a task that names no model type, or one of which nothing is usual."""
+
+_WHERE_FIELDS = tuple(field.name for field in fields(Where))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelType:
+    """The defaults of one model type. None: the default of all tasks."""
+
+    priority: int | None = None
+    gpu_mb: GpuSize | None = None
+    """Only for a task that does not mention GPUs."""
+    cpu: float | None = None
+    memory_mb: int | None = None
+    timeout_seconds: float | None = None
+    max_retries: int | None = None
+
+
+_NO_MODEL_TYPE = ModelType()
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a task gets that leaves a field out."""
+
+    priority: int = BAND_NAMES["batch"]
+    cpu: float = 1.0
+    max_retries: int = 0
+    grace_seconds: Seconds = Seconds(30.0)
+    timeout_seconds: Seconds | None = None
+    model_types: Mapping[str, ModelType] = field(default_factory=dict)
+
+    def of_type(self, body: SubmitTask) -> ModelType:
+        return self.model_types.get(body.model_type, _NO_MODEL_TYPE)
+
+    def priority_of(self, body: SubmitTask) -> int:
+        if body.priority is not None:
+            return body.priority
+        usual = self.of_type(body).priority
+        return self.priority if usual is None else usual
 
 
 def subject_of(body: SubmitTask) -> str:
@@ -25,25 +59,25 @@ def subject_of(body: SubmitTask) -> str:
     return body.model_type or body.name or getattr(body.run, "entrypoint", "")
 
 
-def demand_of(body: SubmitTask, defaults: Defaults, learn: Learn | None = None) -> Demand:
-    """A GPU size without a number of GPUs means one. CPU left out is the default, or none beside GPUs.
+def demand_of(body: SubmitTask, defaults: Defaults, learn: LearnSize | None = None) -> Demand:
+    """A GPU size without a number of GPUs means one GPU. CPU left out is the default, or 0 beside GPUs.
 
-    `learn`: what a size comes to that is to be learned; None: whole devices.
+    `learn` gives the size for `gpu_mb: learned`; None: whole devices.
     """
     if body.resources.bundles:
         return _gang_demand(body, defaults, learn)
-    resources = body.resources.settled()
-    gpu_mb = resources.gpu_mb if resources.mentions_gpus else _usual(body, defaults).gpu_mb
+    resources = body.resources.with_sizes()
+    gpu_mb = resources.gpu_mb if resources.mentions_gpus else defaults.of_type(body).gpu_mb
     return _demand(resources, gpu_mb, body, defaults, learn)
 
 
-def _gang_demand(body: SubmitTask, defaults: Defaults, learn: Learn | None) -> Demand:
-    """One demand per rank. What is said beside the bundles holds for each that does not say it itself."""
+def _gang_demand(body: SubmitTask, defaults: Defaults, learn: LearnSize | None) -> Demand:
+    """One demand per rank. Restrictions beside the bundles hold for each rank that has none of its own."""
     resources = body.resources
     common = _where_of(resources, ANYWHERE)
     ranks: list[Demand] = []
     for bundle in resources.bundles:
-        rank = _demand(bundle, _gpu_mb_of_rank(bundle, body, defaults), body, defaults, learn, common)
+        rank = _demand(bundle, _rank_gpu_mb(bundle, body, defaults), body, defaults, learn, common)
         ranks += [rank] * bundle.count
     custom: dict[str, float] = {}
     for name, amount in (pair for rank in ranks for pair in rank.custom):
@@ -57,17 +91,13 @@ def _gang_demand(body: SubmitTask, defaults: Defaults, learn: Learn | None) -> D
     )
 
 
-def _gpu_mb_of_rank(bundle: Bundle, body: SubmitTask, defaults: Defaults) -> GpuSize | None:
-    """As the bundle says. What is usual for the model type holds where it names devices and no more, and for
-    all ranks if none of them says anything of GPUs: which of several have some the bundles say alone."""
+def _rank_gpu_mb(bundle: Bundle, body: SubmitTask, defaults: Defaults) -> GpuSize | None:
+    """The bundle's own size. The model type's size is for a bundle that only restricts devices, and for all
+    ranks if no bundle mentions GPUs or devices."""
     if bundle.mentions_gpus:
         return bundle.gpu_mb
-    nobody_says = not any(one.mentions_gpus or one.names_devices for one in body.resources.bundles)
-    return _usual(body, defaults).gpu_mb if bundle.names_devices or nobody_says else None
-
-
-def _usual(body: SubmitTask, defaults: Defaults) -> ModelType:
-    return defaults.model_types.get(body.model_type, NO_TYPE)
+    none_mentions = not any(one.mentions_gpus or one.names_devices for one in body.resources.bundles)
+    return defaults.of_type(body).gpu_mb if bundle.names_devices or none_mentions else None
 
 
 def _demand(
@@ -75,11 +105,11 @@ def _demand(
     gpu_mb: GpuSize | None,
     body: SubmitTask,
     defaults: Defaults,
-    learn: Learn | None,
+    learn: LearnSize | None,
     common: Where = ANYWHERE,
 ) -> Demand:
-    """Of a task, or of one rank. `common`: what holds where it says nothing itself."""
-    usual = _usual(body, defaults)
+    """Of a task, or of one rank. `common` holds where `asked` has no restriction of its own."""
+    usual = defaults.of_type(body)
     wants_gpu = asked.wants_gpu or asked.names_devices or gpu_mb is not None
     gpus = int(wants_gpu) if asked.gpus is None else asked.gpus
     cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu
@@ -97,14 +127,10 @@ def _demand(
     return demand if gpu_mb != LEARNED or learn is None else replace(demand, gpu_mb=learn(demand).gpu_mb)
 
 
-_WHERE_FIELDS = tuple(field.name for field in fields(Where))
-
-
 def _where_of(asked: Amounts, common: Where) -> Where:
-    """As it says itself; `common` where it says nothing, which most do."""
     if asked.model_fields_set.isdisjoint(_WHERE_FIELDS):
         return common
-    said = Where(
+    own = Where(
         kinds=tuple(asked.kinds),
         min_power=asked.min_power,
         min_device_mb=Mib(asked.min_device_mb),
@@ -112,51 +138,8 @@ def _where_of(asked: Amounts, common: Where) -> Where:
         prefer_kinds=tuple(asked.prefer_kinds),
         prefer_nodes=_labels_of(asked.prefer_nodes),
     )
-    return replace(common, **{name: value for name in _WHERE_FIELDS if (value := getattr(said, name))})
+    return replace(common, **{name: value for name in _WHERE_FIELDS if (value := getattr(own, name))})
 
 
 def _labels_of(wanted: Mapping[str, list[str]]) -> Labels:
     return tuple(sorted((label, tuple(sorted(set(values)))) for label, values in wanted.items()))
-
-
-def resources_view(demand: Demand) -> DemandView:
-    where = demand.where
-    return {
-        "gpus": demand.gpus,
-        "gpu_mb": demand.gpu_mb,
-        "gpu_fraction": demand.gpu_fraction,
-        "exclusive": demand.exclusive,
-        "cpu": demand.cpu,
-        "memory_mb": demand.memory_mb,
-        "custom": dict(demand.custom),
-        "kinds": list(where.kinds),
-        "min_power": where.min_power,
-        "min_device_mb": where.min_device_mb,
-        "nodes": {label: list(values) for label, values in where.nodes},
-        "prefer_kinds": list(where.prefer_kinds),
-        "prefer_nodes": {label: list(values) for label, values in where.prefer_nodes},
-        "pool": demand.pool,
-        "bundles": _bundle_views(demand) if demand.bundles else None,
-        "strategy": demand.strategy if demand.bundles else None,
-        "min_ranks": demand.least_ranks if demand.bundles else None,
-    }
-
-
-def _bundle_views(demand: Demand) -> list[BundleView]:
-    return [_bundle_view(bundle, len(list(alike))) for bundle, alike in groupby(demand.bundles)]
-
-
-def _bundle_view(bundle: Demand, count: int) -> BundleView:
-    where = bundle.where
-    return {
-        "count": count,
-        "gpus": bundle.gpus,
-        "gpu_mb": bundle.gpu_mb,
-        "gpu_fraction": bundle.gpu_fraction,
-        "exclusive": bundle.exclusive,
-        "cpu": bundle.cpu,
-        "memory_mb": bundle.memory_mb,
-        "custom": dict(bundle.custom),
-        "kinds": list(where.kinds),
-        "nodes": {label: list(values) for label, values in where.nodes},
-    }

@@ -1,76 +1,102 @@
-"""What the operator and the token allow a submit to do. Raises Problem; says nothing about capacity."""
+"""What the operator and the token allow a task to do: entrypoints, code, priority, work stream."""
 
+import sys
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from importlib.metadata import version
 
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.faults import invalid
+from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call
-from gpubroker_server.gateway.parts import GatewayParts
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, Run
 
 
-def check_run(call: Call, run: Run) -> None:
-    match run:
-        case Entrypoint():
-            _check_entrypoint(call.parts.allowed_entrypoints, run.entrypoint)
-        case Command():
-            call.require(Scope.TASKS_COMMAND, "submitting a command")
-        case Function():
-            call.require(Scope.TASKS_CODE, "submitting a function")
-            _check_pickle(call.parts, run)
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    policy: Policy
+    entrypoints: tuple[str, ...]
+    """Patterns of `module:function` that tasks may name, such as `myteam.*:*`."""
+    python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
+    """The Python minor that runs pickled functions."""
+    cloudpickle: str = version("cloudpickle")
+    """The version that unpickles them."""
 
+    def check_run(self, identity: Identity, run: Run) -> None:
+        """Raises Problem if the token or the operator does not allow this run."""
+        match run:
+            case Entrypoint():
+                self._check_entrypoint(run.entrypoint)
+            case Command():
+                identity.require(Scope.TASKS_COMMAND, "submitting a command")
+            case Function():
+                identity.require(Scope.TASKS_CODE, "submitting a function")
+                self._check_pickle(run)
 
-def highest_priority(call: Call, tenant: str | None = None) -> int:
-    """The most that whoever asks may give a task of its tenant, or of this one: both token and tenant may
-    have a cap."""
-    identity = call.identity
-    return min(identity.max_priority, call.parts.policy.tenant(tenant or identity.tenant).max_priority)
+    def highest_priority(self, identity: Identity, tenant: str | None = None) -> int:
+        """The highest priority that this token may give a task of its tenant, or of `tenant`: both the token
+        and the tenant may have a cap."""
+        return min(identity.max_priority, self.policy.tenant(tenant or identity.tenant).max_priority)
 
+    def check_priority(
+        self,
+        identity: Identity,
+        priority: int,
+        tenant: str | None = None,
+        *,
+        at: str = "/priority",
+        subject: str = "",
+    ) -> None:
+        """Raises Problem for a priority above `highest_priority`.
 
-def check_priority(
-    call: Call, priority: int, tenant: str | None = None, *, at: str = "/priority", said: str = ""
-) -> None:
-    """As `highest_priority`; `at` is where in the request the priority stands, or would. `said`: what has
-    it, where the request does not name it."""
-    identity = call.identity
-    if priority <= highest_priority(call, tenant):
-        return
-    name = tenant or identity.tenant
-    asked = said or f"priority {priority} is"
-    cap = call.parts.policy.tenant(name).max_priority
-    if cap < min(priority, identity.max_priority):
+        `at` points to the priority in the body. `subject` says what has it, if the body does not name it.
+        """
+        if priority <= self.highest_priority(identity, tenant):
+            return
+        name = tenant or identity.tenant
+        cap = self.policy.tenant(name).max_priority
+        if cap < min(priority, identity.max_priority):
+            owner, remedy = f'tenant "{name}"', "have the operator raise its max_priority (policy.tenants)"
+        else:
+            cap, owner = identity.max_priority, f'token "{identity.name}"'
+            remedy = "have an admin make a token with a higher max_priority"
         raise Problem(
             "priority-not-allowed",
-            f'{asked} above {cap}, the cap of tenant "{name}"; '
-            "ask for less, or have the operator raise its max_priority (setting policy.tenants)",
+            f"{subject or f'priority {priority} is'} above {cap}, the cap of {owner}; "
+            f"ask for less, or {remedy}",
             errors=[Fault(pointer=at, detail=f"at most {cap}", code="above-cap")],
         )
-    raise Problem(
-        "priority-not-allowed",
-        f'{asked} above {identity.max_priority}, the cap of token "{identity.name}"; '
-        "ask for less, or have an admin make a token with a higher max_priority",
-        errors=[Fault(pointer=at, detail=f"at most {identity.max_priority}", code="above-cap")],
-    )
 
+    def check_stream(self, stream: str) -> None:
+        known = [name for name, _ in self.policy.streams]
+        if stream and stream not in known:
+            detail = f'there is no work stream "{stream}"; configured are: {", ".join(known) or "none"}'
+            raise invalid(Fault(pointer="/stream", detail=detail, code="unknown"))
 
-def check_stream(policy: Policy, stream: str) -> None:
-    known = [name for name, _ in policy.streams]
-    if stream and stream not in known:
-        detail = f'there is no work stream "{stream}"; configured are: {", ".join(known) or "none"}'
-        raise Problem(
-            "validation-failed", detail, errors=[Fault(pointer="/stream", detail=detail, code="unknown")]
-        )
+    def _check_entrypoint(self, entrypoint: str) -> None:
+        if not _is_allowed(self.entrypoints, entrypoint):
+            allowed = ", ".join(self.entrypoints) or "nothing yet"
+            problem = Problem("entrypoint-not-allowed", entrypoint=entrypoint, allowed=allowed)
+            code = "entrypoint-not-allowed"
+            problem.errors = [Fault(pointer="/run/entrypoint", detail=problem.detail, code=code)]
+            raise problem
 
-
-def _check_entrypoint(patterns: tuple[str, ...], entrypoint: str) -> None:
-    if _is_allowed(patterns, entrypoint):
-        return
-    allowed = ", ".join(patterns) or "nothing yet"
-    detail = f'"{entrypoint}" is not allowed; the operator allows {allowed} (setting entrypoints)'
-    fault = Fault(pointer="/run/entrypoint", detail=detail, code="entrypoint-not-allowed")
-    raise Problem("entrypoint-not-allowed", detail, errors=[fault])
+    def _check_pickle(self, run: Function) -> None:
+        """Another Python minor cannot open pickled code, nor can an older major version of cloudpickle."""
+        if run.python != self.python:
+            raise _mismatch(
+                "python",
+                f"the function was pickled by Python {run.python} and would be opened by {self.python}; "
+                f"submit it from Python {self.python}, or name an entrypoint instead",
+            )
+        if run.cloudpickle is not None and _major(run.cloudpickle) > _major(self.cloudpickle):
+            raise _mismatch(
+                "cloudpickle",
+                f"the function was pickled by cloudpickle {run.cloudpickle} and would be opened by the older "
+                f"{self.cloudpickle}; install cloudpickle {_major(self.cloudpickle)} where you submit, or "
+                "name an entrypoint instead",
+            )
 
 
 @lru_cache(1024)
@@ -79,9 +105,9 @@ def _is_allowed(patterns: tuple[str, ...], entrypoint: str) -> bool:
 
 
 def _matches(entrypoint: str, pattern: str) -> bool:
-    """A wildcard left of the colon covers whole packages; right of it, name by name.
+    """Left of the colon a wildcard covers whole packages; right of it, one name.
 
-    With `jobs:*`, `jobs:os.system` would otherwise reach whatever the module imports.
+    Otherwise `jobs:*` would allow `jobs:os.system`, which reaches whatever the module imports.
     """
     module, _, path = entrypoint.partition(":")
     wanted_module, _, wanted_path = pattern.partition(":")
@@ -91,23 +117,6 @@ def _matches(entrypoint: str, pattern: str) -> bool:
         and len(names) == len(wanted_names)
         and all(map(fnmatchcase, names, wanted_names))
     )
-
-
-def _check_pickle(parts: GatewayParts, run: Function) -> None:
-    """Code pickled by another Python minor cannot be opened; nor can what a newer major cloudpickle wrote."""
-    if run.python != parts.python:
-        raise _mismatch(
-            "python",
-            f"the function was pickled by Python {run.python} and would be opened by Python {parts.python}; "
-            f"submit it from Python {parts.python}, or name an entrypoint instead",
-        )
-    if run.cloudpickle is not None and _major(run.cloudpickle) > _major(parts.cloudpickle):
-        raise _mismatch(
-            "cloudpickle",
-            f"the function was pickled by cloudpickle {run.cloudpickle} and would be opened by "
-            f"{parts.cloudpickle}, which does not know all it writes; install cloudpickle "
-            f"{_major(parts.cloudpickle)} where you submit, or name an entrypoint instead",
-        )
 
 
 def _mismatch(field: str, detail: str) -> Problem:

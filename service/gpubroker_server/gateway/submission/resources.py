@@ -1,39 +1,99 @@
-"""What a task, or each rank of a gang, needs to run."""
+"""Schema of what a task, or each rank of a gang, needs to run."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    Field,
+    GetPydanticSchema,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, core_schema
 
-from gpubroker_server.gateway.http.bodies import Body, LabelKey
-from gpubroker_server.gateway.http.text import KindName, NodeLabels, line
-from gpubroker_server.gateway.submission.gpu_size import GpuMb
-from gpubroker_server.gateway.submission.roles import Role, most_of
+from gpubroker_server.gateway.http.bodies import Body, KindName, LabelKey, NodeLabels, line
 
-MOST_RANKS = 256
+MAX_RANKS = 256
+MAX_MB: Final = 16_777_216
+LEARNED: Final = "learned"
+GpuSize = int | Literal["learned"]
+"""MiB of each device, or the word for what earlier runs used."""
+
+
+def _size_or_learned(value: Any, read_size: ValidatorFunctionWrapHandler) -> Any:
+    return value if value == LEARNED else read_size(value)
+
+
+GpuMb = Annotated[
+    GpuSize,
+    # A plain union would answer a wrong number with two faults, one of which is about the word.
+    GetPydanticSchema(
+        lambda _, handler: core_schema.no_info_wrap_validator_function(
+            _size_or_learned, handler(Annotated[int, Field(ge=1, le=MAX_MB)])
+        )
+    ),
+    WithJsonSchema(
+        {
+            "description": "MiB of each device. `learned`: what earlier runs of the same model type (else "
+            "name, else entrypoint) used, plus a margin; whole devices until enough of them were measured.",
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": MAX_MB},
+                {"type": "string", "const": LEARNED},
+            ],
+        }
+    ),
+]
+Gpus = Annotated[int, Field(ge=0, le=1024)]
+Cpu = Annotated[float, Field(ge=0, le=100_000)]
+MemoryMb = Annotated[int, Field(ge=0, le=1_073_741_824)]
+Custom = Annotated[dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]], Field(max_length=32)]
+
+
+class Role(Body):
+    """What one role needs. A size that is left out is not needed."""
+
+    gpus: Gpus | None = None
+    gpu_mb: Annotated[int, Field(ge=1, le=MAX_MB)] | None = None
+    gpu_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    cpu: Cpu | None = None
+    memory_mb: MemoryMb | None = None
+    custom: Custom = Field(default_factory=dict)
+
+
+_SIZES = ("gpus", "gpu_mb", "gpu_fraction", "cpu", "memory_mb")
+
+
+def max_of_roles(roles: Iterable[Role]) -> dict[str, Any]:
+    """The maximum over the roles, field by field; None where no role gives a size.
+
+    If one role needs whole GPUs, the task gets whole GPUs: they are more than any size.
+    """
+    roles = list(roles)
+    given = {size: [value for role in roles if (value := getattr(role, size)) is not None] for size in _SIZES}
+    custom: dict[str, float] = {}
+    for name, amount in (pair for role in roles for pair in role.custom.items()):
+        custom[name] = max(amount, custom.get(name, 0.0))
+    exclusive = any(role.gpus and role.gpu_mb is None and role.gpu_fraction is None for role in roles)
+    most = {size: max(values, default=None) for size, values in given.items()}
+    return {**most, "custom": custom, "exclusive": exclusive}
 
 
 class Amounts(Body):
     """What one process needs. Sizes are MiB; GPU sizes are per device."""
 
     gpu_mb: GpuMb | None = None
-    gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
+    gpus: Gpus | None = None
     gpu_fraction: (
         Annotated[float, Field(gt=0, le=1, description="Share of each device's memory, instead of `gpu_mb`.")]
         | None
     ) = None
     exclusive: Annotated[bool, Field(description="No other holder on the same devices.")] = False
-    cpu: (
-        Annotated[
-            float, Field(ge=0, le=100_000, description="Left out: 0 for a task with GPUs, otherwise 1.")
-        ]
-        | None
-    ) = None
-    memory_mb: Annotated[int, Field(ge=0, le=1_073_741_824, description="Left out: 0.")] | None = None
-    custom: Annotated[
-        dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]],
-        Field(max_length=32, description="Amounts of resources that the operator named."),
-    ] = Field(default_factory=dict)
+    cpu: Annotated[Cpu, Field(description="Left out: 0 for a task with GPUs, otherwise 1.")] | None = None
+    memory_mb: Annotated[MemoryMb, Field(description="Left out: 0.")] | None = None
+    custom: Annotated[Custom, Field(description="Amounts of resources that the operator has named.")] = Field(
+        default_factory=dict
+    )
 
     kinds: Annotated[
         list[KindName],
@@ -41,7 +101,7 @@ class Amounts(Body):
     ] = Field(default_factory=list)
     min_power: Annotated[int, Field(ge=0, le=1_000_000, description="Only kinds of this rank or above.")] = 0
     min_device_mb: Annotated[
-        int, Field(ge=0, le=16_777_216, description="Only GPUs with so much memory in all.")
+        int, Field(ge=0, le=MAX_MB, description="Only GPUs with at least this much memory in total.")
     ] = 0
     nodes: Annotated[
         NodeLabels,
@@ -54,13 +114,13 @@ class Amounts(Body):
         list[KindName],
         Field(max_length=32, description="Best first. A preference never keeps a task waiting."),
     ] = Field(default_factory=list)
-    prefer_nodes: Annotated[NodeLabels, Field(description="As `nodes`, and no more than a wish.")] = Field(
+    prefer_nodes: Annotated[NodeLabels, Field(description="As `nodes`, but only a preference.")] = Field(
         default_factory=dict
     )
 
     @property
     def names_devices(self) -> bool:
-        """Asks for some GPUs and not for others, which is to ask for one."""
+        """Restricts which GPUs will do, and so asks for one."""
         return bool(self.kinds or self.min_power or self.min_device_mb)
 
     @property
@@ -69,7 +129,7 @@ class Amounts(Body):
 
     @property
     def mentions_gpus(self) -> bool:
-        """Says how many, or how much of them: whether it needs any is not left to its model type."""
+        """Says how many GPUs or how much of them, so that the defaults of its model type do not apply."""
         return self.gpus is not None or self.wants_gpu
 
     @model_validator(mode="after")
@@ -78,21 +138,21 @@ class Amounts(Body):
         return self
 
     def check_agreement(self) -> None:
-        """Raises PydanticCustomError where two of its members contradict each other."""
+        """Raises PydanticCustomError if two fields contradict each other."""
         if self.gpu_mb is not None and self.gpu_fraction is not None:
             raise PydanticCustomError("contradiction", "give gpu_mb or gpu_fraction, not both")
         if self.gpus == 0 and (self.wants_gpu or self.names_devices):
             raise PydanticCustomError(
                 "contradiction",
                 "gpus is 0, but gpu_mb, gpu_fraction, exclusive, kinds, min_power or min_device_mb asks for "
-                "one; leave gpus out: it becomes 1",
+                "one; leave gpus out, and it becomes 1",
             )
 
 
 class Bundle(Amounts):
-    """What one rank of a gang asks for, or each of `count` that are alike."""
+    """What one rank of a gang needs, or each of `count` equal ranks."""
 
-    count: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
+    count: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
 
 
 class Resources(Amounts):
@@ -107,41 +167,39 @@ class Resources(Amounts):
         Field(
             max_length=32,
             description="Instead of sizes: what each of several roles needs that take turns in one process, "
-            "such as training and generating. The task asks for the most of each; it finds their names in "
-            "GPUBROKER_ROLES.",
+            "such as training and generating. The task gets the maximum of each size; it finds the names of "
+            "the roles in GPUBROKER_ROLES.",
             examples=[{"train": {"gpu_mb": 40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}],
         ),
     ] = Field(default_factory=dict)
     bundles: Annotated[
         list[Bundle],
         Field(
-            max_length=MOST_RANKS,
-            description="A gang: one process per rank, numbered in this order; all start or none. Beside "
-            "them only what holds for all ranks may be said: kinds, nodes, their like, and pool.",
+            max_length=MAX_RANKS,
+            description="A gang: one process per rank, numbered in this order; all start or none. Beside the "
+            "bundles give only what holds for all ranks: kinds, nodes and the other restrictions, and pool.",
             examples=[[{"count": 4, "gpus": 1}, {"cpu": 2}]],
         ),
     ] = Field(default_factory=list)
     strategy: Annotated[
         Literal["pack", "spread", "strict_pack", "strict_spread"],
         Field(
-            description="How ranks lie on nodes: on as few as may be, as many, all on one, each on its own."
+            description="How ranks are placed on nodes: on as few as possible, on as many as possible, all "
+            "on one node, each on a node of its own."
         ),
     ] = "pack"
     min_ranks: (
-        Annotated[
-            int,
-            Field(ge=1, le=MOST_RANKS, description="With so many of its ranks, the first ones, it runs too."),
-        ]
+        Annotated[int, Field(ge=1, le=MAX_RANKS, description="It can run with only this many first ranks.")]
         | None
     ) = None
 
-    def settled(self) -> "Resources":
-        """With the sizes that its roles come to."""
-        return self.model_copy(update=most_of(self.roles.values())) if self.roles else self
+    def with_sizes(self) -> "Resources":
+        """With the sizes that the roles add up to."""
+        return self.model_copy(update=max_of_roles(self.roles.values())) if self.roles else self
 
     @property
     def mentions_gpus(self) -> bool:
-        """Of a gang the ranks say it."""
+        """The ranks of a gang say it themselves."""
         return super().mentions_gpus or bool(self.bundles)
 
     def check_agreement(self) -> None:
@@ -151,27 +209,27 @@ class Resources(Amounts):
         if self.bundles:
             self._check_ranks()
         elif not self.model_fields_set.isdisjoint(_OF_A_GANG):
-            raise PydanticCustomError("contradiction", "strategy and min_ranks are for bundles; give those")
+            raise PydanticCustomError("contradiction", "strategy and min_ranks are for bundles; give bundles")
 
     def _check_roles(self) -> None:
         if self.mentions_gpus or self.custom or (self.cpu, self.memory_mb) != (None, None):
             raise PydanticCustomError("contradiction", "give sizes or roles, not both: roles have the sizes")
-        super(Resources, self.settled()).check_agreement()
+        super(Resources, self.with_sizes()).check_agreement()
 
     def _check_ranks(self) -> None:
         ranks = sum(bundle.count for bundle in self.bundles)
         if self.model_fields_set & _OF_ONE_RANK:
             wrong = ", ".join(sorted(self.model_fields_set & _OF_ONE_RANK))
             raise PydanticCustomError(
-                "contradiction", "beside bundles, {wrong} says nothing; put it into them", {"wrong": wrong}
+                "contradiction", "{wrong} has no effect beside bundles; put it into them", {"wrong": wrong}
             )
-        if ranks > MOST_RANKS:
+        if ranks > MAX_RANKS:
             raise PydanticCustomError(
-                "too_many_ranks", "{ranks} ranks; at most {most}", {"ranks": ranks, "most": MOST_RANKS}
+                "too_many_ranks", "{ranks} ranks; at most {most}", {"ranks": ranks, "most": MAX_RANKS}
             )
         if self.min_ranks is not None and self.min_ranks > ranks:
             raise PydanticCustomError(
-                "contradiction", "min_ranks is above the {ranks} ranks there are", {"ranks": ranks}
+                "contradiction", "min_ranks is above the {ranks} ranks", {"ranks": ranks}
             )
 
 

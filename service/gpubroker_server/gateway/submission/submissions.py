@@ -1,94 +1,272 @@
-"""From a body to the task that it would be: the same for a submit and for a question about one."""
+"""From a body to a task, and from there to the store: the same for a submit and for a question about one."""
 
-from dataclasses import replace
-from typing import NamedTuple
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import Header
+from pydantic_core import to_json
 
 from gpubroker_server.core.domain.demand import Demand, may_use_device
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.explain.gang_admission import ranks_in_words
 from gpubroker_server.core.planning.run_estimates import Size, learned_size, size_of_ranks
-from gpubroker_server.gateway.http.routing import Call
-from gpubroker_server.gateway.status.task_view import arguments_of, spec_of, task_of
-from gpubroker_server.gateway.submission.demand import demand_of, subject_of
-from gpubroker_server.gateway.submission.dependencies import Stands, dependencies_of, stands_for
-from gpubroker_server.gateway.submission.permission import check_priority, check_run, check_stream
-from gpubroker_server.gateway.submission.task_body import SubmitTask
-from gpubroker_server.ports.store import RunSpec
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.http.call import Call
+from gpubroker_server.gateway.http.faults import invalid
+from gpubroker_server.gateway.http.identity import Identity
+from gpubroker_server.gateway.http.ids import Ids
+from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.status.records import TaskRecords
+from gpubroker_server.gateway.status.task_view import ROLES_VARIABLE
+from gpubroker_server.gateway.submission.capacity import Capacity
+from gpubroker_server.gateway.submission.demand import Defaults, demand_of, subject_of
+from gpubroker_server.gateway.submission.permission import Permissions
+from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
+from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
+from gpubroker_server.ports.store import (
+    BlobStore,
+    Clock,
+    RunSpec,
+    Stand,
+    Submission,
+    SubmitVerdict,
+    TaskRecord,
+    TaskStore,
+)
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        pattern=r'^("[\x21\x23-\x7e]{1,255}"|[\x21\x23-\x7e]{1,255})$',
+        description="A request with the same key and body gets the answer of the first one.",
+    ),
+]
+
+SHARED_BELOW_CPU = 1.0
+"""An entrypoint that asks for less than one CPU, and for no GPU and no env, may share a warm process."""
+_HASHED_INLINE_BYTES = 256 * 1024
+"""Larger bodies are hashed on a thread."""
+_NO_ARGUMENTS = b'{"args":[],"kwargs":{}}'
+_STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-class Intake(NamedTuple):
+class NewTask(NamedTuple):
     task: Task
     learned: Size | None
     """How its size was learned, if it asks for that; of a gang, that of its ranks."""
 
 
-async def take_in(call: Call, body: SubmitTask) -> Intake:
-    """Raises Problem for what is wrong with it, but for what it may not do and what could never run here."""
-    stands, now = await stands_for(call, body), call.parts.clock.now()
-    return taken_in(call, body, call.parts.ids.task(now), stands, now)
+class Stored(NamedTuple):
+    record: TaskRecord
+    is_new: bool
+    headers: dict[str, str]
+    """Of the answer: Location, and whether the request had been sent before."""
 
 
-def taken_in(call: Call, body: SubmitTask, id: TaskId, stands: Stands, now: Instant) -> Intake:
-    """As `take_in`; `stands`: of the tasks that it runs after, those that there are."""
-    parts, tenant = call.parts, call.identity.tenant
-    check_stream(parts.policy, body.stream)
-    demand, learned = demand_in(call, body, tenant)
-    after = dependencies_of(body, stands, tenant)
-    task = task_of(body, demand, tenant, parts.defaults, id=id, now=now, after=after)
-    return Intake(task, learned)
+@dataclass(frozen=True, slots=True)
+class Submissions:
+    store: TaskStore
+    blobs: BlobStore
+    world: World
+    ids: Ids
+    clock: Clock
+    defaults: Defaults
+    capacity: Capacity
+    permissions: Permissions
+    records: TaskRecords
+    inline_bytes: int
+
+    async def new_task(self, body: SubmitTask, tenant: str) -> NewTask:
+        """The task that this body asks for. Raises Problem if the body is invalid; see also `check_allowed`
+        and `check_possible`."""
+        stands, now = await stands_for(self.store, body), self.clock.now()
+        return self.task_of(body, tenant, self.ids.task(now), stands, now)
+
+    def task_of(
+        self, body: SubmitTask, tenant: str, id: TaskId, stands: Mapping[TaskId, Stand], now: Instant
+    ) -> NewTask:
+        """As `new_task`. `stands`: the states of the tasks that it runs after, as far as they exist."""
+        self.permissions.check_stream(body.stream)
+        demand, learned = self.demand_of(body, tenant)
+        after = dependencies_of(body, stands, tenant)
+        defaults, timing = self.defaults, timing_of(body, now)
+        usual = defaults.of_type(body)
+        grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
+        timeout = _first(body.timeout_seconds, usual.timeout_seconds, defaults.timeout_seconds)
+        is_small = demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU and not demand.bundles
+        task = Task(
+            id=id,
+            tenant=tenant,
+            name=body.name,
+            priority=defaults.priority_of(body),
+            demand=demand,
+            submitted_at=now,
+            max_retries=_first(body.max_retries, usual.max_retries, defaults.max_retries),
+            timeout_seconds=None if timeout is None else Seconds(timeout),
+            grace_seconds=Seconds(grace),
+            shareable=isinstance(body.run, Entrypoint) and is_small and not _env_of(body),
+            not_before=timing.not_before,
+            after=after,
+            awaits=bool(after),
+            queue_ttl_seconds=timing.queue_ttl_seconds,
+            expires_at=timing.expires_at,
+            deadline_at=timing.deadline_at,
+            expected_seconds=timing.expected_seconds,
+            stream=body.stream,
+            subject=subject_of(body),
+        )
+        return NewTask(task, learned)
+
+    def demand_of(
+        self, body: SubmitTask, tenant: str, *, at: str = "/resources"
+    ) -> tuple[Demand, Size | None]:
+        """The demand, and how its size was learned if it asks for that. Raises Problem if its pool does not
+        fit. `at` points to the resources in the body."""
+        sizes: dict[Demand, Size] = {}
+
+        def learn(demand: Demand) -> Size:
+            return sizes.setdefault(demand, self._learned_size(demand, tenant, subject_of(body)))
+
+        demand = demand_of(body, self.defaults, learn)
+        by_ranks = {
+            ranks_in_words(demand, replace(rank, gpu_mb=size.gpu_mb)) if demand.bundles else "": size
+            for rank, size in sizes.items()
+        }
+        learned = size_of_ranks(by_ranks) if by_ranks else None
+        return self.capacity.settled(demand, body.resources.pool, tenant, body.labels, at=at), learned
+
+    def check_allowed(self, identity: Identity, body: SubmitTask, task: Task) -> None:
+        """Raises Problem for what the token or the operator does not allow."""
+        if body.run is not None:
+            self.permissions.check_run(identity, body.run)
+        self.permissions.check_priority(identity, task.priority)
+
+    def check_possible(self, task: Task) -> None:
+        """Raises Problem for a task that could never run here, or that may run for too long."""
+        self.capacity.check(task.demand, task.priority, task.tenant)
+        self.capacity.check_times(task)
+
+    async def spec_of(self, body: SubmitTask, task: Task, learned: Size | None) -> RunSpec:
+        """Large arguments are on disk before the row that names them."""
+        arguments = arguments_of(body.run)
+        return run_spec(body, body.run, arguments, await self.put_if_large(arguments, task.id), learned)
+
+    async def put_if_large(self, arguments: bytes, task: TaskId) -> str | None:
+        """Store arguments that are too large for the row as an object. Its digest; None if they fit."""
+        if len(arguments) <= self.inline_bytes:
+            return None
+        return await self.blobs.put(arguments, owner=task)
+
+    async def submit(self, call: Call, task: Task, spec: RunSpec, key: str | None, what: str) -> Stored:
+        """Store the task once, however often the client sends it. Durable when this returns.
+
+        `what` is `task`, `lease` or `inference`: the same key and body mean different requests for each.
+        Raises Problem idempotency-key-reused.
+        """
+        submission = Submission(task, spec)
+        if key is not None:
+            submission = Submission(task, spec, key.strip('"'), await body_hash(call, what))
+        outcome = await self.store.submit(submission)
+        headers = {"Location": f"/{what}s/{outcome.task}"}
+        match outcome.verdict:
+            case SubmitVerdict.KEY_REUSED:
+                raise key_reused(str(submission.idempotency_key), outcome.task, what)
+            case SubmitVerdict.DUPLICATE:
+                return await self._sent_before(call, outcome.task, headers)
+            case SubmitVerdict.ACCEPTED:
+                return Stored(TaskRecord(task, spec), is_new=True, headers=headers)
+
+    async def sent_before(self, call: Call, key: str | None, what: str) -> Stored | None:
+        """The task of an earlier request with this key and body. A repeated request gets it even if a new
+        one would be refused by now."""
+        if key is None:
+            return None
+        known = await self.store.known_key(call.identity.tenant, key.strip('"'))
+        if known is None or known.body_hash != await body_hash(call, what):
+            return None
+        return await self._sent_before(call, known.task, {"Location": f"/{what}s/{known.task}"})
+
+    async def _sent_before(self, call: Call, task: TaskId, headers: dict[str, str]) -> Stored:
+        record = await self.records.find(call.identity, task)
+        return Stored(record, is_new=False, headers={**headers, "Idempotency-Replayed": "true"})
+
+    def _learned_size(self, demand: Demand, tenant: str, subject: str) -> Size:
+        """What earlier runs used of the devices that this demand may use."""
+        devices = [book.device for book in self.world.books.values() if may_use_device(demand, book.device)]
+        sketches = self.world.learned.sketches
+        return learned_size(sketches, tenant, subject, devices, self.permissions.policy)
 
 
-def demand_in(
-    call: Call, body: SubmitTask, tenant: str, *, at: str = "/resources"
-) -> tuple[Demand, Size | None]:
-    """What it asks for, and how its size was learned if it asks for that, or those of its ranks. Raises
-    Problem if its pool does not fit; `at` is where in the request the resources stand."""
-    parts = call.parts
-    sizes: dict[Demand, Size] = {}
-
-    def learn(asked: Demand) -> Size:
-        return sizes.setdefault(asked, _learned_size(call, asked, tenant, subject_of(body)))
-
-    asked = demand_of(body, parts.defaults, learn)
-    told = {_in_words(asked, whole, size): size for whole, size in sizes.items()}
-    learned = size_of_ranks(told) if told else None
-    return parts.capacity.settled(asked, body.resources.pool, tenant, body.labels, at=at), learned
-
-
-def check_allowed(call: Call, body: SubmitTask, task: Task) -> None:
-    """Raises Problem for what the token or the operator does not allow."""
-    if body.run is not None:
-        check_run(call, body.run)
-    check_priority(call, task.priority)
+def arguments_of(run: Entrypoint | Command | Function) -> bytes:
+    """What the process gets. Raises Problem if JSON arguments hold NaN or an infinity."""
+    match run:
+        case Entrypoint() if not run.args and not run.kwargs:
+            return _NO_ARGUMENTS
+        case Entrypoint():
+            text = to_json({"args": run.args, "kwargs": run.kwargs}, inf_nan_mode="constants")
+            if b"NaN" not in text and b"Infinity" not in text:
+                return text
+            try:  # the word may be in a string
+                return _STRICT_JSON.encode({"args": run.args, "kwargs": run.kwargs}).encode()
+            except ValueError:
+                detail = (
+                    "arguments must be JSON values, without NaN, Infinity and numbers beyond 64-bit floats"
+                )
+                raise invalid(Fault(pointer="/run", detail=detail, code="finite-number")) from None
+        case Function():
+            return run.function
+        case Command():
+            return b""
 
 
-def check_possible(call: Call, task: Task) -> None:
-    """Raises Problem for what could never run here, or for longer than anything may."""
-    call.parts.capacity.check(task.demand, task.priority, task.tenant)
-    call.parts.capacity.check_times(task)
+def run_spec(
+    body: SubmitTask,
+    run: Entrypoint | Command | Function,
+    arguments: bytes,
+    digest: str | None,
+    learned: Size | None = None,
+) -> RunSpec:
+    """Of this task, or of one that differs from it in its run alone. `digest`: of the object that holds the
+    arguments instead of the row."""
+    return RunSpec(
+        kind=run.tag,
+        entrypoint=run.entrypoint if isinstance(run, Entrypoint) else "",
+        command=tuple(run.command) if isinstance(run, Command) else (),
+        arguments=arguments if digest is None else b"",
+        arguments_digest=digest,
+        python=run.python if isinstance(run, Function) else "",
+        env=_env_of(body),
+        result_format=body.result_format,
+        labels=body.labels,
+        model_type=body.model_type,
+        working_directory=(run.working_directory or "") if isinstance(run, Command) else "",
+        sizing=None if learned is None else asdict(learned),
+    )
 
 
-async def stored_spec(call: Call, body: SubmitTask, task: Task, learned: Size | None) -> RunSpec:
-    """Large arguments are on disk before the row that names them."""
-    arguments = arguments_of(body.run)
-    return spec_of(body, body.run, arguments, await digest_if_large(call, arguments, task.id), learned)
+async def body_hash(call: Call, what: str) -> str:
+    """Of this body, as sent by this tenant for this purpose."""
+    hashed = f"{what}\0{call.identity.tenant}\0".encode() + await call.body()
+    if len(hashed) <= _HASHED_INLINE_BYTES:
+        return hashlib.sha256(hashed).hexdigest()
+    return await asyncio.to_thread(lambda: hashlib.sha256(hashed).hexdigest())
 
 
-async def digest_if_large(call: Call, arguments: bytes, task: TaskId) -> str | None:
-    """Of the object that holds them, if they do not stay in the row."""
-    if len(arguments) <= call.parts.limits.inline_bytes:
-        return None
-    return await call.parts.blobs.put(arguments, owner=task)
+def key_reused(key: str, task: TaskId, what: str) -> Problem:
+    return Problem("idempotency-key-reused", key=key, task=task, what=what)
 
 
-def _in_words(asked: Demand, whole: Demand, size: Size) -> str:
-    """Which ranks of a gang were given this size."""
-    return ranks_in_words(asked, replace(whole, gpu_mb=size.gpu_mb)) if asked.bundles else ""
+def _env_of(body: SubmitTask) -> Mapping[str, str]:
+    roles = body.resources.roles
+    return {**body.env, ROLES_VARIABLE: ",".join(sorted(roles))} if roles else body.env
 
 
-def _learned_size(call: Call, asked: Demand, tenant: str, subject: str) -> Size:
-    """What runs like it used of the devices that it may use."""
-    world = call.parts.world
-    devices = [book.device for book in world.books.values() if may_use_device(asked, book.device)]
-    return learned_size(world.learned.sketches, tenant, subject, devices, call.parts.policy)
+def _first(*values: Any) -> Any:
+    """The first that is not None; None if all are."""
+    return next((value for value in values if value is not None), None)

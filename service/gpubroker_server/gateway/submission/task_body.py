@@ -1,9 +1,9 @@
-"""What clients may send. Strict: an unknown field, a wrong type or a number that is none is refused."""
+"""Schema of a submitted task: what it runs, and all its options. Strict, as every body."""
 
 import base64
 import binascii
 import re
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -14,29 +14,19 @@ from pydantic import (
     StringConstraints,
     Tag,
     WithJsonSchema,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from gpubroker_server.core.domain.policy import BAND_NAMES
-from gpubroker_server.gateway.http.bodies import Body, DeadlineAt, InPieces, NotBefore, QueueTtlSeconds, Timed
-from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.text import LINE, Labels, Name, Text, line
+from gpubroker_server.gateway.http.bodies import ENTRYPOINT, Body, Labels, Name, Text, line
 from gpubroker_server.gateway.submission.resources import Resources
+from gpubroker_server.gateway.submission.timing import DAY_SECONDS, Timed
 
 ENV_BYTES = 32 * 1024
 RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
-"""Variables that decide which devices and which code a process sees; the broker sets them, nobody else."""
+"""Only the broker sets these variables: they decide which devices and which code a process uses."""
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-_ENTRYPOINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
-PATTERNS_IN_WORDS = {
-    LINE: "must be one line without control characters",
-    _ENTRYPOINT: "must be module:function",
-    NAME: "must be letters, digits, dots, dashes and underscores, at most 63",
-}
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_DAY_SECONDS = 24 * 3600
 
 
 def _band_value(value: Any) -> Any:
@@ -50,7 +40,9 @@ def _band_value(value: Any) -> Any:
     return BAND_NAMES[value]
 
 
-def _decoded(value: str) -> bytes:
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
     try:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError):
@@ -59,7 +51,7 @@ def _decoded(value: str) -> bytes:
         ) from None
 
 
-def _free_to_set(env: dict[str, str]) -> dict[str, str]:
+def _check_env(env: dict[str, str]) -> dict[str, str]:
     for name in env:
         if _ENV_NAME.fullmatch(name) is None:
             raise PydanticCustomError(
@@ -69,7 +61,7 @@ def _free_to_set(env: dict[str, str]) -> dict[str, str]:
             prefixes = ", ".join(f"{prefix}*" for prefix in RESERVED_ENV)
             raise PydanticCustomError(
                 "env_reserved",
-                'variable "{name}" is set by the broker alone (as all of {prefixes}); leave it out',
+                'only the broker sets variable "{name}" (and all of {prefixes}); leave it out',
                 {"name": name, "prefixes": prefixes},
             )
     size = sum(len(name.encode()) + len(value.encode()) for name, value in env.items())
@@ -88,7 +80,7 @@ Priority = Annotated[
     BeforeValidator(_band_value),
     WithJsonSchema(
         {
-            "description": "0 (least) to 100, or the name of a band, which stands for its middle value.",
+            "description": "0 (lowest) to 100, or the name of a band, which means its middle value.",
             "anyOf": [
                 {"type": "integer", "minimum": 0, "maximum": 100},
                 {"type": "string", "enum": list(BAND_NAMES)},
@@ -98,10 +90,14 @@ Priority = Annotated[
 ]
 Placement = Annotated[
     Literal["pack", "spread"],
-    Field(description="Where the operator's policy prefers it, or on the emptiest devices."),
+    Field(description="`pack`: as the operator's policy places; `spread`: on the emptiest devices."),
 ]
 GraceSeconds = Annotated[float, Field(ge=0, le=3600)]
-Env = Annotated[dict[str, Text], Field(max_length=64), AfterValidator(_free_to_set)]
+TimeoutSeconds = Annotated[float, Field(gt=0, le=30 * DAY_SECONDS)]
+MaxRetries = Annotated[int, Field(ge=0, le=100)]
+StreamName = Annotated[
+    str, line(100), Field(description="The operator's work stream; its weight orders otherwise equal tasks.")
+]
 
 
 class Entrypoint(Body):
@@ -110,7 +106,7 @@ class Entrypoint(Body):
     tag: ClassVar = "entrypoint"
     entrypoint: Annotated[
         str,
-        StringConstraints(max_length=500, pattern=_ENTRYPOINT),
+        StringConstraints(max_length=500, pattern=ENTRYPOINT),
         Field(description="`module:function`; may be `async def`.", examples=["myteam.training:train"]),
     ]
     args: Annotated[list[JsonValue], Field(max_length=10_000)] = Field(default_factory=list)
@@ -136,12 +132,12 @@ class Command(Body):
 
 
 class Function(Body):
-    """A pickled function, stored and handed on unopened. Needs the scope `tasks:code`."""
+    """A pickled function, which the service stores and never unpickles. Needs the scope `tasks:code`."""
 
     tag: ClassVar = "function"
     function: Annotated[
         bytes,
-        BeforeValidator(lambda value: _decoded(value) if isinstance(value, str) else value),
+        BeforeValidator(_decoded),
         Field(min_length=1, description="Base64 of the cloudpickle of `(callable, args, kwargs)`."),
         WithJsonSchema({"type": "string", "contentEncoding": "base64", "minLength": 4}),
     ]
@@ -154,20 +150,20 @@ class Function(Body):
         Annotated[
             str,
             StringConstraints(pattern=r"^[0-9]{1,4}(\.[0-9A-Za-z]{1,10}){0,3}$"),
-            Field(description="The cloudpickle that pickled it.", examples=["3.1"]),
+            Field(description="The cloudpickle version that pickled it.", examples=["3.1"]),
         ]
         | None
     ) = None
     runtime: Annotated[Literal[1], Field(description="Version of the protocol inside the process.")] = 1
 
 
-def _kind_of(run: Any) -> str | None:
-    """The one of the three that is there; None if it is not exactly one."""
+_TAGS = frozenset({Entrypoint.tag, Command.tag, Function.tag})
+
+
+def _run_kind(run: Any) -> str | None:
+    """None unless the run has exactly one of the three."""
     named = _TAGS & run.keys() if isinstance(run, dict) else _TAGS
     return next(iter(named)) if len(named) == 1 else None
-
-
-_TAGS = frozenset({Entrypoint.tag, Command.tag, Function.tag})
 
 
 Run = Annotated[
@@ -175,19 +171,11 @@ Run = Annotated[
     | Annotated[Command, Tag(Command.tag)]
     | Annotated[Function, Tag(Function.tag)],
     Discriminator(
-        _kind_of,
+        _run_kind,
         custom_error_type="run_kind",
         custom_error_message="must have exactly one of entrypoint, command, function",
     ),
 ]
-
-
-StreamName = Annotated[
-    str,
-    line(100),
-    Field(description="The operator's work stream by whose weight tasks alike are ordered."),
-]
-TimeoutSeconds = Annotated[float, Field(gt=0, le=30 * _DAY_SECONDS)]
 
 
 class SubmitTask(Timed):
@@ -199,94 +187,22 @@ class SubmitTask(Timed):
     model_type: Annotated[
         str,
         line(100),
-        Field(description="The operator may have set defaults for it: priority, sizes, timeout, retries."),
+        Field(description="Selects the operator's defaults of priority, sizes, timeout and retries."),
     ] = ""
     stream: StreamName = ""
     resources: Resources = Resources()
     placement: Placement = "pack"
-    max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
+    max_retries: MaxRetries | None = None
     timeout_seconds: TimeoutSeconds | None = None
     grace_seconds: GraceSeconds | None = None
     labels: Labels = Field(default_factory=dict)
-    env: Env = Field(default_factory=dict)
+    env: Annotated[dict[str, Text], Field(max_length=64), AfterValidator(_check_env)] = Field(
+        default_factory=dict
+    )
     result_format: Literal["json", "cloudpickle"] = "json"
 
 
-MOST_TASKS = 10_000
-
-
-class SubmitBatch(InPieces):
-    """Many tasks; `key`, `after` and all else are as if each came alone."""
-
-    pieces: ClassVar = "tasks"
-    tasks: Annotated[
-        list[bytes],
-        Field(min_length=1, max_length=MOST_TASKS),
-        WithJsonSchema(
-            {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": MOST_TASKS,
-                "items": {"$ref": "#/components/schemas/SubmitTask"},
-            }
-        ),
-    ]
-    all_or_nothing: Annotated[bool, Field(description="Store all of them, or none if one is refused.")] = (
-        False
-    )
-
-
 class SimulateTask(SubmitTask):
-    """As a submit; without `run`, a bare demand."""
+    """As a submit; without `run` it is only a demand."""
 
-    run: Run | None = None  # type: ignore[assignment]  # what is asked about need not be runnable
-
-
-class CancelTask(Body):
-    grace_seconds: Annotated[
-        GraceSeconds | None, Field(description="Time between notice and force; left out: the task's own.")
-    ] = None
-    reason: Annotated[str, line(500)] = ""
-
-
-class ChangeTask(Body):
-    """What to change; what is left out stays. A null takes a time away."""
-
-    priority: Priority | None = None
-    held: Annotated[bool | None, Field(description="A held task is not planned until it is released.")] = None
-
-    not_before: NotBefore | None = None
-    queue_ttl_seconds: Annotated[
-        QueueTtlSeconds | None, Field(description="Counted anew, from the change or from `not_before`.")
-    ] = None
-    deadline_at: DeadlineAt | None = None
-
-    @model_validator(mode="after")
-    def _say_something(self) -> Self:
-        if self.priority is None and self.held is None and not self.model_fields_set & CHANGEABLE_TIMES:
-            raise PydanticCustomError(
-                "nothing_to_change",
-                "give one or more of priority, held, not_before, queue_ttl_seconds, deadline_at",
-            )
-        return self
-
-
-CHANGEABLE_TIMES = frozenset({"not_before", "queue_ttl_seconds", "deadline_at"})
-
-
-class CreateToken(Body):
-    name: Annotated[str, StringConstraints(pattern=NAME)]
-    scopes: Annotated[list[Scope], Field(min_length=1, description="`*` is every scope.")]
-    tenant: Annotated[
-        str | None,
-        StringConstraints(pattern=NAME),
-        Field(description="Left out: the tenant of the token that asks."),
-    ] = None
-    max_priority: Annotated[int, Field(ge=0, le=100)] | None = None
-    expires_in_seconds: Annotated[float, Field(gt=0, le=3650 * _DAY_SECONDS)] | None = None
-
-
-class ShutDown(Body):
-    stop_cluster: Annotated[
-        bool, Field(description="Stop the local Ray and everything that runs on it as well.")
-    ] = False
+    run: Run | None = None  # type: ignore[assignment]  # a question need not be runnable

@@ -1,142 +1,179 @@
-"""Many tasks taken in at once. Those that differ in nothing but their run share all other work."""
+"""Thousands of tasks in one request. Tasks that differ in nothing but their run share all other work."""
 
 import asyncio
 import re
 from collections.abc import Sequence
 from time import monotonic
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from fastapi import APIRouter, Response
+from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic_core import to_json
+from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.planning.run_estimates import Size
-from gpubroker_server.gateway.http.faults import body_faults, refused
-from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Call
-from gpubroker_server.gateway.status.task_view import arguments_of, spec_of
-from gpubroker_server.gateway.submission.permission import check_run
+from gpubroker_server.gateway.http.bodies import ListBody
+from gpubroker_server.gateway.http.call import Call, json_answer
+from gpubroker_server.gateway.http.faults import body_faults, invalid
+from gpubroker_server.gateway.http.identity import Identity, Scope
+from gpubroker_server.gateway.http.problems import Fault, Problem, ProblemDocument, problem_document
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
 from gpubroker_server.gateway.submission.submissions import (
-    check_allowed,
-    check_possible,
-    digest_if_large,
-    stored_spec,
-    taken_in,
+    IdempotencyKey,
+    Submissions,
+    arguments_of,
+    body_hash,
+    key_reused,
+    run_spec,
 )
 from gpubroker_server.gateway.submission.task_body import SubmitTask
+from gpubroker_server.gateway.tasks.parts import Parts
 from gpubroker_server.gateway.tasks.run_text import (
-    Around,
     EntrypointCall,
+    Surroundings,
     call_within,
-    cut_at_run,
-    is_cut_at_run,
+    is_split_at_run,
+    split_at_run,
 )
-from gpubroker_server.ports.store import Stand, Submission
+from gpubroker_server.ports.store import BatchSubmission, Stand, Submission, SubmitVerdict
 
-TURN_SECONDS = 0.003
-"""After so long everybody else has a turn on the event loop."""
+router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 
-STANDS_AT_ONCE = 1000
+MAX_TASKS = 10_000
+SLICE_SECONDS = 0.003
+"""After this long the batch lets other requests use the event loop."""
+MAX_STANDS = 1000
+"""Rows read in one query."""
 
 _read_task = TypeAdapter(SubmitTask).validator.validate_json
 _TASK_IDS = re.compile(rb"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
-class _Like(NamedTuple):
-    """What was found out about the first of several tasks that are alike."""
+class SubmitBatch(ListBody):
+    """Many tasks. Each is as if it were sent alone, `key` and `after` included."""
 
-    body: SubmitTask
-    first: Submission
-    learned: Size | None
+    list_name: ClassVar = "tasks"
+    tasks: Annotated[
+        list[bytes],
+        Field(min_length=1, max_length=MAX_TASKS),
+        WithJsonSchema(
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": MAX_TASKS,
+                "items": {"$ref": "#/components/schemas/SubmitTask"},
+            }
+        ),
+    ]
+    all_or_nothing: Annotated[
+        bool, Field(description="Store all of them, or none if one of them is refused.")
+    ] = False
 
 
-class Batch:
-    """The tasks of one request, taken in one after the other, as they would be one by one."""
+class AcceptedView(TypedDict):
+    """It is on disk and will run as soon as there is room."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._now = call.parts.clock.now()
-        self._inline_bytes = call.parts.limits.inline_bytes
-        self._likes: dict[Around, _Like] = {}
-        self._last: tuple[Around, Submission] | None = None
-        """What stood around the run of the last task, and the first of all that are like it."""
-        self._stands: dict[TaskId, Stand] = {}
+    status: Annotated[int, Field(description="202.", examples=[202])]
+    id: str
+    url: str
 
-    async def take_in(self, pieces: Sequence[bytes]) -> list[Submission | Problem]:
-        """Of each, what is to be stored or why it is refused. Objects are stored by then."""
-        await self._look_up(pieces)
-        taken: list[Submission | Problem] = []
-        until = monotonic() + TURN_SECONDS
-        for id, piece in zip(self._call.parts.ids.tasks(self._now, len(pieces)), pieces, strict=True):
-            try:
-                taken.append(self._as_the_last(piece, id) or await self._submission(piece, id))
-            except Problem as problem:
-                taken.append(problem)
-            if monotonic() > until:
-                await asyncio.sleep(0)
-                until = monotonic() + TURN_SECONDS
-        return taken
 
-    async def _look_up(self, pieces: Sequence[bytes]) -> None:
-        """Whatever may be the id of a task that one of them runs after."""
-        if b"after" not in await self._call.body():
-            return
-        named = sorted({id for piece in pieces if b"after" in piece for id in _TASK_IDS.findall(piece)})
-        ids = [TaskId(id.decode()) for id in named]
-        for start in range(0, len(ids), STANDS_AT_ONCE):
-            self._stands |= await self._call.parts.store.stands(ids[start : start + STANDS_AT_ONCE])
+class RefusedView(TypedDict):
+    """Nothing of it was stored."""
 
-    def _as_the_last(self, piece: bytes, id: TaskId) -> Submission | None:
-        """If it calls the entrypoint that the one before it called, and differs in nothing else."""
-        if self._last is None:
-            return None
-        around, first = self._last
-        call = call_within(piece, around)
-        if call is None or len(call.arguments) > self._inline_bytes:
-            return None
-        spec = changed(first.spec, arguments=call.arguments, arguments_digest=None)
-        return Submission(changed(first.task, id=id), spec, like=first)
+    status: Annotated[int, Field(description="What it would have got if it were alone.", examples=[422])]
+    problem: ProblemDocument
 
-    async def _submission(self, piece: bytes, id: TaskId) -> Submission:
-        """Raises Problem."""
-        cut = cut_at_run(piece)
-        if cut is None:
-            return (await self._met(piece, id)).first
-        like = self._likes.get(cut.around)
-        if like is None:
-            like = await self._met(piece, id)
-            if is_cut_at_run(cut):
-                self._likes[cut.around] = like
-                self._last = cut.around, like.first
-            return like.first
-        self._last = cut.around, like.first
-        if isinstance(cut.run, EntrypointCall):
-            spec = await self._with_arguments(like.first.spec, cut.run.arguments, id)
+
+class BatchView(TypedDict):
+    """What became of each task, in the order in which they were sent."""
+
+    accepted: int
+    refused: int
+    items: list[AcceptedView | RefusedView]
+
+
+@router.post(
+    "/tasks/batch",
+    operation_id="tasks_submit_batch",
+    dependencies=[needs(Scope.TASKS_WRITE)],
+    status_code=207,
+    response_model=BatchView,
+    response_description="Tasks with status 202 are on disk, all in one commit; the others have a problem.",
+    responses={
+        202: {"model": BatchView, "description": "`all_or_nothing`: all of them are on disk."},
+        **problems(
+            *("malformed-json", "payload-too-large", "unsupported-media-type", "validation-failed"),
+            *("batch-refused", "idempotency-key-reused", "too-many-requests", "store-unavailable"),
+        ),
+    },
+)
+async def submit_batch(
+    call: Call, parts: Parts, body: SubmitBatch, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Submit up to 10,000 tasks.
+
+    Each is checked as if it were sent alone. Those that are refused have a problem each, and the others are
+    stored in one commit. With `all_or_nothing` one refused task keeps all out. A key is for the whole batch.
+    """
+    store, key = parts.submissions.store, None if idempotency_key is None else idempotency_key.strip('"')
+    hashed = "" if key is None else await body_hash(call, "batch")
+    if key is not None and (known := await store.known_key(call.identity.tenant, key)) is not None:
+        if known.body_hash != hashed:
+            raise key_reused(key, known.task, "batch")
+        return await _replayed(parts, known.task, body)
+    async with parts.batches.slot():
+        batch = BatchTasks(parts.submissions, call.identity)
+        made = await batch.make(body.tasks, has_dependencies=b"after" in await call.body())
+        if body.all_or_nothing:
+            _check_all(made)
+        text = to_json(_view(call, made))
+    submissions = [one for one in made if isinstance(one, Submission)]
+    if submissions:
+        answered = "" if key is None else text.decode()
+        outcome = await store.submit_batch(BatchSubmission(submissions, key, hashed, answered))
+        if outcome.verdict is SubmitVerdict.KEY_REUSED:
+            raise key_reused(str(key), outcome.task, "batch")
+        if outcome.verdict is SubmitVerdict.DUPLICATE:
+            return await _replayed(parts, outcome.task, body)
+    return json_answer(text, _status(body))
+
+
+def _status(body: SubmitBatch) -> int:
+    return 202 if body.all_or_nothing else 207
+
+
+async def _replayed(parts: Parts, first: str, body: SubmitBatch) -> Response:
+    text = await parts.submissions.store.batch_answer(TaskId(first))
+    return json_answer(text.encode(), _status(body), {"Idempotency-Replayed": "true"})
+
+
+def _check_all(made: Sequence[Submission | Problem]) -> None:
+    """Raises Problem batch-refused with the faults of all tasks."""
+    bad = [(number, one) for number, one in enumerate(made) if isinstance(one, Problem)]
+    if bad:
+        faults = [fault for number, problem in bad for fault in _faults_at(number, problem)]
+        first = f"{faults[0]['pointer']}: {faults[0]['detail']}"
+        raise Problem("batch-refused", errors=faults, refused=len(bad), sent=len(made), first=first)
+
+
+def _view(call: Call, made: Sequence[Submission | Problem]) -> BatchView:
+    items: list[AcceptedView | RefusedView] = []
+    for number, one in enumerate(made):
+        if isinstance(one, Submission):
+            items.append({"status": 202, "id": one.task.id, "url": f"/tasks/{one.task.id}"})
         else:
-            check_run(self._call, cut.run)
-            spec = spec_of(like.body, cut.run, b"", None, like.learned)
-            spec = await self._with_arguments(spec, arguments_of(cut.run), id)
-        return Submission(changed(like.first.task, id=id), spec, like=like.first)
-
-    async def _with_arguments(self, spec: RunSpec, arguments: bytes, id: TaskId) -> RunSpec:
-        digest = await digest_if_large(self._call, arguments, id)
-        return changed(spec, arguments=arguments if digest is None else b"", arguments_digest=digest)
-
-    async def _met(self, piece: bytes, id: TaskId) -> _Like:
-        """The first of its likes, as far as anybody knows. Raises Problem."""
-        try:
-            body = _read_task(piece)
-        except ValidationError as error:
-            raise refused(body_faults(error, SubmitTask)) from None
-        task, learned = taken_in(self._call, body, id, self._stands, self._now)
-        check_allowed(self._call, body, task)
-        check_possible(self._call, task)
-        return _Like(body, Submission(task, await stored_spec(self._call, body, task, learned)), learned)
+            one.errors = _faults_at(number, one)
+            items.append({"status": one.kind.status, "problem": problem_document(one, call.scope)})
+    refused = sum(isinstance(one, Problem) for one in made)
+    return {"accepted": len(made) - refused, "refused": refused, "items": items}
 
 
-def at_item(number: int, problem: Problem) -> list[Fault]:
-    """What is wrong with a task of a batch, said of the batch."""
+def _faults_at(number: int, problem: Problem) -> list[Fault]:
+    """The faults of one task, with pointers into the batch."""
     place = f"/tasks/{number}"
     if not problem.errors:
         return [Fault(pointer=place, detail=problem.detail, code=problem.code)]
@@ -144,3 +181,96 @@ def at_item(number: int, problem: Problem) -> list[Fault]:
         Fault(pointer=f"{place}{fault['pointer']}", detail=fault["detail"], code=fault["code"])
         for fault in problem.errors
     ]
+
+
+class _Prototype(NamedTuple):
+    """The first of several tasks that differ in nothing but their run."""
+
+    body: SubmitTask
+    submission: Submission
+    learned: Size | None
+
+
+class BatchTasks:
+    """Makes the tasks of one request, each as if it were sent alone."""
+
+    def __init__(self, submissions: Submissions, identity: Identity) -> None:
+        self._submissions = submissions
+        self._identity = identity
+        self._now = submissions.clock.now()
+        self._prototypes: dict[Surroundings, _Prototype] = {}
+        self._last: tuple[Surroundings, Submission] | None = None
+        """The surroundings of the last task's run, and their prototype."""
+        self._stands: dict[TaskId, Stand] = {}
+
+    async def make(self, texts: Sequence[bytes], *, has_dependencies: bool) -> list[Submission | Problem]:
+        """What to store of each task, or why it is refused. Large arguments are objects by then."""
+        if has_dependencies:
+            await self._read_stands(texts)
+        made: list[Submission | Problem] = []
+        until = monotonic() + SLICE_SECONDS
+        for id, text in zip(self._submissions.ids.tasks(self._now, len(texts)), texts, strict=True):
+            try:
+                made.append(self._as_the_last(text, id) or await self._submission(text, id))
+            except Problem as problem:
+                made.append(problem)
+            if monotonic() > until:
+                await asyncio.sleep(0)
+                until = monotonic() + SLICE_SECONDS
+        return made
+
+    async def _read_stands(self, texts: Sequence[bytes]) -> None:
+        """Of everything that may be the id of a dependency."""
+        named = sorted({id for text in texts if b"after" in text for id in _TASK_IDS.findall(text)})
+        ids = [TaskId(id.decode()) for id in named]
+        for start in range(0, len(ids), MAX_STANDS):
+            self._stands |= await self._submissions.store.stands(ids[start : start + MAX_STANDS])
+
+    def _as_the_last(self, text: bytes, id: TaskId) -> Submission | None:
+        """If it calls the same entrypoint as the task before it, and differs in nothing else."""
+        if self._last is None:
+            return None
+        surroundings, first = self._last
+        call = call_within(text, surroundings)
+        if call is None or len(call.arguments) > self._submissions.inline_bytes:
+            return None
+        spec = changed(first.spec, arguments=call.arguments, arguments_digest=None)
+        return Submission(changed(first.task, id=id), spec, like=first)
+
+    async def _submission(self, text: bytes, id: TaskId) -> Submission:
+        """Raises Problem."""
+        split = split_at_run(text)
+        if split is None:
+            return (await self._prototype(text, id)).submission
+        prototype = self._prototypes.get(split.surroundings)
+        if prototype is None:
+            prototype = await self._prototype(text, id)
+            if is_split_at_run(split):
+                self._prototypes[split.surroundings] = prototype
+                self._last = split.surroundings, prototype.submission
+            return prototype.submission
+        first = prototype.submission
+        self._last = split.surroundings, first
+        if isinstance(split.run, EntrypointCall):
+            spec = await self._with_arguments(first.spec, split.run.arguments, id)
+        else:
+            self._submissions.permissions.check_run(self._identity, split.run)
+            spec = run_spec(prototype.body, split.run, b"", None, prototype.learned)
+            spec = await self._with_arguments(spec, arguments_of(split.run), id)
+        return Submission(changed(first.task, id=id), spec, like=first)
+
+    async def _with_arguments(self, spec: RunSpec, arguments: bytes, id: TaskId) -> RunSpec:
+        digest = await self._submissions.put_if_large(arguments, id)
+        return changed(spec, arguments=arguments if digest is None else b"", arguments_digest=digest)
+
+    async def _prototype(self, text: bytes, id: TaskId) -> _Prototype:
+        """Raises Problem."""
+        try:
+            body = _read_task(text)
+        except ValidationError as error:
+            raise invalid(*body_faults(error, SubmitTask)) from None
+        make = self._submissions
+        task, learned = make.task_of(body, self._identity.tenant, id, self._stands, self._now)
+        make.check_allowed(self._identity, body, task)
+        make.check_possible(task)
+        return _Prototype(body, Submission(task, await make.spec_of(body, task, learned)), learned)

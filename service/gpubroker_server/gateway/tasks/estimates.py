@@ -1,26 +1,34 @@
-"""What past runs took, as the API tells it: sizes, run times, and when a run is likely to end."""
+"""What past runs used and how long they took."""
 
 from collections.abc import Iterator
 from typing import Annotated
 
+from fastapi import APIRouter, Query, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.estimates import Sketch, Topic, What
 from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.http.bodies import Query as QueryModel
+from gpubroker_server.gateway.http.call import Call, answer
+from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.tasks.parts import Parts
+
+router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 
 
 class QuantilesView(TypedDict):
-    """Within 2 % of the value that they stand for."""
+    """Each within 2 % of the true value."""
 
-    n: Annotated[int, Field(description="Runs that they are of, at most 1000; recent ones count more.")]
+    n: Annotated[int, Field(description="The number of runs, at most 1000; recent ones count more.")]
     p50: float
     p90: float
     p95: float
 
 
 class EstimateView(TypedDict):
-    """What the runs of one subject took on one kind of device."""
+    """What the runs of one subject used and took on one kind of device."""
 
     subject: Annotated[str, Field(description="A model type, else a name, else an entrypoint.")]
     kind: Annotated[str, Field(description="Of device; empty for runs without one.")]
@@ -34,19 +42,31 @@ class EstimateList(TypedDict):
     items: list[EstimateView]
 
 
-class SizingView(TypedDict):
-    """How the size of a task, or of the ranks of a gang, was learned from earlier runs when it was submitted.
-    Of ranks that may use different devices: the largest, and the message tells of each."""
-
-    gpu_mb: Annotated[int | None, Field(description="Per device; null: whole devices.")]
-    p95_mb: Annotated[int | None, Field(description="What 95 of 100 runs stayed below.")]
-    n: Annotated[int, Field(description="Runs, or ranks, that were measured by then.")]
-    kind: Annotated[str | None, Field(description="Of the devices that they had.")]
-    message: str
+class EstimateQuery(QueryModel):
+    subject: Annotated[
+        str | None, Field(max_length=500, description="Only of this model type, name or entrypoint.")
+    ] = None
 
 
-def estimate_views(world: World, tenant: str, subject: str | None) -> Iterator[EstimateView]:
-    """In order of subject and kind; of one subject, if one is given."""
+@router.get(
+    "/estimates",
+    operation_id="estimates_list",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=EstimateList,
+    responses=problems("validation-failed"),
+)
+async def list_estimates(call: Call, parts: Parts, query: Annotated[EstimateQuery, Query()]) -> Response:
+    """List what your tenant's past runs used and took, by subject and kind of device.
+
+    Runs have the same subject if their tasks have the same model type, else the same name, else the same
+    entrypoint.
+    """
+    view: EstimateList = {"items": list(_views(parts.world, call.identity.tenant, query.subject))}
+    return answer(view)
+
+
+def _views(world: World, tenant: str, subject: str | None) -> Iterator[EstimateView]:
+    """By subject and kind."""
     sketches = world.learned.sketches
     known = {
         (topic.subject, topic.kind)

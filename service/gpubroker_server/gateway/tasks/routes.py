@@ -1,32 +1,27 @@
-"""Tasks: submit, list, read, change, cancel."""
+"""Tasks: submit, list, read, wait for the end, fetch the result."""
 
 import re
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 from fastapi import APIRouter, Header, Query, Response
+from pydantic import AwareDatetime, Field
 
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.gateway.http.bodies import LABEL_KEY, LabelValue, Name, WaitQuery
+from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.pages import PageQuery
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.queries import TaskQuery
-from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.status.pending import NOT_YET_SEEN
-from gpubroker_server.gateway.status.records import ask_leader, at_its_end, find, finished, live_of, reread
-from gpubroker_server.gateway.status.task_pages import page_of
-from gpubroker_server.gateway.status.task_view import Live, task_view
-from gpubroker_server.gateway.status.views import TaskPage, TaskView
-from gpubroker_server.gateway.submission.permission import check_priority
-from gpubroker_server.gateway.submission.submissions import (
-    check_allowed,
-    check_possible,
-    stored_spec,
-    take_in,
-)
-from gpubroker_server.gateway.submission.submitting import IdempotencyKey, Submitted, sent_before, submitted
-from gpubroker_server.gateway.submission.task_body import CancelTask, ChangeTask, SubmitTask
-from gpubroker_server.gateway.submission.timing import changed_times
+from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.status.records import JUST_ACCEPTED
+from gpubroker_server.gateway.status.results import result_member, shown_format
+from gpubroker_server.gateway.status.task_view import error_view, task_view
+from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Stored
+from gpubroker_server.gateway.submission.task_body import Priority, SubmitTask
+from gpubroker_server.gateway.tasks.parts import Parts
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 
@@ -37,8 +32,6 @@ Prefer = Annotated[
     ),
 ]
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
-
-_JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
 
 
 @router.post(
@@ -51,68 +44,84 @@ _JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
     responses={
         201: {"model": TaskView, "description": "It ended while the answer was held back; see `result`."},
         **problems(
-            "malformed-json",
-            "unauthenticated",
-            "forbidden",
-            "priority-not-allowed",
-            "payload-too-large",
-            "unsupported-media-type",
-            "validation-failed",
-            "exceeds-capacity",
-            "no-matching-device",
-            "exceeds-maximum",
-            "exceeds-quota",
-            "pool-mismatch",
-            "unknown-resource",
-            "priority-too-low",
-            "entrypoint-not-allowed",
-            "python-mismatch",
-            "idempotency-key-reused",
-            "store-unavailable",
+            *("malformed-json", "priority-not-allowed", "payload-too-large", "unsupported-media-type"),
+            *("validation-failed", "exceeds-capacity", "no-matching-device", "exceeds-maximum"),
+            *("exceeds-quota", "pool-mismatch", "unknown-resource", "priority-too-low"),
+            *("entrypoint-not-allowed", "python-mismatch", "idempotency-key-reused", "store-unavailable"),
         ),
     },
 )
 async def submit_task(
-    call: Call, body: SubmitTask, idempotency_key: IdempotencyKey = None, prefer: Prefer = None
+    call: Call,
+    parts: Parts,
+    body: SubmitTask,
+    idempotency_key: IdempotencyKey = None,
+    prefer: Prefer = None,
 ) -> Response:
     """Submit a task.
 
-    What could never run here is refused at once. When the answer leaves, the task is on disk.
+    A task that could never run here is refused at once. When the answer is sent, the task is on disk.
     """
-    parts = call.parts
-    record, is_new, headers = await _taken_or_known(call, body, idempotency_key)
-    wait_seconds, preference = _wait_of(prefer, parts.limits.wait_seconds)
-    headers |= preference
-    live = _JUST_ACCEPTED if is_new else live_of(parts, record.task)
-    if wait_seconds is None:
+    records = parts.records
+    record, is_new, headers = await _stored(call, parts, body, idempotency_key)
+    live = JUST_ACCEPTED if is_new else records.live(record.task)
+    asked = _WAIT.search(prefer) if prefer else None  # RFC 7240
+    if asked is None:
         return answer(task_view(record, live), 202, headers)
-    record = await at_its_end(parts, record, wait_seconds)
+    seconds = min(int(asked[1]), int(parts.wait_seconds))
+    headers["Preference-Applied"] = f"wait={seconds}"
+    record = await records.at_its_end(record, seconds)
     if record.task.is_terminal:
-        return await finished(parts, record, 201, headers)
-    return answer(task_view(record, live_of(parts, record.task)), 202, headers)
+        return await records.finished(record, 201, headers)
+    return answer(task_view(record, records.live(record.task)), 202, headers)
 
 
-async def _taken_or_known(call: Call, body: SubmitTask, key: str | None) -> Submitted:
+async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -> Stored:
+    submissions = parts.submissions
     try:
-        task, learned = await take_in(call, body)
-        check_allowed(call, body, task)
-        check_possible(call, task)
+        task, learned = await submissions.new_task(body, call.identity.tenant)
+        submissions.check_allowed(call.identity, body, task)
+        submissions.check_possible(task)
     except Problem:
-        known = await sent_before(call, key, "task")
+        known = await submissions.sent_before(call, key, "task")
         if known is None:
             raise
         return known
-    spec = await stored_spec(call, body, task, learned)
-    return await submitted(call, task, spec, key, "task")
+    spec = await submissions.spec_of(body, task, learned)
+    return await submissions.submit(call, task, spec, key, "task")
 
 
-def _wait_of(prefer: str | None, most_seconds: float) -> tuple[float | None, dict[str, str]]:
-    """How long to hold the answer back, and the header that says so; None if nobody asked (RFC 7240)."""
-    asked = _WAIT.search(prefer) if prefer else None
-    if asked is None:
-        return None, {}
-    seconds = min(int(asked[1]), int(most_seconds))
-    return seconds, {"Preference-Applied": f"wait={seconds}"}
+class TaskQuery(PageQuery):
+    open_names: ClassVar = re.compile(rf"label\.{LABEL_KEY}")
+    __pydantic_extra__: dict[str, LabelValue]
+
+    state: Annotated[
+        list[TaskState], Field(description="One or more states, repeated or separated by commas.")
+    ] = []  # noqa: RUF012  # pydantic copies it
+    kind: Annotated[
+        Literal["entrypoint", "command", "function", "external", "inference", "model"] | None,
+        Field(
+            description="What it runs; `inference`: a request to a model, `model`: the holder of a model's "
+            "memory, `external`: a lease for what the broker does not start."
+        ),
+    ] = None
+    min_priority: Priority | None = None
+    max_priority: Priority | None = None
+    name: Annotated[Name | None, Field(description="The exact name.")] = None
+    model_type: Annotated[Name | None, Field(description="The exact model type.")] = None
+    stream: Annotated[Name | None, Field(description="The exact work stream.")] = None
+    after: Annotated[
+        str | None, Field(max_length=100, description="Only tasks that run after the one with this id.")
+    ] = None
+    submitted_from: AwareDatetime | None = None
+    submitted_before: AwareDatetime | None = None
+    finished_from: AwareDatetime | None = None
+    finished_before: AwareDatetime | None = None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        extra: dict[str, str] = self.model_extra or {}
+        return {name.removeprefix("label."): value for name, value in extra.items()}
 
 
 @router.get(
@@ -120,7 +129,7 @@ def _wait_of(prefer: str | None, most_seconds: float) -> tuple[float | None, dic
     operation_id="tasks_list",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=TaskPage,
-    responses=problems("cursor-invalid", "unauthenticated", "forbidden", "not-found", "validation-failed"),
+    responses=problems("cursor-invalid", "not-found", "validation-failed"),
     openapi_extra={
         "parameters": [
             {
@@ -134,10 +143,13 @@ def _wait_of(prefer: str | None, most_seconds: float) -> tuple[float | None, dic
         ]
     },
 )
-async def list_tasks(call: Call, query: Annotated[TaskQuery, Query()]) -> Response:
+async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query()]) -> Response:
     """List your tenant's tasks, newest first."""
-    return await page_of(
-        call,
+    runs_after = None
+    if query.after is not None:
+        runs_after = (await parts.records.find(call.identity, query.after)).task.id
+    return await parts.records.page(
+        call.identity,
         query,
         task_view,
         states=tuple(query.state),
@@ -148,7 +160,7 @@ async def list_tasks(call: Call, query: Annotated[TaskQuery, Query()]) -> Respon
         name=query.name,
         model_type=query.model_type,
         stream=query.stream,
-        runs_after=None if query.after is None else (await find(call, query.after)).task.id,
+        runs_after=runs_after,
         submitted_from=_instant(query.submitted_from),
         submitted_before=_instant(query.submitted_before),
         finished_from=_instant(query.finished_from),
@@ -165,85 +177,56 @@ def _instant(time: datetime | None) -> Instant | None:
     operation_id="tasks_get",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=TaskView,
-    responses=problems("unauthenticated", "forbidden", "not-found"),
+    responses=problems("not-found"),
 )
-async def get_task(call: Call, task_id: str) -> Response:
+async def get_task(call: Call, parts: Parts, task_id: str) -> Response:
     """Read a task: its state, what it holds, and why it waits if it does."""
-    record = await find(call, task_id)
-    return answer(task_view(record, live_of(call.parts, record.task)))
+    record = await parts.records.find(call.identity, task_id)
+    return answer(task_view(record, parts.records.live(record.task)))
 
 
-@router.patch(
-    "/tasks/{task_id}",
-    operation_id="tasks_change",
-    dependencies=[needs(Scope.TASKS_WRITE)],
+@router.get(
+    "/tasks/{task_id}/wait",
+    operation_id="tasks_wait",
+    dependencies=[needs(Scope.TASKS_READ)],
     response_model=TaskView,
+    response_description="The task has ended; see `result`.",
     responses={
-        202: {"model": TaskView, "description": "Asked for; the leader has not carried it out yet."},
-        **problems(
-            "malformed-json",
-            "unauthenticated",
-            "forbidden",
-            "priority-not-allowed",
-            "not-found",
-            "task-already-finished",
-            "task-not-pending",
-            "priority-too-low",
-            "validation-failed",
-        ),
+        202: {"model": TaskView, "description": "The time is over and the task goes on; ask again."},
+        **problems("not-found", "validation-failed", "result-damaged"),
     },
 )
-async def change_task(call: Call, task_id: str, body: ChangeTask) -> Response:
-    """Change a task's priority, hold it or release it, and change its times while it waits.
-
-    A higher priority is planned again at once; what runs already is not moved.
-    """
-    record = await find(call, task_id)
-    if body.priority is not None:
-        check_priority(call, body.priority)
-        call.parts.capacity.check_priority(record.task.demand, body.priority)
+async def wait_for_task(
+    call: Call, parts: Parts, task_id: str, query: Annotated[WaitQuery, Query()]
+) -> Response:
+    """Wait for the end of a task. The answer comes as soon as it ends."""
+    records, seconds = parts.records, min(query.timeout_seconds, parts.wait_seconds)
+    record = await records.at_its_end(await records.find(call.identity, task_id), seconds)
     if record.task.is_terminal:
-        raise _already_finished(record.task)
-    times = changed_times(body, record.task, call.parts.clock.now())
-    if (body.held is not None or times) and record.task.state is not TaskState.PENDING:
-        what = " and ".join(sorted(times)) or "held"
-        raise Problem(
-            "task-not-pending",
-            f"task {task_id} is {record.task.state}; {what} can be changed only while a task waits",
-        )
-    asked = body.model_dump(exclude_none=True, include={"priority", "held"}) | times
-    settled = await ask_leader(call, record.task, "change", asked)
-    record = await reread(call.parts, record)
-    return answer(task_view(record, live_of(call.parts, record.task)), 200 if settled else 202)
+        return await records.finished(record)
+    return answer(task_view(record, records.live(record.task)), 202)
 
 
-@router.post(
-    "/tasks/{task_id}/cancel",
-    operation_id="tasks_cancel",
-    dependencies=[needs(Scope.TASKS_WRITE)],
-    status_code=202,
-    response_model=TaskView,
-    response_description="Asked for. `stop_deadline_at` says when its memory is back at the latest.",
-    responses={
-        200: {"model": TaskView, "description": "It had been cancelled before."},
-        **problems("unauthenticated", "forbidden", "not-found", "task-already-finished", "validation-failed"),
-    },
+@router.get(
+    "/tasks/{task_id}/result",
+    operation_id="tasks_result",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=ResultView,
+    responses=problems("not-found", "task-not-finished", "result-damaged"),
 )
-async def cancel_task(call: Call, task_id: str, body: CancelTask = CancelTask()) -> Response:  # noqa: B008  # frozen
-    """Cancel a task. One that runs hears the stop notice and is killed when its grace period is over."""
-    record = await find(call, task_id)
-    if record.task.state is TaskState.CANCELLED:
-        return answer(task_view(record, live_of(call.parts, record.task)))
-    if record.task.is_terminal:
-        raise _already_finished(record.task)
-    asked = body.model_dump(exclude_none=True, exclude_defaults=True)
-    await ask_leader(call, record.task, "cancel", asked)
-    record = await reread(call.parts, record)
-    return answer(task_view(record, live_of(call.parts, record.task)), 202)
-
-
-def _already_finished(task: Task) -> Problem:
-    return Problem(
-        "task-already-finished",
-        f"task {task.id} has {task.state}; nothing can change it any more",
-    )
+async def get_result(call: Call, parts: Parts, task_id: str) -> Response:
+    """Fetch what a finished task left: its result or its error, and the end of its log."""
+    records = parts.records
+    record = await records.find(call.identity, task_id)
+    task = record.task
+    if not task.is_terminal:
+        raise Problem("task-not-finished", task=task.id, state=task.state)
+    stored = await records.store.result(task.id)
+    view: ResultView = {
+        "id": task.id,
+        "state": task.state.value,
+        "format": record.spec.result_format if stored is None else shown_format(stored.format),
+        "error": error_view(record.failure),
+        "log_tail": "" if stored is None else stored.log_tail.decode("utf-8", "replace"),
+    }
+    return answer(view, member=await result_member(records.blobs, stored))

@@ -1,4 +1,4 @@
-"""A task's text apart from its run's: tasks of a batch differ mostly in that, and share all other work."""
+"""Splits the JSON of a task into its run and the rest: tasks of a batch mostly differ in their run alone."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -8,31 +8,29 @@ from pydantic import TypeAdapter, ValidationError
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function
 
 
-class Around(NamedTuple):
-    """What tasks that are alike have in common, as they were written."""
+class Surroundings(NamedTuple):
+    """What is equal in tasks that differ in their run alone: the text before and after it, and its kind."""
 
     before: bytes
-    """The text before the run."""
-    behind: bytes
+    after: bytes
     kind: str
-    """Of run."""
     entrypoint: str
 
 
-DEEPEST = 100
-"""What is nested more deeply is left to the reader that says so."""
+MAX_DEPTH = 100
+"""A run with more nesting is left to the full validation, which refuses it."""
 
 
 class EntrypointCall(NamedTuple):
-    """Read without asking whether there may be such an entrypoint."""
+    """Whether the entrypoint is valid and allowed is not checked here."""
 
     entrypoint: str
     arguments: bytes
     """As `arguments_of` makes them."""
 
 
-class Cut(NamedTuple):
-    around: Around
+class SplitTask(NamedTuple):
+    surroundings: Surroundings
     run: EntrypointCall | Command | Function
 
 
@@ -41,7 +39,7 @@ class _Task(msgspec.Struct):
 
 
 class _Call(msgspec.Struct, forbid_unknown_fields=True):
-    """The same as `Entrypoint`, but for what its name must look like."""
+    """As `Entrypoint`, without the pattern of its name."""
 
     entrypoint: str
     args: Annotated[list[Any], msgspec.Meta(max_length=10_000)] = []
@@ -55,8 +53,8 @@ _validate = {kind.tag: TypeAdapter(kind).validator.validate_json for kind in (Co
 _PROBE = b'{"probe":0}'
 
 
-def cut_at_run(text: bytes) -> Cut | None:
-    """None for what is not read here; what is wrong with it is told by who reads all of the task."""
+def split_at_run(text: bytes) -> SplitTask | None:
+    """None if it cannot be split here; full validation of the task then says what is wrong."""
     try:
         run = bytes(_task.decode(text).run)
     except msgspec.MsgspecError:
@@ -64,26 +62,28 @@ def cut_at_run(text: bytes) -> Cut | None:
     found = _run_in(run)
     if found is None:
         return None
-    before, _, behind = text.partition(run)
-    return Cut(Around(before, behind, *found[:2]), found[2])
+    before, _, after = text.partition(run)
+    return SplitTask(Surroundings(before, after, *found[:2]), found[2])
 
 
-def is_cut_at_run(cut: Cut) -> bool:
-    """Whether it is the run that stands between both texts, and not the same words somewhere else."""
-    around = cut.around
+def is_split_at_run(split: SplitTask) -> bool:
+    """Whether the run was cut out, and not the same text in another place."""
+    surroundings = split.surroundings
     try:
-        return bytes(_task.decode(around.before + _PROBE + around.behind).run) == _PROBE
+        return bytes(_task.decode(surroundings.before + _PROBE + surroundings.after).run) == _PROBE
     except msgspec.MsgspecError:
         return False
 
 
-def call_within(text: bytes, around: Around) -> EntrypointCall | None:
-    """The run of a task, if it is the same call and has the same around it, of which `is_cut_at_run` holds:
-    then whatever JSON stands in between is its run."""
-    before, behind, _, entrypoint = around
-    if not (text.startswith(before) and text.endswith(behind)):
+def call_within(text: bytes, surroundings: Surroundings) -> EntrypointCall | None:
+    """The run of a task with the same surroundings and entrypoint; None for any other task.
+
+    `is_split_at_run` must hold for the surroundings: then any JSON between them is the run.
+    """
+    before, after, _, entrypoint = surroundings
+    if not (text.startswith(before) and text.endswith(after)):
         return None
-    found = _call_in(text[len(before) : len(text) - len(behind)])
+    found = _call_in(text[len(before) : len(text) - len(after)])
     return None if found is None or found.entrypoint != entrypoint else found
 
 
@@ -93,7 +93,7 @@ def _run_in(text: bytes) -> tuple[str, str, EntrypointCall | Command | Function]
 
 
 def _call_in(text: bytes) -> EntrypointCall | None:
-    if text.count(b"[") + text.count(b"{") > DEEPEST:
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
         return None
     try:
         call = _call.decode(text)

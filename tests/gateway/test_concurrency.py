@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.http.concurrency import Turns, aside
+from gpubroker_server.gateway.explain.parts import ExplainParts
+from gpubroker_server.gateway.http.concurrency import OneAtATime, run_in_thread
 from gpubroker_server.gateway.http.problems import Problem
 
 from tests.gateway.harness import Client, Gateway, before, problem, until
 
 
 async def test_answers_are_worked_out_one_after_the_other_in_the_order_they_were_asked_for():
-    desk, order = Turns("plans", most_waiting=2), list[str]()
+    desk, order = OneAtATime("plans", max_waiting=2), list[str]()
 
     async def ask(name: str) -> None:
-        async with desk.take():
+        async with desk.slot():
             order.append(f"{name} begins")
             await asyncio.sleep(0)
             order.append(f"{name} ends")
@@ -28,15 +29,15 @@ async def test_answers_are_worked_out_one_after_the_other_in_the_order_they_were
 
 
 async def test_who_comes_on_top_of_those_who_may_wait_is_told_to_ask_again():
-    desk, go = Turns("plans", most_waiting=1), asyncio.Event()
+    desk, go = OneAtATime("plans", max_waiting=1), asyncio.Event()
 
     async def ask() -> None:
-        async with desk.take():
+        async with desk.slot():
             await go.wait()
 
     asked = [asyncio.create_task(ask()) for _ in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(Problem, match="one at a time; one is under way and 1 more") as refusal:
+    with pytest.raises(Problem, match="one at a time; one is being computed and 1 more") as refusal:
         await ask()
     assert (refusal.value.kind.status, refusal.value.kind.retryable) == (429, True)
     go.set()
@@ -45,10 +46,10 @@ async def test_who_comes_on_top_of_those_who_may_wait_is_told_to_ask_again():
 
 
 async def test_who_waited_and_went_away_leaves_his_place_to_others():
-    desk, go = Turns("plans", most_waiting=1), asyncio.Event()
+    desk, go = OneAtATime("plans", max_waiting=1), asyncio.Event()
 
     async def ask() -> None:
-        async with desk.take():
+        async with desk.slot():
             await go.wait()
 
     first, gone = asyncio.create_task(ask()), asyncio.create_task(ask())
@@ -67,7 +68,7 @@ async def test_everything_else_goes_on_while_an_answer_is_worked_out():
         yield
         return others_had_a_turn.wait(5.0)
 
-    answer = asyncio.create_task(aside(steps(), Seconds(5.0)))
+    answer = asyncio.create_task(run_in_thread(steps(), Seconds(5.0)))
     await asyncio.sleep(0)
     others_had_a_turn.set()
     assert await answer
@@ -75,7 +76,7 @@ async def test_everything_else_goes_on_while_an_answer_is_worked_out():
 
 async def test_what_takes_too_long_is_given_up():
     with pytest.raises(TimeoutError):
-        await before(5.0, aside((None for _ in itertools.count()), Seconds(0.01)))
+        await before(5.0, run_in_thread((None for _ in itertools.count()), Seconds(0.01)))
 
 
 async def test_what_nobody_waits_for_any_more_is_given_up():
@@ -89,7 +90,7 @@ async def test_what_nobody_waits_for_any_more_is_given_up():
         finally:
             ended.set()
 
-    answer = asyncio.create_task(aside(steps(), Seconds(60.0)))
+    answer = asyncio.create_task(run_in_thread(steps(), Seconds(60.0)))
     await asyncio.to_thread(began.wait, 5.0)
     answer.cancel()
     await asyncio.wait([answer])
@@ -100,7 +101,7 @@ async def test_a_second_plan_at_a_time_is_put_off_and_the_next_one_is_answered(
     gateway: Gateway, api: Client
 ) -> None:
     asked = {"components": [{"name": "a", "resources": {"cpu": 1}}]}
-    async with gateway.parts.plans.take():
+    async with gateway.parts_of(ExplainParts).plans.slot():
         refusal = await api.post("/plan", json=asked)
         assert problem(refusal, 429, "too-many-requests")["retryable"] is True
         assert refusal.headers["retry-after"] == "1"
@@ -138,8 +139,8 @@ async def test_a_task_that_ends_while_its_explanation_waits_for_its_turn_has_end
     gateway: Gateway, api: Client
 ) -> None:
     task_id = await api.submit()
-    desk = gateway.parts.answers
-    async with desk.take():
+    desk = gateway.parts_of(ExplainParts).answers
+    async with desk.slot():
         asked = asyncio.ensure_future(api.get(f"/tasks/{task_id}/explain"))
         await until(lambda: desk._waiting == 1)
         await gateway.end(task_id)
@@ -154,8 +155,8 @@ async def test_explanations_wait_for_their_turn_and_too_many_of_them_are_put_off
     def ask() -> list[Any]:
         return [api.get(f"/tasks/{task_id}/explain"), api.post("/tasks/simulate", json={})]
 
-    desk = gateway.parts.answers
-    async with desk.take():
+    desk = gateway.parts_of(ExplainParts).answers
+    async with desk.slot():
         waiting = [asyncio.ensure_future(one) for _ in range(8) for one in ask()]
         await until(lambda: desk._waiting == len(waiting))
         for one in ask():

@@ -1,0 +1,159 @@
+"""For those who run the service: health, readiness, metrics, shutdown."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from gpubroker_server.gateway.http.bodies import Body
+from gpubroker_server.gateway.http.call import Call, answer
+from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.times import Freshness
+from gpubroker_server.gateway.http.waiters import Leadership, Waiters
+from gpubroker_server.ports.store import StoreUnavailable, TaskStore
+from gpubroker_server.telemetry.metrics import Telemetry
+
+router = APIRouter(route_class=DirectRoute, tags=["operations"])
+
+OK = "ok"
+_READY = frozenset({"connected", "standby"})
+"""States of an executor that takes orders, or will as soon as this process leads."""
+STORE_TIMEOUT_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class OperationParts:
+    """What the routes for operators need."""
+
+    store: TaskStore
+    freshness: Freshness
+    leadership: Leadership
+    waiters: Waiters
+    telemetry: Telemetry
+    has_executor: bool
+    """Runs are started from this process, so it is not ready without its executor."""
+    shutdown: Callable[[bool], None]
+    """Begin an orderly stop; True also stops the local cluster. Returns at once."""
+
+
+Parts = Annotated[OperationParts, PARTS]
+
+
+class Health(TypedDict):
+    status: Literal["ok"]
+
+
+class Readiness(TypedDict):
+    """Each part is `ok`, or has one word for what it is instead. While `nodes` are `paused` the process is
+    ready: all other nodes work."""
+
+    status: Literal["ready", "not_ready"]
+    parts: dict[str, str]
+
+
+class ShutDown(Body):
+    stop_cluster: Annotated[
+        bool, Field(description="Also stop the local Ray and everything that runs on it.")
+    ] = False
+
+
+class Stopping(TypedDict):
+    stopping: Literal[True]
+    stop_cluster: bool
+
+
+@router.get("/healthz", operation_id="health_get", response_model=Health, responses=problems(is_open=True))
+async def get_health() -> Response:
+    """Answer that the process is alive."""
+    view: Health = {"status": "ok"}
+    return answer(view)
+
+
+@router.get(
+    "/readyz",
+    operation_id="readiness_get",
+    response_model=Readiness,
+    responses={
+        503: {"model": Readiness, "description": "A part does not work; `parts` says which."},
+        **problems(is_open=True),
+    },
+)
+async def get_readiness(parts: Parts) -> Response:
+    """Answer whether this process can do its work: database, overview of the cluster, and its executor.
+
+    Without an executor of its own, the leader and its executor are shown as last heard of, and do not count:
+    tasks are accepted without them. `nodes` is `paused` while the leader holds silent nodes back; `/stats`
+    says why.
+    """
+    state = str(parts.leadership.executor_status().get("state", "unknown"))
+    states = {
+        "process": "draining" if parts.waiters.is_closed else OK,
+        "store": await _store_state(parts),
+        "world": "stale" if parts.freshness.is_stale else OK,
+        "executor": OK if state in _READY else state,
+    }
+    counted = set(states) if parts.has_executor else set(states) - {"executor"}
+    if not parts.has_executor:
+        states["leader"] = "none" if parts.leadership.leader() is None else OK
+    ready = all(states[part] == OK for part in counted)
+    states["nodes"] = OK if parts.leadership.paused() is None else "paused"
+    view: Readiness = {"status": "ready" if ready else "not_ready", "parts": states}
+    return answer(view, 200 if ready else 503)
+
+
+async def _store_state(parts: Parts) -> str:
+    try:
+        async with asyncio.timeout(STORE_TIMEOUT_SECONDS):
+            await parts.store.head()
+    except (StoreUnavailable, TimeoutError):
+        return "unavailable"
+    return OK
+
+
+@router.get(
+    "/metrics",
+    operation_id="metrics_get",
+    dependencies=[needs(Scope.METRICS_READ)],
+    responses={
+        200: {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}},
+        **problems(),
+    },
+)
+async def get_metrics(parts: Parts) -> Response:
+    """Read all metrics in Prometheus's text format. They are listed in docs/reference/metrics.md."""
+    try:
+        parts.telemetry.note_held_back(await parts.store.held_back())
+    except StoreUnavailable:
+        parts.telemetry.note_held_back(None)
+    return Response(generate_latest(parts.telemetry.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.post(
+    "/shutdown",
+    operation_id="service_shutdown",
+    dependencies=[needs(Scope.ADMIN)],
+    status_code=202,
+    response_model=Stopping,
+    responses=problems("validation-failed"),
+)
+async def shut_down(
+    call: Call,
+    parts: Parts,
+    body: ShutDown = ShutDown(),  # noqa: B008  # frozen
+) -> Response:
+    """Stop this process. Tasks go on, unless the local cluster is to stop as well. A process that only speaks
+    HTTP has no local cluster, and answers so."""
+    stop_cluster = body.stop_cluster and parts.has_executor
+    who, subject = call.identity, "everything" if stop_cluster else "service"
+    with contextlib.suppress(StoreUnavailable):  # must not keep the service from stopping
+        await parts.store.audit(by=who.name, tenant=who.tenant, action="shutdown", subject=subject)
+    parts.shutdown(stop_cluster)
+    view: Stopping = {"stopping": True, "stop_cluster": stop_cluster}
+    return answer(view, 202)

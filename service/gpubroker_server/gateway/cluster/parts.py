@@ -1,0 +1,37 @@
+"""What the routes of the cluster need."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from gpubroker_server.core.domain.device import GpuKind
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.cluster.fragmentation import FragmentationCache
+from gpubroker_server.gateway.http.limits import RequestLimits
+from gpubroker_server.gateway.http.routing import PARTS
+from gpubroker_server.gateway.http.times import Freshness
+from gpubroker_server.gateway.http.waiters import LeaderRequests, Leadership
+from gpubroker_server.gateway.proxy.residency.residencies import Residencies
+from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.gateway.submission.demand import Defaults
+from gpubroker_server.ports.store import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterParts:
+    world: World
+    clock: Clock
+    freshness: Freshness
+    leadership: Leadership
+    requests: LeaderRequests
+    fragmentation: FragmentationCache
+    policy: Policy
+    limits: RequestLimits
+    defaults: Defaults
+    kinds: tuple[GpuKind, ...]
+    """The kinds of GPU that the operator has ranked, strongest first."""
+    servers: tuple[Server, ...]
+    residencies: Residencies | None
+
+
+Parts = Annotated[ClusterParts, PARTS]
