@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 class Call(Request):
     async def body(self) -> bytes:
         """All of it. Most bodies come in one message, for which Starlette's own stream is slow."""
-        if not hasattr(self, "_body"):
+        if not hasattr(self, "_whole_body"):
             message = await self.receive()
             chunks = [message.get("body", b"")]
             while message.get("more_body", False):
@@ -31,8 +31,8 @@ class Call(Request):
                 chunks.append(message.get("body", b""))
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            self._body = b"".join(chunks)
-        return self._body
+            self._whole_body = b"".join(chunks)
+        return self._whole_body
 
     @property
     def identity(self) -> Identity:
