@@ -1,1 +1,1 @@
-"""Programs that show how gpubroker is used. `make demo` runs examples.demo."""
+"""Programs that use gpubroker. `make demo` runs examples.demo."""

@@ -1,10 +1,9 @@
-"""Ask a model on Triton from a program that knows nothing of Triton's client: text in, text out.
+"""Ask a model on Triton without Triton's client: text in, text out.
 
     python -m examples.ask_model "how are you"
 
-asks `echo_bytes` of the service on this machine, a model of this project's tests (tests/triton/models) which
-says everything backwards. What is made of a request before it is sent, and of the answer afterwards, stands
-in one function, and both run here.
+asks `echo_bytes` of the service on this machine, a model of this project's tests (tests/triton/models) that
+returns each word reversed. One function prepares the request and processes the answer; both run here.
 """
 
 import sys
@@ -27,5 +26,5 @@ if __name__ == "__main__":
     try:
         print(ask(" ".join(sys.argv[1:]) or "hello"))
     except BrokerError as fault:
-        again = "" if fault.retry_after_seconds is None else f"; try again in {fault.retry_after_seconds:g} s"
-        sys.exit(f"{fault}{again}")
+        hint = "" if fault.retry_after_seconds is None else f"; try again in {fault.retry_after_seconds:g} s"
+        sys.exit(f"{fault}{hint}")

@@ -1,8 +1,7 @@
-"""Work for a GPU that needs none: a small network learns handwritten digits, a larger check judges a model.
+"""Work for a GPU that needs none: train a small network on handwritten digits, and evaluate larger models.
 
-Both are ordinary functions that tell gpubroker how far they are. The training also saves its state after each
-epoch, so it may be stopped at any time to make room and goes on later where it was, to exactly the same
-result.
+Both are ordinary functions that report their progress. The training also saves a checkpoint after each epoch:
+it can be stopped at any time, and resumes to exactly the same result.
 """
 
 import time
@@ -19,7 +18,7 @@ TRAINING_ROWS = 1400
 
 
 def train(seed: int, hidden: int, epochs: int, pace_seconds: float = 0.0) -> dict[str, Any]:
-    """Train, in as many attempts as it takes. `pace_seconds` after each epoch leave something to watch."""
+    """Train, over as many attempts as it takes. `pace_seconds` is a pause after each epoch, to watch it."""
     task = current_task()
     model, done = task.resume_state or (new_model(seed, hidden), 0)
     resumed_at = done
@@ -40,7 +39,7 @@ def new_model(seed: int, hidden: int) -> MLPClassifier:
 
 
 def learn(model: MLPClassifier, epochs: int) -> Iterator[None]:
-    """One pass over the training rows per step. The model carries its random state and its optimizer's."""
+    """One pass over the training rows per step. The model includes its random state and its optimizer's."""
     images, labels = load_digits(return_X_y=True)
     for _ in range(epochs):
         model.partial_fit(images[:TRAINING_ROWS] / 16, labels[:TRAINING_ROWS], classes=range(10))
@@ -48,22 +47,22 @@ def learn(model: MLPClassifier, epochs: int) -> Iterator[None]:
 
 
 def accuracy(model: MLPClassifier) -> float:
-    """Share of the rows it has never seen that it names correctly."""
+    """Share of the test rows that it labels correctly."""
     images, labels = load_digits(return_X_y=True)
     return float(model.score(images[TRAINING_ROWS:] / 16, labels[TRAINING_ROWS:]))
 
 
 def evaluate(folds: int) -> dict[str, Any]:
-    """Judge support vector machines by cross-validation; the accuracy of the best."""
+    """Evaluate support vector machines by cross-validation; returns the accuracy of the best."""
     task = current_task()
     candidates = (0.3, 1.0, 3.0, 10.0)
     scores = {}
     for number, strictness in enumerate(candidates, start=1):
-        scores[str(strictness)] = judged(strictness, folds)
+        scores[str(strictness)] = score(strictness, folds)
         task.progress(number / len(candidates), f"model {number} of {len(candidates)}")
     return {"accuracy": max(scores.values()), "scores": scores}
 
 
-def judged(strictness: float, folds: int) -> float:
+def score(strictness: float, folds: int) -> float:
     images, labels = load_digits(return_X_y=True)
     return float(cross_val_score(SVC(C=strictness), images / 16, labels, cv=folds).mean())

@@ -1,7 +1,7 @@
-"""A training to try things with: it needs no GPU, no data and no library, and only lets time pass.
+"""A training to try things with: it needs no GPU, no data and no library, and only sleeps.
 
-What it tells gpubroker is what a real one would tell: how far it is, and after each epoch all that it needs
-to go on from there. So it may be stopped at any time to make room, and loses one epoch at most.
+It reports what a real training would: its progress, and after each epoch a checkpoint with all that it needs
+to resume. It can be stopped at any time, and loses at most one epoch.
 """
 
 import time

@@ -1,1 +1,1 @@
-"""The main job, live: fill two GPUs, preempt for a critical task, resume from checkpoints, compare."""
+"""A live demo: fill two GPUs, preempt for a critical task, resume from checkpoints, compare the results."""

@@ -1,4 +1,4 @@
-"""`python -m examples.demo`, or `make demo`: exit code 0 only if everything went as it must."""
+"""`python -m examples.demo`, or `make demo`: exits with 0 only if everything happened as expected."""
 
 import json
 import signal
@@ -10,10 +10,10 @@ from typing import Any
 from gpubroker import BrokerError
 from rich.console import Console
 
-from examples.demo.narrator import Narrator
+from examples.demo.event_lines import EventLines
+from examples.demo.scenario import Result, Scenario, Unexpected
 from examples.demo.screen import screen_on, summary
 from examples.demo.service import ServiceFailed, running_service
-from examples.demo.story import Deviation, Ending, Story
 from examples.demo.workload import Reference
 
 
@@ -22,22 +22,22 @@ def main() -> int:
     began = time.monotonic()
     console = Console(highlight=False)
     try:
-        ending = run(console, began)
+        result = run(console, began)
     except KeyboardInterrupt:
         return _failed("interrupted; the service was stopped", 130)
-    except (Deviation, ServiceFailed, BrokerError) as error:
+    except (Unexpected, ServiceFailed, BrokerError) as error:
         return _failed(str(error), 1)
-    console.print(summary(ending))
+    console.print(summary(result))
     seconds = round(time.monotonic() - began, 1)
-    print(json.dumps({"demo": "ok", "seconds": seconds, **asdict(ending)}), flush=True)
+    print(json.dumps({"demo": "ok", "seconds": seconds, **asdict(result)}), flush=True)
     return 0
 
 
-def run(console: Console, began: float) -> Ending:
-    narrator = Narrator(began)
+def run(console: Console, began: float) -> Result:
+    lines = EventLines(began)
     with screen_on(console) as screen, running_service() as broker, Reference() as reference:
-        narrator.says(f"the service is ready at {broker.connection.url}")
-        return Story(broker, screen, narrator).tell(reference)
+        lines.add(f"the service is ready at {broker.connection.url}")
+        return Scenario(broker, screen, lines).run(reference)
 
 
 def _interrupt(_signal: int, _frame: Any) -> None:

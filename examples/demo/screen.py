@@ -1,4 +1,4 @@
-"""The demo on a terminal, as one picture that changes; and anywhere else, as lines."""
+"""Show the demo: on a terminal as one changing screen, elsewhere as lines."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from examples.demo.story import Ending
+from examples.demo.scenario import Result
 
 _LINES_SHOWN = 14
 
@@ -34,7 +34,7 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """GPU memory, the queue, and the newest lines. What was said stays on the terminal at the end."""
+    """GPU memory, the queue and the newest lines. The last screen stays on the terminal."""
 
     def __init__(self, console: Console) -> None:
         self._lines: deque[str] = deque(maxlen=_LINES_SHOWN)
@@ -64,16 +64,16 @@ def screen_on(console: Console) -> PlainScreen | LiveScreen:
     return LiveScreen(console) if console.is_terminal else PlainScreen()
 
 
-def summary(ending: Ending) -> Table:
+def summary(result: Result) -> Table:
     table = Table(title="resumed runs reach what undisturbed runs reach", title_justify="left")
     for column in ("task", "preempted", "resumed at epoch", "accuracy", "undisturbed"):
         table.add_column(column)
-    for name, accuracy in ending.accuracy.items():
-        reference = ending.reference.get(name)
+    for name, accuracy in result.accuracy.items():
+        reference = result.reference.get(name)
         table.add_row(
             name,
-            str(ending.preemptions.get(name, "")),
-            str(ending.resumed_at_epoch.get(name, "")),
+            str(result.preemptions.get(name, "")),
+            str(result.resumed_at_epoch.get(name, "")),
             f"{accuracy:.6f}",
             "" if reference is None else f"{reference:.6f}",
         )

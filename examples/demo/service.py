@@ -1,4 +1,4 @@
-"""A gpubroker service of the demo's own: started for it alone, and gone without a trace when it ends."""
+"""A gpubroker service of its own for the demo, which leaves no process and no file behind."""
 
 import ctypes
 import json
@@ -25,14 +25,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ServiceFailed(Exception):
-    """The service did not start, or left something behind; the text has the end of its log."""
+    """The service did not start, or left a process behind; the text has the end of its log."""
 
 
 @contextmanager
 def running_service() -> Iterator[Broker]:
-    """A broker of a service of our own. Whatever happens inside, no process of it outlives the block.
+    """Start a service, and stop it at the end of the block; none of its processes outlives the block.
 
-    Raises ServiceFailed if the service does not come up, and if it had to be cleaned up after.
+    Raises ServiceFailed if the service does not start, or leaves processes behind.
     """
     adopt_orphans()
     data_dir = Path(tempfile.mkdtemp(prefix="gpubroker-demo-"))
@@ -53,13 +53,13 @@ def running_service() -> Iterator[Broker]:
 
 
 def adopt_orphans() -> None:
-    """Make every process that loses its parent below us our own child, so that none can slip away (Linux)."""
+    """Become the parent of orphaned descendants, so that none is lost (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _start(data_dir: Path, log: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C reaches the demo alone, which then stops the service in good order."""
+    """In its own session: Ctrl-C only reaches the demo, which then shuts the service down."""
     gpubroker = Path(sys.executable).with_name("gpubroker")
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -93,7 +93,7 @@ def _connected(child: subprocess.Popen[bytes], data_dir: Path, log: Path) -> Ite
 
 
 def _left_after(seconds: float) -> list[str]:
-    """The processes below us that are still there after that long, as `pid name`."""
+    """The descendants that are still alive after that time, as `pid name`."""
     give_up_at = time.monotonic() + seconds
     while (alive := _alive()) and time.monotonic() < give_up_at:
         time.sleep(0.05)
@@ -101,7 +101,7 @@ def _left_after(seconds: float) -> list[str]:
 
 
 def _end_all() -> None:
-    """The way out when the good order failed: notice, then force, until nothing is below us."""
+    """Terminate, then kill, all descendants that the shutdown left."""
     for sign, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         for process in _alive():
             try:
@@ -113,7 +113,7 @@ def _end_all() -> None:
 
 
 def _alive() -> list[psutil.Process]:
-    """Our descendants, after burying those that have ended."""
+    """The descendants, without those that have ended."""
     found = psutil.Process().children(recursive=True)
     _, alive = psutil.wait_procs(found, timeout=0)
     return list(alive)

@@ -1,4 +1,4 @@
-"""The demo's tasks, and what they must come to when nothing disturbs them."""
+"""The tasks of the demo, and their results without any interruption."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from gpubroker import Broker, Task
 
 _GIB = 1024  # in MiB
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""These matrices are small: more threads would only take the machine's cores from each other."""
+"""The matrices are small: more threads would only compete for the cores."""
 
 _REFERENCE_SECONDS = 60.0
 
@@ -48,13 +48,13 @@ TRAININGS = (
     _training("train-medium", seed=2, hidden=48, gpu_gib=14),
     _training("train-small", seed=3, hidden=32, gpu_gib=10),
 )
-"""44 of the 48 GiB of two GPUs, and no way to place the 18 GiB of the evaluation beside them."""
+"""They take 44 of the 48 GiB of two GPUs: the evaluation's 18 GiB do not fit beside them."""
 
 EVALUATION = Work("evaluate-release", "examples.digits:evaluate", {"folds": 5}, 18 * _GIB, "critical")
 
 
 class Reference:
-    """The same work without a broker, in a process of its own."""
+    """The same work in a process of its own, without a broker."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

@@ -69,7 +69,7 @@ def test_the_demo_preempts_resumes_and_ends_as_if_undisturbed(tmp_path: Path) ->
     assert demo.process.wait() == 0, shown
     told = json.loads(shown.splitlines()[-1])
     assert told["demo"] == "ok"
-    for part in ("GPU memory", "░░░", "▓", "is told to stop (preempt)", "resumed runs reach"):
+    for part in ("GPU memory", "░░░", "▓", "is asked to stop (preempt)", "resumed runs reach"):
         assert part in shown
     assert "waits: needs" in shown
     assert sum(told["preemptions"].values()) > 0

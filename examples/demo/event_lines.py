@@ -1,4 +1,4 @@
-"""The event log retold in lines that a person can follow, and the few facts the demo checks in it."""
+"""The event log as lines for people, and the events that the demo checks."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from datetime import datetime
 from gpubroker import Event, Gpu, Task
 
 
-class Narrator:
+class EventLines:
     def __init__(self, began: float) -> None:
         self._began = began
         self._names: dict[str, str] = {}
@@ -17,34 +17,34 @@ class Narrator:
         self._first: dict[tuple[str, str], Event] = {}
         self.position = 0
 
-    def knows(self, task: Task) -> None:
+    def register(self, task: Task) -> None:
         self._names[task.id] = task.name
 
-    def says(self, line: str) -> None:
+    def add(self, line: str) -> None:
         self._lines.append(f"{time.monotonic() - self._began:6.1f}s  {line}")
 
     def new_lines(self) -> list[str]:
-        """What was said since the last time."""
+        """The lines since the last call."""
         lines, self._lines = self._lines, []
         return lines
 
-    def hears(self, events: Iterable[Event], gpus: Sequence[Gpu], tasks: Sequence[Task]) -> None:
+    def observe(self, events: Iterable[Event], gpus: Sequence[Gpu], tasks: Sequence[Task]) -> None:
         labels = {gpu.key: f"gpu {gpu.index}" for gpu in gpus}
         for event in events:
             self.position = event.position
-            if line := self._retold(event, labels):
-                self.says(line)
+            if line := self._line(event, labels):
+                self.add(line)
         for task in tasks:
             reason = task.pending.reason if task.pending else ""
             if task.pending and self._waits.get(task.id) != reason:
-                self.says(f"{task.name:<17} waits: {self._with_names(task.pending.message)}")
+                self.add(f"{task.name:<17} waits: {self._with_names(task.pending.message)}")
             self._waits[task.id] = reason
 
     def first(self, kind: str, name: str) -> Event | None:
-        """The first event of this kind that was about the task of this name."""
+        """The first event of this kind about the task with this name."""
         return self._first.get((kind, name))
 
-    def _retold(self, event: Event, labels: dict[str, str]) -> str | None:
+    def _line(self, event: Event, labels: dict[str, str]) -> str | None:
         subject = self._subject(event)
         name = self._names.get(subject)
         if name is None:
@@ -60,9 +60,9 @@ class Narrator:
                 return f"{name:<17} is confirmed gone: its {_gib(mb)} are free"
             case "pledge.made":
                 place = labels.get(fields["device"], "")
-                return f"{name:<17} is pledged {_gib(fields['mb'])} of {place} while others give way"
+                return f"{name:<17} is pledged {_gib(fields['mb'])} of {place} while others leave"
             case "task.stopping":
-                return f"{name:<17} is told to stop ({fields.get('stop_reason')})"
+                return f"{name:<17} is asked to stop ({fields.get('stop_reason')})"
             case "task.requeued":
                 return f"{name:<17} is back in the queue, with its checkpoint"
             case "task.submitted" | "task.started" | "task.succeeded" | "task.failed" | "task.cancelled":
@@ -76,7 +76,7 @@ class Narrator:
         return message
 
     def _subject(self, event: Event) -> str:
-        """The id of the task an event is about: for leases and pledges it is in the key."""
+        """The id of the task that an event is about; for leases and pledges it is in the key."""
         match event.kind.partition(".")[0], event.key.split(":"):
             case "lease", [_, holder, *_]:
                 return holder
