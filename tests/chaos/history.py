@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, NEXT_STATES, LeaseState
-from gpubroker_server.core.domain.task import ACTIVE, TERMINAL, TRANSITIONS, Move, TaskState, members_from
+from gpubroker_server.core.domain.task import ACTIVE, TERMINAL, TRANSITIONS, Move, TaskState
 from gpubroker_server.core.domain.units import Position
+from gpubroker_server.core.world.event_codec import members_from
 from gpubroker_server.core.world.events import Event
 
 Rank = tuple[str, int, int]

@@ -10,14 +10,7 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import (
-    Member,
-    MemberState,
-    StopReason,
-    TaskState,
-    members_fields,
-    members_from,
-)
+from gpubroker_server.core.domain.task import Member, MemberState, StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
@@ -25,6 +18,7 @@ from gpubroker_server.core.lifecycle.deadlines import due
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.expected_ends import Departures
+from gpubroker_server.core.world.event_codec import members_fields, members_from
 
 from tests.builders import (
     GIB,

@@ -18,14 +18,7 @@ from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.orders import Checkpointed
-from gpubroker_server.core.domain.task import (
-    HOT_FIELDS,
-    StopReason,
-    Task,
-    TaskState,
-    members_fields,
-    members_from,
-)
+from gpubroker_server.core.domain.task import HOT_FIELDS, StopReason, Task, TaskState
 from gpubroker_server.core.world.event_codec import (
     after_fields,
     after_from,
@@ -33,6 +26,8 @@ from gpubroker_server.core.world.event_codec import (
     demand_from,
     external_fields,
     external_from,
+    members_fields,
+    members_from,
     model_fields,
     model_from,
 )

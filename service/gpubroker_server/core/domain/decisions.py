@@ -1,4 +1,4 @@
-"""Decisions: what should change, as values. Each is committed whole or not at all; nothing acts before."""
+"""Decisions: what should change, as values. Each commits whole or not at all; nothing acts before that."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,37 +14,37 @@ from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
 from gpubroker_server.core.domain.values import value
 
 AnyOrder = Order | ModelOrder | InferenceOrder
-"""To node agents, to servers of models, or to those about to ask one."""
+"""To a node agent, to a model server, or to the sender of inferences."""
 
 Fields = Mapping[str, Any]
-"""Plain JSON values only: what an event carries and `World.apply` reads."""
+"""Plain JSON values: what an event carries and `World.apply` reads."""
 
 
 @value
 class TaskWrite:
-    """One changed task row. The store writes it only where the row's version is `task.version - 1`."""
+    """A changed task row. The store writes it only where the row's version is `task.version - 1`."""
 
     task: Task
     what: Move
     changed: tuple[str, ...]
-    """Names of the changed fields besides `state`; the event carries exactly these."""
+    """Names of the changed fields besides `state`: the event carries exactly these."""
 
 
 def write_move(task: Task, what: Move, **changes: Any) -> TaskWrite:
-    """Move a task and remember what changed. Raises IllegalTransition; nothing is changed."""
+    """Move a task and record which fields changed. Raises IllegalTransition."""
     return TaskWrite(move(task, what, **changes), what, tuple(changes))
 
 
 @dataclass(frozen=True, slots=True)
 class PledgeWrite:
-    """A pledge that was made (`end` is None) or came to one of its four ends."""
+    """A new pledge (`end` is None), or the end of one."""
 
     pledge: Pledge
     end: PledgeEnd | None = None
 
 
 def withdrawn(pledges: Mapping[DeviceKey, Pledge]) -> tuple[PledgeWrite, ...]:
-    """The end of the pledges of a task that no longer waits: what is still freed for it is free for all."""
+    """The end of all pledges of a task that no longer waits."""
     return tuple(PledgeWrite(pledges[device], PledgeEnd.WITHDRAWN) for device in sorted(pledges))
 
 
@@ -58,7 +58,7 @@ class Outcome:
     at: Instant
     result: bytes | None = None
     result_digest: str | None = None
-    """Where the result is when it was too large to stay in a row; then `result` is None."""
+    """Where a result is stored that was too large for the row; then `result` is None."""
     result_format: str = "json"
     failure: Failure | None = None
     log_tail: bytes = b""
@@ -66,7 +66,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class AuditNote:
-    """Who did what, when and why: written with the decision that carries it out."""
+    """Who did what, when and why; written in the transaction that carries it out."""
 
     at: Instant
     tenant: str
@@ -79,10 +79,10 @@ class AuditNote:
 
 @value
 class Decision:
-    """Rows that change together, and the orders to send once they have.
+    """Rows that change together, and the orders to send after the commit.
 
     Guarded by the leader's term and by the version of every task and lease in it. A lease of version 1 is
-    new. `leases` moving to RELEASED give their MiB back to the device row in the same transaction.
+    new. A lease that becomes RELEASED gives its MiB back to the device row in the same transaction.
     """
 
     subject: str
@@ -99,7 +99,7 @@ class Decision:
     requests_done: tuple[str, ...] = ()
     orders: tuple[AnyOrder, ...] = ()
     lessons: tuple[Lesson, ...] = ()
-    """What the runs that it ends teach."""
+    """What is learned from the runs that it ends."""
     forgotten: tuple[Topic, ...] = ()
     audit: tuple[AuditNote, ...] = ()
 
@@ -111,12 +111,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asked of a task that exists: a gateway inserts it, only the leader carries it out.
+    """What a client asks of an existing task. A gateway inserts it; only the leader carries it out.
 
-    `what` is cancel (fields: grace_seconds, or nothing), or change (fields: priority, held); of an external
-    holder also renew (fields: ttl_seconds, or nothing), or release (fields: by); of a model want (fields:
-    priority, uses) or pin (fields: pinned, by). Of operators: attest (fields: leases, by, reason) of a
-    holder, and resume (fields: nodes, by, reason), of no task.
+    `what` and its fields:
+
+    - of a task: cancel (grace_seconds or none), change (priority, held, times)
+    - of an external holder, also: renew (ttl_seconds or none), release (by)
+    - of a model, also: want (priority, uses), pin (pinned, by)
+    - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task
     """
 
     id: str
@@ -128,18 +130,26 @@ class Request:
 
 
 def tenant_delta_mb(decision: Decision) -> dict[str, int]:
-    """Tenant -> change of what it holds if this decision commits; 0 where as much comes as goes."""
+    """Tenant -> change in MiB that it holds if this decision commits; 0 if as much comes as goes."""
+    return _lease_delta_mb(decision, "tenant")
+
+
+def device_delta_mb(decision: Decision) -> dict[str, int]:
+    """Device key -> change in its `leased_mb` if this decision commits."""
+    return _lease_delta_mb(decision, "device")
+
+
+def _lease_delta_mb(decision: Decision, field: str) -> dict[str, int]:
     delta: dict[str, int] = {}
     for lease in decision.leases:
-        if lease.version == 1:
-            delta[lease.tenant] = delta.get(lease.tenant, 0) + lease.mb
-        elif lease.state is LeaseState.RELEASED:
-            delta[lease.tenant] = delta.get(lease.tenant, 0) - lease.mb
+        if lease.version == 1 or lease.state is LeaseState.RELEASED:
+            name, mb = getattr(lease, field), lease.mb if lease.version == 1 else -lease.mb
+            delta[name] = delta.get(name, 0) + mb
     return delta
 
 
 def given_mb(decision: Decision) -> int:
-    """What a planned decision gives to its task beyond what was pledged to it before; 0 if nothing."""
+    """MiB that a planned decision gives its task beyond what was pledged to it before; at least 0."""
     given: int = sum(lease.mb for lease in decision.leases)
     for written in decision.pledges:
         if written.end is None:
@@ -147,14 +157,3 @@ def given_mb(decision: Decision) -> int:
         elif written.pledge.preemptor == decision.subject:
             given -= written.pledge.mb
     return max(0, given)
-
-
-def device_delta_mb(decision: Decision) -> dict[str, int]:
-    """Device key -> change of its `leased_mb` if this decision commits (negative where memory returns)."""
-    delta: dict[str, int] = {}
-    for lease in decision.leases:
-        if lease.version == 1:
-            delta[lease.device] = delta.get(lease.device, 0) + lease.mb
-        elif lease.state is LeaseState.RELEASED:
-            delta[lease.device] = delta.get(lease.device, 0) - lease.mb
-    return delta

@@ -1,4 +1,4 @@
-"""What a task asks for."""
+"""What a task asks for, and which devices and nodes satisfy it."""
 
 import math
 from collections.abc import Iterable
@@ -10,23 +10,23 @@ from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.domain.values import value
 
 Labels = tuple[tuple[str, tuple[str, ...]], ...]
-"""(label, values), sorted: one value of each. The label `node` is the node's name."""
+"""(label, values), sorted: a node needs one of the values of each. The label `node` is the node's name."""
 
 
 @value
 class Where:
-    """Which devices and nodes a task may use (all of it must hold) and which it would rather have."""
+    """Constraints on devices and nodes, all of which must hold, and preferences."""
 
     kinds: tuple[str, ...] = ()
-    """One of these; names as operators and drivers use them."""
+    """Any of these, named as operators and drivers do."""
     min_power: int = 0
     min_device_mb: Mib = Mib(0)
     """Physical memory."""
     nodes: Labels = ()
     devices: tuple[str, ...] = ()
-    """One of these, by UUID; sorted."""
+    """Any of these UUIDs; sorted."""
     prefer_kinds: tuple[str, ...] = ()
-    """Best first. A preference orders placements and never forbids one."""
+    """Best first. A preference orders placements and forbids none."""
     prefer_nodes: Labels = ()
 
 
@@ -37,8 +37,8 @@ ANYWHERE = Where()
 class Demand:
     """Sizes are per device; `cpu` and `memory_mb` are of the one node that the task runs on.
 
-    `gpus` devices of `gpu_mb` MiB each; with neither `gpu_mb` nor `gpu_fraction`, whole devices.
-    `custom` is sorted by name, so that equal demands compare and hash equal.
+    `gpus` devices of `gpu_mb` MiB each; with neither `gpu_mb` nor `gpu_fraction`, whole devices. `custom` is
+    sorted by name, so that equal demands compare and hash equal.
     """
 
     gpus: int = 0
@@ -52,18 +52,18 @@ class Demand:
     where: Where = ANYWHERE
     pool: str = ""
     slots: tuple[tuple[str, float], ...] = ()
-    """What it counts of limits that many tasks share, sorted by name."""
+    """Amounts that count against limits shared by many tasks, sorted by name."""
     bundles: tuple["Demand", ...] = ()
-    """Of a gang: what each rank asks for, all of which run together. Beside them the gang itself says only
-    `custom` (the sum), `slots` and `pool`."""
+    """Of a gang: the demand of each rank. The gang's own demand says only `custom` (the sum), `slots` and
+    `pool`."""
     strategy: str = "pack"
-    """How ranks lie on nodes: `pack` on as few as may be, `spread` on as many, `strict_pack` on one,
-    `strict_spread` each on its own."""
+    """How ranks are spread over nodes: `pack` on few, `spread` on many, `strict_pack` on one, `strict_spread`
+    one each."""
     min_ranks: int | None = None
-    """With so many of its ranks, the first ones, a gang runs as well; None: with all."""
+    """A gang may run with this many of its ranks, the first ones; None: with all only."""
     answered_by: str = ""
-    """The model of a server that is to answer: such a task takes nothing of nodes or devices, since the model
-    holds what it takes."""
+    """The model that is to answer an inference. Such a task needs nothing of nodes or devices: the model
+    holds it."""
 
     @property
     def least_ranks(self) -> int:
@@ -71,7 +71,7 @@ class Demand:
 
     @property
     def counted(self) -> tuple[tuple[str, float], ...]:
-        """All of which the cluster, or one of its nodes, has only so much."""
+        """Custom resources and shared limits: what the cluster, or one node, has a limited amount of."""
         return self.custom + self.slots
 
     @property
@@ -81,17 +81,15 @@ class Demand:
 
 @lru_cache(4096)
 def interned(demand: Demand) -> Demand:
-    """The one for all that equal it. Tasks come in many, demands in few kinds: it is kept once, and equal
-    ones need not be compared field by field."""
+    """One object for all equal demands: many tasks share few demands, and identical objects compare fast."""
     return demand
 
 
 def need_mb(demand: Demand, device: Device) -> Mib | None:
-    """MiB to lease on this device; None if it may not be used, or could not give that much even when empty.
+    """MiB to lease on this device; None if it is not allowed, or too small even when empty.
 
-    A stated size comes on top of what a process costs on such a device (`context_mb`). A whole device is all
-    that may be leased of it, so that nobody else fits beside, and no stranger beyond what the operator
-    declared. A fraction is of the same amount, rounded down. Both hold the process's cost within them.
+    A stated size is increased by the device's `context_mb`. A whole device is all that may be leased of it; a
+    fraction is of the same amount, rounded down. Both include the process's context.
     """
     if not may_use_device(demand, device):
         return None
@@ -107,7 +105,7 @@ def need_mb(demand: Demand, device: Device) -> Mib | None:
 
 
 def context_mb(demand: Demand, device: Device) -> Mib:
-    """What of a lease is the process's own cost: only a stated size has it on top."""
+    """The part of a lease that is the process's CUDA context: only a stated size has it on top."""
     return Mib(0) if demand.gpu_mb is None else device.context_mb
 
 
@@ -128,7 +126,7 @@ def may_use_node(demand: Demand, node: Node) -> bool:
 
 
 def unwanted_device(demand: Demand, device: Device) -> int:
-    """How far down the list of preferred kinds this one is; 0 is the best, or that nothing is preferred."""
+    """Index of its kind in the preferred kinds; 0 is best, and also means no preference."""
     preferred = demand.where.prefer_kinds
     for place, name in enumerate(preferred):
         if is_of_kind(device.kind, name):
@@ -137,7 +135,7 @@ def unwanted_device(demand: Demand, device: Device) -> int:
 
 
 def unwanted_node(demand: Demand, node: Node) -> int:
-    """How many of the preferred labels it has not."""
+    """How many of the preferred labels the node lacks."""
     return len(_unmet(demand.where.prefer_nodes, node)) if demand.where.prefer_nodes else 0
 
 
@@ -147,15 +145,15 @@ def _unmet(wanted: Labels, node: Node) -> list[str]:
 
 
 class Ceiling(NamedTuple):
-    """What the devices of one node offer at most, to tell at a glance who cannot fit there."""
+    """An upper bound of what one node offers, for a quick test."""
 
     amounts: tuple[int, ...]
-    """MiB of each device, the most first."""
+    """MiB of each device, largest first."""
     whole: int
-    """How many devices are there whole."""
+    """How many devices are entirely free."""
 
     def may_fit(self, demand: Demand) -> bool:
-        """False: there is no room. True: perhaps there is."""
+        """False: it cannot fit. True: it may fit."""
         if demand.gpus > len(self.amounts):
             return False
         if demand.takes_whole_devices:
@@ -164,7 +162,7 @@ class Ceiling(NamedTuple):
 
 
 def ceiling(offered: Iterable[tuple[Device, int]]) -> Ceiling:
-    """Of (device, MiB that somebody could have there)."""
+    """`offered`: (device, MiB that could be leased there)."""
     found = list(offered)
     amounts = sorted((mb for _, mb in found), reverse=True)
     return Ceiling(tuple(amounts), sum(mb >= device.allocatable_mb for device, mb in found))

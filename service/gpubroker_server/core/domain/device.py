@@ -1,4 +1,4 @@
-"""Nodes and devices as the broker knows them, and what was last measured on them."""
+"""Nodes and devices, their kinds, and the last measurement of each device."""
 
 import re
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
 class GpuKind(NamedTuple):
     name: str
     power: int
-    """Its rank: more is stronger. Devices of no kind that is known have 0."""
+    """Rank: more is stronger. A device of an unknown kind has 0."""
     context_mb: Mib = Mib(0)
-    """What a process takes of such a device beyond what it asked for: its CUDA context."""
+    """Memory of a process's CUDA context, on top of what was asked for."""
 
 
 SHIPPED_KINDS = (
@@ -31,7 +31,7 @@ _WORDS = re.compile(r"[a-z0-9]+")
 
 @lru_cache(4096)
 def is_of_kind(reported: str, name: str) -> bool:
-    """Whether the words of a kind's name follow each other in what the driver calls a device, in any case.
+    """Whether the driver's name of a device contains the kind's words in sequence, in any case.
 
     `H100` is in `NVIDIA H100 80GB HBM3`; `L40` is not in `NVIDIA L40S`.
     """
@@ -41,7 +41,7 @@ def is_of_kind(reported: str, name: str) -> bool:
 
 
 def kind_of(reported: str, kinds: Iterable[GpuKind]) -> GpuKind | None:
-    """The kind whose name says most of a device; of equally long ones, the first by name."""
+    """The kind with the longest matching name; of equally long ones, the first by name."""
     found = [kind for kind in kinds if is_of_kind(reported, kind.name)]
     return min(found, key=lambda kind: (-len(kind.name), kind.name), default=None)
 
@@ -58,25 +58,25 @@ class Device:
     physical_mb: Mib
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mib = Mib(0)
-    """What the operator says that others always use: set aside, and expected to be in use."""
+    """What the operator says that other programs always use: set aside, and expected to be in use."""
     power: int = 0
-    """The rank of its kind: more is stronger; 0 if nobody has ranked it."""
+    """The rank of its kind: more is stronger; 0 if it has none."""
     context_mb: Mib = Mib(0)
-    """What a process takes here beyond what it asked for; part of its lease."""
+    """Memory of a process's CUDA context; part of its lease."""
     simulated: bool = False
     parent: str = ""
-    """UUID of the GPU of which this is an instance (MIG); empty for a GPU of its own."""
+    """UUID of the GPU that this is a MIG instance of; empty for a whole GPU."""
     split: bool = False
-    """It has instances: they are leased, and it is not."""
+    """It has MIG instances: they are leased, it is not."""
     present: bool = True
-    """Its node's agent finds it in the machine. One that is gone offers nothing; what was leased on it stays
-    in the book until its holders are confirmed gone."""
+    """Its node's agent finds it. A removed device takes nothing new; its leases stay until their holders are
+    confirmed gone."""
     version: int = 1
     allocatable_mb: Mib = field(init=False, compare=False, repr=False)
-    """What leases may come to in all; a whole device is so much of it."""
+    """The most that all leases may sum up to; a whole device is this much."""
     sort: str = field(init=False, compare=False, repr=False)
-    """The same for devices between which no demand can tell a difference but by name. Like `allocatable_mb`
-    it follows from the rest, and is worked out once because each placement asks for it."""
+    """Equal for devices that a demand can tell apart by name only. Derived, like `allocatable_mb`, and
+    computed once because every placement reads both."""
 
     def __post_init__(self) -> None:
         usable_mb = self.physical_mb - self.reserve_mb - self.declared_foreign_mb
@@ -88,7 +88,7 @@ class Device:
 
     @property
     def offers(self) -> bool:
-        """Whether anything of it can be had at all."""
+        """Whether anything of it can be leased at all."""
         return self.present and not self.split
 
     @property
@@ -99,13 +99,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """What was measured on one device at one instant."""
+    """A measurement of one device."""
 
     device: DeviceKey
     at: Instant
     used_mb: Mib
     foreign_mb: Mib | None = Mib(0)
-    """What processes of no lease use; None where use cannot be attributed to processes."""
+    """Used by processes without a lease; None where use cannot be attributed to processes."""
     by_holder: dict[str, Mib] = field(default_factory=dict)
     """`holder:fence` -> MiB of that holder's process group; empty where use cannot be attributed."""
     utilization: float | None = None
@@ -113,19 +113,19 @@ class DeviceSample:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine with an agent of ours. `incarnation` changes with each start of the agent."""
+    """A machine with a node agent. `incarnation` changes with each start of the agent."""
 
     name: NodeName
     cpu: float
     memory_mb: Mib
     max_runs: int
-    """How many runs may be on the node at once, however small."""
+    """The most runs at a time, however small."""
     incarnation: str
     boot_id: str
     ready: bool = True
-    """The agent has answered this leader's term; otherwise nothing is placed here."""
+    """The agent has answered this leader's term; until then nothing is placed here."""
     cordoned: bool = False
     labels: tuple[tuple[str, str], ...] = ()
     custom: tuple[tuple[str, float], ...] = ()
-    """Amounts of the custom resources that each node has for itself, sorted by name."""
+    """Amounts of the custom resources that every node has for itself, sorted by name."""
     version: int = 1

@@ -1,4 +1,5 @@
-"""Mistakes of the program itself. What a client or a cluster did wrong is a refusal, which is a value."""
+"""Errors of the program itself. What a client or the cluster did wrong is a refusal: a value, not an
+exception."""
 
 
 class CoreError(Exception):
@@ -6,7 +7,7 @@ class CoreError(Exception):
 
 
 class IllegalTransition(CoreError):
-    """The table in `core.task` has no such move; the task is unchanged."""
+    """The transition table has no such move; the task or lease is unchanged."""
 
 
 class Overcommitted(CoreError):
@@ -14,4 +15,4 @@ class Overcommitted(CoreError):
 
 
 class OutOfSync(CoreError):
-    """The log and the picture made of it do not fit together; the picture must be read anew from rows."""
+    """The event log and the World do not fit together; read the World anew from the rows."""

@@ -1,4 +1,4 @@
-"""What is known of runs from those that ended: quantiles of a size or a duration, kept in a few numbers.
+"""Quantiles of run sizes and durations, learned from runs that ended.
 
 The sketch is DDSketch (Masson, Rim, Lee: "DDSketch: a fast and fully-mergeable quantile sketch with
 relative-error guarantees", VLDB 2019): counts in buckets whose bounds grow by a constant factor.
@@ -12,31 +12,29 @@ from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.domain.values import value
 
 RELATIVE_ERROR = 0.02
-"""No quantile is further from the value that it stands for than this share of it."""
+"""The largest relative error of a quantile."""
 
 MOST_COUNTED = 1000
-"""Above so many values all counts are halved: what runs did lately counts more than what they did once."""
+"""Above this many values all counts are halved, so that recent runs count more than old ones."""
 
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _LOG_GROWTH = log(_GROWTH)
 _SMALLEST = 1e-3
-"""Values below it, zero and negative ones too, count as this much."""
+"""Smaller values, zero and negatives included, count as this one."""
 
 
 @value
 class Sketch:
-    """A value. `add` makes the next one."""
-
     counts: tuple[tuple[int, int], ...] = ()
-    """(bucket, how many), in bucket order, no empty ones. Bucket i holds values up to growth**i."""
+    """(bucket, count), ordered by bucket, counts above 0. Bucket i holds values up to growth**i."""
 
     @property
     def n(self) -> int:
-        """How many values it speaks for; forgotten ones do not count."""
+        """How many values it holds; forgotten ones do not count."""
         return sum(count for _, count in self.counts)
 
     def add(self, value: float) -> "Sketch":
-        """With one more value, in whatever unit this sketch is kept."""
+        """This sketch with one more value, in the sketch's unit."""
         counts, bucket = self.counts, bucket_of(value)
         at = bisect_left(counts, (bucket,))
         rest, count = at, 1
@@ -48,17 +46,16 @@ class Sketch:
         return Sketch(more)
 
     def above(self, value: float) -> "Sketch":
-        """Of the values larger than this one only, as far as the error lets them be told apart."""
+        """Only the values above this one, to within the error."""
         bucket = bucket_of(value)
         return Sketch(tuple(pair for pair in self.counts if pair[0] > bucket))
 
     def share_until(self, value: float) -> float | None:
-        """How large a share (0 to 1) of all is no more than this, as far as the error lets that be told; None
-        as long as there is none."""
+        """The share (0 to 1) of values up to this one, to within the error; None if there are none."""
         return 1 - self.above(value).n / self.n if self.counts else None
 
     def quantile(self, share: float) -> float | None:
-        """The value below or at which this share (0 to 1) of all lies; None as long as there is none."""
+        """The value at or below which this share (0 to 1) of all values lies; None if there are none."""
         wanted = max(1, ceil(share * self.n))
         below = 0
         for bucket, count in self.counts:
@@ -73,37 +70,37 @@ def bucket_of(value: float) -> int:
 
 
 class What(StrEnum):
-    """What is learned of runs, and the unit it is kept in."""
+    """What is learned, and in which unit."""
 
     GPU_MB = "gpu_mb"
-    """The most memory that a run was measured to use of one device."""
+    """Peak memory of a run on one device."""
     SECONDS = "seconds"
     """From the start of a run to its end."""
     START_ERROR = "start_error_seconds"
-    """How far the first forecast of a task's start was from its admission, either way."""
+    """Absolute difference between a task's first start forecast and its admission."""
     START_SHARE = "start_share"
-    """How long a task waited from its first forecast on, as a share of what nine in ten were to wait at most:
-    the forecast held if it is no more than 1."""
+    """A task's wait since its first forecast, divided by the forecast's 90 % bound: at most 1 if the bound
+    held."""
 
 
 @value
 class Topic:
-    """What one sketch is about."""
+    """The key of a sketch."""
 
     tenant: str
     subject: str
-    """As `Task.subject`: the runs of one subject are taken to be alike."""
+    """As `Task.subject`: runs of one subject are taken to be alike."""
     kind: str
-    """Of the devices that the runs had; empty for runs without one."""
+    """Kind of the runs' devices; empty for runs without a device."""
     what: What
 
 
 @value
 class Lesson:
-    """One value that the end of a run adds."""
+    """A value that the end of a run adds to a sketch."""
 
     topic: Topic
     value: float
     sketch: Sketch
-    """With this value and all that came before it; what the row of the topic becomes."""
+    """Including this value; becomes the row of the topic."""
     at: Instant

@@ -1,4 +1,4 @@
-"""What is done every so many seconds, as long as somebody comes by to do it."""
+"""Work that is due every so many seconds."""
 
 from math import inf
 
@@ -6,7 +6,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 
 
 class Pace:
-    """A clock that was set back stops nothing."""
+    """A clock that is set back does not delay the work."""
 
     def __init__(self, every_seconds: Seconds) -> None:
         self._every_seconds = every_seconds

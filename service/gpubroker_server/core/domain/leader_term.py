@@ -1,10 +1,10 @@
-"""How long a leader may count on its term: until a moment on its own machine's clock, never beyond.
+"""How long a leader may rely on its term: until an instant on its own machine's clock, never longer.
 
-The database keeps a term for its holder until `lease_until`, by its own clock; whoever finds that past takes
-the next term. The holder cannot read that clock at each step. It counts from the moment at which it *asked*
-for what was then granted, on a clock that never jumps and goes on while the machine sleeps, and stops a
-margin early. So it has stopped before anybody else may begin, however slowly answers came or how long it was
-stopped itself, as long as the two clocks run equally fast to within the margin.
+The database keeps a term for its holder until `lease_until`, by its own clock; another candidate that finds
+that instant past takes the next term. The holder cannot read that clock at every step. It counts from the
+moment at which it *asked* for the lease, on a clock that never jumps and runs while the machine sleeps, and
+stops a margin early. So it has stopped before another leader can begin, however slow the answer or however
+long its process was suspended, as long as the two clocks' rates differ by less than the margin.
 """
 
 from dataclasses import dataclass
@@ -15,35 +15,35 @@ from gpubroker_server.core.domain.units import Instant, Seconds, Term, Ticks
 
 @dataclass(frozen=True, slots=True)
 class TenureRules:
-    """`renew_seconds` leaves room for a second try, and more, before a term is over."""
+    """`renew_seconds` leaves time for more than one retry before the term ends."""
 
     ttl_seconds: Seconds = Seconds(3.0)
-    """For so long after each renewal nobody else takes the next term."""
+    """After each renewal no other candidate takes the next term for this long."""
     margin_seconds: Seconds = Seconds(0.75)
-    """So much earlier its holder stops to count on it."""
+    """The holder stops relying on its term this much earlier."""
     renew_seconds: Seconds = Seconds(1.0)
 
     def trusted_until(self, asked_at: Ticks) -> Ticks:
-        """Of a lease that was asked for at this moment, and granted."""
+        """For a lease that was asked for at this instant, and granted."""
         return Ticks(asked_at + self.ttl_seconds - self.margin_seconds)
 
     def renew_at(self, until: Ticks) -> Ticks:
-        """The next one, of a lease that is trusted until then: so long after that was asked for, however late
-        it was granted."""
+        """When to renew a lease that is trusted until then: counted from when it was asked for, not from the
+        answer."""
         return Ticks(until - self.ttl_seconds + self.margin_seconds + self.renew_seconds)
 
 
 _DECADES = Seconds(1e9)
 UNTIL_PROCESS_EXIT = TenureRules(_DECADES, Seconds(0.0), _DECADES)
-"""Where something better than a lease keeps others out: the lock on a SQLite file goes with its process."""
+"""Where a stronger lock keeps others out: the lock on a SQLite file ends with its process."""
 
 
 NEVER = Ticks(inf)
 
 
 class Tenure:
-    """One term, as its holder may count on it. Once over it stays over: a leader that has seen its end once
-    has stood back, and only a new term makes it lead again."""
+    """One term, as its holder may rely on it. Once over it stays over: only a new term makes the process lead
+    again."""
 
     def __init__(self, term: Term, until: Ticks = NEVER) -> None:
         self.term = term
@@ -52,11 +52,11 @@ class Tenure:
 
     @property
     def until(self) -> Ticks:
-        """Orders that are on their way at this moment are not to be carried out any more."""
+        """The instant after which orders of this term must not be carried out."""
         return Ticks(-inf) if self._is_over else self._until
 
     def extend(self, until: Ticks) -> None:
-        """After a renewal; one that was overtaken by a later one changes nothing."""
+        """Extend after a renewal; an out-of-order renewal changes nothing."""
         self._until = max(self._until, until)
 
     def is_over(self, now: Ticks) -> bool:
@@ -69,13 +69,13 @@ class Tenure:
 
 @dataclass(frozen=True, slots=True)
 class LeaderRow:
-    """Who leads, as the database has it."""
+    """The leader row of the database."""
 
     term: Term
     holder: str
     lease_until: Instant
     at: Instant
-    """The database's time when this was read."""
+    """The database's time of the read."""
 
     @property
     def is_past(self) -> bool:
@@ -84,19 +84,19 @@ class LeaderRow:
 
 @dataclass(frozen=True, slots=True)
 class LeadershipStatus:
-    """How one process stands to the lead."""
+    """Whether this process leads, and for how long."""
 
     term: Term | None = None
     """None while it does not lead."""
     seconds_left: Seconds = Seconds(0.0)
-    """So long it may lead without another renewal."""
+    """It may lead this long without another renewal."""
     takeovers: int = 0
-    """How often it began to lead."""
+    """How many times it became the leader."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedLeader:
-    """The row as a candidate found it first, and when that was on its own clock."""
+    """A leader row, and when a candidate first saw it on its own clock."""
 
     row: LeaderRow
     since: Ticks
@@ -106,7 +106,7 @@ class ObservedLeader:
         return ObservedLeader(row, self.since if same else now)
 
     def may_take(self, now: Ticks, rules: TenureRules) -> bool:
-        """Whether the leader has let its term go: by the database's clock, or because it has renewed nothing
-        for so long that it must have stopped. The second holds when that clock was set back meanwhile, which
-        makes a lease look longer than anybody asked for."""
+        """Whether the lease has expired by the database's clock, or was not renewed for its whole duration by
+        ours. The second rule matters if the database's clock was set back, which makes a lease look longer
+        than it is."""
         return self.row.is_past or now - self.since > rules.ttl_seconds

@@ -1,4 +1,4 @@
-"""Leases and pledges: who holds, or will hold, how many MiB of which device."""
+"""Leases and pledges: which holder has, or will have, how many MiB of which device."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,27 +20,30 @@ class HolderKind(StrEnum):
 
 
 HOLDERS_WITH_RUNS = frozenset({HolderKind.RUN, HolderKind.GANG_MEMBER})
-"""Node agents know of them."""
+"""Node agents start and stop them."""
 
 HOLDERS_OF_TASKS = HOLDERS_WITH_RUNS | {HolderKind.EXTERNAL, HolderKind.MODEL, HolderKind.SERVER}
-"""Their id is a task's."""
+"""Their id is a task id."""
 
 HOLDERS_ON_SERVERS = frozenset({HolderKind.MODEL, HolderKind.SERVER})
-"""A server of models holds it, whose process no agent knows."""
+"""Held by a model server, whose process no agent knows."""
 
 
 class LeaseState(StrEnum):
     RESERVED = "reserved"
-    """Promised in a committed decision; nobody has confirmed a process yet. No timeout releases it."""
+    """Promised by a committed decision; no process is confirmed yet. The agent's report moves it on. After a
+    crash the agent says whether the start ever arrived; no timeout releases it."""
     HELD = "held"
-    """The agent confirmed the process that occupies it."""
+    """The agent, or the model server's index, confirmed what occupies it. The end of the run moves it on; a
+    crash leaves it as it is."""
     RELEASING = "releasing"
-    """The holder ended; its process is not yet confirmed gone. Its agent's proof moves it on; `deadlines`
-    does if that does not come in time."""
+    """The run ended; its process is not confirmed gone. The agent's proof moves it on, or its deadline does
+    (to quarantined). A new leader counts the deadline anew."""
     RELEASED = "released"
-    """Confirmed gone. The lease is history."""
+    """The holder is confirmed gone, by proof or by a named operator. The end."""
     QUARANTINED = "quarantined"
-    """The holder should be gone and nobody can confirm it. Counts as used until there is proof."""
+    """The holder should be gone, and no agent has confirmed it. Counts as used. Only a proof or an operator's
+    statement moves it on; time and crashes do not."""
 
 
 NEXT_STATES = {
@@ -55,8 +58,8 @@ NEXT_STATES = {
     LeaseState.QUARANTINED: {LeaseState.RELEASED},
     LeaseState.RELEASED: set(),
 }
-"""state -> where it may go in one step. A lease goes forward only and may skip steps: a short run is over
-before anybody has heard of its start."""
+"""State -> possible next states. A lease only goes forward and may skip steps: a short run ends before its
+start is reported."""
 
 
 @value
@@ -64,7 +67,7 @@ class Lease:
     """A holder's right to `mb` MiB of one device. Identity: (holder_kind, holder, fence, rank, device).
 
     `holder` is the id of a task, model, worker, server or external lease. `priority` and `tenant` are the
-    holder's, so that a device can be judged without looking the holder up.
+    holder's, so that a device's ledger needs no look-up of the holder.
     """
 
     holder_kind: HolderKind
@@ -79,13 +82,13 @@ class Lease:
     version: int = 1
     rank: int = 0
     context_mb: Mib = Mib(0)
-    """How much of `mb` is what a process costs there, beyond what was asked for."""
+    """The part of `mb` that is the process's CUDA context."""
     overused_mb: Mib = Mib(0)
-    """What its holder was measured to use when that was first found to be too much; 0 if it never was."""
+    """Use measured when the lease was first exceeded; 0 if it never was."""
     quarantined_at: Instant | None = None
-    """Since when nobody can confirm that its holder has gone."""
+    """Since when it is in quarantine."""
     proof: str = ""
-    """What ended its quarantine, a `Proof`; on its way to the log, and kept by no row."""
+    """The `Proof` that ended its quarantine. In the event log; no row keeps it."""
 
     @property
     def key(self) -> str:
@@ -98,20 +101,19 @@ class Lease:
 
 
 def move_lease(lease: Lease, state: LeaseState, **changes: Any) -> Lease:
-    """The lease in its next state, version + 1, and the given fields changed. Raises IllegalTransition; the
-    lease is unchanged."""
+    """The lease in its next state, version + 1, with changes. Raises IllegalTransition."""
     if state not in NEXT_STATES[lease.state]:
         raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
     return changed(lease, state=state, version=lease.version + 1, **changes)
 
 
 def quarantine(lease: Lease, now: Instant) -> Lease:
-    """Nobody waits any longer for its holder to go. Raises IllegalTransition."""
+    """Stop waiting for its holder to be confirmed gone. Raises IllegalTransition."""
     return move_lease(lease, LeaseState.QUARANTINED, quarantined_at=now)
 
 
 def release(lease: Lease, proof: str) -> Lease:
-    """Its holder is gone. The proof is noted of one that waited for it. Raises IllegalTransition."""
+    """Release it. The proof is recorded if it was in quarantine. Raises IllegalTransition."""
     was_waiting = lease.state is LeaseState.QUARANTINED
     return move_lease(lease, LeaseState.RELEASED, proof=proof if was_waiting else "")
 
@@ -121,12 +123,12 @@ def mark_overused(lease: Lease, measured_mb: Mib) -> Lease:
 
 
 class PledgeEnd(StrEnum):
-    """The four ends of a pledge; it comes to exactly one of them."""
+    """The four ends of a pledge."""
 
     CONSUMED = "consumed"
     """Its task was admitted onto the pledged memory."""
     WITHDRAWN = "withdrawn"
-    """Its task is no longer pending, or found room elsewhere."""
+    """Its task is no longer pending, or found memory elsewhere."""
     TAKEN = "taken"
     """A task of strictly higher priority took the memory."""
     DISSOLVED = "dissolved"
@@ -137,23 +139,23 @@ class PledgeEnd(StrEnum):
 class Pledge:
     """MiB of one device that are being freed for one waiting preemptor. Identity: (preemptor, device).
 
-    The runs being stopped for it carry `freeing_for == preemptor`. Of `mb`, what those runs still hold on
-    the device has yet to come; the rest is kept free for the preemptor and counts as taken for others.
+    The runs that are stopped for it carry `freeing_for == preemptor`. What they still hold of `mb` is not yet
+    free; the rest is kept free for the preemptor and counts as taken for others.
     """
 
     preemptor: TaskId
     device: DeviceKey
     mb: Mib
     priority: int
-    """Up to this one nobody else takes it: its preemptor's, or for a guarantee or a move the highest of a
+    """Only a higher priority may take it: the preemptor's own, or for a guarantee or a move the top of a
     band."""
     tenant: str
     made_at: Instant
     deadline_at: Instant
-    """The latest stop deadline of its victims, or when a run that moves there is given up; 10 s later an
-    unconfirmed pledge is dissolved."""
+    """The latest stop deadline of its victims, or the limit of a move; an unconfirmed pledge is dissolved 10
+    s later."""
     ranks: tuple[int, ...] = ()
-    """The ranks of a gang that will have it; their CPU and host memory are kept for them as well."""
+    """The ranks of a gang that will use it; their CPU and host memory are kept for them as well."""
 
     @property
     def key(self) -> str:
@@ -161,33 +163,33 @@ class Pledge:
 
 
 class Proof(StrEnum):
-    """What a holder is known to be gone by."""
+    """What proves that a holder is gone."""
 
     PROCESS_ABSENT = "process_absent"
-    """Its node's agent looked for its process and found nothing of it."""
+    """The node agent found no trace of its process."""
     BOOT_CHANGED = "boot_changed"
-    """Its machine has been booted since."""
+    """The machine was rebooted since."""
     AGENT_RESTARTED = "agent_restarted"
-    """A later agent of its machine found neither its mark nor memory of its process."""
+    """A later agent of the machine found neither its mark nor GPU memory of its process."""
     DEVICE_REMOVED = "device_removed"
     """The device is no longer in the machine."""
     UNLOADED = "unloaded"
-    """Its server's index says that it is not there: of models."""
+    """Of models: the server's index no longer lists it."""
     HELD_ANEW = "held_anew"
-    """Another lease of the same device is for what is still there: of models."""
+    """Of models: another lease of the same device covers what is still there."""
     HOLDER = "released"
-    """Who held it said so: of external leases."""
+    """Of external leases: the holder said so."""
     STATEMENT = "statement"
-    """An operator said so, by name and with a reason."""
+    """A named operator said so and gave a reason."""
 
 
 STATEMENTS = frozenset({Proof.HOLDER, Proof.STATEMENT})
-"""Somebody says so, and nobody has looked."""
+"""A person's word, without a measurement."""
 
 
 def is_unproven(lease: Lease) -> bool:
-    """It is released, and what it freed is to be seen: a server that has unloaded a model need not have given
-    all of its memory back."""
+    """Whether a released lease's memory must be seen free in a new sample: after a person's word, and on
+    model servers, which may keep memory after an unload."""
     if lease.proof in STATEMENTS:
         return True
     return lease.state is LeaseState.RELEASED and lease.holder_kind in HOLDERS_ON_SERVERS

@@ -1,7 +1,7 @@
-"""What the leader asks of servers of models, and what it sees there. Plain values, both ways.
+"""Orders to model servers and to the sender of inferences, and what is reported back. Plain values.
 
-A server cannot refuse an order of a leader whose term is over. What it has is therefore never taken from an
-order's answer: it is what its index says, read again and again.
+A model server cannot refuse an order of an older term. So what it has loaded is never concluded from an
+order's answer, but from its index, which is read again and again.
 """
 
 from collections.abc import Mapping
@@ -13,27 +13,27 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, S
 
 
 class Stage(StrEnum):
-    """Where a model is, as the server's index says."""
+    """The state of a model, as the server's index says."""
 
     ABSENT = "absent"
-    """Never loaded, or unloaded, or its last load failed: it holds nothing, as far as the server knows."""
+    """Never loaded, unloaded, or its last load failed: as far as the server knows, it holds nothing."""
     LOADING = "loading"
     READY = "ready"
     UNLOADING = "unloading"
-    """It takes no new requests, and still has those that it took before."""
+    """It takes no new requests and still has earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedModel:
-    """One model of the repository. Of several versions the one that is furthest from being absent counts:
-    READY before UNLOADING before LOADING before ABSENT."""
+    """One model of the repository. With several versions, the first of READY, UNLOADING, LOADING, ABSENT that
+    one is in."""
 
     model: str
     stage: Stage
     versions: tuple[str, ...] = ()
     """Those that are READY, sorted."""
     reason: str = ""
-    """Why it is not there, in the server's words; empty for what was never loaded or was unloaded."""
+    """Why it is not loaded, in the server's words; empty if it was never loaded or was unloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class UnloadOrder:
-    """Requests that it has may end, for `grace_seconds` at most."""
+    """Its current requests may take up to `grace_seconds`."""
 
     task: TaskId
     fence: Fence
@@ -58,8 +58,8 @@ class UnloadOrder:
 
 @dataclass(frozen=True, slots=True)
 class CheckOrder:
-    """Requests to a model that is there have failed as those to one do whose process is gone: if it is, the
-    model is loaded anew, on the devices that it has."""
+    """Requests fail as if the model's process were gone: check, and if it is, load it again on its
+    devices."""
 
     task: TaskId
     fence: Fence
@@ -73,19 +73,16 @@ ModelOrder = LoadOrder | UnloadOrder | CheckOrder
 
 @dataclass(frozen=True, slots=True)
 class ServerSeen:
-    """The index of a server, with what is on its way there: for those nothing is to be concluded from it.
-
-    Two of one server are told in the order in which they were read.
-    """
+    """The index of a server. Reports of one server arrive in the order in which they were read."""
 
     server: str
     at: Instant
     models: Mapping[str, IndexedModel]
     under_way: frozenset[tuple[TaskId, Fence]] = frozenset()
-    """Claims with an order that has not been answered."""
+    """Claims with an unanswered order: the index says nothing about those."""
 
     def stage_of(self, model: str) -> Stage:
-        """The server itself is there: it has answered."""
+        """The server itself (no model) is READY: it has answered."""
         if not model:
             return Stage.READY
         return self.models[model].stage if model in self.models else Stage.ABSENT
@@ -111,7 +108,7 @@ def unload_order(task: Task, grace_seconds: Seconds) -> UnloadOrder:
 
 @dataclass(frozen=True, slots=True)
 class InferOrder:
-    """Have it answered. What is asked is attached by dispatch on its way."""
+    """Send this inference. Dispatch adds its input."""
 
     task: TaskId
     fence: Fence
@@ -122,7 +119,7 @@ class InferOrder:
 
 @dataclass(frozen=True, slots=True)
 class DropOrder:
-    """Nobody wants the answer any more. What the server has begun it ends for nobody."""
+    """Drop the answer. What the server has begun, it finishes."""
 
     task: TaskId
     fence: Fence

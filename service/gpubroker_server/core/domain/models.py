@@ -1,8 +1,9 @@
-"""What evicting a model is expected to cost: the time to load it again, times the chance that it is needed.
+"""Models as holders of GPU memory: their terms, their use, and what evicting one is expected to cost.
 
-Each use of a model counts, and counts less the older it is. One half-life would either forget what is used
-once a day or take a day to notice that use has stopped; the rates of four half-lives are added up instead.
-A model used just now ranks high for minutes, one used daily ranks high for days.
+The cost is the time to load it again, times the probability that it is needed. Each use counts less the older
+it is. One half-life would either forget what is used once a day or take a day to notice that use has stopped;
+the rates of four half-lives are added up instead. A model used just now ranks high for minutes, one used
+daily ranks high for days.
 """
 
 from dataclasses import dataclass
@@ -77,37 +78,36 @@ def expected_seconds(load_seconds: Seconds, usage: ModelUsage, now: Instant) -> 
 
 
 class Home(NamedTuple):
-    """A model on a server. Of each home there is one holder at a time."""
+    """A model on a server; one holder at a time. An empty model is the server itself, with its base cost."""
 
     server: str
     model: str
-    """Empty: the server itself, with what it takes before it has loaded anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTerms:
-    """A model that is wanted, or in memory: its server loads and unloads it, no node agent knows it."""
+    """A model that is wanted or loaded. Its server loads and unloads it; node agents do not know it."""
 
     server: str
     model: str
     wanted_seconds: Seconds = Seconds(300.0)
-    """So long after each request for it, it is wanted: until then it waits for room, and then it stays with
-    the priority of those who ask for it."""
+    """How long it stays wanted after each request. While wanted it waits for memory, and then stays with the
+    priority of its requests."""
     asked_priority: int = 50
-    """The highest of those who want it."""
+    """The highest priority of its requests."""
     asked_at: Instant = Instant(0.0)
     """When it was last wanted at that priority."""
     queued: bool = False
-    """It is inferences in the queue that want it so: when they no longer do, the leader knows."""
+    """Queued inferences want it at that priority: the leader knows when they no longer do."""
     pinned: bool = False
-    """Somebody said that it stays."""
+    """Pinned: it is not evicted."""
     load_seconds: Seconds = Seconds(0.0)
-    """How long loading it took, or is expected to take."""
+    """Measured or expected load time."""
     usage: ModelUsage = NEVER_USED
     steps: tuple[str, ...] = ()
-    """Of an ensemble the models that come and go with it; its size is theirs as well."""
+    """Of an ensemble: the models loaded with it, whose size is included."""
     versions: tuple[str, ...] = ()
-    """Those that its server had loaded when it was last there, sorted; empty: nobody has said."""
+    """The versions loaded when it was last ready, sorted; empty if unknown."""
 
     @property
     def home(self) -> Home:
@@ -115,13 +115,13 @@ class ModelTerms:
 
 
 FILE_FACTOR = 1.25
-"""Of the size of its files: weights are laid out anew, and work needs room beside them."""
+"""Memory over file size: weights are laid out differently, and requests need working memory."""
 
 MIB_BYTES = 2**20
 
 
 def first_guess_mb(file_bytes: int | None, least_mb: Mib) -> Mib:
-    """By its files, where they can be seen; at least what a small one takes with all that comes with it."""
+    """Estimate by file size if it is known, but at least `least_mb`."""
     if file_bytes is None:
         return least_mb
     return max(least_mb, Mib(ceil(FILE_FACTOR * file_bytes / MIB_BYTES)))

@@ -1,4 +1,4 @@
-"""What is left of one node beside its devices."""
+"""What runs use of a node besides its devices, and what is left of it."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.units import TaskId
 
 
 class NodeUse:
-    """What the active runs of one node take of its CPU, host memory, run slots and custom resources."""
+    """What the active runs of one node use of its CPU, host memory, run slots and custom resources."""
 
     __slots__ = ("cpu", "custom", "memory_mb", "priorities", "runs", "stopping")
 
@@ -19,9 +19,9 @@ class NodeUse:
         self.runs = runs
         self.custom: dict[str, float] = {}
         self.priorities: dict[int, int] = {}
-        """Priority -> how many runs have it."""
+        """Priority -> number of runs."""
         self.stopping: frozenset[TaskId] = frozenset()
-        """Those under notice."""
+        """Tasks that are asked to stop."""
 
     def copy(self) -> "NodeUse":
         twin = NodeUse(self.cpu, self.memory_mb, self.runs)
@@ -43,13 +43,13 @@ class NodeUse:
 
 
 def count_custom(use: dict[str, float], task: Task, sign: int) -> None:
-    """Add or take away a task's custom resources; rounded, so that what was added can be taken away."""
+    """Add or subtract a task's custom resources; rounded, so that a sum returns to what it was."""
     for name, amount in task.demand.counted:
         use[name] = round(use.get(name, 0.0) + sign * amount, 6)
 
 
 class Headroom(NamedTuple):
-    """CPU, host memory in MiB, run slots, and the node's own custom resources."""
+    """Free CPU, host memory in MiB, run slots and custom resources of one node."""
 
     cpu: float
     memory_mb: int
@@ -57,10 +57,10 @@ class Headroom(NamedTuple):
     custom: tuple[tuple[str, float], ...] = ()
     """Of the custom resources that each node has for itself."""
     node: Node | None = None
-    """Whose it is, for demands that may not use every node."""
+    """The node, for demands that may not use every node."""
 
     def fits(self, task: Task) -> bool:
-        """Nobody lacks what he does not ask for, even where more is promised than there is."""
+        """A resource that is not asked for is never lacking, even where it is overcommitted."""
         demand = task.demand
         enough = self.cpu >= demand.cpu or not demand.cpu
         enough = enough and (self.memory_mb >= demand.memory_mb or not demand.memory_mb)
@@ -71,14 +71,14 @@ class Headroom(NamedTuple):
         return self.node is None or may_use_node(task.demand, self.node)
 
     def short_of(self, task: Task) -> list[str]:
-        """The node's own resources of which there is too little left, in name order."""
+        """Names of the node's custom resources that do not suffice, sorted."""
         if not (self.custom and task.demand.custom):
             return []
         asked = dict(task.demand.custom)
         return [name for name, left in self.custom if asked.get(name, 0.0) > max(0.0, left)]
 
     def with_room_of(self, *tasks: Task, sign: int = 1) -> "Headroom":
-        """As if these had left (or, with -1, come)."""
+        """As if these tasks had left (or, with sign -1, arrived)."""
         cpu, memory_mb, custom = self.cpu, self.memory_mb, self.custom
         for task in tasks:
             demand = task.demand
@@ -90,7 +90,7 @@ class Headroom(NamedTuple):
         return Headroom(round(cpu, 6), memory_mb, self.runs + sign * len(tasks), custom, self.node)
 
     def at_most(self, other: "Headroom") -> "Headroom":
-        """Of each the lesser of two views of the same node."""
+        """The smaller of two views of the same node, resource by resource."""
         custom = tuple((name, min(a, b)) for (name, a), (_, b) in zip(self.custom, other.custom, strict=True))
         cpu, memory_mb = min(self.cpu, other.cpu), min(self.memory_mb, other.memory_mb)
         return Headroom(cpu, memory_mb, min(self.runs, other.runs), custom, self.node)

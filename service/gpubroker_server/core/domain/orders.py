@@ -1,7 +1,7 @@
-"""What the leader asks of a node agent, and what the agent reports back. Plain values, both ways.
+"""Orders from the leader to a node agent, and the agent's reports. Plain values, both ways.
 
-Every order names the holder, its fence and rank, the leader's term and the agent incarnation that the
-leader knew when it decided. An agent refuses lower terms, other incarnations and any (holder, fence, rank)
+Every order names the holder, its fence and rank, the leader's term and the agent's incarnation as the leader
+knew it when it decided. An agent refuses lower terms, other incarnations and any (holder, fence, rank) that
 it has already started.
 """
 
@@ -20,7 +20,7 @@ RunId = tuple[TaskId, Fence, int]
 
 @value
 class StartOrder:
-    """Start one run. The payload (entrypoint, arguments, checkpoint) is attached by dispatch on its way."""
+    """Start one run. Dispatch adds the payload (entrypoint, arguments, checkpoint)."""
 
     task: TaskId
     fence: Fence
@@ -30,46 +30,46 @@ class StartOrder:
     shareable: bool
     rank: int = 0
     priority: int = 0
-    """Starts that wait on the node are served by it, the highest first, then in order of arrival."""
+    """Starts that wait on the node are served by priority, highest first, then in order of arrival."""
     world_size: int = 1
-    """How many ranks run together under this fence."""
+    """Number of ranks under this fence."""
     barrier: bool = False
-    """The process gets ready (imports or unpickles), says so, and begins user code at the GoOrder."""
+    """The process imports or unpickles, reports Ready, and begins user code at the GoOrder."""
     memory_mb: Mib = Mib(0)
-    """Host memory that it asked for: a process of it may take so much, whatever others may."""
+    """Host memory it asked for: one of its processes may use this much, whatever others may."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoOrder:
-    """All ranks are ready: a run that waits at its barrier begins. Repeated to one that began, it is void."""
+    """All ranks are ready: the run leaves its barrier. Void for a run that has begun."""
 
     task: TaskId
     fence: Fence
     node: NodeName
     incarnation: str
     rank_zero_address: str
-    """`ip:port`, as rank 0 offered it; the port was free then."""
+    """`ip:port` that rank 0 offered; the port was free then."""
     rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorldOrder:
-    """Ranks have left a gang that goes on: what is left of it, for a run of it. Ranks never come back, so of
-    two the smaller world is the newer one."""
+    """Ranks have left a gang that goes on. Ranks never come back, so of two orders the one with fewer ranks
+    is newer."""
 
     task: TaskId
     fence: Fence
     node: NodeName
     incarnation: str
     ranks: tuple[int, ...]
-    """Those that go on, in order."""
+    """The ranks that go on, ascending."""
     rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WatchOrder:
-    """The process of an external holder has these devices: what it uses is its own, and its end is told by
-    a Gone. Repeated it is void, and it starts nothing."""
+    """Watch an external holder's process on these devices: attribute its use to it, and report Gone when it
+    ends. Starts nothing; repeating it is void."""
 
     task: TaskId
     fence: Fence
@@ -82,7 +82,7 @@ class WatchOrder:
 
 @dataclass(frozen=True, slots=True)
 class StopOrder:
-    """Give notice; kill whatever is left after `grace_seconds` (0: kill at once)."""
+    """Give notice; kill what is left after `grace_seconds` (0: kill at once)."""
 
     task: TaskId
     fence: Fence
@@ -95,7 +95,7 @@ class StopOrder:
 
 @value
 class ForgetOrder:
-    """The outcome of this run is durable; the agent may drop what it kept of it."""
+    """The outcome of this run is durable: the agent may drop what it keeps of it."""
 
     task: TaskId
     fence: Fence
@@ -110,14 +110,14 @@ Order = StartOrder | GoOrder | WorldOrder | WatchOrder | StopOrder | ForgetOrder
 class Ending(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    """User code raised, or what it returned cannot be carried. Uses up a retry."""
+    """User code raised, or its return value cannot be stored. Uses up a retry."""
     STOPPED = "stopped"
-    """It gave way to a stop notice."""
+    """It ended because of a stop notice."""
     LOST = "lost"
-    """The process went away without a word: killed, crashed or out of memory. Uses up a retry unless a
-    stop had been ordered or the whole node is gone."""
+    """The process ended without a report: killed, crashed or out of memory. Uses up a retry unless a stop had
+    been ordered or its node is gone."""
     NEVER_STARTED = "never_started"
-    """The agent knows the order and refused it, or was asked about a run it has never seen."""
+    """The agent refused the order, or does not know the run that it was asked about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +143,13 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A run with a barrier has imported or unpickled its user code and waits to begin."""
+    """A run with a barrier has imported or unpickled its user code and waits for the GoOrder."""
 
     task: TaskId
     fence: Fence
     at: Instant
     address: str
-    """`ip:port` on its node where nobody listens yet; rank 0's is told to all."""
+    """A free `ip:port` on its node; rank 0's is sent to all."""
     rank: int = 0
 
 
@@ -165,7 +165,7 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """The run saved its state: `data` itself, or the `uri` of what was too large to travel."""
+    """The run saved its state: `data`, or the `uri` of a checkpoint that is too large to send."""
 
     task: TaskId
     fence: Fence
@@ -180,7 +180,7 @@ class Checkpointed:
 
 @value
 class Ended:
-    """The outcome of a run. Its memory is not yet free: that takes a Gone."""
+    """The outcome of a run. Its memory is freed by a Gone only."""
 
     task: TaskId
     fence: Fence
@@ -203,19 +203,19 @@ class Gone:
     at: Instant
     proof: str
     """process_absent, boot_changed, agent_restarted (a later agent on that host found no trace of it),
-    never_started, shared_process (nothing of its own to free), not_your_process (named by an external
-    lease, and somebody else's)."""
+    never_started, shared_process (it had no memory of its own), not_your_process (an external lease named a
+    process that belongs to something else)."""
     samples: tuple[DeviceSample, ...] = ()
     rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSeen:
-    """An agent answered this leader's term: its node, its devices, and every run it knows of.
+    """An agent answered this leader's term: its node, its devices, and every run that it knows.
 
-    A run that is not named is proven absent. So the agent answers after every order that was sent to it
-    before the question, names each run until its outcome is forgotten and its process is gone, and the
-    answer keeps its place between its other reports.
+    A run that is not named is proven absent. So the agent answers only after it has handled every earlier
+    order, names each run until its outcome is forgotten and its process is gone, and keeps this answer in
+    order with its other reports.
     """
 
     node: Node
@@ -223,7 +223,7 @@ class NodeSeen:
     runs: tuple[RunId, ...]
     at: Instant
     release: str = ""
-    """Of the agent's software; empty if it does not say."""
+    """Release of the agent's software; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,14 +234,14 @@ class SeenDevice:
     physical_mb: Mib
     simulated: bool
     parent: str = ""
-    """UUID of the GPU of which it is an instance."""
+    """UUID of the GPU that it is a MIG instance of."""
     split: bool = False
-    """Only its instances can be used, even if it has none."""
+    """Only its MIG instances can be used, even if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """The cluster says that the node or its agent is dead. Its processes may still live."""
+    """Ray says that the node or its agent is dead. Its processes may still run."""
 
     node: NodeName
     incarnation: str
@@ -251,7 +251,7 @@ class NodeLost:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Its agent is there, whatever else it is at; kept in memory, never an event."""
+    """The agent is alive. Kept in memory; not an event."""
 
     node: NodeName
     at: Instant
@@ -259,7 +259,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The newest samples; kept in memory, never an event."""
+    """The newest samples. Kept in memory; not an event."""
 
     node: NodeName
     at: Instant

@@ -11,14 +11,14 @@ from gpubroker_server.core.domain.units import Instant, Mib, Position, Seconds
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The servers by name, in the order in which they are configured."""
+    """The model servers that answer queued inferences, by name, in the order of the settings."""
 
     ledger: tuple[str, ...] = ()
-    """Their models are loaded and unloaded by the leader: who asks for one waits until it is there."""
+    """Servers whose models the leader loads and unloads: an inference waits until its model is loaded."""
     others: tuple[str, ...] = ()
-    """They have what they have, and say so themselves."""
+    """Servers that choose their models themselves."""
     at_once: int = 64
-    """So many inferences of one model are with its server, or about to be."""
+    """The most inferences of one model that are sent and unanswered at a time."""
 
     @property
     def is_anywhere(self) -> bool:
@@ -45,7 +45,7 @@ BAND_NAMES: dict[str, int] = {name: (low + high) // 2 for name, low, high in BAN
 
 @cache
 def band_of(priority: int) -> tuple[str, int, int]:
-    """The (name, lowest, highest) of the band a priority lies in."""
+    """The (name, lowest, highest) of a priority's band."""
     for band in BANDS:
         if priority >= band[1]:
             return band
@@ -53,27 +53,27 @@ def band_of(priority: int) -> tuple[str, int, int]:
 
 
 class CustomLimit(NamedTuple):
-    """How much there is of a custom resource, and for whom."""
+    """The amount of a custom resource, and its users."""
 
     name: str
     amount: float
     per_node: bool = False
-    """Each node has so much of it; otherwise the cluster has, in all."""
+    """Each node has this much; otherwise the cluster has it in all."""
     priority_threshold: int = 0
-    """Tasks of lower priority are given none."""
+    """Tasks of lower priority get none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A part of the cluster that tasks name: some of its devices and nodes, some amounts of it, or both."""
+    """A named part of the cluster: some of its devices and nodes, some amounts of it, or both."""
 
     name: str
     kinds: tuple[str, ...] = ()
     nodes: Labels = ()
     fractions: bool = True
-    """Parts of a GPU are given, not only whole ones."""
+    """Shares of a GPU are allowed, not only whole ones."""
     cpu: float | None = None
-    """Of this and the following, all tasks that name the pool have so much together; None is no limit."""
+    """This and the following: limits on the sum over all tasks of the pool; None is no limit."""
     gpus: int | None = None
     gpu_mb: Mib | None = None
     memory_mb: Mib | None = None
@@ -81,7 +81,7 @@ class Pool:
     """Of custom resources, such as storage; sorted by name."""
 
     def amounts(self) -> Iterator[tuple[str, float]]:
-        """`custom/NAME` and so much of a custom resource; of the rest by field."""
+        """(name, amount) of each limit: `custom/NAME` for custom resources, else the field's name."""
         for name in ("cpu", "gpus", "gpu_mb", "memory_mb"):
             amount = getattr(self, name)
             if amount is not None:
@@ -104,16 +104,16 @@ class Maximum:
 
 
 class TenantPolicy(NamedTuple):
-    """What a tenant may have, and how it stands beside others."""
+    """A tenant's quota, weight and highest priority."""
 
     name: str
     """`*`: each tenant that is not listed."""
     cohort: str = ""
-    """Of its members, those that need more borrow what the others' guarantees leave."""
+    """Members of a cohort borrow what the others' guarantees leave unused."""
     guaranteed_mb: Mib | None = None
-    """Of GPU memory. None: no quota, neither guaranteed nor limited."""
+    """GPU memory. None: no quota, neither guarantee nor limit."""
     borrow_mb: Mib | None = None
-    """So much beyond its guarantee at most; None: as much as its cohort leaves."""
+    """The most beyond its guarantee; None: as much as its cohort leaves."""
     weight: float = 1.0
     """Twice the weight, twice the fair share."""
     max_priority: int = 100
@@ -125,76 +125,73 @@ DEFAULT_TENANT = TenantPolicy("*")
 @dataclass(frozen=True, slots=True)
 class Policy:
     ageing_seconds_per_point: Seconds = Seconds(60.0)
-    """A waiting task gains one point of order per so many seconds, at most to the top of its band.
-    Ageing changes the order of the queue; it never grants the right to preempt."""
+    """A pending task gains one point of order per this time, at most up to the top of its band. Ageing
+    changes the order of the queue; it never allows preemption."""
     placement: str = "stranded"
-    """Where of several places a task goes: `stranded` and `fgd` (what is left over is of most use to what
-    is usually asked for: the service's measure, the published one), `best_fit`, or `spread`."""
+    """How to choose between placements: `stranded` and `fgd` (what is left over is of most use to typical
+    demands, by our measure or the published one), `best_fit`, or `spread`."""
     preemption: bool = True
     preemption_budget: int = 3
-    """After so many preemptions a task is shielded until its next checkpoint or so many
-    `shield_seconds` of running. Critical tasks ignore the shield."""
+    """After this many preemptions a task is shielded until its next checkpoint or `shield_seconds` of
+    running. Critical tasks ignore the shield."""
     shield_seconds: Seconds = Seconds(600.0)
-    """So long, too, who went first by age is not stopped for those of its band before whom it went."""
+    """For this long, too, a task admitted ahead of others by age is not preempted by those of its band."""
     pledge_patience_seconds: Seconds = Seconds(10.0)
-    """How long after its victims' deadline a pledge is kept."""
+    """How long a pledge is kept after its victims' deadline."""
     kill_patience_seconds: Seconds = Seconds(10.0)
-    """How long after its stop deadline, or after its end, a run that nobody confirms to be gone keeps its
-    leases out of quarantine."""
+    """How long after its stop deadline, or its end, an unconfirmed run's leases stay out of quarantine."""
     sample_period_seconds: Seconds = Seconds(2.0)
     """A device whose sample is older than three periods takes nothing new."""
     beat_seconds: Seconds = Seconds(2.0)
-    """So often each node's agent says that it is there."""
+    """Interval of the agents' heartbeats."""
     beats_missed: int = 3
-    """A node of which nothing was heard for so many beats is given up."""
+    """A node is lost after this many missed heartbeats."""
     pause_share: float = 0.2
     pause_nodes: int = 2
-    """When so many nodes or more, with more than that share of all runs, fall silent at once, none of them is
-    given up."""
+    """If at least this many nodes, with more than that share of all runs, fall silent at once, none of them
+    is declared lost."""
     gang_start_seconds: Seconds = Seconds(300.0)
-    """How long after its admission all ranks of a gang must be ready; else it gives its place back."""
+    """How long after its admission all ranks of a gang must be ready; otherwise it is requeued."""
     retry_first_seconds: Seconds = Seconds(1.0)
     retry_factor: float = 2.0
     retry_cap_seconds: Seconds = Seconds(300.0)
     learned_margin: float = 0.15
-    """A learned size is what 95 of 100 runs stayed below, and so much more of it."""
+    """A learned size is the 95 % quantile plus this share."""
     learned_least_runs: int = 5
-    """With fewer runs that were measured no size is learned."""
+    """With fewer measured runs no size is learned."""
     overuse: str = "report"
-    """`report` or `stop`: what becomes of a run that is measured above its lease."""
+    """`report` or `stop`: what happens to a run that is measured above its lease."""
     overuse_tolerance: float = 0.05
-    """So much more than its lease, as a share of it, a run may use."""
+    """How much more than its lease a run may use, as a share of it."""
     forecasts: int = 8
-    """For so many tasks, the first that wait for room, it is worked out when and where they will start, and
-    nobody behind them takes what would delay that."""
+    """The number of tasks, first in order among those that wait for room, that get a start forecast, which no
+    task behind them may delay."""
     backfill_depth: int = 64
-    """After so many tasks were kept away by forecasts in a cycle, the others are not tried there."""
+    """After this many tasks were refused because of forecasts, a cycle tries no more of them."""
     consolidation: int = 0
-    """So many runs an hour may be moved at most, so that a task fits for which enough is free in sum but not
-    in one piece; 0: none."""
+    """The most runs to move per hour so that a task fits that is only kept out by fragmentation; 0: none."""
     custom_limits: tuple[CustomLimit, ...] = ()
-    """Sorted by name. Names with a colon are of slots: how many tasks may run at once (`tenant:NAME`,
-    `label:KEY=VALUE`; `*` is each for itself) and what pools have (`pool:NAME:gpus`)."""
+    """Sorted by name. Names with a colon are slots: how many tasks may run at once (`tenant:NAME`,
+    `label:KEY=VALUE`; `*` is each by itself), and a pool's amounts (`pool:NAME:gpus`)."""
     pools: tuple[Pool, ...] = ()
     tenants: tuple[TenantPolicy, ...] = ()
     usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS
-    """What a tenant has used counts half as much after so long."""
+    """A tenant's past use counts half after this time."""
     streams: tuple[tuple[str, float], ...] = ()
-    """(name, weight) of work streams: between tasks of equal aged priority the heavier stream goes first."""
+    """(name, weight) of work streams: of tasks with equal aged priority the heavier stream goes first."""
     min_run_seconds: Seconds = Seconds(0.0)
-    """A run is left alone for so long after its start, except by critical tasks."""
+    """A run is not preempted for this long after its start, except by critical tasks."""
     maximum: Maximum = Maximum()  # frozen
     serving: Serving = NO_SERVERS
-    """Who answers queued inferences."""
 
     has_quotas: bool = field(init=False, repr=False, compare=False)
     _by_name: dict[str, TenantPolicy] = field(init=False, repr=False, compare=False)
     _cohorts: dict[str, int] = field(init=False, repr=False, compare=False)
-    """Name -> what its members are guaranteed in all."""
+    """Cohort -> MiB guaranteed to its members."""
     _limits: dict[str, float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Work out what is looked up for every task that is examined."""
+        """Compute what is looked up for every task that is examined."""
         cohorts: dict[str, int] = {}
         for tenant in self.tenants:
             cohorts[tenant.cohort] = cohorts.get(tenant.cohort, 0) + (tenant.guaranteed_mb or 0)
@@ -207,23 +204,23 @@ class Policy:
         return self._by_name.get(name) or self._by_name.get("*", DEFAULT_TENANT)
 
     def guaranteed_mb(self, cohort: str) -> int:
-        """To its members in all."""
+        """MiB guaranteed to the cohort's members in all."""
         return self._cohorts.get(cohort, 0)
 
     def weight_of(self, stream: str) -> float:
-        """Of tasks in no stream, or in one that is no longer configured, 1."""
+        """1 for no stream, or one that is no longer configured."""
         if not self.streams:
             return 1.0
         return next((weight for name, weight in self.streams if name == stream), 1.0)
 
     def limit_of(self, slot: str) -> float | None:
-        """How much there is of what a slot counts; None if nobody limits it."""
+        """The limit of a slot; None if there is none."""
         found = self._limits.get(slot)
         return self._limits.get(each_of(slot)) if found is None else found
 
 
 def each_of(slot: str) -> str:
-    """The name of the limit that holds for each tenant, or each value of a label, by itself."""
+    """The name of the limit that applies to each tenant, or each value of a label, by itself."""
     sign = "=" if "=" in slot else ":"
     return slot.partition(sign)[0] + sign + "*"
 
@@ -239,28 +236,28 @@ def retry_delay_seconds(failures: int, policy: Policy) -> Seconds:
 
 
 def next_retry_at(failures: int, now: Instant, policy: Policy) -> Instant:
-    """`failures` counts the attempts that used up a retry, the one that just failed included."""
+    """`failures`: the attempts that used up a retry, including the one that just failed."""
     return Instant(now + retry_delay_seconds(failures, policy))
 
 
 @dataclass(frozen=True, slots=True)
 class Cutoffs:
-    """What ended, was submitted with a key or was noted before these instants may go."""
+    """Rows that ended, were submitted with a key, or were audited before these instants may be deleted."""
 
     finished: Instant
     keyed: Instant
     audited: Instant
     heard: Position
-    """Events after it stay, whatever their age: who takes them out has yet to hear them. A clock that is set
-    far ahead makes all of them old at once."""
+    """Events after this position stay, whatever their age: the pruner has not read them yet. A clock that
+    jumps far ahead makes all of them old at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
     finished_seconds: Seconds
-    """From a task's end on, with all that belongs to it; and for events, from when they happened."""
+    """From a task's end, with all that belongs to it; for events, from when they happened."""
     idempotency_seconds: Seconds
-    """A task that was submitted with a key stays at least so long, from its submit on."""
+    """A task submitted with a key stays at least this long after its submit."""
     audit_seconds: Seconds
 
     def cutoffs(self, now: Instant, heard: Position) -> Cutoffs:

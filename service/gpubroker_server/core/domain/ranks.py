@@ -1,4 +1,4 @@
-"""Tasks by their ranks. A plain task is its own rank 0, so that nobody need ask which of the two it is."""
+"""Ranks of tasks. A task that is not a gang is its own rank 0."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,8 +10,8 @@ from gpubroker_server.core.domain.units import Instant, NodeName
 
 
 def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
-    """(rank, node) of each run of an active task, without those of a gang that are gone. An external holder,
-    a model or an inference has none that an agent could be ordered anything about."""
+    """(rank, node) of each run of an active task, without a gang's ranks that are gone. Empty for external
+    holders, models and inferences, which no agent starts."""
     if not task.is_run:
         return ()
     if task.members:
@@ -21,8 +21,8 @@ def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
 
 
 def parts_of(task: Task) -> tuple[tuple[NodeName, Task], ...]:
-    """The same, with each rank as if it were a task of its own; external holders and models are where they
-    hold something, and inferences nowhere."""
+    """(node, task) of each run, each rank as a task of its own. External holders and models are where they
+    hold memory; inferences are nowhere."""
     if task.is_inference:
         return ()
     if task.members:
@@ -32,7 +32,7 @@ def parts_of(task: Task) -> tuple[tuple[NodeName, Task], ...]:
 
 
 def parts_on(task: Task, node: NodeName) -> Iterator[Task]:
-    """Those on one node, of a task that is on it."""
+    """Its parts on one node, on which it has some."""
     if not task.members:
         yield task
     for rank, there in ranks_of(task) if task.members else ():
@@ -41,7 +41,7 @@ def parts_on(task: Task, node: NodeName) -> Iterator[Task]:
 
 
 def part_of(task: Task, rank: int) -> Task:
-    """One rank of a gang as if it were a task of its own, of the same name: STOPPING if it is to leave."""
+    """One rank of a gang as a task of its own with the same id: STOPPING if the rank is to leave."""
     part = replace(task, demand=task.demand.bundles[rank], members=()) if task.demand.bundles else task
     if not task.members or (member := task.members[rank]).takes_part:
         return part
@@ -50,14 +50,14 @@ def part_of(task: Task, rank: int) -> Task:
 
 
 def stop_deadline_of(task: Task, rank: int) -> Instant | None:
-    """Until when a run may take its time to leave; None if nobody has asked it to."""
+    """The stop deadline of a run; None if it is not asked to stop."""
     if task.members and not (member := task.members[rank]).takes_part:
         return member.stop_deadline_at
     return task.stop_deadline_at
 
 
 def surplus_of(task: Task) -> tuple[int, ...]:
-    """The ranks that a gang at work can go on without: of an elastic one those beyond the least."""
+    """The ranks that a running elastic gang can lose."""
     if task.state is not TaskState.RUNNING or not task.members:
         return ()
     beyond = task.members[task.demand.least_ranks :]
@@ -65,14 +65,15 @@ def surplus_of(task: Task) -> tuple[int, ...]:
 
 
 def leavers_of(task: Task) -> tuple[Member, ...]:
-    """The ranks that were asked to leave a gang that goes on, and are not gone yet."""
+    """The ranks that were asked to leave a running gang and are not gone yet."""
     if task.state is not TaskState.RUNNING:
         return ()
     return tuple(member for member in task.members if not (member.takes_part or member.gone))
 
 
 def may_be_late_at(task: Task) -> Instant:
-    """Of an active task: before that no limit of its own is over, nor of a rank that was asked to leave."""
+    """The earliest instant at which a limit of an active task, or the stop deadline of one of its ranks, can
+    pass."""
     if task.state is TaskState.STOPPING:
         return Instant(inf) if task.stop_deadline_at is None else task.stop_deadline_at
     claimed_at = task.admitted_at or Instant(0.0)
@@ -87,12 +88,11 @@ def may_be_late_at(task: Task) -> Instant:
 
 
 def member_of(task: Task, rank: int) -> Member:
-    """Ranks count from 0 and without gaps."""
     return task.members[rank]
 
 
 def with_member(task: Task, member: Member) -> tuple[Member, ...]:
-    """The members of a gang after one of them changed."""
+    """The members of a gang after one has changed."""
     before = task.members
     return (*before[: member.rank], member, *before[member.rank + 1 :])
 
@@ -105,19 +105,19 @@ def node_of(task: Task, rank: int) -> NodeName:
 
 
 def nodes_of(task: Task) -> set[NodeName]:
-    """Where a task has, or had, its runs."""
+    """The nodes on which a task has, or had, runs."""
     if task.members:
         return {member.node for member in task.members}
     return set() if task.node is None else {task.node}
 
 
 def gpus_of(task: Task) -> int:
-    """How many devices its runs have together."""
+    """The number of devices of all its runs."""
     if not task.members:
         return task.demand.gpus
     return sum(task.demand.bundles[rank].gpus for rank, _ in ranks_of(task))
 
 
 def asks_for_gpus(demand: Demand) -> bool:
-    """Of a gang: any of its ranks."""
+    """Of a gang: whether any of its ranks does."""
     return demand.gpus > 0 or any(bundle.gpus for bundle in demand.bundles)

@@ -1,10 +1,11 @@
-"""Why a task waits: stable tokens in a total order, so that the most structural one wins."""
+"""Why a task waits: stable tokens in a total order, the most structural first."""
 
 from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Published; a token is never renamed. Clients must expect new ones. Nobody is given a reserved one."""
+    """Published: a token is never renamed, and clients must expect new ones. A reserved one is not used
+    yet."""
 
     HELD = "Held"
     QUEUE_PAUSED = "QueuePaused"  # reserved
@@ -12,27 +13,27 @@ class Reason(StrEnum):
     EXCEEDS_CAPACITY = "ExceedsCapacity"
     """It can never fit: no device, node or limit is large enough."""
     NO_MATCHING_DEVICE = "NoMatchingDevice"
-    """What is large enough is not ready or is cordoned, or nothing is of the kind that is asked for."""
+    """What is large enough is not ready or is cordoned, or has another kind."""
     BACKEND_UNAVAILABLE = "BackendUnavailable"
-    """No node answers, nobody leads, or nobody knows how much memory is in use."""
+    """No node answers, no broker leads, or memory use is unknown."""
     NOT_BEFORE = "NotBefore"
     DEPENDENCY_PENDING = "DependencyPending"
     """Tasks that it runs after have not ended."""
     QUOTA_EXHAUSTED = "QuotaExhausted"
-    """Its tenant has what it may have."""
+    """Its tenant's quota is used up."""
     CONCURRENCY_LIMITED = "ConcurrencyLimited"
     """Run slots, CPU, host memory or a custom resource is used up."""
     FRAGMENTED = "Fragmented"
     """Enough is free in sum, but not in one piece."""
     WAITING_FOR_MEMORY = "WaitingForMemory"
     BEHIND_HIGHER_PRIORITY = "BehindHigherPriority"
-    """It would fit, but what is free is kept for others."""
+    """It would fit, but the free memory is reserved for others."""
     WAITING_FOR_PREEMPTION = "WaitingForPreemption"
     """Runs are being stopped to make room for it."""
     MODEL_LOADING = "ModelLoading"
-    """The model that is to answer it is not in memory."""
+    """The model that is to answer it is not loaded."""
     PENDING_EVALUATION = "PendingEvaluation"
-    """Nothing stands in its way; the next cycle looks at it."""
+    """Nothing stands in its way; the next cycle considers it."""
 
     @property
     def tier(self) -> int:

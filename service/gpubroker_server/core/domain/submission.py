@@ -1,4 +1,4 @@
-"""Tasks on their way in, and what becomes of them there."""
+"""Tasks on their way in, and the store's answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND = "external", "model", "inference"
 
 @value
 class RunSpec:
-    """What a task runs: the cold half of a task, as submitted. What is too large is a blob."""
+    """What a task runs: the cold half of a task, as submitted. Large parts are blobs."""
 
     kind: str
-    """entrypoint, command or function; external for what nobody starts."""
+    """entrypoint, command or function, or one of the above."""
     entrypoint: str = ""
     """`module:function`, for kind entrypoint."""
     command: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class RunSpec:
     """JSON `{"args": [], "kwargs": {}}` for an entrypoint; the cloudpickle of (function, args, kwargs) for a
     function; empty for a command."""
     arguments_digest: str | None = None
-    """Where `arguments` are when they were too large to stay in the row."""
+    """The blob of `arguments` that are too large for the row."""
     python: str = ""
     """`3.11`: the Python minor that pickled a function."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -35,31 +35,30 @@ class RunSpec:
     model_type: str = ""
     working_directory: str = ""
     sizing: Mapping[str, Any] | None = None
-    """How its `gpu_mb` was learned at submit, with the fields of `Size`; None if its submitter said it."""
+    """How its `gpu_mb` was learned at submit (fields of `Size`); None if the client stated it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One task on its way in. The id is made before the commit, so a retry of the commit is harmless."""
+    """One task on its way in. Its id is made before the commit, so that repeating the commit is harmless."""
 
     task: Task
     spec: RunSpec
     idempotency_key: str | None = None
     body_hash: str = ""
     like: "Submission | None" = None
-    """One from which this one differs in the id of its task and in its run alone, if one is known: much of
-    the work is shared."""
+    """A submission that differs in task id and run only, so that its encoded fields can be reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSubmission:
-    """Tasks that are written together or not at all, at least one, in order."""
+    """One or more tasks that are written together or not at all, in order."""
 
     submissions: Sequence[Submission]
     idempotency_key: str | None = None
     body_hash: str = ""
     answer: str = ""
-    """What its sender was told, kept beside the key for whoever sends it again."""
+    """The answer, kept beside the key for a repeated request."""
 
     @property
     def tenant(self) -> str:
@@ -67,14 +66,14 @@ class BatchSubmission:
 
     @property
     def first(self) -> TaskId:
-        """Names the batch, and has its key."""
+        """Names the batch and carries its key."""
         return self.submissions[0].task.id
 
 
 class SubmitVerdict(StrEnum):
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
-    """Same key, same body: `task` is the first one's id; of batches, that of the first one's first task."""
+    """Same key, same body: `task` is the first task's id; for a batch, of the first batch's first task."""
     KEY_REUSED = "key_reused"
     """Same key, other body: nothing was stored."""
 

@@ -1,6 +1,5 @@
-"""A task, its states, and the one table that says how it may move between them."""
+"""A task, its states, and the table of its transitions."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -14,43 +13,46 @@ from gpubroker_server.core.domain.values import changed, value
 
 @dataclass(frozen=True, slots=True)
 class ExternalTerms:
-    """A holder that nobody starts or stops: it asks, renews and gives back by itself."""
+    """The terms of an external holder: it acquires, renews and releases by itself; no agent starts or stops
+    it."""
 
     ttl_seconds: Seconds
-    """So long after its admission, and after each renewal, it is to leave if it was not heard of again."""
+    """It is asked to leave this long after its admission or its last renewal."""
     pid: int | None = None
-    """A process on the node of its lease, with its children: what they use is the holder's, and once that
-    process is gone the holder is."""
+    """A process on its node, whose use, with its children's, is the holder's. Once it is gone, the holder
+    is."""
 
 
 class MemberState(StrEnum):
     PLACED = "placed"
-    """Its order is on its way, or its process is getting ready."""
+    """Its order is on its way, or its process is starting. Its agent's Ready moves it on; the gang's start
+    limit stops it."""
     READY = "ready"
-    """It waits for the others; once its task is RUNNING it has been told to begin."""
+    """It waits at the barrier; once its task is RUNNING it has been sent the GoOrder. Its end moves it on."""
     SUCCEEDED = "succeeded"
     ENDED = "ended"
-    """It failed, gave way, was lost, or never started."""
+    """It failed, was stopped or lost, or never started."""
     LEAVING = "leaving"
-    """It was asked to give its memory back, and the others go on without it. Its end is not theirs."""
+    """It was asked to leave and the gang goes on without it: its outcome does not count. Its end, or its stop
+    deadline, moves it on."""
     LEFT = "left"
-    """It has ended after that."""
+    """It has left, or was given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One rank of a claim. A rank whose process is gone, or given up, takes nothing of its node any more."""
+    """One rank of a claim. A rank that is `gone` (confirmed or given up) uses nothing of its node."""
 
     rank: int
     node: NodeName
     state: MemberState = MemberState.PLACED
     gone: bool = False
     address: str = ""
-    """`ip:port`, as it offered when it was ready."""
+    """`ip:port` that it offered when it was ready."""
     freeing_for: TaskId | None = None
-    """The preemptor whose pledge its memory goes to once it was asked to leave."""
+    """The preemptor that its memory is freed for while it leaves."""
     stop_deadline_at: Instant | None = None
-    """Until then it may take its time to leave."""
+    """When it is killed if it has not left."""
 
     @property
     def has_ended(self) -> bool:
@@ -58,42 +60,32 @@ class Member:
 
     @property
     def takes_part(self) -> bool:
-        """It is one of those that the gang goes on with."""
+        """Whether the gang goes on with it."""
         return self.state not in (MemberState.LEAVING, MemberState.LEFT)
-
-
-def members_fields(members: Iterable[Member]) -> list[list[Any]]:
-    """Only of those that were asked to leave there is more than five values."""
-    return [
-        [m.rank, m.node, m.state.value, m.gone, m.address]
-        + ([] if m.takes_part else [m.freeing_for, m.stop_deadline_at])
-        for m in members
-    ]
-
-
-def members_from(rows: Iterable[Sequence[Any]]) -> tuple[Member, ...]:
-    return tuple(
-        Member(rank, NodeName(node), MemberState(state), gone, address, *notice)
-        for rank, node, state, gone, address, *notice in rows
-    )
 
 
 class TaskState(StrEnum):
     PENDING = "pending"
-    """Accepted and on disk, waiting for room. The leader's cycle moves it on; a crash leaves it as it is."""
+    """Accepted and on disk, waiting in the queue. The leader's cycle admits it; its time limit to wait, its
+    deadline or a cancel ends it. After a crash it still waits."""
     ADMITTED = "admitted"
-    """Leases are committed and the order is on its way. The agent's answer moves it on; after a crash
-    `reconcile` asks the agent whether the order ever arrived."""
+    """Its leases are committed and the start order is on its way. The agent's report moves it on. After a
+    crash `reconcile` asks the agent whether the order arrived; if not, it is requeued."""
     RUNNING = "running"
-    """The agent reported that user code began. Its end, a stop or the loss of its node moves it on."""
+    """The agent reported that user code began. Its end, a stop or the loss of its node moves it on. After a
+    crash of the leader it still runs, and the next leader takes it over."""
     STOPPING = "stopping"
-    """Notice given, memory still held, a deadline set. The agent's proof that the process is gone moves it
-    on; past the deadline the run is killed."""
+    """It was asked to stop and still holds its memory. The agent's proof that the process is gone moves it
+    on; past `stop_deadline_at` the run is killed, and if that is not confirmed its leases go into quarantine.
+    After a crash the next leader repeats the notice."""
     SUCCEEDED = "succeeded"
+    """Its run ended well and its outcome is stored. The end; its leases still wait for proof."""
     FAILED = "failed"
+    """Its run, or a task that it runs after, failed and no retry is left. The end."""
     CANCELLED = "cancelled"
+    """A client cancelled it, and its run is gone or given up. The end."""
     EXPIRED = "expired"
-    """It was not given devices within its time to wait, or not done by its deadline."""
+    """It was not admitted within its time to wait, or not done by its deadline. The end."""
 
     @property
     def is_terminal(self) -> bool:
@@ -117,7 +109,7 @@ class Move(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     CHANGED = "changed"
-    """Priority, hold, checkpoint or outcome changed, or it awaits nothing any more; the state did not."""
+    """Priority, hold, checkpoint, outcome or a dependency changed; the state did not."""
 
 
 _P, _A, _R, _S = TaskState.PENDING, TaskState.ADMITTED, TaskState.RUNNING, TaskState.STOPPING
@@ -147,18 +139,19 @@ TRANSITIONS: dict[tuple[TaskState, Move], TaskState] = {
     (_S, Move.EXPIRED): TaskState.EXPIRED,
     (_S, Move.CHANGED): _S,
 }
-"""(state, move) -> next state. A move that is not here is a bug of ours, never a client's.
+"""(state, move) -> next state. Any other move is a bug of ours, never a client's.
+
 ADMITTED may end at once: a short run reports its start and its end together. An external holder and an
-inference begin with their admission: there is nobody to start the one, and no process to wait for of the
-other."""
+inference start with their admission: no process has to be waited for.
+"""
 
 
 class OnFailure(StrEnum):
-    """What becomes of a task when one that it runs after does not succeed."""
+    """What happens to a task when one that it runs after does not succeed."""
 
     FAIL = "fail"
     IGNORE = "ignore"
-    """It runs all the same, once that one has ended."""
+    """It runs once that one has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,28 +164,28 @@ class StopReason(StrEnum):
     CANCEL = "cancel"
     PREEMPT = "preempt"
     TIMEOUT = "timeout"
-    """The run passed its own limit."""
+    """The run passed its own time limit."""
     DEADLINE = "deadline"
     """The task's deadline passed."""
     OVERUSE = "overuse"
     """The run used more GPU memory than it leased."""
     RANK_FAILED = "rank_failed"
-    """One rank of the gang failed, so that the others are of no use. Uses up a retry."""
+    """One rank of the gang failed, so the others are stopped. Uses up a retry."""
     RANK_LOST = "rank_lost"
-    """One rank never started, or went down with its node or its agent: no fault of the gang's."""
+    """One rank never started, or was lost with its node or agent. Uses up no retry."""
     START_TIMEOUT = "start_timeout"
     """Not all ranks were ready in time."""
     MOVE = "move"
-    """The run goes on elsewhere, where room is kept for it, so that another task fits here. The task keeps
-    this reason until it is admitted there."""
+    """The run moves to another device, where room is pledged to it, so that another task fits here. The task
+    keeps this reason until it is admitted there."""
 
 
 @value
 class Task:
-    """The hot half of a task: what decisions need. Arguments, results and labels live beside it in SQL.
+    """The hot half of a task: what decisions need. Arguments, results and labels are in other tables.
 
-    `version` counts changes of the row and guards every write. `fence` counts claims. `failures` are the
-    attempts that used up a retry; `preemptions` and node losses do not.
+    `version` counts changes of the row and guards every write. `fence` counts claims. `failures` counts
+    attempts that used up a retry; preemptions and node losses do not.
     """
 
     id: TaskId
@@ -205,34 +198,35 @@ class Task:
     timeout_seconds: Seconds | None = None
     grace_seconds: Seconds = Seconds(30.0)
     shareable: bool = False
-    """May run beside others in one warm process: an entrypoint, no GPU, less than one CPU, no env."""
+    """May share one warm process: an entrypoint, no GPU, less than one CPU, no env."""
     after: tuple[Dependency, ...] = ()
-    """The tasks whose end it waits for, of the same tenant, as submitted."""
+    """The tasks of its tenant whose end it waits for, as submitted."""
     queue_ttl_seconds: Seconds | None = None
     deadline_at: Instant | None = None
-    """By then it has ended: until then it waits, and until then it runs. An external holder moves it on."""
+    """The latest end: a pending task expires and a run is stopped then. An external holder's renewal extends
+    it."""
     expected_seconds: Seconds | None = None
-    """How long one run takes, as its submitter says; nothing ends because of it."""
+    """How long one run takes, as the client says; nothing ends because of it."""
     stream: str = ""
-    """The work stream it belongs to, by whose weight tasks of equal aged priority are ordered."""
+    """Its work stream, by whose weight tasks of equal aged priority are ordered."""
     subject: str = ""
-    """What its runs have in common with those of other tasks, for learning from them: its model type, else
-    its name, else its entrypoint. Empty: nothing is learned from it."""
+    """What its runs are alike in, for learning: its model type, else its name, else its entrypoint. Empty:
+    nothing is learned."""
     external: ExternalTerms | None = None
-    """Nobody starts it: an external holder, which has its devices from its admission on."""
+    """Set for an external holder, which has its devices from its admission on."""
     model: ModelTerms | None = None
-    """A server of models has it in memory, or is to load it."""
+    """Set for a model on a model server."""
     state: TaskState = TaskState.PENDING
     version: int = 1
     fence: Fence = Fence(0)
     held: bool = False
     awaits: bool = False
-    """Not all of `after` have ended yet, as far as the rows say."""
+    """Not all of `after` have ended, as far as the row says."""
     failed_by: TaskId | None = None
-    """The first task of the chain of dependencies because of which it failed."""
+    """The first failed task of the chain of dependencies that made it fail."""
     expires_at: Instant | None = None
-    """Until then it waits for its first admission, no longer. Set when it enters the queue. A model: until
-    then it is wanted, whether it waits or is there."""
+    """When it expires if it was never admitted; set when it enters the queue. A model: until when it is
+    wanted, pending or loaded."""
     not_before: Instant | None = None
     failures: int = 0
     preemptions: int = 0
@@ -244,9 +238,9 @@ class Task:
     stop_reason: StopReason | None = None
     stop_deadline_at: Instant | None = None
     freeing_for: TaskId | None = None
-    """The preemptor whose pledge this run's memory goes to while it is STOPPING."""
+    """The preemptor that this run's memory is freed for while it is STOPPING."""
     members: tuple[Member, ...] = ()
-    """The ranks of a gang's newest claim, by rank; empty for all other tasks. `node` is that of rank 0."""
+    """The ranks of a gang's newest claim, by rank; empty for other tasks. `node` is that of rank 0."""
 
     @property
     def is_terminal(self) -> bool:
@@ -258,24 +252,23 @@ class Task:
 
     @property
     def is_run(self) -> bool:
-        """Node agents start it and stop it, and know of it: it is no external holder, no model, and no
-        inference."""
+        """Whether node agents start and stop it: false for external holders, models and inferences."""
         return self.external is None and self.model is None and not self.demand.answered_by
 
     @property
     def is_inference(self) -> bool:
-        """A server of models answers it."""
+        """A model server answers it."""
         return bool(self.demand.answered_by)
 
     @property
     def is_moving(self) -> bool:
-        """Its run is under notice, and room elsewhere is pledged to it."""
+        """Its run is asked to stop, and room elsewhere is pledged to it."""
         return self.state is TaskState.STOPPING and self.stop_reason is StopReason.MOVE
 
     @property
     def waits_until(self) -> Instant | None:
-        """When it expires if it is still pending; None if it never does. Its time to wait is that for its
-        first admission: a task that has run, and comes back, is not lost by it."""
+        """When it expires if still pending; None: never. The time limit to wait is for the first admission
+        only: a task that has run and comes back is not ended by it."""
         if self.expires_at is None or (self.fence > 0 and self.model is None):
             return self.deadline_at
         return self.expires_at if self.deadline_at is None else min(self.expires_at, self.deadline_at)
@@ -305,30 +298,27 @@ HOT_FIELDS = (
     "members",
     "model",
 )
-"""The fields of a task that change after submit."""
+"""The fields that change after submit."""
 
 
 Notice = tuple[TaskId | None, bool]
-"""(for whom the memory of a run is being freed, whether the run is under notice)"""
+"""(the preemptor that the run's memory is freed for, whether the run is asked to stop)"""
 
 
 def notice_of(task: Task, rank: int = 0) -> Notice:
-    """A rank may leave a gang that goes on."""
+    """The notice of one rank; a rank may leave a gang that goes on."""
     if task.members and not (member := task.members[rank]).takes_part:
         return member.freeing_for, True
     return task.freeing_for, task.state is TaskState.STOPPING
 
 
 def notices_of(task: Task) -> list[Notice]:
-    """Of all ranks."""
     return [notice_of(task, rank) for rank in range(max(1, len(task.members)))]
 
 
 def move(task: Task, what: Move, **changes: Any) -> Task:
-    """The task after one move: next state, version + 1, and the given fields changed.
-
-    Raises IllegalTransition; the task is unchanged.
-    """
+    """The task after one move: next state, version + 1, and the given fields changed. Raises
+    IllegalTransition."""
     try:
         state = TRANSITIONS[task.state, what]
     except KeyError:
@@ -338,7 +328,7 @@ def move(task: Task, what: Move, **changes: Any) -> Task:
 
 @value
 class Placement:
-    """Where a task will run: one node, and one (device, MiB) pair per GPU in key order."""
+    """Where a task will run: one node, and one (device, MiB) pair per GPU, ordered by key."""
 
     node: NodeName
     devices: tuple[tuple[DeviceKey, Mib], ...] = field(default=())

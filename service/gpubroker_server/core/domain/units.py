@@ -1,4 +1,4 @@
-"""Names for numbers, so that a MiB is never mistaken for a byte, nor a fence for a version."""
+"""Types for numbers and ids, so that MiB and bytes, or a fence and a version, are not confused."""
 
 from functools import lru_cache
 from typing import NewType
@@ -6,10 +6,10 @@ from typing import NewType
 Mib = NewType("Mib", int)
 Seconds = NewType("Seconds", float)
 Instant = NewType("Instant", float)
-"""Seconds since 1970-01-01T00:00:00Z on the database's clock."""
+"""Seconds since 1970-01-01T00:00:00Z by the database's clock."""
 
 Ticks = NewType("Ticks", float)
-"""Seconds on one machine's clock that never jumps and goes on while the machine sleeps. Nobody else's."""
+"""Seconds by one machine's CLOCK_BOOTTIME: it never jumps and runs while the machine sleeps."""
 
 TaskId = NewType("TaskId", str)
 NodeName = NewType("NodeName", str)
@@ -17,13 +17,13 @@ DeviceKey = NewType("DeviceKey", str)
 """`cluster/node/uuid`: outlives Ray node ids, driver restarts and renumbering."""
 
 Fence = NewType("Fence", int)
-"""Number of a claim on a holder: +1 at each claim, never reset. 0 means never claimed."""
+"""Number of a claim on a holder: +1 at each claim, never reset. 0: never claimed."""
 
 Term = NewType("Term", int)
-"""Number of an unbroken spell of leadership."""
+"""Number of one unbroken spell of leadership."""
 
 Position = NewType("Position", int)
-"""Place in the event log; gap-free, in commit order. 0 stands before the first event."""
+"""Place in the event log: gap-free, in commit order. 0 is before the first event."""
 
 
 def device_key(cluster: str, node: str, uuid: str) -> DeviceKey:
@@ -31,8 +31,8 @@ def device_key(cluster: str, node: str, uuid: str) -> DeviceKey:
 
 
 def mark_of(holder: str, fence: Fence, rank: int) -> str:
-    """Names one process group in samples and on its node. The first rank is not written out: most holders
-    have no other."""
+    """Names one process group in samples and on its node. Rank 0 is left out, since most holders have no
+    other."""
     return f"{holder}:{fence}:{rank}" if rank else f"{holder}:{fence}"
 
 

@@ -23,14 +23,14 @@ from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
 from gpubroker_server.core.domain.task import (
     Dependency,
     ExternalTerms,
+    Member,
+    MemberState,
     OnFailure,
     StopReason,
     Task,
     TaskState,
-    members_fields,
-    members_from,
 )
-from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.units import NodeName, TaskId
 from gpubroker_server.core.domain.values import changed
 
 _DEMAND_DEFAULTS = Demand()
@@ -190,6 +190,22 @@ def _typed(row: dict[str, Any]) -> dict[str, Any]:
     if row.get("model") is not None:
         row["model"] = model_from(row["model"])
     return row
+
+
+def members_fields(members: Iterable[Member]) -> list[list[Any]]:
+    """Seven values for a member that was asked to leave, otherwise five."""
+    return [
+        [m.rank, m.node, m.state.value, m.gone, m.address]
+        + ([] if m.takes_part else [m.freeing_for, m.stop_deadline_at])
+        for m in members
+    ]
+
+
+def members_from(rows: Iterable[Sequence[Any]]) -> tuple[Member, ...]:
+    return tuple(
+        Member(rank, NodeName(node), MemberState(state), gone, address, *notice)
+        for rank, node, state, gone, address, *notice in rows
+    )
 
 
 def lease_fields(lease: Lease) -> dict[str, Any]:
