@@ -3,45 +3,19 @@
 import signal
 import sys
 from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, RawDescriptionHelpFormatter
+from importlib import import_module
 from shutil import get_terminal_size
 from textwrap import fill
 from types import ModuleType
 
-from bench import (
-    accept,
-    batch,
-    churn,
-    evict,
-    inferences,
-    openb,
-    pickup,
-    plan,
-    preempt,
-    proxy,
-    queues,
-    restart,
-    run,
-    simulate,
-    soak,
-)
 from bench.measuring import publish
 
 BENCHMARKS: dict[str, ModuleType] = {
-    "accept": accept,
-    "batch": batch,
-    "run": run,
-    "pickup": pickup,
-    "preempt": preempt,
-    "queues": queues,
-    "restart": restart,
-    "soak": soak,
-    "openb": openb,
-    "plan": plan,
-    "evict": evict,
-    "churn": churn,
-    "simulate": simulate,
-    "proxy": proxy,
-    "inferences": inferences,
+    name: import_module(f"bench.{name}")
+    for name in (
+        *("accept", "batch", "run", "pickup", "preempt", "queues", "restart", "soak"),
+        *("openb", "plan", "evict", "churn", "simulate", "proxy", "inferences"),
+    )
 }
 
 

@@ -6,7 +6,6 @@ The two are loaded in turn, in short rounds. With two gateways, half of the conn
 """
 
 import json
-import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from bench.deployment import Deployment, add_variants, deployed, variants_of
 from bench.http import Target
 from bench.load import ClosedLoop, Measured
-from bench.measuring import Figure, Pair, median_ratio, percentile, report
+from bench.measuring import Figure, Pair, compared, percentile, report
 from bench.processes import bare_app
 
 DEVICE_MB = 24_576
@@ -85,24 +84,9 @@ def rounds_against_bare(running: Deployment, name: str, options: Namespace) -> I
             report(f"  {name} round {number}: {posted.per_second:,.0f}/s, bare {constant.per_second:,.0f}/s")
     latencies = [ms for measured in accepted for ms in measured.latencies_ms]
     must_be_queued(running, len(latencies) + len(warm_up.latencies_ms))
-    yield Figure(
-        bench="accept",
-        figure=f"accept.{name}",
-        value=statistics.median(pair.ours_per_second for pair in pairs),
-        unit="tasks/s",
-        n=len(latencies),
-        durability=running.durability,
-        baseline=statistics.median(pair.baseline_per_second for pair in pairs),
-        ratio=median_ratio(pairs),
-    )
-    yield Figure(
-        bench="accept",
-        figure=f"accept.{name}.p99_ms",
-        value=percentile(latencies, 99),
-        unit="ms",
-        n=len(latencies),
-        durability=running.durability,
-    )
+    n, durability = len(latencies), running.durability
+    yield compared("accept", f"accept.{name}", "tasks/s", pairs, n, durability)
+    yield Figure("accept", f"accept.{name}.p99_ms", percentile(latencies, 99), "ms", n, durability)
 
 
 def must_be_queued(running: Deployment, accepted: int) -> None:

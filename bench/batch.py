@@ -8,7 +8,6 @@ one connection. On SQLite the baseline is `executemany` with the same rows.
 
 import json
 import sqlite3
-import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from bench.accept import full_deployment, must_be_queued
 from bench.deployment import Deployment, add_variants, variants_of
 from bench.http import Target
 from bench.load import ClosedLoop
-from bench.measuring import Figure, Pair, median_ratio, report
+from bench.measuring import Figure, Pair, compared, report
 
 TABLES = {"task": "id", "task_spec": "task", "event": "position"}
 """The tables with a row per task -> the column that orders their rows by insertion."""
@@ -66,16 +65,7 @@ def rounds(running: Deployment, plain: "PlainCopy | PlainSqlite", name: str, opt
                     f"plain {pair.baseline_per_second:,.0f}/s"
                 )
     must_be_queued(running, accepted)
-    return Figure(
-        bench="batch",
-        figure=f"batch.{name}",
-        value=statistics.median(pair.ours_per_second for pair in pairs),
-        unit="tasks/s",
-        n=accepted,
-        durability=running.durability,
-        baseline=statistics.median(pair.baseline_per_second for pair in pairs),
-        ratio=median_ratio(pairs),
-    )
+    return compared("batch", f"batch.{name}", "tasks/s", pairs, accepted, running.durability)
 
 
 def a_batch(tasks: int) -> str:

@@ -5,7 +5,6 @@ depend on one that is still running; from its end to the last answer is measured
 """
 
 import json
-import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from datetime import datetime
@@ -13,7 +12,7 @@ from datetime import datetime
 from gpubroker import Broker, Task, TaskState
 
 from bench.inference_servers import triton
-from bench.measuring import Figure, Pair, median_ratio, report
+from bench.measuring import Figure, Pair, compared, report
 from bench.processes import SQLITE_DURABILITY, service
 
 MODEL = "doubles"
@@ -34,10 +33,9 @@ def measure(options: Namespace) -> Iterator[Figure]:
             for name, size in sizes.items():
                 rates[name].append(per_second(server.url, size, options.inferences))
                 report(f"  {name}: {rates[name][-1]:,.0f}/s")
-    ours, alone = statistics.median(rates["batches"]), statistics.median(rates["alone"])
-    ratio = median_ratio([Pair(*both) for both in zip(rates["batches"], rates["alone"], strict=True)])
-    count = options.inferences * options.rounds
-    yield Figure("inferences", "inferences.batches", ours, "1/s", count, SQLITE_DURABILITY, alone, ratio)
+    pairs = [Pair(*both) for both in zip(rates["batches"], rates["alone"], strict=True)]
+    n = options.inferences * options.rounds
+    yield compared("inferences", "inferences.batches", "1/s", pairs, n, SQLITE_DURABILITY)
 
 
 def per_second(url: str, max_size: int, count: int) -> float:

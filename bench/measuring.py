@@ -74,5 +74,17 @@ class Pair:
     baseline_per_second: float
 
 
-def median_ratio(rounds: Sequence[Pair]) -> float:
-    return statistics.median(pair.ours_per_second / pair.baseline_per_second for pair in rounds)
+def compared(
+    bench: str, figure: str, unit: str, rounds: Sequence[Pair], n: int, durability: str = ""
+) -> Figure:
+    """The medians of both sides, and of their ratios per round."""
+    return Figure(
+        bench,
+        figure,
+        statistics.median(pair.ours_per_second for pair in rounds),
+        unit,
+        n,
+        durability,
+        statistics.median(pair.baseline_per_second for pair in rounds),
+        statistics.median(pair.ours_per_second / pair.baseline_per_second for pair in rounds),
+    )

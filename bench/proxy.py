@@ -17,7 +17,7 @@ import psutil
 from bench.http import Target
 from bench.inference_servers import PerfAnalyzer, mlserver, perf_analyzer, triton
 from bench.load import ClosedLoop, Measured
-from bench.measuring import Figure, Pair, median_ratio, percentile, report
+from bench.measuring import Figure, Pair, compared, percentile, report
 from bench.processes import Service, service
 from bench.relay import relay
 from tests.triton.server import free_ports
@@ -154,7 +154,7 @@ def beside(
     del rounds[0], theirs[0], cpu_us[0]  # warm-up
     pairs = [Pair(one.per_second, other.direct.per_second) for one, other in zip(theirs, rounds, strict=True)]
     n = sum(len(one.latencies_ms) for one in theirs)
-    yield against(f"proxy.{name}.{shape.name}", pairs, n)
+    yield compared("proxy", f"proxy.{name}.{shape.name}", "requests/s", pairs, n)
     if shape.name == BUSIEST:
         yield Figure("proxy", f"proxy.{name}.cpu_us", statistics.median(cpu_us), "µs", n)
     yield from figures(shape, rounds)
@@ -210,19 +210,7 @@ def reported(shape: Shape, done: Round) -> Round:
 
 def against_direct(name: str, rounds: Sequence[Round]) -> Figure:
     pairs = [Pair(one.proxied.per_second, one.direct.per_second) for one in rounds]
-    return against(name, pairs, answered(rounds))
-
-
-def against(name: str, pairs: Sequence[Pair], n: int) -> Figure:
-    return Figure(
-        bench="proxy",
-        figure=name,
-        value=statistics.median(pair.ours_per_second for pair in pairs),
-        unit="requests/s",
-        n=n,
-        baseline=statistics.median(pair.baseline_per_second for pair in pairs),
-        ratio=median_ratio(pairs),
-    )
+    return compared("proxy", name, "requests/s", pairs, answered(rounds))
 
 
 def figures(shape: Shape, rounds: Sequence[Round]) -> Iterator[Figure]:

@@ -14,7 +14,7 @@ from bench.child_process import ChildProcess
 from bench.deployment import Deployment, add_variants, deployed, prefix_of, variants_of
 from bench.http import Target
 from bench.load import ClosedLoop, Measured
-from bench.measuring import Figure, Pair, median_ratio, report
+from bench.measuring import Figure, Pair, compared, report
 
 TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"cpu": 0.02}}
 
@@ -87,13 +87,5 @@ def rounds_against_ray(
             pairs.append(Pair(measured.per_second, plainly))
             running.wait_until_idle()
             report(f"  {variant} round {number}: {measured.per_second:,.0f}/s, plain Ray {plainly:,.0f}/s")
-    return Figure(
-        bench="run",
-        figure=f"{prefix_of('run', variant)}.warm",
-        value=statistics.median(pair.ours_per_second for pair in pairs),
-        unit="tasks/s",
-        n=sum(len(measured.latencies_ms) for measured in ran),
-        durability=running.durability,
-        baseline=statistics.median(pair.baseline_per_second for pair in pairs),
-        ratio=median_ratio(pairs),
-    )
+    n = sum(len(measured.latencies_ms) for measured in ran)
+    return compared("run", f"{prefix_of('run', variant)}.warm", "tasks/s", pairs, n, running.durability)

@@ -78,17 +78,8 @@ def terms_of(model: str, load_seconds: float = 0.0, usage: ModelUsage | None = N
 
 
 def lease_of(task: Task) -> Lease:
-    return Lease(
-        HolderKind.MODEL,
-        task.id,
-        task.fence,
-        DEVICE,
-        MODEL_MB,
-        task.tenant,
-        task.priority,
-        LONG_AGO,
-        LeaseState.HELD,
-    )
+    holder = HolderKind.MODEL, task.id, task.fence
+    return Lease(*holder, DEVICE, MODEL_MB, task.tenant, task.priority, LONG_AGO, LeaseState.HELD)
 
 
 def victim_of(decision: Decision) -> str:
