@@ -116,6 +116,6 @@ def _routed() -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TRACES)
     for module in _ROUTES:
         # Flat rather than included: FastAPI matches the routes of an included router twice per request.
-        app.router.routes.extend(module.router.routes)
+        app.router.routes.extend(module.resource.routes)
     app.openapi = lambda: complete(app)  # type: ignore[method-assign]  # the documented way to extend it
     return app

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -14,13 +14,13 @@ from typing_extensions import TypedDict
 from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import PARTS, Resource
 from gpubroker_server.gateway.http.times import Freshness
 from gpubroker_server.gateway.http.waiters import Leadership, Waiters
 from gpubroker_server.ports.store import StoreUnavailable, TaskStore
 from gpubroker_server.telemetry.metrics import Telemetry
 
-router = APIRouter(route_class=DirectRoute, tags=["operations"])
+resource = Resource("operations")
 
 OK = "ok"
 _READY = frozenset({"connected", "standby"})
@@ -69,21 +69,19 @@ class Stopping(TypedDict):
     stop_cluster: bool
 
 
-@router.get("/healthz", operation_id="health_get", response_model=Health, responses=problems(is_open=True))
+@resource.route("GET /healthz", "health_get", None, Health)
 async def get_health() -> Response:
     """Answer that the process is alive."""
     view: Health = {"status": "ok"}
     return answer(view)
 
 
-@router.get(
-    "/readyz",
-    operation_id="readiness_get",
-    response_model=Readiness,
-    responses={
-        503: {"model": Readiness, "description": "A part does not work; `parts` says which."},
-        **problems(is_open=True),
-    },
+@resource.route(
+    "GET /readyz",
+    "readiness_get",
+    None,
+    Readiness,
+    responses={503: {"model": Readiness, "description": "A part does not work; `parts` says which."}},
 )
 async def get_readiness(parts: Parts) -> Response:
     """Answer whether this process can do its work: database, overview of the cluster, and its executor.
@@ -117,13 +115,16 @@ async def _store_state(parts: Parts) -> str:
     return OK
 
 
-@router.get(
-    "/metrics",
-    operation_id="metrics_get",
-    dependencies=[needs(Scope.METRICS_READ)],
+@resource.route(
+    "GET /metrics",
+    "metrics_get",
+    Scope.METRICS_READ,
+    None,
     responses={
-        200: {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}},
-        **problems(),
+        200: {
+            "description": "Prometheus text.",
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+        }
     },
 )
 async def get_metrics(parts: Parts) -> Response:
@@ -135,13 +136,8 @@ async def get_metrics(parts: Parts) -> Response:
     return Response(generate_latest(parts.telemetry.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.post(
-    "/shutdown",
-    operation_id="service_shutdown",
-    dependencies=[needs(Scope.ADMIN)],
-    status_code=202,
-    response_model=Stopping,
-    responses=problems("validation-failed"),
+@resource.route(
+    "POST /shutdown", "service_shutdown", Scope.ADMIN, Stopping, "validation-failed", status_code=202
 )
 async def shut_down(
     call: Call,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
@@ -12,11 +12,11 @@ from gpubroker_server.gateway.http.bodies import NAME, Body
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope, Tokens, new_token
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import PARTS, Resource
 from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
 from gpubroker_server.ports.store import Clock, TaskStore, TokenRow
 
-router = APIRouter(route_class=DirectRoute, tags=["administration"])
+resource = Resource("administration")
 
 _MAX_SECONDS = 3650 * 24 * 3600
 
@@ -62,26 +62,20 @@ class TokenList(TypedDict):
     items: list[TokenView]
 
 
-@router.get(
-    "/tokens",
-    operation_id="tokens_list",
-    dependencies=[needs(Scope.ADMIN)],
-    response_model=TokenList,
-    responses=problems(),
-)
+@resource.route("GET /tokens", "tokens_list", Scope.ADMIN, TokenList)
 async def list_tokens(parts: Parts) -> Response:
     """List all tokens, without their secrets, which are not stored."""
     view: TokenList = {"items": [_view(row) for row in await parts.store.tokens()]}
     return answer(view)
 
 
-@router.post(
-    "/tokens",
-    operation_id="tokens_create",
-    dependencies=[needs(Scope.ADMIN)],
+@resource.route(
+    "POST /tokens",
+    "tokens_create",
+    Scope.ADMIN,
+    NewToken,
+    "malformed-json token-exists validation-failed",
     status_code=201,
-    response_model=NewToken,
-    responses=problems("malformed-json", "token-exists", "validation-failed"),
 )
 async def create_token(call: Call, parts: Parts, body: CreateToken) -> Response:
     """Create a token. Only this answer has its secret."""
@@ -103,13 +97,7 @@ async def create_token(call: Call, parts: Parts, body: CreateToken) -> Response:
     return answer(view, 201, {"Cache-Control": "no-store", "Location": f"/tokens/{row.name}"})
 
 
-@router.delete(
-    "/tokens/{name}",
-    operation_id="tokens_delete",
-    dependencies=[needs(Scope.ADMIN)],
-    status_code=204,
-    responses=problems("not-found"),
-)
+@resource.route("DELETE /tokens/{name}", "tokens_delete", Scope.ADMIN, None, "not-found", status_code=204)
 async def delete_token(call: Call, parts: Parts, name: str) -> Response:
     """Delete a token. This process refuses it at once, others within seconds."""
     known = any(row.name == name for row in await parts.store.tokens())

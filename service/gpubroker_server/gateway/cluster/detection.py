@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -13,10 +13,10 @@ from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import STORED, Resource
 from gpubroker_server.gateway.http.times import Time, rfc3339
 
-router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+resource = Resource("cluster")
 
 SUBJECT = "detection"
 
@@ -38,16 +38,14 @@ class Resume(Body):
     reason: Reason
 
 
-@router.post(
-    "/detection/resume",
-    operation_id="detection_resume",
-    dependencies=[needs(Scope.CLUSTER_WRITE)],
-    response_model=DetectionView,
+@resource.route(
+    "POST /detection/resume",
+    "detection_resume",
+    Scope.CLUSTER_WRITE,
+    DetectionView,
+    "malformed-json nothing-paused validation-failed",
+    accepted=STORED,
     response_description="What was paused. The leader gives these nodes up, unless it hears from them first.",
-    responses={
-        202: {"model": DetectionView, "description": "Stored; the leader has not carried it out yet."},
-        **problems("malformed-json", "nothing-paused", "validation-failed"),
-    },
 )
 async def resume_detection(call: Call, parts: Parts, body: Resume) -> Response:
     """State that the silent nodes are lost, so that their runs start elsewhere.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -17,13 +17,13 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.call import Call, answer, view_of
 from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339, rfc3339_or_none
 from gpubroker_server.gateway.status.quarantine import AwaitedView, awaited_by_lease
 from gpubroker_server.gateway.status.task_view import priority_now
 from gpubroker_server.gateway.status.views import Overused
 
-router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+resource = Resource("cluster")
 
 
 class HolderView(TypedDict):
@@ -140,13 +140,7 @@ class NodeList(AsOf):
     items: list[NodeView]
 
 
-@router.get(
-    "/gpus",
-    operation_id="gpus_list",
-    dependencies=[needs(Scope.CLUSTER_READ)],
-    response_model=GpuList,
-    responses=problems("follower-stale"),
-)
+@resource.route("GET /gpus", "gpus_list", Scope.CLUSTER_READ, GpuList, "follower-stale")
 async def list_gpus(call: Call, parts: Parts) -> Response:
     """List all devices: what is leased, used and unaccounted for, by whom, and what is free."""
     as_of, world = parts.freshness.as_of(), parts.world
@@ -215,13 +209,7 @@ def _pledge_views(book: Book, viewer: Identity) -> list[PledgeView]:
     ]
 
 
-@router.get(
-    "/nodes",
-    operation_id="nodes_list",
-    dependencies=[needs(Scope.CLUSTER_READ)],
-    response_model=NodeList,
-    responses=problems("follower-stale"),
-)
+@resource.route("GET /nodes", "nodes_list", Scope.CLUSTER_READ, NodeList, "follower-stale")
 async def list_nodes(parts: Parts) -> Response:
     """List all nodes with their CPU, host memory and run slots, in total and in use, and their agents."""
     world, leader = parts.world, parts.leadership.leader()

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -11,9 +11,9 @@ from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.cluster.tenants import may_compare
 from gpubroker_server.gateway.http.call import Call, answer, view_of
 from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 
-router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+resource = Resource("cluster")
 
 
 class BandView(TypedDict):
@@ -123,13 +123,7 @@ class PolicyView(TypedDict):
     batch_body_bytes: Annotated[int, Field(description="The same for `POST /tasks/batch`.")]
 
 
-@router.get(
-    "/policy",
-    operation_id="policy_get",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=PolicyView,
-    responses=problems(),
-)
+@resource.route("GET /policy", "policy_get", Scope.TASKS_READ, PolicyView)
 async def get_policy(call: Call, parts: Parts) -> Response:
     """Read what the operator has configured: bands, kinds, pools, limits, the most per task, and defaults.
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
@@ -14,11 +14,11 @@ from gpubroker_server.gateway.http.bodies import Body, line
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import STORED, Resource
 from gpubroker_server.gateway.http.times import AsOf
 from gpubroker_server.gateway.status.quarantine import QuarantinedView, quarantined_view
 
-router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+resource = Resource("cluster")
 
 Reason = Annotated[
     str,
@@ -64,13 +64,7 @@ class ReleaseQuarantine(Body):
         )
 
 
-@router.get(
-    "/quarantine",
-    operation_id="quarantine_list",
-    dependencies=[needs(Scope.CLUSTER_READ)],
-    response_model=QuarantineList,
-    responses=problems("follower-stale"),
-)
+@resource.route("GET /quarantine", "quarantine_list", Scope.CLUSTER_READ, QuarantineList, "follower-stale")
 async def list_quarantine(call: Call, parts: Parts) -> Response:
     """List the memory that counts as used because its holder is not confirmed to be gone, and which proof it
     waits for.
@@ -81,19 +75,14 @@ async def list_quarantine(call: Call, parts: Parts) -> Response:
     return answer(view)
 
 
-@router.post(
-    "/quarantine/{holder_id}/release",
-    operation_id="quarantine_release",
-    dependencies=[needs(Scope.CLUSTER_WRITE)],
-    response_model=ReleasedView,
+@resource.route(
+    "POST /quarantine/{holder_id}/release",
+    "quarantine_release",
+    Scope.CLUSTER_WRITE,
+    ReleasedView,
+    "malformed-json nothing-quarantined still-in-use follower-stale validation-failed",
+    accepted=STORED,
     response_description="It is out of quarantine; the next measurement says what is free.",
-    responses={
-        202: {"model": ReleasedView, "description": "Stored; the leader has not carried it out yet."},
-        **problems(
-            *("malformed-json", "nothing-quarantined", "still-in-use", "follower-stale"),
-            "validation-failed",
-        ),
-    },
 )
 async def release_quarantine(call: Call, parts: Parts, holder_id: str, body: ReleaseQuarantine) -> Response:
     """State that the processes of a task, or an external lease, are gone, so that its memory is released.

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -14,14 +14,14 @@ from gpubroker_server.gateway.cluster.fragmentation import FragmentationView, fr
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.call import answer
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 from gpubroker_server.gateway.http.times import AsOf
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
 from gpubroker_server.gateway.proxy.servers import Endpoint, Server
 from gpubroker_server.gateway.status.task_view import forecasts_views
 from gpubroker_server.gateway.status.views import ForecastsView
 
-router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+resource = Resource("cluster")
 
 
 class GpuTotals(TypedDict):
@@ -87,13 +87,7 @@ class Stats(AsOf):
     model_servers: list[ModelServerView]
 
 
-@router.get(
-    "/stats",
-    operation_id="stats_get",
-    dependencies=[needs(Scope.CLUSTER_READ)],
-    response_model=Stats,
-    responses=problems("follower-stale"),
-)
+@resource.route("GET /stats", "stats_get", Scope.CLUSTER_READ, Stats, "follower-stale")
 async def get_stats(parts: Parts) -> Response:
     """Read the totals: GPU memory and fragmentation, tasks by state, executor, leader and model servers."""
     executor, leader = parts.leadership.executor_status(), parts.leadership.leader()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -13,10 +13,10 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 from gpubroker_server.gateway.http.times import AsOf
 
-router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+resource = Resource("cluster")
 
 
 class TenantView(TypedDict):
@@ -47,13 +47,7 @@ class TenantList(AsOf):
     items: list[TenantView]
 
 
-@router.get(
-    "/tenants",
-    operation_id="tenants_list",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=TenantList,
-    responses=problems("follower-stale"),
-)
+@resource.route("GET /tenants", "tenants_list", Scope.TASKS_READ, TenantList, "follower-stale")
 async def list_tenants(call: Call, parts: Parts) -> Response:
     """List tenants with quota, holding, usage and fair share.
 

@@ -4,7 +4,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -14,11 +14,11 @@ from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import PARTS, Resource
 from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.status.records import TaskRecords
 
-router = APIRouter(route_class=DirectRoute, tags=["events"])
+resource = Resource("events")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class EventPage(TypedDict):
     oldest: Annotated[int, Field(description="Position of the oldest event that is kept.")]
 
 
-@router.get(
-    "/tasks/{task_id}/events",
-    operation_id="tasks_events",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=EventPage,
-    responses=problems("not-found", "events-gone", "validation-failed"),
+@resource.route(
+    "GET /tasks/{task_id}/events",
+    "tasks_events",
+    Scope.TASKS_READ,
+    EventPage,
+    "not-found events-gone validation-failed",
 )
 async def list_task_events(
     call: Call, parts: Parts, task_id: str, query: Annotated[EventQuery, Query()]
@@ -67,13 +67,7 @@ async def list_task_events(
     return answer(await _page(call, parts, query, events, events))
 
 
-@router.get(
-    "/events",
-    operation_id="events_list",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=EventPage,
-    responses=problems("events-gone", "validation-failed"),
-)
+@resource.route("GET /events", "events_list", Scope.TASKS_READ, EventPage, "events-gone validation-failed")
 async def list_events(call: Call, parts: Parts, query: Annotated[EventQuery, Query()]) -> Response:
     """Read the log, oldest first: your tenant's events, and with `cluster:read` those of nodes and devices.
 

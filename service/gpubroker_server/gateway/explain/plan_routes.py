@@ -5,7 +5,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Annotated, Self
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -22,12 +22,12 @@ from gpubroker_server.gateway.http.concurrency import run_in_thread
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 from gpubroker_server.gateway.submission.demand import demand_of
 from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, Resources
 from gpubroker_server.gateway.submission.task_body import Placement, Priority, SimulateTask
 
-router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+resource = Resource("cluster")
 
 LIMIT_SECONDS = Seconds(10.0)
 MAX_TASKS = 2000
@@ -119,15 +119,13 @@ class PlanFleet(Body):
         return self
 
 
-@router.post(
-    "/plan",
-    operation_id="plan",
-    dependencies=[needs(Scope.CLUSTER_READ)],
-    response_model=FleetPlanView,
-    responses=problems(
-        *("malformed-json", "priority-not-allowed", "payload-too-large", "unsupported-media-type"),
-        *("validation-failed", "pool-mismatch", "too-many-requests", "follower-stale"),
-    ),
+@resource.route(
+    "POST /plan",
+    "plan",
+    Scope.CLUSTER_READ,
+    FleetPlanView,
+    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
+    "pool-mismatch too-many-requests follower-stale",
 )
 async def plan_components(call: Call, parts: Parts, body: PlanFleet) -> Response:
     """Say whether components fit the fleet: where each would be placed, what is missing, and which runs they

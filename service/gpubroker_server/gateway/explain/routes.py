@@ -1,6 +1,6 @@
 """Why a task waits, and what would help."""
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
@@ -21,20 +21,20 @@ from gpubroker_server.gateway.explain.explanation import (
 from gpubroker_server.gateway.explain.parts import Parts
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 from gpubroker_server.gateway.http.times import rfc3339
 from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, inherits_view, no_leader
 from gpubroker_server.ports.store import TaskRecord
 
-router = APIRouter(route_class=DirectRoute, tags=["tasks"])
+resource = Resource("tasks")
 
 
-@router.get(
-    "/tasks/{task_id}/explain",
-    operation_id="tasks_explain",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=ExplanationView,
-    responses=problems("not-found", "follower-stale", "too-many-requests"),
+@resource.route(
+    "GET /tasks/{task_id}/explain",
+    "tasks_explain",
+    Scope.TASKS_READ,
+    ExplanationView,
+    "not-found follower-stale too-many-requests",
 )
 async def explain_task(call: Call, parts: Parts, task_id: str) -> Response:
     """Explain why a task waits: every blocker, every device, its place in the queue, and what would help."""

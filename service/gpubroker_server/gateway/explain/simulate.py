@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -22,14 +22,14 @@ from gpubroker_server.gateway.explain.parts import Parts
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.status.task_view import demand_view, sizing_of
 from gpubroker_server.gateway.status.views import DemandView, SizingView
 from gpubroker_server.gateway.submission.submissions import NewTask
 from gpubroker_server.gateway.submission.task_body import SimulateTask
 
-router = APIRouter(route_class=DirectRoute, tags=["tasks"])
+resource = Resource("tasks")
 
 _REFUSED = 422
 """Problems of this status are part of the answer; any other problem ends the request."""
@@ -63,15 +63,13 @@ class SimulationView(ExplainedFields):
     log_position: Annotated[int, Field(description="Position of the newest event behind this answer.")]
 
 
-@router.post(
-    "/tasks/simulate",
-    operation_id="tasks_simulate",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=SimulationView,
-    responses=problems(
-        *("malformed-json", "priority-not-allowed", "payload-too-large", "unsupported-media-type"),
-        *("validation-failed", "follower-stale", "too-many-requests"),
-    ),
+@resource.route(
+    "POST /tasks/simulate",
+    "tasks_simulate",
+    Scope.TASKS_READ,
+    SimulationView,
+    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
+    "follower-stale too-many-requests",
 )
 async def simulate_task(call: Call, parts: Parts, body: SimulateTask) -> Response:
     """Say what would happen to a task if it were submitted now, without doing anything.

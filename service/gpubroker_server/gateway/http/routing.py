@@ -8,11 +8,12 @@ endpoint is called. That is about 40 % more requests per second, and a refusal h
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
-from fastapi import Depends, Security, params
+from fastapi import APIRouter, Depends, Security, params
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -45,24 +46,61 @@ PARTS: Any = Depends(_given_by_the_app)
 """Marks the parameter of an endpoint that gets its resource's parts."""
 
 
-def needs(scope: Scope) -> params.Security:
-    """Declares the scope that a route needs: it is documented, and checked first."""
-    security: params.Security = Security(_BEARER, scopes=[scope.value])
-    return security
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+NO_RESPONSES: Mapping[int | str, dict[str, Any]] = MappingProxyType({})
+STORED = "Stored; the leader has not carried it out yet."
+"""Of the answer 202 to a request that the leader carries out."""
 
 
-def problems(*codes: str, is_open: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Declares the problems of a route, besides those that every route has. `is_open`: it needs no token."""
+class Resource:
+    """The routes of one resource."""
+
+    def __init__(self, tag: str) -> None:
+        self._router = APIRouter(route_class=DirectRoute, tags=[tag])
+        self.routes = self._router.routes
+
+    def route(
+        self,
+        at: str,
+        id: str,
+        scope: Scope | None,
+        view: Any,
+        problems: str = "",
+        *,
+        accepted: str = "",
+        responses: Mapping[int | str, dict[str, Any]] = NO_RESPONSES,
+        **options: Any,
+    ) -> Callable[[Endpoint], Endpoint]:
+        """Declares an endpoint at a method and path, as `GET /tasks`.
+
+        `scope` is checked before anything else; None: the route needs no token. `view`: schema of the answer.
+        `problems`: codes, separated by spaces, besides those of every route. `accepted`: what the answer 202
+        means, if it may come with the same schema. `options` are FastAPI's.
+        """
+        declared: dict[int | str, dict[str, Any]] = {**responses}
+        if accepted:
+            declared[202] = {"model": view, "description": accepted}
+        codes = problems.split()
+        if scope is not None:
+            options["dependencies"] = [Security(_BEARER, scopes=[scope.value])]
+            codes = ["unauthenticated", "forbidden", *codes]
+        if view is not None:
+            options["response_model"] = view
+        declared |= _problem_responses(codes)
+        method, path = at.split()
+        return self._router.api_route(path, methods=[method], operation_id=id, responses=declared, **options)
+
+
+def _problem_responses(codes: Sequence[str]) -> dict[int | str, dict[str, Any]]:
     by_status: dict[int | str, list[str]] = {}
-    for code in codes if is_open else ("unauthenticated", "forbidden", *codes):
+    for code in codes:
         by_status.setdefault(CATALOGUE[code].status, []).append(code)
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}}
-    declared: dict[int | str, dict[str, Any]] = {
+    responses: dict[int | str, dict[str, Any]] = {
         status: {"description": f"Problem: {', '.join(known)}.", "content": content}
         for status, known in by_status.items()
     }
-    declared["default"] = {"description": "Any other problem.", "content": content}
-    return declared
+    return {**responses, "default": {"description": "Any other problem.", "content": content}}
 
 
 Reader = Callable[[Call, bytes], Any]

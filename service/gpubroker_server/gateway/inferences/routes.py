@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.explain import stands_aside
@@ -15,7 +15,7 @@ from gpubroker_server.gateway.http.call import JSON_LENGTH, Call, answer
 from gpubroker_server.gateway.http.concurrency import OneAtATime
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import PARTS, Resource
 from gpubroker_server.gateway.inferences.inferences import (
     NO_OBJECTS,
     SubmitInference,
@@ -33,7 +33,7 @@ from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Subm
 from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
 from gpubroker_server.ports.store import RunSpec
 
-router = APIRouter(route_class=DirectRoute, tags=["models"])
+resource = Resource("models")
 
 _INLINE_BYTES = 64 * 1024
 """The values of larger requests are packed on a thread."""
@@ -58,19 +58,16 @@ class InferenceParts:
 Parts = Annotated[InferenceParts, PARTS]
 
 
-@router.post(
-    "/inferences",
-    operation_id="inferences_submit",
-    dependencies=[needs(Scope.MODELS_INFER)],
+@resource.route(
+    "POST /inferences",
+    "inferences_submit",
+    Scope.MODELS_INFER,
+    TaskView,
+    "malformed-json priority-not-allowed not-found payload-too-large unsupported-media-type "
+    "validation-failed exceeds-capacity no-matching-device exceeds-maximum exceeds-quota "
+    "idempotency-key-reused too-many-requests result-damaged store-unavailable",
     status_code=202,
-    response_model=TaskView,
     response_description="It is on disk, and sent to its model when that is loaded and its turn has come.",
-    responses=problems(
-        *("malformed-json", "priority-not-allowed", "not-found", "payload-too-large"),
-        *("unsupported-media-type", "validation-failed", "exceeds-capacity", "no-matching-device"),
-        *("exceeds-maximum", "exceeds-quota", "idempotency-key-reused", "too-many-requests"),
-        *("result-damaged", "store-unavailable"),
-    ),
     openapi_extra={
         "parameters": [
             {

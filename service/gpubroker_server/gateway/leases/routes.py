@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 from pydantic import Field
 
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as KIND
@@ -14,7 +14,7 @@ from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.pages import PageQuery
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import PARTS, STORED, Resource
 from gpubroker_server.gateway.http.waiters import LeaderRequests, moves_of
 from gpubroker_server.gateway.leases.leases import (
     AskLease,
@@ -33,7 +33,7 @@ from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions
 from gpubroker_server.ports.store import RunSpec, TaskRecord
 
-router = APIRouter(route_class=DirectRoute, tags=["leases"])
+resource = Resource("leases")
 
 _STORED: dict[int | str, dict[str, Any]] = {
     202: {"model": LeaseView, "description": "Stored; the leader has not carried it out yet."}
@@ -67,18 +67,15 @@ class LeaseWaitQuery(WaitQuery):
     ] = LeaseStanding.PENDING
 
 
-@router.post(
-    "/leases",
-    operation_id="leases_ask",
-    dependencies=[needs(Scope.TASKS_WRITE)],
+@resource.route(
+    "POST /leases",
+    "leases_ask",
+    Scope.TASKS_WRITE,
+    LeaseView,
+    "malformed-json priority-not-allowed validation-failed exceeds-capacity no-matching-device "
+    "exceeds-maximum exceeds-quota idempotency-key-reused store-unavailable",
     status_code=202,
-    response_model=LeaseView,
     response_description="It waits in the queue; `/leases/{id}/wait` answers when it is held.",
-    responses=problems(
-        *("malformed-json", "priority-not-allowed", "validation-failed", "exceeds-capacity"),
-        *("no-matching-device", "exceeds-maximum", "exceeds-quota", "idempotency-key-reused"),
-        "store-unavailable",
-    ),
 )
 async def ask_lease(
     call: Call, parts: Parts, body: AskLease, idempotency_key: IdempotencyKey = None
@@ -116,13 +113,7 @@ def _new_task(call: Call, submissions: Submissions, body: AskLease) -> Task:
     return task
 
 
-@router.get(
-    "/leases",
-    operation_id="leases_list",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=LeasePage,
-    responses=problems("cursor-invalid", "validation-failed"),
-)
+@resource.route("GET /leases", "leases_list", Scope.TASKS_READ, LeasePage, "cursor-invalid validation-failed")
 async def list_leases(call: Call, parts: Parts, query: Annotated[LeaseQuery, Query()]) -> Response:
     """List your tenant's external leases, newest first."""
     states, quarantined = states_of(query.state)
@@ -130,28 +121,20 @@ async def list_leases(call: Call, parts: Parts, query: Annotated[LeaseQuery, Que
     return await parts.records.page(call.identity, query, lease_view, **filters)
 
 
-@router.get(
-    "/leases/{lease_id}",
-    operation_id="leases_get",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=LeaseView,
-    responses=problems("not-found"),
-)
+@resource.route("GET /leases/{lease_id}", "leases_get", Scope.TASKS_READ, LeaseView, "not-found")
 async def get_lease(call: Call, parts: Parts, lease_id: str) -> Response:
     """Read an external lease: what it holds, until when, and whether its holder is asked to leave."""
     return _answer(parts, await _find_lease(call, parts, lease_id))
 
 
-@router.get(
-    "/leases/{lease_id}/wait",
-    operation_id="leases_wait",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=LeaseView,
+@resource.route(
+    "GET /leases/{lease_id}/wait",
+    "leases_wait",
+    Scope.TASKS_READ,
+    LeaseView,
+    "not-found validation-failed",
+    accepted="The time is over and it is still in this state.",
     response_description="It is in another state now.",
-    responses={
-        202: {"model": LeaseView, "description": "The time is over and it is still in this state."},
-        **problems("not-found", "validation-failed"),
-    },
 )
 async def wait_for_lease(
     call: Call, parts: Parts, lease_id: str, query: Annotated[LeaseWaitQuery, Query()]
@@ -169,12 +152,13 @@ async def wait_for_lease(
     return _answer(parts, record, 202 if _standing(parts, record) is query.state else 200)
 
 
-@router.post(
-    "/leases/{lease_id}/renew",
-    operation_id="leases_renew",
-    dependencies=[needs(Scope.TASKS_WRITE)],
-    response_model=LeaseView,
-    responses=_STORED | problems("not-found", "lease-ended", "lease-under-notice", "validation-failed"),
+@resource.route(
+    "POST /leases/{lease_id}/renew",
+    "leases_renew",
+    Scope.TASKS_WRITE,
+    LeaseView,
+    "not-found lease-ended lease-under-notice validation-failed",
+    accepted=STORED,
 )
 async def renew_lease(
     call: Call,
@@ -197,12 +181,8 @@ async def renew_lease(
     return await _requested(parts, record, "renew", body.model_dump(exclude_none=True))
 
 
-@router.delete(
-    "/leases/{lease_id}",
-    operation_id="leases_release",
-    dependencies=[needs(Scope.TASKS_WRITE)],
-    response_model=LeaseView,
-    responses=_STORED | problems("not-found"),
+@resource.route(
+    "DELETE /leases/{lease_id}", "leases_release", Scope.TASKS_WRITE, LeaseView, "not-found", accepted=STORED
 )
 async def release_lease(call: Call, parts: Parts, lease_id: str) -> Response:
     """Release an external lease: its memory is free, or it is no longer wanted.

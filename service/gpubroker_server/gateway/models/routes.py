@@ -4,7 +4,7 @@ import asyncio
 from itertools import chain
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpubroker_server.core.domain.units import Seconds
@@ -13,7 +13,7 @@ from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 from gpubroker_server.gateway.models.models import (
     ModelList,
     ModelView,
@@ -24,7 +24,7 @@ from gpubroker_server.gateway.models.models import (
 from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
 from gpubroker_server.gateway.submission.task_body import Priority
 
-router = APIRouter(route_class=DirectRoute, tags=["models"])
+resource = Resource("models")
 
 _ALL = ("not-found", "store-unavailable")
 _ONE = (*_ALL, "model-ambiguous", "validation-failed")
@@ -54,12 +54,8 @@ class PinModel(BaseModel):
     pinned: bool = True
 
 
-@router.get(
-    "/models",
-    operation_id="models_list",
-    dependencies=[needs(Scope.MODELS_INFER)],
-    response_model=ModelList,
-    responses=problems(*_ALL, "follower-stale"),
+@resource.route(
+    "GET /models", "models_list", Scope.MODELS_INFER, ModelList, "not-found store-unavailable follower-stale"
 )
 async def list_models(parts: Parts) -> Response:
     """List the models of all servers, server by server: those in memory, those that wait for it, and all
@@ -71,12 +67,12 @@ async def list_models(parts: Parts) -> Response:
     return answer(view)
 
 
-@router.get(
-    "/models/{name}",
-    operation_id="models_get",
-    dependencies=[needs(Scope.MODELS_INFER)],
-    response_model=ModelView,
-    responses=problems(*_ONE),
+@resource.route(
+    "GET /models/{name}",
+    "models_get",
+    Scope.MODELS_INFER,
+    ModelView,
+    "not-found store-unavailable model-ambiguous validation-failed",
 )
 async def get_model(parts: Parts, name: str, query: Annotated[ServerQuery, Query()]) -> Response:
     """Read a model: whether it is in memory, since when, and for whom it stays."""
@@ -93,16 +89,15 @@ async def get_model(parts: Parts, name: str, query: Annotated[ServerQuery, Query
     raise no_such_model(name, "it is in no repository")
 
 
-@router.post(
-    "/models/{name}/load",
-    operation_id="models_load",
-    dependencies=[needs(Scope.MODELS_MANAGE)],
-    response_model=ModelView,
+@resource.route(
+    "POST /models/{name}/load",
+    "models_load",
+    Scope.MODELS_MANAGE,
+    ModelView,
+    "not-found store-unavailable model-ambiguous validation-failed malformed-json priority-not-allowed "
+    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota model-not-loaded",
+    accepted="It waits for its memory, or is being loaded.",
     response_description="It is resident.",
-    responses={
-        202: {"model": ModelView, "description": "It waits for its memory, or is being loaded."},
-        **problems(*_LOADING),
-    },
 )
 async def load_model(
     call: Call, parts: Parts, name: str, query: Annotated[ServerQuery, Query()], body: LoadModel
@@ -124,16 +119,14 @@ async def load_model(
     return answer(view, 200 if view["state"] == "resident" else 202)
 
 
-@router.post(
-    "/models/{name}/unload",
-    operation_id="models_unload",
-    dependencies=[needs(Scope.MODELS_MANAGE)],
-    response_model=ModelView,
+@resource.route(
+    "POST /models/{name}/unload",
+    "models_unload",
+    Scope.MODELS_MANAGE,
+    ModelView,
+    "not-found store-unavailable model-ambiguous validation-failed",
+    accepted="It is unloaded when it has answered its requests.",
     response_description="It is out of memory.",
-    responses={
-        202: {"model": ModelView, "description": "It is unloaded when it has answered its requests."},
-        **problems(*_ONE),
-    },
 )
 async def unload_model(
     call: Call, parts: Parts, name: str, query: Annotated[ServerQuery, Query()]
@@ -151,16 +144,15 @@ async def unload_model(
     return answer(view, 200 if view["state"] == "cold" else 202)
 
 
-@router.post(
-    "/models/{name}/pin",
-    operation_id="models_pin",
-    dependencies=[needs(Scope.MODELS_MANAGE)],
-    response_model=ModelView,
+@resource.route(
+    "POST /models/{name}/pin",
+    "models_pin",
+    Scope.MODELS_MANAGE,
+    ModelView,
+    "not-found store-unavailable model-ambiguous validation-failed malformed-json priority-not-allowed "
+    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota model-not-loaded",
+    accepted="Stored; it is not in memory yet.",
     response_description="It is pinned and resident, or no longer pinned.",
-    responses={
-        202: {"model": ModelView, "description": "Stored; it is not in memory yet."},
-        **problems(*_LOADING),
-    },
 )
 async def pin_model(
     call: Call, parts: Parts, name: str, query: Annotated[ServerQuery, Query()], body: PinModel

@@ -3,19 +3,19 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.pages import PageQuery, filter_hash, read_cursor, write_cursor
-from gpubroker_server.gateway.http.routing import PARTS, DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import PARTS, Resource
 from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.objects.storage import ObjectStorage, is_object_id
 from gpubroker_server.ports.objects import LEAST_BYTES, StoredObject
 
-router = APIRouter(route_class=DirectRoute, tags=["models"])
+resource = Resource("models")
 
 _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
@@ -51,14 +51,14 @@ class ObjectPage(TypedDict):
     most_bytes: Annotated[int, Field(description="The maximum of it (`limits.tenant_object_bytes`).")]
 
 
-@router.post(
-    "/objects",
-    operation_id="objects_upload",
-    dependencies=[needs(Scope.MODELS_INFER)],
+@resource.route(
+    "POST /objects",
+    "objects_upload",
+    Scope.MODELS_INFER,
+    ObjectView,
+    "payload-too-large objects-full store-unavailable",
     status_code=201,
-    response_model=ObjectView,
     response_description="It is on disk, and kept until `expires_at` at least.",
-    responses=problems("payload-too-large", "objects-full", "store-unavailable"),
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
 async def upload_object(call: Call, parts: Parts) -> Response:
@@ -71,12 +71,8 @@ async def upload_object(call: Call, parts: Parts) -> Response:
     return answer(_view(kept), 201, {"Location": f"/objects/{kept.digest}"})
 
 
-@router.get(
-    "/objects",
-    operation_id="objects_list",
-    dependencies=[needs(Scope.MODELS_INFER)],
-    response_model=ObjectPage,
-    responses=problems("cursor-invalid", "validation-failed"),
+@resource.route(
+    "GET /objects", "objects_list", Scope.MODELS_INFER, ObjectPage, "cursor-invalid validation-failed"
 )
 async def list_objects(call: Call, parts: Parts, query: Annotated[PageQuery, Query()]) -> Response:
     """List your tenant's objects, by id, and how many bytes count against its limit."""
@@ -99,27 +95,20 @@ async def list_objects(call: Call, parts: Parts, query: Annotated[PageQuery, Que
     return answer(view)
 
 
-@router.get(
-    "/objects/{object_id}",
-    operation_id="objects_get",
-    dependencies=[needs(Scope.MODELS_INFER)],
-    response_model=ObjectView,
-    responses=problems("not-found"),
-)
+@resource.route("GET /objects/{object_id}", "objects_get", Scope.MODELS_INFER, ObjectView, "not-found")
 async def get_object(call: Call, parts: Parts, object_id: str) -> Response:
     """Read an object's size and until when it is kept. This does not count as a use."""
     return answer(_view(await parts.storage.find(call.identity.tenant, object_id)))
 
 
-@router.get(
-    "/objects/{object_id}/content",
-    operation_id="objects_content",
-    dependencies=[needs(Scope.MODELS_INFER)],
+@resource.route(
+    "GET /objects/{object_id}/content",
+    "objects_content",
+    Scope.MODELS_INFER,
+    None,
+    "not-found result-damaged",
     response_class=Response,
-    responses={
-        200: {"description": "The bytes.", "content": _BYTES},
-        **problems("not-found", "result-damaged"),
-    },
+    responses={200: {"description": "The bytes.", "content": _BYTES}},
 )
 async def get_content(call: Call, parts: Parts, object_id: str) -> Response:
     """Fetch the bytes of an object."""
@@ -127,12 +116,8 @@ async def get_content(call: Call, parts: Parts, object_id: str) -> Response:
     return Response(data, media_type="application/octet-stream")
 
 
-@router.delete(
-    "/objects/{object_id}",
-    operation_id="objects_delete",
-    dependencies=[needs(Scope.MODELS_INFER)],
-    status_code=204,
-    responses=problems("not-found"),
+@resource.route(
+    "DELETE /objects/{object_id}", "objects_delete", Scope.MODELS_INFER, None, "not-found", status_code=204
 )
 async def delete_object(call: Call, parts: Parts, object_id: str) -> Response:
     """Delete an object. Accepted inferences already have its values."""

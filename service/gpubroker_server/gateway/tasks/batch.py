@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Annotated, ClassVar, NamedTuple
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic_core import to_json
 from typing_extensions import TypedDict
@@ -20,7 +20,7 @@ from gpubroker_server.gateway.http.call import Call, json_answer
 from gpubroker_server.gateway.http.faults import body_faults, invalid
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem, ProblemDocument, problem_document
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Submissions,
@@ -40,7 +40,7 @@ from gpubroker_server.gateway.tasks.run_text import (
 )
 from gpubroker_server.ports.store import BatchSubmission, Stand, Submission, SubmitVerdict
 
-router = APIRouter(route_class=DirectRoute, tags=["tasks"])
+resource = Resource("tasks")
 
 MAX_TASKS = 10_000
 SLICE_SECONDS = 0.003
@@ -96,20 +96,16 @@ class BatchView(TypedDict):
     items: list[AcceptedView | RefusedView]
 
 
-@router.post(
-    "/tasks/batch",
-    operation_id="tasks_submit_batch",
-    dependencies=[needs(Scope.TASKS_WRITE)],
+@resource.route(
+    "POST /tasks/batch",
+    "tasks_submit_batch",
+    Scope.TASKS_WRITE,
+    BatchView,
+    "malformed-json payload-too-large unsupported-media-type validation-failed batch-refused "
+    "idempotency-key-reused too-many-requests store-unavailable",
+    accepted="`all_or_nothing`: all of them are on disk.",
     status_code=207,
-    response_model=BatchView,
     response_description="Tasks with status 202 are on disk, all in one commit; the others have a problem.",
-    responses={
-        202: {"model": BatchView, "description": "`all_or_nothing`: all of them are on disk."},
-        **problems(
-            *("malformed-json", "payload-too-large", "unsupported-media-type", "validation-failed"),
-            *("batch-refused", "idempotency-key-reused", "too-many-requests", "store-unavailable"),
-        ),
-    },
 )
 async def submit_batch(
     call: Call, parts: Parts, body: SubmitBatch, idempotency_key: IdempotencyKey = None

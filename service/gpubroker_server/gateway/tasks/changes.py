@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -11,7 +11,7 @@ from gpubroker_server.gateway.http.bodies import Body, line
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import STORED, Resource
 from gpubroker_server.gateway.status.task_view import task_view
 from gpubroker_server.gateway.status.views import TaskView
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority
@@ -19,7 +19,7 @@ from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, Changed
 from gpubroker_server.gateway.tasks.parts import Parts
 from gpubroker_server.ports.store import TaskRecord
 
-router = APIRouter(route_class=DirectRoute, tags=["tasks"])
+resource = Resource("tasks")
 
 
 class ChangeTask(ChangedTimes):
@@ -45,18 +45,14 @@ class CancelTask(Body):
     reason: Annotated[str, line(500)] = ""
 
 
-@router.patch(
-    "/tasks/{task_id}",
-    operation_id="tasks_change",
-    dependencies=[needs(Scope.TASKS_WRITE)],
-    response_model=TaskView,
-    responses={
-        202: {"model": TaskView, "description": "Stored; the leader has not carried it out yet."},
-        **problems(
-            *("malformed-json", "priority-not-allowed", "not-found", "task-already-finished"),
-            *("task-not-pending", "priority-too-low", "validation-failed"),
-        ),
-    },
+@resource.route(
+    "PATCH /tasks/{task_id}",
+    "tasks_change",
+    Scope.TASKS_WRITE,
+    TaskView,
+    "malformed-json priority-not-allowed not-found task-already-finished task-not-pending "
+    "priority-too-low validation-failed",
+    accepted=STORED,
 )
 async def change_task(call: Call, parts: Parts, task_id: str, body: ChangeTask) -> Response:
     """Change a task's priority, hold it or release it, and change its times while it waits.
@@ -80,17 +76,15 @@ async def change_task(call: Call, parts: Parts, task_id: str, body: ChangeTask) 
     return _answer(parts, await parts.records.reread(record), 200 if settled else 202)
 
 
-@router.post(
-    "/tasks/{task_id}/cancel",
-    operation_id="tasks_cancel",
-    dependencies=[needs(Scope.TASKS_WRITE)],
+@resource.route(
+    "POST /tasks/{task_id}/cancel",
+    "tasks_cancel",
+    Scope.TASKS_WRITE,
+    TaskView,
+    "not-found task-already-finished validation-failed",
     status_code=202,
-    response_model=TaskView,
     response_description="Stored. `stop_deadline_at` says when its memory is free again at the latest.",
-    responses={
-        200: {"model": TaskView, "description": "It had been cancelled before."},
-        **problems("not-found", "task-already-finished", "validation-failed"),
-    },
+    responses={200: {"model": TaskView, "description": "It had been cancelled before."}},
 )
 async def cancel_task(
     call: Call,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -12,10 +12,10 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 from gpubroker_server.gateway.tasks.parts import Parts
 
-router = APIRouter(route_class=DirectRoute, tags=["tasks"])
+resource = Resource("tasks")
 
 
 class QuantilesView(TypedDict):
@@ -48,13 +48,7 @@ class EstimateQuery(QueryModel):
     ] = None
 
 
-@router.get(
-    "/estimates",
-    operation_id="estimates_list",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=EstimateList,
-    responses=problems("validation-failed"),
-)
+@resource.route("GET /estimates", "estimates_list", Scope.TASKS_READ, EstimateList, "validation-failed")
 async def list_estimates(call: Call, parts: Parts, query: Annotated[EstimateQuery, Query()]) -> Response:
     """List what your tenant's past runs used and took, by subject and kind of device.
 

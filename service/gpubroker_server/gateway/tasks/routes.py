@@ -4,7 +4,7 @@ import re
 from datetime import datetime
 from typing import Annotated, ClassVar, Literal
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import Header, Query, Response
 from pydantic import AwareDatetime, Field
 
 from gpubroker_server.core.domain.task import TaskState
@@ -14,7 +14,7 @@ from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.pages import PageQuery
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import DirectRoute, needs, problems
+from gpubroker_server.gateway.http.routing import Resource
 from gpubroker_server.gateway.status.records import JUST_ACCEPTED
 from gpubroker_server.gateway.status.results import result_member, shown_format
 from gpubroker_server.gateway.status.task_view import error_view, task_view
@@ -23,7 +23,7 @@ from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Stor
 from gpubroker_server.gateway.submission.task_body import Priority, SubmitTask
 from gpubroker_server.gateway.tasks.parts import Parts
 
-router = APIRouter(route_class=DirectRoute, tags=["tasks"])
+resource = Resource("tasks")
 
 Prefer = Annotated[
     str | None,
@@ -34,21 +34,18 @@ Prefer = Annotated[
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
 
 
-@router.post(
-    "/tasks",
-    operation_id="tasks_submit",
-    dependencies=[needs(Scope.TASKS_WRITE)],
+@resource.route(
+    "POST /tasks",
+    "tasks_submit",
+    Scope.TASKS_WRITE,
+    TaskView,
+    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
+    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
+    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused store-unavailable",
     status_code=202,
-    response_model=TaskView,
     response_description="The task is on disk and will run as soon as there is room.",
     responses={
-        201: {"model": TaskView, "description": "It ended while the answer was held back; see `result`."},
-        **problems(
-            *("malformed-json", "priority-not-allowed", "payload-too-large", "unsupported-media-type"),
-            *("validation-failed", "exceeds-capacity", "no-matching-device", "exceeds-maximum"),
-            *("exceeds-quota", "pool-mismatch", "unknown-resource", "priority-too-low"),
-            *("entrypoint-not-allowed", "python-mismatch", "idempotency-key-reused", "store-unavailable"),
-        ),
+        201: {"model": TaskView, "description": "It ended while the answer was held back; see `result`."}
     },
 )
 async def submit_task(
@@ -124,12 +121,12 @@ class TaskQuery(PageQuery):
         return {name.removeprefix("label."): value for name, value in extra.items()}
 
 
-@router.get(
-    "/tasks",
-    operation_id="tasks_list",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=TaskPage,
-    responses=problems("cursor-invalid", "not-found", "validation-failed"),
+@resource.route(
+    "GET /tasks",
+    "tasks_list",
+    Scope.TASKS_READ,
+    TaskPage,
+    "cursor-invalid not-found validation-failed",
     openapi_extra={
         "parameters": [
             {
@@ -172,29 +169,21 @@ def _instant(time: datetime | None) -> Instant | None:
     return None if time is None else Instant(time.timestamp())
 
 
-@router.get(
-    "/tasks/{task_id}",
-    operation_id="tasks_get",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=TaskView,
-    responses=problems("not-found"),
-)
+@resource.route("GET /tasks/{task_id}", "tasks_get", Scope.TASKS_READ, TaskView, "not-found")
 async def get_task(call: Call, parts: Parts, task_id: str) -> Response:
     """Read a task: its state, what it holds, and why it waits if it does."""
     record = await parts.records.find(call.identity, task_id)
     return answer(task_view(record, parts.records.live(record.task)))
 
 
-@router.get(
-    "/tasks/{task_id}/wait",
-    operation_id="tasks_wait",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=TaskView,
+@resource.route(
+    "GET /tasks/{task_id}/wait",
+    "tasks_wait",
+    Scope.TASKS_READ,
+    TaskView,
+    "not-found validation-failed result-damaged",
+    accepted="The time is over and the task goes on; ask again.",
     response_description="The task has ended; see `result`.",
-    responses={
-        202: {"model": TaskView, "description": "The time is over and the task goes on; ask again."},
-        **problems("not-found", "validation-failed", "result-damaged"),
-    },
 )
 async def wait_for_task(
     call: Call, parts: Parts, task_id: str, query: Annotated[WaitQuery, Query()]
@@ -207,12 +196,12 @@ async def wait_for_task(
     return answer(task_view(record, records.live(record.task)), 202)
 
 
-@router.get(
-    "/tasks/{task_id}/result",
-    operation_id="tasks_result",
-    dependencies=[needs(Scope.TASKS_READ)],
-    response_model=ResultView,
-    responses=problems("not-found", "task-not-finished", "result-damaged"),
+@resource.route(
+    "GET /tasks/{task_id}/result",
+    "tasks_result",
+    Scope.TASKS_READ,
+    ResultView,
+    "not-found task-not-finished result-damaged",
 )
 async def get_result(call: Call, parts: Parts, task_id: str) -> Response:
     """Fetch what a finished task left: its result or its error, and the end of its log."""
