@@ -19,7 +19,7 @@ from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.planning.inference_admission import admissions, kept_wanted
 from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, packed, request_in
 from gpubroker_server.core.serving.tensors import tensor_of, values_of
-from gpubroker_server.gateway.proxy.residency.missing_models import AGAIN_SECONDS, Bringing
+from gpubroker_server.gateway.proxy.residency.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB
@@ -308,30 +308,30 @@ async def test_a_model_that_nobody_holds_any_more_is_asked_for_again_while_infer
     async with a_gateway() as gateway:
         await ask(gateway, 1, priority=40)
         assert gateway.parts.residencies is not None
-        bringing = Bringing(gateway.parts.residencies)
-        await bringing.look()
+        queued_models = QueuedModels(gateway.parts.residencies)
+        await queued_models.check()
         first = holder(gateway)
         for lost in (first, None):
             if lost is not None:
                 await gateway.admin.post(f"/tasks/{lost.id}/cancel")
-            await bringing.look()
+            await queued_models.check()
             assert holder(gateway).id != first.id
         second = holder(gateway)
         assert second.model is not None
         assert (second.model.asked_at, second.model.queued) == (gateway.clock.now(), True)
         await gateway.admin.post(f"/tasks/{second.id}/cancel")
-        await bringing.look()
+        await queued_models.check()
         assert gateway.world.homes.of(Home("main", "llm")) is None, "not at once: it may fail again and again"
         gateway.clock.advance(AGAIN_SECONDS)
-        await bringing.look()
+        await queued_models.check()
         assert holder(gateway).priority == 40
         await gateway.admin.post(f"/tasks/{holder(gateway).id}/cancel")
         for seconds in (AGAIN_SECONDS, AGAIN_SECONDS - 1.0):
             gateway.clock.advance(seconds)
-            await bringing.look()
+            await queued_models.check()
             assert gateway.world.homes.of(Home("main", "llm")) is None, "each time later"
         gateway.clock.advance(1.0)
-        await bringing.look()
+        await queued_models.check()
         assert holder(gateway).priority == 40
 
 

@@ -176,13 +176,13 @@ async def test_the_use_of_models_is_told_to_the_leader() -> None:
         for _ in range(3):
             residency.note_use("llm", 70)
         residency.note_use("gone", 70)
-        await residency.tell()
+        await residency.report_use()
         task = holder(gateway)
         assert (task.priority, task.expires_at) == (70, gateway.clock.now() + 300.0)
         assert task.model is not None
         assert task.model.usage.counts[0] > 1.0
         version = task.version
-        await residency.tell()
+        await residency.report_use()
         assert holder(gateway).version == version, "there was nothing to tell"
 
 

@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.proxy.lanes import NO_WISH
-from gpubroker_server.gateway.proxy.residency.draining import LettingGo
+from gpubroker_server.gateway.proxy.residency.draining import Draining
 
 from tests.gateway.harness import until
 from tests.gateway.homes import Homes, doubts_told, homes
@@ -148,32 +148,32 @@ class Slow(Heard):
 
 async def test_a_model_is_let_go_of_when_what_it_was_sent_before_is_answered() -> None:
     async with homes(heard := Slow()) as there:
-        letting_go = LettingGo(there.gateway.world, there.lanes.has_older, there.lanes.now)
+        draining = Draining(there.gateway.world, there.lanes.has_older, there.lanes.now)
         await resident(there)
-        assert letting_go.claims() == frozenset()
+        assert draining.drained() == frozenset()
         heard.may_answer.clear()
         client = await there.stage.connect()
         client.ask("POST", INFER, b"1")
         await until(lambda: heard.bodies[-1] == b"1")
         await there.unload()
         task = await there.wanted()
-        assert letting_go.claims() == frozenset()
+        assert draining.drained() == frozenset()
         heard.may_answer.set()
         assert (await client.answer())[0] == 200
-        await until(lambda: letting_go.claims() == {f"{task.id}:{task.fence}"})
+        await until(lambda: draining.drained() == {f"{task.id}:{task.fence}"})
         await there.index()
-        assert letting_go.claims() == frozenset()
+        assert draining.drained() == frozenset()
 
 
 async def test_what_is_sent_to_a_copy_elsewhere_keeps_no_model_from_leaving() -> None:
     async with homes(Heard()) as there:
-        letting_go = LettingGo(there.gateway.world, there.lanes.has_older, there.lanes.now)
+        draining = Draining(there.gateway.world, there.lanes.has_older, there.lanes.now)
         await resident(there)
         await there.unload()
         task = await there.wanted()
-        assert letting_go.claims() == {f"{task.id}:{task.fence}"}
+        assert draining.drained() == {f"{task.id}:{task.fence}"}
         turn = there.lanes.enter(b"any", Identity("me", "default", frozenset(), 50), NO_WISH)
-        assert letting_go.claims() == {f"{task.id}:{task.fence}"}
+        assert draining.drained() == {f"{task.id}:{task.fence}"}
         turn.leave()
 
 

@@ -6,7 +6,7 @@ import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.proxy.residency.server_rules import PlaceWatch
+from gpubroker_server.gateway.proxy.residency.server_rules import PlaceChecks
 from gpubroker_server.gateway.proxy.servers import Server
 from structlog.testing import capture_logs
 
@@ -60,12 +60,12 @@ async def test_a_gpu_that_its_node_does_not_have_is_named() -> None:
 async def test_the_log_says_it_once_when_it_is_so_still_after_others_have_answered() -> None:
     async with Gateway() as gateway:
         rules = [RULES, replace(RULES, name="lost", node="n1e"), replace(RULES, name="late", node="n2")]
-        watch = PlaceWatch(gateway.world, rules)
+        checks = PlaceChecks(gateway.world, rules)
         with capture_logs() as logs:
-            watch.look()
+            checks.check()
             gateway.world.add_node(a_node("n2"))
             for _ in range(3):
-                watch.look()
+                checks.check()
         [line] = logs
         assert (line["log_level"], line["server"]) == ("warning", "lost")
         assert line["fault"] == 'its node "n1e" has not joined the cluster; there are n1, n2'

@@ -83,9 +83,9 @@ async def test_a_server_that_is_away_is_asked_last_for_a_model() -> None:
         await residencies(gateway).want("llm", 50)
         assert at(gateway, "a") is not None
         await loaded(gateway, "a")
-        assert residencies(gateway).is_there("llm")
+        assert residencies(gateway).note_wanted("llm", None)
         residencies(gateway).is_up = lambda server: server != "a"
-        assert not residencies(gateway).is_there("llm")
+        assert not residencies(gateway).note_wanted("llm", None)
         await residencies(gateway).want("llm", 50)
         assert at(gateway, "b") is not None
 
@@ -137,6 +137,6 @@ async def test_use_is_told_of_each_copy() -> None:
         gateway.clock.advance(100.0)
         assert residencies(gateway).note_wanted("llm", 90)
         for residency in residencies(gateway):
-            await residency.tell()
+            await residency.report_use()
         tasks = [at(gateway, server) for server in ("a", "b")]
         assert [task.priority for task in tasks if task is not None] == [90, 90]

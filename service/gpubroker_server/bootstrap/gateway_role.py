@@ -28,9 +28,8 @@ from gpubroker_server.gateway.proxy.connection import in_front_of
 from gpubroker_server.gateway.proxy.health_checks import HealthChecks
 from gpubroker_server.gateway.proxy.lanes import Lanes
 from gpubroker_server.gateway.proxy.plane import Plane
-from gpubroker_server.gateway.proxy.residency.adoption import Adopting
-from gpubroker_server.gateway.proxy.residency.draining import LettingGo
-from gpubroker_server.gateway.proxy.residency.missing_models import Bringing
+from gpubroker_server.gateway.proxy.residency.draining import Draining
+from gpubroker_server.gateway.proxy.residency.holders import Adoption, QueuedModels
 from gpubroker_server.gateway.proxy.servers import Fleet
 from gpubroker_server.gateway.proxy.slot_leases import SlotLeases
 from gpubroker_server.gateway.submission.permission import Permissions
@@ -47,7 +46,7 @@ FIRST_LOOK_SECONDS = 1.0
 
 
 class GatewayRole:
-    _letting_go: LettingGo | None = None
+    _draining: Draining | None = None
     """Of models in the ledger, if there are any."""
     _slots: SlotLeases | None = None
     """Where several gateways divide the slots of models."""
@@ -112,19 +111,19 @@ class GatewayRole:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_LOOK_SECONDS):
                     await HealthChecks(self._parts.servers).check_all()
-        if self._letting_go is not None and self._store.is_shared:
-            await self._letting_go.say(self._store, self._name, self._picture.clock.now())
+        if self._draining is not None and self._store.is_shared:
+            await self._draining.report(self._store, self._name, self._picture.clock.now())
         if self._calls is not None:
             await self._calls.begin()
 
     def jobs(self) -> list[Job]:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
         if self._parts.residencies is not None:
-            jobs.append(("use of models", self._parts.residencies.keep_telling()))
-            jobs.append(("models of inferences", Bringing(self._parts.residencies).keep()))
-            jobs.append(("models without a holder", Adopting(self._parts.residencies).keep()))
-        if self._letting_go is not None and self._store.is_shared:
-            keep = self._letting_go.keep_saying(self._store, self._name, self._picture.clock)
+            jobs.append(("use of models", self._parts.residencies.keep_reporting()))
+            jobs.append(("models of inferences", QueuedModels(self._parts.residencies).keep()))
+            jobs.append(("models without a holder", Adoption(self._parts.residencies).keep()))
+        if self._draining is not None and self._store.is_shared:
+            keep = self._draining.keep_reporting(self._store, self._name, self._picture.clock)
             jobs.append(("presence", keep))
         if self._slots is not None:
             jobs.append(("slots of models", self._slots.keep()))
@@ -159,7 +158,7 @@ class GatewayRole:
     async def say_goodbye(self) -> None:
         """When `serve` and all jobs have ended: nothing is said after it."""
         with contextlib.suppress(StoreUnavailable):  # then it is missed in a few seconds
-            if self._letting_go is not None and self._store.is_shared:
+            if self._draining is not None and self._store.is_shared:
                 await self._store.absent(self._name)
             if self._slots is not None:
                 await self._slots.drop()
@@ -183,10 +182,10 @@ class GatewayRole:
         fleet = Fleet(self._parts.servers, parts.residencies)
         telemetry.show_lanes(lanes.figures)
         if parts.residencies is not None:
-            self._letting_go = LettingGo(parts.follower.world, lanes.has_older, lanes.now)
-            self._picture.listen(self._letting_go.on_events)
+            self._draining = Draining(parts.follower.world, lanes.has_older, lanes.now)
+            self._picture.listen(self._draining.on_events)
             if self._broker is not None:
-                self._broker.let_go = self._letting_go.claims
+                self._broker.let_go = self._draining.drained
         telemetry.show_servers(fleet.rows)
         return Plane(
             callers=Callers(parts.tokens, parts.rules.allowed_hosts),

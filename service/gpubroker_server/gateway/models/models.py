@@ -125,7 +125,9 @@ class ModelParts:
         return holding[0] if holding else None
 
     def priority_of(self, name: str, server: str | None, asked: int | None = None) -> int:
-        return (self.residencies if server is None else self.at(server)).priority_of(name, asked)
+        if asked is not None:
+            return asked
+        return (self.residencies if server is None else self.at(server)).priority_of(name)
 
     async def want(self, name: str, server: str | None, priority: int) -> tuple[Residency, Task]:
         """Raises Problem, UnknownModel."""

@@ -363,14 +363,14 @@ class ProxiedRequest(ABC):
             self.lane_entry.leave()
             self.lane_entry = None
         try:
-            self._wait(partial(residencies.back, self._model, self.wish.priority, server.name))
+            self._wait(partial(residencies.returned, self._model, self.wish.priority, server.name))
         except Problem as full:
             self.refuse(full)
 
     def _report_dead(self) -> None:
         """The server says that the model's process is gone."""
         if self.plane.residencies is not None and self.server is not None:
-            self.plane.residencies.doubt(self._model, self.server.name)
+            self.plane.residencies.report_dead(self._model, self.server.name)
 
     def _leave_server(self) -> None:
         if self._is_in_flight:

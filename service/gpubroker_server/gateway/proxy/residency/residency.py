@@ -1,4 +1,5 @@
-"""Models of a server in the ledger, as those who ask for them see it: there, coming, or not to be had now."""
+"""The models of one server as the ledger has them. Only the leader loads and unloads; a gateway makes the
+task that holds a model, tells the leader which models are wanted, and waits."""
 
 import asyncio
 from collections import Counter
@@ -6,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import structlog
@@ -33,18 +34,17 @@ from gpubroker_server.ports.store import Clock, RunSpec, StoreUnavailable, Submi
 
 log = structlog.get_logger("gpubroker.tasks.task")
 
-DESCRIBE_SECONDS = Seconds(5.0)
-LOOK_SECONDS = Seconds(0.25)
-"""So often a server is asked whether a model is back that it has lost."""
+DESCRIBE_SECONDS: Final = Seconds(5.0)
+_INDEX_SECONDS: Final = Seconds(0.25)
+"""How often a server is asked whether a model is back that it has lost."""
 
-TELL_SECONDS = Seconds(30.0)
-"""So often the leader is told which models were used."""
+REPORT_SECONDS: Final = Seconds(30.0)
+"""How often the leader hears which models were used."""
 
-DOUBT_SECONDS = Seconds(5.0)
-"""So long the leader has to see to a model that has not answered, before it is told again."""
+_DEAD_SECONDS: Final = Seconds(5.0)
+"""How long the leader has to check a model that is reported dead before it is reported again."""
 
-LOAD_TRIES = 3
-"""A model whose load fails so often is not tried again for those who ask now."""
+_LOAD_TRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,79 +68,70 @@ class UnknownModel(Exception):
 
 
 class Residency:
-    """Of one server. Only the leader loads and unloads: here it is told who wants what."""
-
     def __init__(self, parts: ResidencyParts, rules: ServerRules, host: ModelHost) -> None:
         self.rules = rules
         self._parts = parts
         self._host = host
         self._uses: Counter[str] = Counter()
+        """Since the last report, by model."""
         self._priorities: dict[str, int] = {}
-        """Since the leader was last told, by model."""
-        self._doubted: dict[str, Instant] = {}
-        """Until when the leader is not told again, by model."""
-        self._telling: set[asyncio.Future[None]] = set()
-        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Of models that somebody asks for at the moment: names come from clients."""
+        """The highest of these uses, by model."""
+        self._dead_until: dict[str, Instant] = {}
+        """By model, until when it isn't reported dead again."""
+        self._reporting: set[asyncio.Future[None]] = set()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Weak because clients choose the names."""
+
+    # What the World and the server say.
 
     def of(self, model: str) -> Task | None:
-        """Who has it, or waits for it."""
+        """The task that holds the model, or waits for its memory."""
         return self._parts.world.homes.of(Home(self.rules.name, model))
 
     def holders(self) -> list[Task]:
-        """Of all its models that are there, or are waited for."""
-        here = (task for task in self._parts.world.homes.live() if task.model is not None)
-        return [
-            task for task in here if task.model and task.model.server == self.rules.name and task.model.model
-        ]
+        """Of all models of this server, without the server's own base cost."""
+        tasks = self._parts.world.homes.live()
+        return [task for task in tasks if task.model and task.model.model and self._is_here(task.model)]
 
-    async def repository(self) -> Mapping[str, IndexedModel] | None:
-        """What the server says that it has; None while it does not answer."""
-        try:
-            return (await self._host.index(DESCRIBE_SECONDS)).models
-        except HostRefused:
-            return None
+    def _is_here(self, terms: ModelTerms) -> bool:
+        return terms.server == self.rules.name
 
     def is_there(self, model: str) -> bool:
         task = self.of(model)
         return task is not None and task.state is TaskState.RUNNING
 
-    def priority_of(self, model: str, asked: int | None = None) -> int:
-        if asked is not None:
-            return asked
-        own = self._rules_of(model).priority
+    async def repository(self) -> Mapping[str, IndexedModel] | None:
+        """The server's index; None while it does not answer."""
+        try:
+            return (await self._host.index(DESCRIBE_SECONDS)).models
+        except HostRefused:
+            return None
+
+    def priority_of(self, model: str) -> int:
+        """Of requests that state none."""
+        own = self.rules_of(model).priority
         return self.rules.priority if own is None else own
+
+    def rules_of(self, model: str) -> ModelRules:
+        return self.rules.models.get(model, ModelRules())
+
+    # What the leader hears.
 
     def note_use(self, model: str, priority: int) -> None:
         self._uses[model] += 1
         self._priorities[model] = max(priority, self._priorities.get(model, 0))
 
-    def doubt(self, model: str) -> None:
-        """Have the leader see whether it is alive. It is told soon, and once in a while."""
-        now = self._parts.clock.now()
-        if self.is_there(model) and now >= self._doubted.get(model, now):
-            self._doubted[model] = Instant(now + DOUBT_SECONDS)
-            telling = asyncio.ensure_future(self._tell_of_doubt(model))
-            self._telling.add(telling)
-            telling.add_done_callback(self._telling.discard)
-
-    async def _tell_of_doubt(self, model: str) -> None:
-        task = self.of(model)
-        if task is not None and task.model is not None:
-            with suppress(StoreUnavailable):  # whoever asks next says it again
-                await self.ask_leader(task, "want", priority=task.model.asked_priority, uses=0, doubted=True)
-
-    async def keep_telling(self, every_seconds: Seconds = TELL_SECONDS) -> None:
-        """Which models are used, until cancelled."""
+    async def keep_reporting(self, every_seconds: Seconds = REPORT_SECONDS) -> None:
+        """Until cancelled."""
         while True:
             await asyncio.sleep(every_seconds)
             try:
-                await self.tell()
+                await self.report_use()
             except StoreUnavailable as fault:
-                log.warning("the use of models is told later", fault=str(fault))
+                log.warning("the use of models is reported later", fault=str(fault))
 
-    async def tell(self) -> None:
-        """Raises StoreUnavailable: what was not told is told the next time."""
+    async def report_use(self) -> None:
+        """Raises StoreUnavailable: the rest is reported the next time."""
         for model in list(self._uses):
             uses, priority = self._uses.pop(model), self._priorities.pop(model)
             task = self.of(model)
@@ -152,9 +143,35 @@ class Residency:
                 self._priorities[model] = max(priority, self._priorities.get(model, 0))
                 raise
 
+    def report_dead(self, model: str) -> None:
+        """Have the leader check whether the model's process is alive."""
+        now = self._parts.clock.now()
+        if self.is_there(model) and now >= self._dead_until.get(model, now):
+            self._dead_until[model] = Instant(now + _DEAD_SECONDS)
+            reporting = asyncio.ensure_future(self._report_dead(model))
+            self._reporting.add(reporting)
+            reporting.add_done_callback(self._reporting.discard)
+
+    async def _report_dead(self, model: str) -> None:
+        task = self.of(model)
+        if task is not None and task.model is not None:
+            with suppress(StoreUnavailable):  # the next request to it reports it again
+                await self.ask_leader(task, "want", priority=task.model.asked_priority, uses=0, doubted=True)
+
+    async def ask_leader(self, task: Task, what: str, **fields: object) -> bool:
+        """Whether it was carried out by the time that this returns. Raises StoreUnavailable."""
+        parts = self._parts
+        now = parts.clock.now()
+        request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
+        with parts.waiters.expect(request.id) as done:
+            await parts.store.request(request)
+            return await done.within(parts.settle_seconds)
+
+    # Waiting.
+
     async def ready(self, model: str, priority: int, seconds: Seconds | None = None) -> Task:
-        """Wait until it is there, and have it brought if it is not. Raises Problem: model-not-ready, with
-        when to come again, at once where that is known to be too late; model-not-loaded, if it failed."""
+        """Have the model brought, and wait until it is in memory. Raises Problem: model-not-ready, with the
+        time to come again, at once if that is known to be too late; model-not-loaded if the load failed."""
         until = self._parts.clock.now() + (self.rules.cold_seconds if seconds is None else seconds)
         task = await self.want(model, priority)
         was_leaving = False
@@ -175,53 +192,25 @@ class Residency:
                 await moved.within(Seconds(min(until - now, 1.0)))
             await self._keep_wanted(known, priority)
 
-    async def back(self, model: str) -> None:
-        """Wait for a model that is there as far as the picture goes, and of which the server says that it has
-        none: until one of them tells otherwise. Raises Problem."""
+    async def returned(self, model: str) -> None:
+        """Wait, for a model that the ledger has and the server denies, until one of them changes its mind.
+        Raises Problem."""
         now = self._parts.clock.now
         until = now() + self.rules.cold_seconds
-        said = self.of(model)
-        while said is not None and _is_same(said, self.of(model)):
-            if await self._has(model):
+        denied = self.of(model)
+        while denied is not None and _is_unchanged(denied, self.of(model)):
+            found = (await self.repository() or {}).get(model)
+            if found is not None and found.stage is Stage.READY:
                 return
-            with self._parts.waiters.expect(moves_of(said.id)) as moved:
-                if not _is_same(said, self.of(model)):
+            with self._parts.waiters.expect(moves_of(denied.id)) as moved:
+                if not _is_unchanged(denied, self.of(model)):
                     return
                 if now() >= until or self._parts.waiters.is_closed:
-                    raise self._not_ready(said, now())
-                await moved.within(LOOK_SECONDS)
-
-    async def _has(self, model: str) -> bool:
-        found = (await self.repository() or {}).get(model)
-        return found is not None and found.stage is Stage.READY
-
-    async def want(self, model: str, priority: int, *, queued: bool = False) -> Task:
-        """Its holder, made if there is none. `queued`: for an inference in the queue, for which the leader
-        keeps it wanted. Raises Problem, UnknownModel, StoreUnavailable."""
-        async with self._asking.setdefault(model, asyncio.Lock()):
-            task = self.of(model)
-            if task is None:
-                return await self._enter(model, priority, queued=queued)
-            if not queued:
-                await self._keep_wanted(task, priority)
-            return task
-
-    async def _keep_wanted(self, task: Task, priority: int) -> None:
-        """Whoever waits for it wants it, at his own priority."""
-        if needs_want_request(task, priority, self._parts.clock.now()):
-            await self.ask_leader(task, "want", priority=priority, uses=1)
-
-    async def ask_leader(self, task: Task, what: str, **fields: object) -> bool:
-        """Whether it was carried out by the time that this is back."""
-        parts = self._parts
-        now = parts.clock.now()
-        request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
-        with parts.waiters.expect(request.id) as done:
-            await parts.store.request(request)
-            return await done.within(parts.settle_seconds)
+                    raise self._not_ready(denied, now())
+                await moved.within(_INDEX_SECONDS)
 
     async def unloaded(self, model: str) -> None:
-        """Have it unloaded, and wait until it is gone. Raises Problem model-not-ready."""
+        """Have the model unloaded, and wait until it is gone. Raises Problem model-not-ready."""
         task = self.of(model)
         if task is None:
             return
@@ -231,104 +220,7 @@ class Residency:
                 detail = f"model {model[:100]} is not gone yet: its server still has requests for it"
                 raise Problem("model-not-ready", detail)
 
-    async def _enter(self, model: str, priority: int, *, queued: bool) -> Task:
-        parts, rules = self._parts, self.rules
-        demand, described = await self._demand(model)
-        parts.capacity.check(demand, priority, rules.tenant, at="")
-        seconds, now = self._rules_of(model).load_seconds, parts.clock.now()
-        terms = ModelTerms(
-            rules.name, model, rules.wanted_seconds, priority, asked_at=now, queued=queued,
-            load_seconds=seconds, steps=described.steps,
-        )  # fmt: skip
-        wanted_until = Instant(now + rules.wanted_seconds)
-        return await self._submit(self._holder(model, demand, terms, now, expires_at=wanted_until))
-
-    async def steps_of(self, model: str) -> Sequence[str]:
-        """Of an ensemble the models that come and go with it. Raises Problem, UnknownModel."""
-        return (await self._demand(model))[1].steps
-
-    async def adopt(self, model: str) -> None:
-        """Enter what the server has in memory and nobody holds: it gets its leases where it is, and waits for
-        none as long as nobody asks for it. Raises Problem, UnknownModel, StoreUnavailable."""
-        demand, described = await self._demand(model)
-        seconds, now = self._rules_of(model).load_seconds, self._parts.clock.now()
-        wanted_seconds = self.rules.wanted_seconds
-        terms = ModelTerms(
-            self.rules.name, model, wanted_seconds, 0, load_seconds=seconds, steps=described.steps
-        )
-        until = Instant(now + wanted_seconds)
-        await self._submit(self._holder(model, demand, terms, now, expires_at=until, held=True))
-
-    async def hold_base(self) -> None:
-        """Have what the server itself takes counted, as the settings say, or no longer. Raises Problem,
-        StoreUnavailable."""
-        rules, task, now = self.rules, self.of(""), self._parts.clock.now()
-        if task is not None and not rules.base_mb:
-            await self.ask_leader(task, "cancel")
-        elif task is None and rules.base_mb:
-            demand = Demand(gpus=max(1, len(rules.devices)), gpu_mb=rules.base_mb, where=self._where())
-            demand = self._parts.capacity.settled(demand, "", rules.tenant, {}, at="")
-            terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0)
-            await self._submit(self._holder(f"{rules.name} itself", demand, terms, now, held=True))
-
-    def _holder(self, name: str, demand: Demand, terms: ModelTerms, now: Instant, **fields: Any) -> Task:
-        rules, id = self.rules, self._parts.ids.task(now)
-        fields |= {"max_retries": LOAD_TRIES - 1, "grace_seconds": rules.grace_seconds, "model": terms}
-        return Task(id, rules.tenant, name, terms.asked_priority, demand, now, **fields)
-
-    async def _submit(self, task: Task) -> Task:
-        """Or the one that somebody else has submitted for the same."""
-        parts = self._parts
-        outcome = await parts.store.submit(Submission(task, RunSpec(kind=KIND)))
-        record = None if outcome.task == task.id else await parts.store.record(outcome.task)
-        return task if record is None else record.task
-
-    async def _demand(self, model: str) -> tuple[Demand, Described]:
-        """What the operator says, else what was measured, else a guess by its files. Raises Problem."""
-        rules, said = self.rules, self._rules_of(model)
-        try:
-            described = await self._host.describe(model, DESCRIBE_SECONDS)
-        except HostRefused as refused:
-            if refused.fault is HostFault.NOT_FOUND and (said.gpu_mb is None or await self._lacks(model)):
-                raise UnknownModel(str(refused)) from None
-            if said.gpu_mb is None:
-                raise Problem(
-                    "model-not-loaded", f"server {rules.name} tells nothing of model {model[:100]}: {refused}"
-                ) from None
-            described = Described()
-        size_mb = said.gpu_mb
-        if size_mb is None:
-            world, margin = self._parts.world, self._parts.policy.learned_margin
-            size_mb = learned_mb(world, rules.tenant, model, self._kinds(), margin, described.versions)
-        if size_mb is None:
-            size_mb = first_guess_mb(described.file_bytes, rules.least_mb)
-        demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=self._where())
-        return self._parts.capacity.settled(demand, "", rules.tenant, {}, at=""), described
-
-    async def _lacks(self, model: str) -> bool:
-        """Whether its server says that it has none of that name, loaded or not."""
-        index = await self.repository()
-        return index is not None and model not in index
-
-    def _kinds(self) -> set[str]:
-        """Of the GPUs that it may use."""
-        world, rules = self._parts.world, self.rules
-        devices = (world.books[key].device for key in world.by_node.get(NodeName(rules.node), ()))
-        return {device.kind for device in devices if not rules.devices or device.uuid in rules.devices}
-
-    def _where(self) -> Where:
-        rules = self.rules
-        return Where(nodes=(("node", (rules.node,)),), devices=tuple(sorted(rules.devices)))
-
-    def _rules_of(self, model: str) -> ModelRules:
-        return self.rules.models.get(model, ModelRules())
-
-    async def _row(self, task: Task) -> Task:
-        record = await self._parts.store.record(task.id)
-        return task if record is None else record.task
-
     def _starts_at(self, task: Task, now: Instant) -> Instant | None:
-        """When it is likely to be there; None if nobody can tell."""
         start = there_at(self._parts.world, task, self._parts.forecasts(), now)
         return None if start is None else start.p50_at
 
@@ -339,7 +231,7 @@ class Residency:
     def _not_ready(self, task: Task, now: Instant) -> Problem:
         at = self._starts_at(task, now)
         seconds = 5 if at is None else max(1, ceil(at - now))
-        unknown = place_fault(self._parts.world, self.rules) or "nobody can tell when"
+        unknown = place_fault(self._parts.world, self.rules) or "it is not known when it will be"
         when = unknown if at is None else f"it is expected to be there in {seconds} s"
         detail = (
             f"model {task.name} is not in memory ({task.state.value}): {when}; "
@@ -353,8 +245,125 @@ class Residency:
         why = "it was unloaded" if failure is None else failure.get("message", "")
         return Problem("model-not-loaded", f"model {task.name} is not in memory ({task.state.value}): {why}")
 
+    async def _row(self, task: Task) -> Task:
+        record = await self._parts.store.record(task.id)
+        return task if record is None else record.task
 
-def _is_same(said: Task, known: Task | None) -> bool:
-    """It is there as it was: neither under notice nor loaded anew."""
-    is_there = known is not None and known.state is TaskState.RUNNING
-    return is_there and known is not None and (known.id, known.fence) == (said.id, said.fence)
+    # Making holders.
+
+    async def want(self, model: str, priority: int, *, queued: bool = False) -> Task:
+        """The model's holder, made if there is none. `queued`: for queued inferences, for which the leader
+        keeps it wanted. Raises Problem, UnknownModel, StoreUnavailable."""
+        async with self._locks.setdefault(model, asyncio.Lock()):
+            task = self.of(model)
+            if task is None:
+                return await self._enter(model, priority, queued=queued)
+            if not queued:
+                await self._keep_wanted(task, priority)
+            return task
+
+    async def _keep_wanted(self, task: Task, priority: int) -> None:
+        if needs_want_request(task, priority, self._parts.clock.now()):
+            await self.ask_leader(task, "want", priority=priority, uses=1)
+
+    async def _enter(self, model: str, priority: int, *, queued: bool) -> Task:
+        demand, described = await self._demand(model)
+        self._parts.capacity.check(demand, priority, self.rules.tenant, at="")
+        now = self._parts.clock.now()
+        terms = self._terms(model, priority, described.steps, asked_at=now, queued=queued)
+        return await self._submit(model, demand, terms, now, expires_at=self._wanted_until(now))
+
+    async def steps_of(self, model: str) -> Sequence[str]:
+        """The models that are loaded with an ensemble. Raises Problem, UnknownModel."""
+        return (await self._demand(model))[1].steps
+
+    async def adopt(self, model: str) -> None:
+        """Make a holder for a model that is in memory without one: its leases are where it is. No request has
+        asked for it. Raises Problem, UnknownModel, StoreUnavailable."""
+        demand, described = await self._demand(model)
+        now, terms = self._parts.clock.now(), self._terms(model, 0, described.steps)
+        await self._submit(model, demand, terms, now, expires_at=self._wanted_until(now), held=True)
+
+    async def hold_base(self) -> None:
+        """Have the server's base cost counted as the settings say. Raises Problem, StoreUnavailable."""
+        rules, task = self.rules, self.of("")
+        if task is not None and not rules.base_mb:
+            await self.ask_leader(task, "cancel")
+        elif task is None and rules.base_mb:
+            demand = Demand(gpus=max(1, len(rules.devices)), gpu_mb=rules.base_mb, where=self._where())
+            terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0)
+            name, now = f"{rules.name} itself", self._parts.clock.now()
+            await self._submit(name, self._settled(demand), terms, now, held=True)
+
+    def _terms(self, model: str, priority: int, steps: tuple[str, ...], **fields: Any) -> ModelTerms:
+        rules, load_seconds = self.rules, self.rules_of(model).load_seconds
+        return ModelTerms(
+            rules.name,
+            model,
+            rules.wanted_seconds,
+            priority,
+            load_seconds=load_seconds,
+            steps=steps,
+            **fields,
+        )
+
+    def _wanted_until(self, now: Instant) -> Instant:
+        return Instant(now + self.rules.wanted_seconds)
+
+    async def _submit(
+        self, name: str, demand: Demand, terms: ModelTerms, now: Instant, **fields: Any
+    ) -> Task:
+        """The new task, or the one that another gateway has submitted for the same model."""
+        parts, rules = self._parts, self.rules
+        fields |= {"max_retries": _LOAD_TRIES - 1, "grace_seconds": rules.grace_seconds, "model": terms}
+        id = parts.ids.task(now)
+        task = Task(id, rules.tenant, name, terms.asked_priority, demand, now, **fields)
+        outcome = await parts.store.submit(Submission(task, RunSpec(kind=KIND)))
+        record = None if outcome.task == task.id else await parts.store.record(outcome.task)
+        return task if record is None else record.task
+
+    async def _demand(self, model: str) -> tuple[Demand, Described]:
+        """The size is what the operator says, or was measured, or is estimated from the files. Raises
+        Problem, UnknownModel."""
+        rules, given_mb = self.rules, self.rules_of(model).gpu_mb
+        try:
+            described = await self._host.describe(model, DESCRIBE_SECONDS)
+        except HostRefused as refused:
+            if refused.fault is HostFault.NOT_FOUND and (given_mb is None or await self._lacks(model)):
+                raise UnknownModel(str(refused)) from None
+            if given_mb is None:
+                detail = f"server {rules.name} does not describe model {model[:100]}: {refused}"
+                raise Problem("model-not-loaded", detail) from None
+            described = Described()
+        size_mb = given_mb
+        if size_mb is None:
+            world, margin = self._parts.world, self._parts.policy.learned_margin
+            size_mb = learned_mb(world, rules.tenant, model, self._kinds(), margin, described.versions)
+        if size_mb is None:
+            size_mb = first_guess_mb(described.file_bytes, rules.least_mb)
+        demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=self._where())
+        return self._settled(demand), described
+
+    def _settled(self, demand: Demand) -> Demand:
+        return self._parts.capacity.settled(demand, "", self.rules.tenant, {}, at="")
+
+    async def _lacks(self, model: str) -> bool:
+        """Whether the server says that its repository has no such model."""
+        index = await self.repository()
+        return index is not None and model not in index
+
+    def _kinds(self) -> set[str]:
+        """Of the GPUs that the server may use."""
+        world, rules = self._parts.world, self.rules
+        devices = (world.books[key].device for key in world.by_node.get(NodeName(rules.node), ()))
+        return {device.kind for device in devices if not rules.devices or device.uuid in rules.devices}
+
+    def _where(self) -> Where:
+        rules = self.rules
+        return Where(nodes=(("node", (rules.node,)),), devices=tuple(sorted(rules.devices)))
+
+
+def _is_unchanged(before: Task, now: Task | None) -> bool:
+    """It is in memory as before: neither under notice nor loaded again."""
+    is_there = now is not None and now.state is TaskState.RUNNING
+    return is_there and now is not None and (now.id, now.fence) == (before.id, before.fence)

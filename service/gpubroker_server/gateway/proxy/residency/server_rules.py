@@ -1,7 +1,9 @@
-"""Where servers of models are said to be, and whether there is such a place: a name may be misspelled."""
+"""What the operator says of model servers whose models are in the ledger, and whether their nodes and GPUs
+exist: a name may be misspelled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import structlog
 
@@ -10,13 +12,11 @@ from gpubroker_server.core.world.world import World
 
 log = structlog.get_logger("gpubroker.tasks.task")
 
-MOST_NAMED = 8
+_MOST_NAMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRules:
-    """What the operator says of one model."""
-
     gpu_mb: Mib | None = None
     priority: int | None = None
     load_seconds: Seconds = Seconds(0.0)
@@ -24,11 +24,10 @@ class ModelRules:
 
 @dataclass(frozen=True, slots=True)
 class ServerRules:
-    """Where a server's models are, and how they are held."""
-
     name: str
     node: str
     devices: tuple[str, ...] = ()
+    """UUIDs; empty: all of the node."""
     tenant: str = "default"
     priority: int = 79
     grace_seconds: Seconds = Seconds(30.0)
@@ -41,7 +40,7 @@ class ServerRules:
 
 
 def place_fault(world: World, rules: ServerRules) -> str:
-    """Why nothing can be loaded there, as far as the place goes; empty if there is none."""
+    """What is wrong with the server's node and GPUs; empty if nothing is."""
     joined = sorted(world.nodes)
     if NodeName(rules.node) not in world.nodes:
         return f'its node "{rules.node}" has not joined the cluster; {_listed("nodes", joined)}'
@@ -52,27 +51,27 @@ def place_fault(world: World, rules: ServerRules) -> str:
 
 
 def _listed(what: str, names: Sequence[str]) -> str:
-    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
-    return f"there are {', '.join([*names[:MOST_NAMED], *more])}" if names else f"there are no {what} yet"
+    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return f"there are {', '.join([*names[:_MOST_NAMED], *more])}" if names else f"there are no {what} yet"
 
 
-class PlaceWatch:
-    """Logs once of each server that it has no place. Nodes join one after the other: what is missing at two
-    looks running, while others have answered, is believed."""
+class PlaceChecks:
+    """Logs once of each server that it has no place. Nodes join one after the other: a place counts as
+    missing when it is missing in two checks running, while other nodes have joined."""
 
     def __init__(self, world: World, servers: Sequence[ServerRules]) -> None:
         self._world = world
         self._servers = servers
         self._missing: set[str] = set()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
-    def look(self) -> None:
+    def check(self) -> None:
         world = self._world
         if not any(node.ready for node in world.nodes.values()):
             return
         faults = {rules.name: place_fault(world, rules) for rules in self._servers}
         missing = {name for name, fault in faults.items() if fault}
-        for name in sorted((missing & self._missing) - self._told):
+        for name in sorted((missing & self._missing) - self._logged):
             log.warning("the models of a server cannot be loaded", server=name, fault=faults[name])
-        self._told = (self._told | self._missing) & missing
+        self._logged = (self._logged | self._missing) & missing
         self._missing = missing

@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, Term
 from gpubroker_server.core.lifecycle.stopping import give_notice
-from gpubroker_server.gateway.proxy.residency.draining import LettingGo
+from gpubroker_server.gateway.proxy.residency.draining import Draining
 from gpubroker_server.ports.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence, claim_name
 from gpubroker_server.ports.store import RunSpec, Submission
 
@@ -31,8 +31,8 @@ class Gateway:
         self.store = store
         self.picture = picture
         self.has_older = False
-        self.letting_go = LettingGo(picture.world, lambda _model, _at: self.has_older, lambda: 0.0)
-        picture.listen(self.letting_go.on_events)
+        self.draining = Draining(picture.world, lambda _model, _at: self.has_older, lambda: 0.0)
+        picture.listen(self.draining.on_events)
 
 
 @asynccontextmanager
@@ -41,8 +41,8 @@ async def a_gateway(url: str, name: str) -> AsyncIterator[Gateway]:
         picture = Picture(store, HALF_LIFE_SECONDS, lambda _part, _fault: None)
         await picture.begin()
         gateway = Gateway(store, picture)
-        await gateway.letting_go.say(store, name, picture.clock.now())
-        keep = gateway.letting_go.keep_saying(store, name, picture.clock)
+        await gateway.draining.report(store, name, picture.clock.now())
+        keep = gateway.draining.keep_reporting(store, name, picture.clock)
         jobs = [asyncio.create_task(job) for job in (keep, *(job for _, job in picture.jobs()))]
         try:
             yield gateway

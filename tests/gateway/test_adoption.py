@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.deadlines import due, extend_window
-from gpubroker_server.gateway.proxy.residency.adoption import Adopting
+from gpubroker_server.gateway.proxy.residency.holders import Adoption
 
 from tests.builders import GIB, NOW
 from tests.chaos.history import violations
@@ -23,24 +23,24 @@ from tests.gateway.inference_stage import Heard
 
 
 @asynccontextmanager
-async def looking(*models: SimulatedModel, **rules: Any) -> AsyncIterator[tuple[Homes, Adopting]]:
+async def looking(*models: SimulatedModel, **rules: Any) -> AsyncIterator[tuple[Homes, Adoption]]:
     async with homes(Heard(), *models, **rules) as there:
         assert there.gateway.parts.residencies is not None
-        yield there, Adopting(there.gateway.parts.residencies)
+        yield there, Adoption(there.gateway.parts.residencies)
 
 
 async def test_a_model_that_is_there_at_two_looks_is_entered_and_stays_where_it_is() -> None:
     async with looking() as (there, looks):
         await there.host.load("any", (), Seconds(1.0))
-        await looks.look()
+        await looks.check()
         assert there.of() is None, "it may be about to leave"
-        await looks.look()
+        await looks.check()
         task = there.of()
         assert task is not None
         assert (task.state, task.held, task.priority, task.demand.gpu_mb) == (
             TaskState.PENDING, True, 0, 50 * GIB,
         )  # fmt: skip
-        await looks.look()
+        await looks.check()
         assert there.of() == task
 
 
@@ -49,34 +49,34 @@ async def test_steps_of_an_ensemble_and_what_has_left_are_not_entered() -> None:
     async with looking(*models) as (there, looks):
         await there.host.load("any", (), Seconds(1.0))
         await there.host.load("gone", (), Seconds(1.0))
-        await looks.look()
+        await looks.check()
         await there.host.unload("gone", Seconds(1.0))
-        await looks.look()
-        await looks.look()
+        await looks.check()
+        await looks.check()
         assert [task.name for task in there.gateway.world.homes.live()] == ["any"]
 
 
 async def test_what_a_server_itself_takes_is_held_while_the_settings_say_so() -> None:
     async with looking(base_mb=Mib(500)) as (there, looks):
-        await looks.look()
+        await looks.check()
         base = there.gateway.world.homes.of(Home("main", ""))
         assert base is not None
         assert (base.name, base.demand.gpu_mb, base.expires_at) == ("main itself", 500, None)
         [residency] = there.gateway.parts.residencies or ()
         residency.rules = replace(residency.rules, base_mb=Mib(0))
-        await looks.look()
+        await looks.check()
         await until(lambda: there.gateway.world.homes.of(Home("main", "")) is None)
 
 
 async def test_what_cannot_be_entered_is_tried_again() -> None:
     async with looking(models={}) as (there, looks):
         await there.host.load("any", (), Seconds(1.0))
-        await looks.look()
+        await looks.check()
         there.host.go_away()
-        await looks.look()
+        await looks.check()
         there.host.come_back()
-        await looks.look()
-        await looks.look()
+        await looks.check()
+        await looks.check()
         assert there.of() is not None
 
 
@@ -85,8 +85,8 @@ async def test_one_of_which_nothing_can_be_told_keeps_no_other_out() -> None:
     async with looking(odd, SimulatedModel("b", Mib(8)), models={}) as (there, looks):
         for model in ("a", "b"):
             await there.host.load(model, (), Seconds(1.0))
-        await looks.look()
-        await looks.look()
+        await looks.check()
+        await looks.check()
         assert there.of("a") is None
         assert there.of("b") is not None
 
@@ -95,7 +95,7 @@ async def test_the_history_of_what_was_adopted_and_has_left_is_one_that_may_be()
     async with looking(base_mb=Mib(500)) as (there, looks):
         await there.host.load("any", (), Seconds(1.0))
         for _ in range(2):
-            await looks.look()
+            await looks.check()
         for _ in range(2):  # one is adopted for each index
             await there.index(any=Stage.READY)
         assert {task.state for task in there.gateway.world.homes.live()} == {TaskState.RUNNING}
@@ -119,7 +119,7 @@ async def test_one_whose_last_holder_was_given_up_is_entered_and_has_what_that_o
             await gateway.commit(decision)
         assert list(gateway.world.unconfirmed.quarantined) == [first.id]
         for _ in range(2):
-            await looks.look()
+            await looks.check()
         await there.index(any=Stage.READY)
         task = there.of()
         assert task is not None
