@@ -1,4 +1,4 @@
-"""An HTTP server that gives the answers it was told to give and remembers what it was asked."""
+"""An HTTP server that sends recorded answers and remembers the requests."""
 
 import json
 import threading
@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     method: str
     path: str
     params: list[tuple[str, str]]
@@ -32,10 +32,10 @@ HANG_UP = Reply(status=0)
 
 
 class RecordedService:
-    """Answers in the order they were `told`. More questions than answers get `always`: a 500 that says so."""
+    """Sends the replies of `reply_with` in order. When there are none left, it sends `always`."""
 
     def __init__(self) -> None:
-        self.asked: list[Asked] = []
+        self.requests: list[Request] = []
         self.always = Reply(500, {"detail": "no answer was recorded for this"})
         self._replies: deque[Reply] = deque()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -45,7 +45,7 @@ class RecordedService:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    def told(self, *replies: Reply) -> Self:
+    def reply_with(self, *replies: Reply) -> Self:
         self._replies.extend(replies)
         return self
 
@@ -66,8 +66,8 @@ class RecordedService:
                 length = int(self.headers.get("content-length", 0))
                 text = self.rfile.read(length)
                 parts = urlsplit(self.path)
-                service.asked.append(
-                    Asked(
+                service.requests.append(
+                    Request(
                         self.command,
                         parts.path,
                         parse_qsl(parts.query),

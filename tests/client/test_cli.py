@@ -1,4 +1,4 @@
-"""The command line against recorded answers: what is asked, what is printed where, and how it ends."""
+"""The command line against recorded answers: its requests, its output and its exit codes."""
 
 import base64
 import json
@@ -20,12 +20,12 @@ from tests.client.recorded_service import (
 )
 
 
-def test_submit_prints_the_id_and_nothing_else_to_standard_output(service: RecordedService, run: Run) -> None:
-    service.told(Reply(202, a_task(FULL_ID)))
+def test_submit_only_prints_the_id_to_standard_output(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(202, a_task(FULL_ID)))
     ended = run("submit team.work:fit --arg 5 --arg s3://x -i epochs=3 -i name=resnet")
     assert (ended.code, ended.out) == (0, f"{FULL_ID}\n")
     assert f"gpubroker explain {FULL_ID}" in ended.err
-    assert service.asked[0].body["run"] == {
+    assert service.requests[0].body["run"] == {
         "entrypoint": "team.work:fit",
         "args": [5, "s3://x"],
         "kwargs": {"epochs": 3, "name": "resnet"},
@@ -33,7 +33,7 @@ def test_submit_prints_the_id_and_nothing_else_to_standard_output(service: Recor
 
 
 def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: Run) -> None:
-    service.told(Reply(202, a_task(FULL_ID)))
+    service.reply_with(Reply(202, a_task(FULL_ID)))
     words = "submit a:b --gpu-memory 18GiB --gpus 2 --memory 4g --cpu 0 --priority critical --name n"
     more = (
         "--label run=x --label user=me --env SEED=1 --timeout 1h30m --grace 0 --retries 0 --custom licence=2"
@@ -41,7 +41,7 @@ def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: R
     kinds = "--kind H100 --kind A100 --prefer-kind H100 --min-power 600 --min-device-memory 40GiB"
     where = f"{kinds} --pool lab --on zone=a,b --prefer-on node=n1"
     assert run(f"{words} --exclusive {more} {where}").code == 0
-    sent = service.asked[0].body
+    sent = service.requests[0].body
     del sent["run"]
     assert sent == {
         "name": "n",
@@ -70,9 +70,9 @@ def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: R
 
 
 def test_submit_reads_the_sizes_of_roles(service: RecordedService, run: Run) -> None:
-    service.told(Reply(202, a_task(FULL_ID)))
+    service.reply_with(Reply(202, a_task(FULL_ID)))
     assert run("submit a:b --role train:gpu_mb=40GiB,gpus=2 --role generate:gpu_mb=20480,cpu=0.5").code == 0
-    assert service.asked[0].body["resources"] == {
+    assert service.requests[0].body["resources"] == {
         "roles": {"train": {"gpu_mb": 40960, "gpus": 2}, "generate": {"gpu_mb": 20480, "cpu": 0.5}}
     }
     wrong = run("submit a:b --role train=40GiB")
@@ -80,21 +80,21 @@ def test_submit_reads_the_sizes_of_roles(service: RecordedService, run: Run) -> 
     assert "write NAME:FIELD=VALUE" in wrong.err
 
 
-def test_words_behind_two_dashes_are_a_command_with_its_own_options(
+def test_words_after_two_dashes_are_a_command_with_its_own_options(
     service: RecordedService, run: Run
 ) -> None:
-    service.told(Reply(202, a_task(FULL_ID)))
+    service.reply_with(Reply(202, a_task(FULL_ID)))
     assert run("submit --gpus 1 --priority 7 -- python train.py --gpus 9").code == 0
-    sent = service.asked[0].body
+    sent = service.requests[0].body
     assert sent["run"] == {"command": ["python", "train.py", "--gpus", "9"]}
     assert (sent["resources"], sent["priority"]) == ({"gpus": 1}, 7)
 
 
-def test_submit_names_the_tasks_to_run_after_by_any_word_for_them(service: RecordedService, run: Run) -> None:
+def test_the_tasks_of_after_are_found_by_id_or_part_of_an_id(service: RecordedService, run: Run) -> None:
     other = FULL_ID[:-4] + "zzzz"
-    service.told(page(), page(other), Reply(202, a_task(FULL_ID)))
+    service.reply_with(page(), page(other), Reply(202, a_task(FULL_ID)))
     assert run(f"submit a:b --after {FULL_ID} --after-end {other[-8:]}").code == 0
-    assert service.asked[2].body["after"] == [FULL_ID, {"task": other, "on_failure": "ignore"}]
+    assert service.requests[2].body["after"] == [FULL_ID, {"task": other, "on_failure": "ignore"}]
 
 
 @pytest.mark.parametrize(
@@ -111,17 +111,17 @@ def test_submit_names_the_tasks_to_run_after_by_any_word_for_them(service: Recor
         ["nonsense"],
     ],
 )
-def test_what_cannot_be_meant_is_a_usage_error_and_asks_nothing(
+def test_invalid_arguments_are_usage_errors_and_send_nothing(
     service: RecordedService, run: Run, words: list[str]
 ) -> None:
     ended = run(*words)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err
-    assert not service.asked
+    assert not service.requests
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "expected"),
     [
         ("submit train.py", "gpubroker submit -- python train.py"),
         ("submit team.training.fit", "write module:function"),
@@ -131,19 +131,19 @@ def test_what_cannot_be_meant_is_a_usage_error_and_asks_nothing(
         ("submit a:b --cpu nan", "cannot be written as JSON"),
     ],
 )
-def test_the_mistakes_of_the_first_day_are_told_in_one_line(
-    service: RecordedService, run: Run, line: str, says: str
+def test_mistakes_of_new_users_are_answered_with_the_right_command(
+    service: RecordedService, run: Run, line: str, expected: str
 ) -> None:
     ended = run(line)
     assert (ended.code, ended.out) == (2, "")
     # A box on a terminal would cut the line: what counts is the words.
-    assert says in " ".join(ended.err.replace("│", " ").split())
+    assert expected in " ".join(ended.err.replace("│", " ").split())
     assert "Traceback" not in ended.err
-    assert not service.asked
+    assert not service.requests
 
 
 def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -> None:
-    service.told(
+    service.reply_with(
         Reply(202, a_task(FULL_ID)),
         Reply(200, a_task(FULL_ID, "succeeded")),
         outcome("succeeded", result={"accuracy": 0.9}, log_tail="epoch 3\n"),
@@ -155,7 +155,7 @@ def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -
 
 
 @pytest.mark.parametrize(
-    ("replies", "code", "says"),
+    ("replies", "code", "expected"),
     [
         ([Reply(200, a_task(FULL_ID, "failed")), failed()], 3, "ValueError: no luck"),
         (
@@ -170,15 +170,15 @@ def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -
     ],
 )
 def test_the_exit_code_says_how_it_ended(
-    service: RecordedService, run: Run, replies: list[Reply], code: int, says: str
+    service: RecordedService, run: Run, replies: list[Reply], code: int, expected: str
 ) -> None:
-    service.told(*replies)
+    service.reply_with(*replies)
     ended = run("result", FULL_ID, "--wait", "--timeout", "0")
     assert (ended.code, ended.out) == (code, "")
-    assert says in ended.err
+    assert expected in ended.err
 
 
-def test_no_service_and_nobody_listening_are_unreachable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_service_the_exit_code_is_7(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpubroker.cli.lookup._RETRY_SECONDS", 0)
     assert run("--url http://127.0.0.1:1 stats").code == 7
     monkeypatch.delenv("GPUBROKER_URL")
@@ -187,12 +187,12 @@ def test_no_service_and_nobody_listening_are_unreachable(run: Run, monkeypatch: 
     assert "gpubroker serve" in ended.err
 
 
-def test_a_pickled_result_is_saved_and_never_opened(
+def test_a_pickled_result_is_saved_but_never_unpickled(
     service: RecordedService, run: Run, tmp_path: Path
 ) -> None:
     boom = b"cos\nabort\n(tR."
-    told = outcome("succeeded", format="cloudpickle", data_base64=base64.b64encode(boom).decode())
-    service.told(told, told)
+    pickled = outcome("succeeded", format="cloudpickle", data_base64=base64.b64encode(boom).decode())
+    service.reply_with(pickled, pickled)
     ended = run("result", FULL_ID)
     assert (ended.code, ended.out) == (0, "")
     assert "--save" in ended.err
@@ -200,30 +200,34 @@ def test_a_pickled_result_is_saved_and_never_opened(
     assert (tmp_path / "r").read_bytes() == boom
 
 
-def test_a_task_may_be_named_by_its_beginning_or_its_end(service: RecordedService, run: Run) -> None:
+def test_a_task_is_found_by_the_start_or_end_of_its_id(service: RecordedService, run: Run) -> None:
     other = FULL_ID[:-1] + "q"
     for word in (FULL_ID, FULL_ID[5:], FULL_ID[-8:]):
-        service.asked.clear()
+        service.requests.clear()
         needs_search = len(word) != len(FULL_ID)
-        service.told(*([page(), page(other, FULL_ID)] if needs_search else []), Reply(200, a_task(FULL_ID)))
+        service.reply_with(
+            *([page(), page(other, FULL_ID)] if needs_search else []), Reply(200, a_task(FULL_ID))
+        )
         assert run("show", word, "-o", "json").json["id"] == FULL_ID
-        assert service.asked[-1].path == f"/tasks/{FULL_ID}"
+        assert service.requests[-1].path == f"/tasks/{FULL_ID}"
 
 
 def test_last_is_the_newest_task_submitted_from_here(service: RecordedService, run: Run) -> None:
-    service.told(Reply(202, a_task("task_1")), Reply(202, a_task("task_2")), Reply(200, a_task("task_2")))
+    service.reply_with(
+        Reply(202, a_task("task_1")), Reply(202, a_task("task_2")), Reply(200, a_task("task_2"))
+    )
     run("submit a:b")
     run("submit a:b")
     run("cancel last")
-    assert (service.asked[-1].method, service.asked[-1].path) == ("POST", "/tasks/task_2/cancel")
+    assert (service.requests[-1].method, service.requests[-1].path) == ("POST", "/tasks/task_2/cancel")
 
 
-def test_where_nothing_was_submitted_last_may_be_looked_at_but_not_changed(
+def test_without_a_submit_last_shows_the_newest_task_but_does_not_change_it(
     service: RecordedService, run: Run
 ) -> None:
     somebodys = a_task(FULL_ID, name="theirs")
     newest = Reply(200, {"items": [somebodys], "next_cursor": None})
-    service.told(newest, Reply(200, somebodys), *[newest] * 4)
+    service.reply_with(newest, Reply(200, somebodys), *[newest] * 4)
     shown = run("show last")
     assert shown.code == 0
     assert "nothing was submitted from here" in shown.err
@@ -231,81 +235,83 @@ def test_where_nothing_was_submitted_last_may_be_looked_at_but_not_changed(
         refused = run(words)
         assert refused.code == 6
         assert f"{FULL_ID} (theirs)" in refused.err
-    assert {asked.method for asked in service.asked} == {"GET"}
+    assert {request.method for request in service.requests} == {"GET"}
 
 
-def test_a_task_may_be_named_by_its_name_if_it_is_the_only_one(service: RecordedService, run: Run) -> None:
+def test_a_task_is_found_by_its_name_if_the_name_is_unique(service: RecordedService, run: Run) -> None:
     two = page(FULL_ID, FULL_ID[:-1] + "q")
-    service.told(page(FULL_ID), Reply(200, a_task(FULL_ID)), two)
+    service.reply_with(page(FULL_ID), Reply(200, a_task(FULL_ID)), two)
     assert run("show", "fit", "-o", "json").json["id"] == FULL_ID
-    assert ("name", "fit") in service.asked[0].params
+    assert ("name", "fit") in service.requests[0].params
     ended = run("show", "fit")
     assert ended.code == 6
     assert ended.err.startswith("gpubroker: 'fit' is ambiguous: ")
 
 
-def test_a_refused_token_is_traced_to_where_it_came_from(service: RecordedService, run: Run) -> None:
+def test_a_refused_token_is_reported_with_its_source(service: RecordedService, run: Run) -> None:
     refused = a_problem(401, "unauthenticated", "the token is unknown")
-    service.told(refused, refused)
+    service.reply_with(refused, refused)
     assert "came from GPUBROKER_TOKEN" in run("ps").err
     assert "came from --token" in run("--token gpb_x ps").err
 
 
-def test_each_fault_of_a_refusal_is_told_once(service: RecordedService, run: Run) -> None:
+def test_each_error_of_a_refusal_is_printed_once(service: RecordedService, run: Run) -> None:
     faults = [{"pointer": f"/{name}", "detail": f"{name} is wrong", "code": "x"} for name in "abc"]
-    service.told(a_problem(422, "validation-failed", "/a: a is wrong (and 2 more)", errors=faults))
-    said = run("submit a:b").err
-    assert [said.count(f"/{name}: {name} is wrong") for name in "abc"] == [1, 1, 1]
-    assert said.startswith("gpubroker: /a")
+    service.reply_with(a_problem(422, "validation-failed", "/a: a is wrong (and 2 more)", errors=faults))
+    printed = run("submit a:b").err
+    assert [printed.count(f"/{name}: {name} is wrong") for name in "abc"] == [1, 1, 1]
+    assert printed.startswith("gpubroker: /a")
 
 
-def test_a_word_that_means_several_tasks_or_none_changes_nothing(service: RecordedService, run: Run) -> None:
+def test_an_ambiguous_or_unknown_word_changes_nothing(service: RecordedService, run: Run) -> None:
     several = page(FULL_ID, FULL_ID[:-1] + "q")
-    service.told(page(FULL_ID), page(), several, page())
+    service.reply_with(page(FULL_ID), page(), several, page())
     ended = run("cancel", "fit", FULL_ID[:14])
     assert ended.code == 6
     assert "is ambiguous" in ended.err
     assert "none of the 2 tasks was changed" in ended.err
     assert "no task is named 'zzz'" in run("cancel", "zzz").err
-    assert {asked.method for asked in service.asked} == {"GET"}
+    assert {request.method for request in service.requests} == {"GET"}
 
 
-def test_a_name_goes_before_the_end_of_another_tasks_id(service: RecordedService, run: Run) -> None:
+def test_a_name_goes_before_a_part_of_an_id(service: RecordedService, run: Run) -> None:
     word = FULL_ID[-8:]
     named = FULL_ID[:-1] + "q"
-    service.told(page(named), Reply(200, a_task(named)))
+    service.reply_with(page(named), Reply(200, a_task(named)))
     assert run("show", word, "-o", "json").json["id"] == named
-    service.told(page(named), page(named, FULL_ID))
+    service.reply_with(page(named), page(named, FULL_ID))
     ended = run("cancel", word)
     assert (ended.code, f"is ambiguous: {named}, {FULL_ID}" in ended.err) == (6, True)
-    assert {asked.method for asked in service.asked} == {"GET"}
+    assert {request.method for request in service.requests} == {"GET"}
 
 
-def test_fewer_characters_than_tables_show_are_a_name_and_no_id(service: RecordedService, run: Run) -> None:
-    service.told(page(), page(FULL_ID), Reply(200, a_task(FULL_ID)))
+def test_fewer_than_eight_characters_are_only_a_name(service: RecordedService, run: Run) -> None:
+    service.reply_with(page(), page(FULL_ID), Reply(200, a_task(FULL_ID)))
     ended = run("cancel", FULL_ID[-7:])
     assert (ended.code, "needs at least 8 characters" in ended.err) == (6, True)
     assert run("cancel", FULL_ID[-7:]).code == 0
-    assert [asked.method for asked in service.asked] == ["GET", "GET", "POST"]
+    assert [request.method for request in service.requests] == ["GET", "GET", "POST"]
 
 
-def test_a_refusal_in_the_middle_shows_what_was_changed_and_names_the_rest(
+def test_a_refusal_shows_the_tasks_changed_before_it_and_names_the_rest(
     service: RecordedService, run: Run
 ) -> None:
     last = FULL_ID[:-1] + "z"
-    service.told(Reply(200, a_task(FULL_ID)), a_problem(409, "task-finished", "it is over"))
+    service.reply_with(Reply(200, a_task(FULL_ID)), a_problem(409, "task-finished", "it is over"))
     ended = run("cancel", FULL_ID, FULL_ID[:-1] + "q", last, "-o", "ndjson")
     assert (ended.code, ended.json["id"]) == (6, FULL_ID)
     assert f"not tried after this error: {last}" in ended.err
 
 
-def test_tasks_can_be_cancelled_held_released_and_moved(service: RecordedService, run: Run) -> None:
-    service.told(*[Reply(200, a_task(FULL_ID))] * 4)
+def test_tasks_can_be_cancelled_held_released_and_given_a_priority(
+    service: RecordedService, run: Run
+) -> None:
+    service.reply_with(*[Reply(200, a_task(FULL_ID))] * 4)
     run("cancel", FULL_ID, "--grace", "5s", "--reason", "wrong data")
     run("hold", FULL_ID)
     run("release", FULL_ID)
     run("priority", FULL_ID, "interactive")
-    assert [asked.body for asked in service.asked] == [
+    assert [request.body for request in service.requests] == [
         {"grace_seconds": 5, "reason": "wrong data"},
         {"held": True},
         {"held": False},
@@ -313,10 +319,10 @@ def test_tasks_can_be_cancelled_held_released_and_moved(service: RecordedService
     ]
 
 
-def test_ps_says_why_the_waiting_ones_wait(service: RecordedService, run: Run) -> None:
+def test_ps_says_why_pending_tasks_wait(service: RecordedService, run: Run) -> None:
     waiting, running = a_task(FULL_ID, name="fit"), a_task("task_2", "running", name="judge")
     pending = {"reason": "WaitingForMemory", "message": "needs 18.0 GiB", "position": 2}
-    service.told(
+    service.reply_with(
         Reply(200, {"items": [waiting, running], "next_cursor": None}),
         Reply(200, {**waiting, "pending": pending}),
     )
@@ -326,12 +332,12 @@ def test_ps_says_why_the_waiting_ones_wait(service: RecordedService, run: Run) -
     assert FULL_ID[-8:] in first
     assert "needs 18.0 GiB (position 2)" in first
     assert "judge" in second
-    assert ("state", "pending") in service.asked[0].params
-    assert ("state", "succeeded") not in service.asked[0].params
+    assert ("state", "pending") in service.requests[0].params
+    assert ("state", "succeeded") not in service.requests[0].params
 
 
-def test_ndjson_is_one_line_per_item_and_json_is_one_document(service: RecordedService, run: Run) -> None:
-    service.told(page("task_1", "task_2"), page("task_1", "task_2"))
+def test_ndjson_prints_one_line_per_item_and_json_one_document(service: RecordedService, run: Run) -> None:
+    service.reply_with(page("task_1", "task_2"), page("task_1", "task_2"))
     lines = run("ps -o ndjson").out.splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["task_1", "task_2"]
     assert [item["id"] for item in run("ps --output json").json] == ["task_1", "task_2"]
@@ -342,22 +348,22 @@ def test_the_newest_events_are_shown_in_order(service: RecordedService, run: Run
     line = {"at": at, "kind": "task.started", "key": FULL_ID, "fields": {}}
     lines = [{"position": position, **line} for position in (99, 100)]
     lines[1] |= {"kind": "task.changed", "fields": {"members": []}}
-    service.told(
+    service.reply_with(
         Reply(200, {"position": 100}),
         Reply(200, {"items": lines, "next_after": 100}),
         Reply(200, {"items": [], "next_after": 100}),
     )
     ended = run("events -n 2")
-    assert dict(service.asked[1].params)["after"] == "98"
+    assert dict(service.requests[1].params)["after"] == "98"
     assert [line.split()[0] for line in ended.out.splitlines()] == ["99", "100"]
-    assert ended.out.rstrip().endswith("members"), "of what says nothing to people, the name"
+    assert ended.out.rstrip().endswith("members"), "a field without words for people is named"
 
 
-def test_a_token_s_secret_is_all_that_goes_to_standard_output(service: RecordedService, run: Run) -> None:
-    service.told(Reply(201, {"name": "ci", "scopes": ["tasks:write"], "token": "gpb_new"}))
+def test_token_create_only_prints_the_secret_to_standard_output(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(201, {"name": "ci", "scopes": ["tasks:write"], "token": "gpb_new"}))
     ended = run("token create ci --scope tasks:write --max-priority 50 --expires 30d")
     assert ended.out == "gpb_new\n"
-    assert service.asked[0].body == {
+    assert service.requests[0].body == {
         "name": "ci",
         "scopes": ["tasks:write"],
         "max_priority": 50,
@@ -365,7 +371,7 @@ def test_a_token_s_secret_is_all_that_goes_to_standard_output(service: RecordedS
     }
 
 
-def test_without_the_service_its_commands_name_the_package(
+def test_without_the_server_package_its_commands_name_it(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpubroker.cli.app.entry_points", lambda group: [])
@@ -375,7 +381,7 @@ def test_without_the_service_its_commands_name_the_package(
         assert "pip install gpubroker-server" in ended.err
 
 
-def test_a_package_whose_commands_cannot_be_loaded_breaks_no_other_command(
+def test_a_package_whose_commands_cannot_be_loaded_does_not_break_other_commands(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:

@@ -1,4 +1,4 @@
-"""Every command against the real service, whose engine only lets time pass."""
+"""Every command against the real service, with the simulated engine."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
 def gpubroker(
     service: ServiceProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
-    """The command line of somebody on the service's own machine."""
+    """The command line on the service's own machine."""
     monkeypatch.setenv("GPUBROKER_DATA_DIR", str(service.data_dir))
     return command_line(monkeypatch, capsys)
 
@@ -70,7 +70,9 @@ def test_a_task_is_submitted_and_its_result_is_printed(gpubroker: Run) -> None:
     assert "fit" in gpubroker("estimates").out
 
 
-def test_a_waiting_task_is_explained_held_moved_released_and_cancelled(gpubroker: Run, holder: str) -> None:
+def test_a_pending_task_is_explained_held_released_reprioritised_and_cancelled(
+    gpubroker: Run, holder: str
+) -> None:
     task_id = gpubroker(f"submit {WORK} --gpu-memory 18GiB --name waiting --priority batch").out.strip()
     listed = gpubroker("ps").out.splitlines()
     assert listed[0].split()[:3] == ["ID", "NAME", "STATE"]
@@ -94,7 +96,7 @@ def test_a_waiting_task_is_explained_held_moved_released_and_cancelled(gpubroker
     assert gpubroker("explain", task_id).code == 0
 
 
-def test_what_is_refused_says_why(gpubroker: Run) -> None:
+def test_a_refused_submit_says_why(gpubroker: Run) -> None:
     refused = gpubroker("submit os:system -a true")
     assert (refused.code, refused.out) == (6, "")
     assert "tests.e2e.work:*" in refused.err
@@ -117,23 +119,23 @@ def test_devices_nodes_and_totals_are_shown(gpubroker: Run, holder: str) -> None
     assert "connected simulated" in totals
 
 
-def test_nothing_is_in_quarantine_and_nothing_of_it_is_given_back(gpubroker: Run, holder: str) -> None:
+def test_without_a_quarantined_holder_release_is_refused(gpubroker: Run, holder: str) -> None:
     assert gpubroker("quarantine").out == "nothing is in quarantine\n"
     ended = gpubroker(f"quarantine release {holder} --because looked --yes")
     assert (ended.code, f"nothing of {holder!r} is in quarantine" in ended.err) == (6, True)
 
 
-def test_no_node_is_given_up_that_nothing_speaks_against(gpubroker: Run) -> None:
+def test_without_silent_nodes_resume_is_refused(gpubroker: Run) -> None:
     ended = gpubroker("resume --because looked --yes")
     assert (ended.code, "no silent node" in ended.err) == (6, True)
 
 
-def test_the_tenants_and_what_the_operator_has_chosen_are_shown(gpubroker: Run, holder: str) -> None:
+def test_tenants_and_policy_are_shown(gpubroker: Run, holder: str) -> None:
     assert "default" in gpubroker("tenants").out
     assert "interactive" in gpubroker("policy").out
 
 
-def test_a_token_is_made_used_listed_and_revoked(gpubroker: Run) -> None:
+def test_a_token_is_created_used_listed_and_revoked(gpubroker: Run) -> None:
     secret = gpubroker("token create reader --scope tasks:read --max-priority 10 --expires 1h").out.strip()
     listed = gpubroker("token list").out
     assert re.search(r"^reader +default +10 +tasks:read ", listed, re.MULTILINE)
@@ -145,7 +147,7 @@ def test_a_token_is_made_used_listed_and_revoked(gpubroker: Run) -> None:
 
 
 def apart(*words: str) -> "subprocess.CompletedProcess[str]":
-    """What takes its process over runs in one of its own."""
+    """For commands that replace or end their process."""
     return subprocess.run(words, capture_output=True, text=True)
 
 
@@ -170,7 +172,7 @@ def test_a_lease_is_asked_for_shown_renewed_and_released(gpubroker: Run) -> None
     assert lease not in gpubroker("lease list").out
 
 
-def test_a_command_has_memory_for_as_long_as_it_runs(gpubroker: Run) -> None:
+def test_lease_run_holds_memory_while_its_command_runs(gpubroker: Run) -> None:
     script = "import os, sys; sys.exit(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
     ended = gpubroker("lease run --gpus 2 --", sys.executable, "-c", script)
     assert ended.code == 2
@@ -187,7 +189,7 @@ def test_a_plan_says_whether_a_set_of_components_fits(gpubroker: Run, tmp_path: 
     assert gpubroker("plan -f", str(plan)).code == 8
 
 
-def test_the_times_of_a_task_that_waits_are_changed(gpubroker: Run, holder: str) -> None:
+def test_the_times_of_a_pending_task_are_changed(gpubroker: Run, holder: str) -> None:
     assert gpubroker(f"submit {WORK} -i seconds=0 --gpus 2").code == 0
     assert gpubroker("change last --queue-ttl 1h").code == 0
     assert gpubroker("show last -o json").json["queue_ttl_seconds"] == 3600
@@ -197,22 +199,22 @@ def test_the_times_of_a_task_that_waits_are_changed(gpubroker: Run, holder: str)
     assert "only while a task is pending" in gpubroker(f"change {holder} --queue-ttl 1h").err
 
 
-def test_what_needs_a_database_server_says_so_without_one(gpubroker: Run, tmp_path: Path) -> None:
+def test_commands_that_need_postgresql_say_so_without_it(gpubroker: Run, tmp_path: Path) -> None:
     new = ["--data-dir", str(tmp_path / "new")]
     refused = [apart("gpubroker", "gateway", *new), apart("gpubroker", "broker", *new)]
     moved = gpubroker("migrate-data --to sqlite:///elsewhere.db", *new)
     assert [*(ended.returncode for ended in refused), moved.code] == [2, 2, 2]
-    for said in (*(ended.stderr for ended in refused), moved.err):
-        assert "postgresql" in said.lower()
+    for message in (*(ended.stderr for ended in refused), moved.err):
+        assert "postgresql" in message.lower()
 
 
-def test_without_a_server_of_models_what_is_about_models_says_what_to_set(gpubroker: Run) -> None:
+def test_without_a_model_server_model_commands_say_what_to_configure(gpubroker: Run) -> None:
     for refused in (gpubroker("models"), gpubroker("load m"), gpubroker("unload m"), gpubroker("pin m")):
         assert refused.code == 6
         assert "give one of triton.servers its node" in refused.err
 
 
-def test_what_is_uploaded_is_listed_and_deleted(gpubroker: Run, tmp_path: Path) -> None:
+def test_an_uploaded_object_is_listed_and_deleted(gpubroker: Run, tmp_path: Path) -> None:
     file = tmp_path / "pixels"
     file.write_bytes(bytes(5000))
     id = gpubroker("upload", str(file)).out.strip()
@@ -224,7 +226,7 @@ def test_what_is_uploaded_is_listed_and_deleted(gpubroker: Run, tmp_path: Path) 
     assert "you have no object" in gpubroker("objects delete", id).err
 
 
-def test_no_command_is_missing_here() -> None:
+def test_this_file_covers_every_command() -> None:
     group = get_command(app)
     assert isinstance(group, TyperGroup)
     tried = set(re.findall(r'gpubroker(?:\(f?"|", ")([\w-]+)', Path(__file__).read_text(encoding="utf-8")))

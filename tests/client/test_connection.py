@@ -8,13 +8,13 @@ from gpubroker.transport.connection import find_service
 
 
 def written(data_dir: Path, url: str = "http://127.0.0.1:8470", token: str = "from-file") -> dict[str, str]:
-    """An environment in whose data directory a service left its client.json."""
+    """An environment with the client.json of a service in its data directory."""
     data_dir.mkdir(exist_ok=True)
     (data_dir / "client.json").write_text(json.dumps({"url": url, "token": token}))
     return {"GPUBROKER_DATA_DIR": str(data_dir)}
 
 
-def test_arguments_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+def test_arguments_go_before_the_environment_and_the_environment_before_the_file(tmp_path: Path) -> None:
     environ = written(tmp_path)
     found = find_service(environ=environ)
     assert (found.url, found.token) == ("http://127.0.0.1:8470", "from-file")
@@ -25,7 +25,7 @@ def test_arguments_win_over_the_environment_and_that_over_the_file(tmp_path: Pat
     assert (found.url, found.token) == ("http://given:2", "given")
 
 
-def test_the_token_in_the_file_goes_to_no_other_address(tmp_path: Path) -> None:
+def test_the_token_of_the_file_is_not_sent_to_another_address(tmp_path: Path) -> None:
     environ = written(tmp_path, url="http://127.0.0.1:8470")
     assert find_service("http://elsewhere:8470", environ=environ).token is None
     assert find_service("http://127.0.0.1:8470/", environ=environ).token == "from-file"
@@ -36,7 +36,7 @@ def test_the_file_is_looked_for_where_the_service_writes_it(tmp_path: Path) -> N
     assert find_service(environ={"XDG_STATE_HOME": str(tmp_path)}).token == "from-file"
 
 
-def test_knowing_no_service_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_known_service_the_error_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(Unreachable) as error:
         find_service(environ={"GPUBROKER_DATA_DIR": str(tmp_path)})
     assert "gpubroker serve" in str(error.value)
@@ -55,7 +55,7 @@ def test_a_damaged_file_and_an_address_without_a_scheme_are_named(tmp_path: Path
         find_service("localhost:8470", environ={"GPUBROKER_DATA_DIR": str(tmp_path / "none")})
 
 
-def test_a_damaged_file_is_in_nobodys_way_who_needs_nothing_of_it(tmp_path: Path) -> None:
+def test_a_damaged_file_is_not_read_if_url_and_token_are_given(tmp_path: Path) -> None:
     (tmp_path / "client.json").write_text("{")
     environ = {"GPUBROKER_DATA_DIR": str(tmp_path)}
     assert find_service("http://given:2", "given", environ=environ).token == "given"
@@ -63,11 +63,11 @@ def test_a_damaged_file_is_in_nobodys_way_who_needs_nothing_of_it(tmp_path: Path
     assert find_service(environ=environ).source == "from GPUBROKER_URL"
 
 
-def test_a_token_is_not_shown_when_a_connection_is(tmp_path: Path) -> None:
+def test_the_repr_of_a_connection_hides_the_token(tmp_path: Path) -> None:
     assert "from-file" not in repr(find_service(environ=written(tmp_path)))
 
 
-def test_only_who_speaks_tls_reads_whom_to_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificate_authorities_are_only_loaded_for_https(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
     create = ssl.create_default_context
 

@@ -1,4 +1,4 @@
-"""The example's training, in a run without a node agent: stopped anywhere, it ends where it would have."""
+"""The example's training, in runs without a node agent: an interrupted one reaches the same result."""
 
 from collections.abc import Callable
 from functools import cache
@@ -36,18 +36,18 @@ class Run:
         return [report[7] for report in self._reports if report[0] == "checkpointed"]
 
     def _read(self, _delay_seconds: float) -> None:
-        """Fetched as it is reported: of what waits only the newest checkpoint is kept."""
+        """Fetch each report at once: of waiting checkpoints only the newest is kept."""
         self._reports += [report for _, report in self._journal.take(0, 2**30)]
 
 
 @cache
 def undisturbed() -> tuple[float, list[bytes]]:
-    """How good it becomes, and what it has saved on the way."""
+    """The accuracy, and the checkpoints on the way."""
     run = Run()
     return run.call(digits.train, **WORK)["accuracy"], run.checkpoints()
 
 
-def test_a_training_that_was_stopped_resumes_to_the_very_same_accuracy() -> None:
+def test_a_stopped_training_resumes_to_the_same_accuracy() -> None:
     first = Run()
     first.task.give_notice()
     with pytest.raises(Stopped):
@@ -62,7 +62,7 @@ def test_a_training_that_was_stopped_resumes_to_the_very_same_accuracy() -> None
     }
 
 
-def test_a_training_that_was_killed_resumes_from_its_last_checkpoint() -> None:
+def test_a_killed_training_resumes_from_its_last_checkpoint() -> None:
     accuracy, states = undisturbed()
     assert len(states) == WORK["epochs"]
 
@@ -70,11 +70,11 @@ def test_a_training_that_was_killed_resumes_from_its_last_checkpoint() -> None:
     assert (ended["accuracy"], ended["resumed_at_epoch"]) == (accuracy, 10)
 
 
-def test_a_checkpoint_travels_with_the_reports() -> None:
+def test_a_checkpoint_is_small_enough_to_travel_with_the_reports() -> None:
     _, states = undisturbed()
     assert max(map(len, states)) < 1024 * 1024
 
 
-def test_the_evaluation_tells_the_best_of_its_models() -> None:
+def test_the_evaluation_returns_the_best_accuracy() -> None:
     ended = Run().call(digits.evaluate, folds=2)
     assert ended["accuracy"] == max(ended["scores"].values()) > 0.9

@@ -1,4 +1,4 @@
-"""`gpubroker submit --dry-run`, and how remedies read."""
+"""`gpubroker submit --dry-run`, and how remedies are printed."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ WAITS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "says"),
+    ("answer", "code", "expected"),
     [
         ({"verdict": "starts", "message": "it would start now on n1"}, 0, ["would start now on n1\n"]),
         (
@@ -110,26 +110,26 @@ WAITS: dict[str, Any] = {
         ),
     ],
 )
-def test_a_dry_run_says_what_would_become_of_it_and_submits_nothing(
-    service: RecordedService, run: Run, answer: dict[str, Any], code: int, says: list[str]
+def test_a_dry_run_shows_what_would_happen_and_submits_nothing(
+    service: RecordedService, run: Run, answer: dict[str, Any], code: int, expected: list[str]
 ) -> None:
-    service.told(Reply(200, answer))
+    service.reply_with(Reply(200, answer))
     ended = run("submit --gpu-memory 40GiB --dry-run -- python train.py")
     assert (ended.code, ended.err) == (code, "")
-    for text in says:
+    for text in expected:
         assert text in ended.out
-    [asked] = service.asked
-    assert asked.path == "/tasks/simulate"
+    [request] = service.requests
+    assert request.path == "/tasks/simulate"
 
 
-def test_a_bare_demand_can_be_asked_about(service: RecordedService, run: Run) -> None:
-    service.told(Reply(200, {"verdict": "starts", "message": "x"}))
+def test_a_dry_run_works_without_a_target(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(200, {"verdict": "starts", "message": "x"}))
     assert run("submit --gpus 2 --dry-run").code == 0
-    assert service.asked[0].body == {"resources": {"gpus": 2}}
+    assert service.requests[0].body == {"resources": {"gpus": 2}}
 
 
-def test_of_many_devices_the_nearest_are_shown(service: RecordedService, run: Run) -> None:
+def test_of_many_devices_those_with_room_soonest_are_shown(service: RecordedService, run: Run) -> None:
     [device] = WAITS["devices"]
     many = [{**device, "key": f"n1/gpu{n}", "index": n} for n in range(40)]
-    service.told(Reply(200, {**WAITS, "devices": many}))
+    service.reply_with(Reply(200, {**WAITS, "devices": many}))
     assert "16 more devices are not shown; -o json has all" in run("submit --gpus 2 --dry-run").out

@@ -14,7 +14,7 @@ def answer(status: int, body: Any = None, **headers: str) -> Answer:
     return Answer(status, names, b"" if body is None else json.dumps(body).encode())
 
 
-def test_a_not_now_is_asked_again_after_the_time_the_service_named() -> None:
+def test_a_temporary_refusal_is_retried_after_the_time_that_the_service_named() -> None:
     steps = exchange(GET, retry_seconds=60)
     assert next(steps) is GET
     pause = steps.send(answer(503, retry_after="2"))
@@ -26,12 +26,12 @@ def test_a_not_now_is_asked_again_after_the_time_the_service_named() -> None:
     assert done.value.value.json() == {"ok": True}
 
 
-def test_pauses_grow_until_patience_ends_and_the_last_error_is_told() -> None:
+def test_pauses_grow_until_the_retry_time_ends_and_the_last_error_is_raised() -> None:
     steps = exchange(GET, retry_seconds=3600)
     pauses = []
     next(steps)
     for _ in range(6):
-        pause = steps.throw(Unreachable("nobody there"))
+        pause = steps.throw(Unreachable("no answer"))
         assert isinstance(pause, Pause)
         pauses.append(pause.seconds)
         assert next(steps) is GET
@@ -39,14 +39,14 @@ def test_pauses_grow_until_patience_ends_and_the_last_error_is_told() -> None:
 
     steps = exchange(GET, retry_seconds=0)
     next(steps)
-    with pytest.raises(Unreachable, match="nobody there"):
-        steps.throw(Unreachable("nobody there"))
+    with pytest.raises(Unreachable, match="no answer"):
+        steps.throw(Unreachable("no answer"))
 
 
-def test_an_answer_that_never_came_is_asked_for_again_however_long_it_was_waited_for(
+def test_a_request_that_timed_out_is_retried_however_long_it_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A line on which nothing passes any more takes all of one request's time; a new one may be good."""
+    """A dead connection uses up the timeout of one request; a new connection may work."""
     now = 0.0
     monkeypatch.setattr("gpubroker.transport.exchange.time.monotonic", lambda: now)
     steps = exchange(GET, retry_seconds=30)
@@ -59,21 +59,21 @@ def test_an_answer_that_never_came_is_asked_for_again_however_long_it_was_waited
         steps.throw(Unreachable("timed out"))
 
 
-def test_a_call_that_is_not_repeatable_is_not_repeated_when_its_answer_is_lost() -> None:
+def test_an_unrepeatable_call_is_not_retried_when_its_answer_is_lost() -> None:
     steps = exchange(ONCE, retry_seconds=3600)
     next(steps)
     with pytest.raises(Unreachable):
         steps.throw(Unreachable("reset"))
 
 
-def test_a_call_that_is_not_repeatable_is_repeated_when_nothing_was_done() -> None:
+def test_an_unrepeatable_call_is_retried_when_nothing_was_done() -> None:
     steps = exchange(ONCE, retry_seconds=3600)
     next(steps)
     assert isinstance(steps.send(answer(503)), Pause)
 
 
 @pytest.mark.parametrize("status", [502, 504])
-def test_a_proxy_that_heard_nothing_promises_nothing(status: int) -> None:
+def test_a_proxys_error_does_not_promise_that_nothing_was_done(status: int) -> None:
     steps = exchange(ONCE, retry_seconds=3600)
     next(steps)
     with pytest.raises(Unreachable):
@@ -83,7 +83,7 @@ def test_a_proxy_that_heard_nothing_promises_nothing(status: int) -> None:
     assert isinstance(steps.send(answer(status)), Pause)
 
 
-def test_a_no_is_not_asked_again() -> None:
+def test_a_refusal_is_not_retried() -> None:
     steps = exchange(GET, retry_seconds=3600)
     next(steps)
     problem = {
@@ -102,7 +102,7 @@ def test_a_no_is_not_asked_again() -> None:
     assert str(error) == "90 GiB exceed the largest device\n  /priority: at most 60"
 
 
-def test_a_mistake_of_the_service_names_the_request_that_its_log_has_more_about() -> None:
+def test_a_server_error_names_the_request_id() -> None:
     error = error_of(answer(500, {"detail": "the service made a mistake", "request_id": "req_1"}))
     assert "req_1" in str(error)
 
@@ -111,15 +111,15 @@ def test_a_mistake_of_the_service_names_the_request_that_its_log_has_more_about(
     ("status", "kind"),
     [(400, Refused), (409, Refused), (500, BrokerError), (502, Unreachable), (503, Unreachable)],
 )
-def test_the_status_says_which_exception_it_is(status: int, kind: type[BrokerError]) -> None:
+def test_the_status_decides_the_exception(status: int, kind: type[BrokerError]) -> None:
     assert type(error_of(answer(status, {"detail": "so"}))) is kind
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"[1]", b""])
-def test_an_error_that_is_no_problem_document_still_tells_its_status(content: bytes) -> None:
+def test_an_error_without_a_problem_document_names_its_status(content: bytes) -> None:
     assert "418" in str(error_of(Answer(418, {}, content)))
 
 
-def test_an_answer_that_is_not_json_asks_whether_the_address_is_right() -> None:
+def test_an_answer_that_is_not_json_suggests_that_the_address_is_wrong() -> None:
     with pytest.raises(BrokerError, match="is this address a gpubroker service"):
         Answer(200, {}, b"<html>welcome").json()

@@ -1,4 +1,4 @@
-"""The example of a gang does what its page says, with a process per rank and without any cluster."""
+"""The example of a gang, with a process per rank and no cluster."""
 
 import contextlib
 import socket
@@ -18,16 +18,16 @@ print(gang.add_up(7))
 """
 
 
-def test_every_rank_has_the_sum_whoever_comes_first() -> None:
+def test_every_rank_gets_the_sum_whichever_starts_first() -> None:
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(an_address_that_is_kept())
+        address = stack.enter_context(a_reserved_address())
         ranks = [a_rank(stack, rank, address) for rank in (1, 2, 0)]
         assert [rank.communicate(timeout=PATIENCE_SECONDS)[0] for rank in ranks] == ["42.0\n"] * 3
 
 
 @contextlib.contextmanager
-def an_address_that_is_kept() -> Iterator[str]:
-    """Nobody else gets the port meanwhile, and rank 0 can listen there, because this socket does not."""
+def a_reserved_address() -> Iterator[str]:
+    """Reserve a port: this socket does not listen, so that rank 0 can."""
     with socket.socket() as keeper:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         keeper.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The SDK against the real gateway: what one says the other understands, operation by operation."""
+"""The SDK against the real gateway, operation by operation."""
 
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -30,7 +30,7 @@ async def broker(gateway: Gateway) -> AsyncIterator[AsyncBroker]:
         yield broker
 
 
-async def test_everything_a_submit_can_say_arrives(broker: AsyncBroker) -> None:
+async def test_every_option_of_submit_arrives(broker: AsyncBroker) -> None:
     task = await broker.submit(
         "myteam.training:fit",
         "s3://data",
@@ -98,7 +98,7 @@ async def test_a_refusal_names_what_is_wrong(broker: AsyncBroker) -> None:
     assert refused.value.code == "entrypoint-not-allowed"
 
 
-async def test_results_come_back_as_they_were_made(gateway: Gateway, broker: AsyncBroker) -> None:
+async def test_results_come_back_unchanged(gateway: Gateway, broker: AsyncBroker) -> None:
     plain = await broker.submit("myteam.training:fit")
     with pytest.raises(WaitTimeout):
         await broker.wait(plain, timeout_seconds=0)
@@ -190,7 +190,7 @@ async def test_readiness_and_shutdown(gateway: Gateway, broker: AsyncBroker) -> 
     assert gateway.shutdowns == [True]
 
 
-async def test_what_was_learned_is_told(gateway: Gateway, broker: AsyncBroker) -> None:
+async def test_estimates_come_back(gateway: Gateway, broker: AsyncBroker) -> None:
     topic = Topic("default", "resnet", "H100", What.SECONDS)
     lesson = Lesson(topic, 60.0, a_sketch([60.0]), gateway.clock.now())
     await gateway.commit(Decision("run", "ended", lessons=(lesson,)))
@@ -201,11 +201,9 @@ async def test_what_was_learned_is_told(gateway: Gateway, broker: AsyncBroker) -
     assert (await broker.estimates("bert")).items == ()
 
 
-async def test_what_would_become_of_something_is_asked_over_http(
-    gateway: Gateway, broker: AsyncBroker
-) -> None:
-    told = await broker.simulate("myteam.training:fit", gpu_mb=1024, priority=20)
-    assert (told.verdict, told.starts, told.places[0]["node"]) == ("starts", True, "n1")
+async def test_simulations_and_plans_come_back(gateway: Gateway, broker: AsyncBroker) -> None:
+    simulated = await broker.simulate("myteam.training:fit", gpu_mb=1024, priority=20)
+    assert (simulated.verdict, simulated.starts, simulated.places[0]["node"]) == ("starts", True, "n1")
     low = await broker.submit("myteam.training:fit", gpu_mb=60 * 1024, priority=20)
     await gateway.admit(low.id)
     gateway.clock.advance(1.0)

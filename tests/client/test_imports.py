@@ -8,23 +8,25 @@ HEAVY = {"ray", "sqlalchemy", "fastapi", "starlette", "pydantic", "gpubroker_ser
 
 def loaded_by(statement: str) -> set[str]:
     """Top-level names of the modules that a fresh interpreter has loaded after the statement."""
-    asked = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    output = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True).stdout
+    program = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    output = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    ).stdout
     return set(output.split())
 
 
 @pytest.mark.parametrize(
     "statement", ["from gpubroker import Broker, AsyncBroker", "import gpubroker.cli.app"]
 )
-def test_the_client_loads_nothing_of_the_service_nor_its_libraries(statement: str) -> None:
+def test_the_client_imports_neither_the_server_nor_its_libraries(statement: str) -> None:
     assert not loaded_by(statement) & HEAVY
 
 
-def test_a_task_does_not_pay_for_an_http_client() -> None:
+def test_a_task_imports_no_http_client() -> None:
     assert not loaded_by("from gpubroker import current_task, Stopped") & {"httpx", "rich", "typer"}
 
 
-def test_the_command_line_asks_for_nothing_it_may_not_need() -> None:
+def test_the_command_line_imports_httpx_and_cloudpickle_only_when_needed() -> None:
     assert not loaded_by("import gpubroker.cli.app") & {"httpx", "cloudpickle"}
 
 

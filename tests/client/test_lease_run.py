@@ -1,4 +1,4 @@
-"""`gpubroker lease run`: a command that lives as long as its lease; its signals and exit code are its own."""
+"""`gpubroker lease run`: a command that runs while its lease is held, with its signals and its exit code."""
 
 import contextlib
 import os
@@ -15,22 +15,22 @@ from tests.client.test_leases import AT, a_lease, wait_until
 from tests.gateway.harness import PATIENCE_SECONDS
 
 
-def test_a_command_runs_with_its_gpus_and_its_exit_code_is_ours(service: RecordedService, run: Run) -> None:
+def test_lease_run_exits_with_the_exit_code_of_its_command(service: RecordedService, run: Run) -> None:
     service.always = Reply(202, a_lease())
     script = "import os, sys; print('on', os.environ['CUDA_VISIBLE_DEVICES'], flush=True); sys.exit(3)"
     ended = run("lease run --gpu-memory 1GiB --here --", sys.executable, "-c", script)
     assert ended.code == 3
-    assert service.asked[0].body["pid"]
-    assert service.asked[0].body["holder"].startswith(sys.executable)
-    assert any(asked.method == "DELETE" for asked in service.asked)
+    assert service.requests[0].body["pid"]
+    assert service.requests[0].body["holder"].startswith(sys.executable)
+    assert any(request.method == "DELETE" for request in service.requests)
 
 
 @pytest.mark.parametrize("pid", [None, 7])
-def test_a_command_keeps_its_exit_code_where_its_lease_cannot_be_given_back(
+def test_the_exit_code_is_kept_if_the_lease_cannot_be_released(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch, pid: int | None
 ) -> None:
     monkeypatch.setattr("gpubroker.cli.lookup._RETRY_SECONDS", 0.0)
-    service.told(Reply(202, a_lease(pid=pid)))
+    service.reply_with(Reply(202, a_lease(pid=pid)))
     service.always = a_problem(503, "store-unavailable")
     ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "raise SystemExit(3)")
     assert ended.code == 3
@@ -42,7 +42,7 @@ def test_a_command_keeps_its_exit_code_where_its_lease_cannot_be_given_back(
 def a_wrapped_command(
     service: RecordedService, script: str, terminal: str = ""
 ) -> Iterator["subprocess.Popen[str]"]:
-    """`gpubroker lease run` of a program that has said its first line. Both say what they say in one pipe.
+    """`gpubroker lease run` of a program that has printed its first line. Both print into one pipe.
 
     It has no terminal, unless it is given one.
     """
@@ -61,7 +61,7 @@ def a_wrapped_command(
 
 
 # These wait for signals as values: a handler would not run if one came just before the script began to wait.
-ENDS_AS_IT_IS_TOLD = """
+EXITS_WITH_ITS_SIGNAL = """
 import signal, sys
 heard = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 signal.pthread_sigmask(signal.SIG_BLOCK, heard)
@@ -71,16 +71,16 @@ sys.exit(40 + signal.sigwait(heard))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
-def test_a_signal_goes_to_the_command_and_the_lease_is_given_back_after_it(
+def test_a_signal_is_passed_to_the_command_and_then_the_lease_is_released(
     service: RecordedService, number: signal.Signals
 ) -> None:
     service.always = Reply(202, a_lease())
-    with a_wrapped_command(service, ENDS_AS_IT_IS_TOLD) as process:
+    with a_wrapped_command(service, EXITS_WITH_ITS_SIGNAL) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.wait(PATIENCE_SECONDS) == 40 + number
-    assert "DELETE" in [asked.method for asked in service.asked]
+    assert "DELETE" in [request.method for request in service.requests]
 
 
 COUNTS_KEYS = """
@@ -98,7 +98,7 @@ sys.exit(count)
 
 
 @pytest.mark.parametrize("key", [b"\x03", b"\x1c"])
-def test_a_key_of_the_terminal_reaches_the_command_once(service: RecordedService, key: bytes) -> None:
+def test_a_key_signal_of_the_terminal_reaches_the_command_once(service: RecordedService, key: bytes) -> None:
     service.always = Reply(202, a_lease())
     keyboard, screen = os.openpty()
     with a_wrapped_command(service, COUNTS_KEYS, os.ttyname(screen)) as process:
@@ -112,46 +112,44 @@ def test_a_key_of_the_terminal_reaches_the_command_once(service: RecordedService
     os.close(screen)
 
 
-def test_a_command_does_not_outlive_the_process_that_holds_its_memory(service: RecordedService) -> None:
+def test_the_command_does_not_outlive_the_process_that_holds_its_lease(service: RecordedService) -> None:
     service.always = Reply(202, a_lease())
     script = "import signal; print('ready', flush=True); signal.pause()"
     with a_wrapped_command(service, script) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.kill()
-        said, _ = process.communicate(timeout=PATIENCE_SECONDS)  # until nobody holds the pipe any more
-        assert said == ""
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)  # until no process holds the pipe
+        assert output == ""
 
 
-def test_a_signal_that_comes_before_the_memory_gives_the_lease_up(service: RecordedService) -> None:
+def test_a_signal_before_the_memory_is_given_releases_the_lease(service: RecordedService) -> None:
     service.always = Reply(202, a_lease("pending"))
     with a_wrapped_command(service, "print('started')") as process:
-        wait_until(lambda: any(asked.path.endswith("/wait") for asked in service.asked))
+        wait_until(lambda: any(request.path.endswith("/wait") for request in service.requests))
         process.terminate()
-        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, said) == (128 + signal.SIGTERM, "")
-    assert service.asked[-1].method == "DELETE"
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, output) == (128 + signal.SIGTERM, "")
+    assert service.requests[-1].method == "DELETE"
 
 
-def test_a_program_that_does_not_exist_asks_for_nothing(service: RecordedService, run: Run) -> None:
+def test_a_missing_program_is_reported_before_anything_is_sent(service: RecordedService, run: Run) -> None:
     ended = run("lease run --gpus 1 -- no-such-program")
     assert ended.code == 2
     assert "no program 'no-such-program'" in ended.err
-    assert not service.asked
+    assert not service.requests
 
 
-def test_a_command_is_asked_to_leave_when_its_lease_is(service: RecordedService, run: Run) -> None:
+def test_a_notice_to_the_lease_ends_the_command(service: RecordedService, run: Run) -> None:
     stopping = a_lease("stopping", notice={"reason": "preempt", "deadline_at": AT})
-    service.told(Reply(202, a_lease()), Reply(200, stopping), Reply(200, a_lease("ended")))
+    service.reply_with(Reply(202, a_lease()), Reply(200, stopping), Reply(200, a_lease("ended")))
     ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "import time; time.sleep(60)")
     assert ended.code == 128 + 15
     assert "must be released (preempt)" in ended.err
 
 
-def test_a_command_whose_lease_may_not_be_renewed_is_told_why_once(
-    service: RecordedService, run: Run
-) -> None:
-    service.told(Reply(202, a_lease()), a_problem(403, "forbidden"), Reply(200, a_lease("ended")))
+def test_a_refused_renewal_ends_the_command_and_is_printed_once(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(202, a_lease()), a_problem(403, "forbidden"), Reply(200, a_lease("ended")))
     ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "import time; time.sleep(60)")
     assert ended.code == 128 + 15
     assert ended.err.count("(refused: ") == 1
@@ -160,4 +158,4 @@ def test_a_command_whose_lease_may_not_be_renewed_is_told_why_once(
 
 def test_a_lease_without_a_command_is_a_usage_error(service: RecordedService, run: Run) -> None:
     assert run("lease run --gpus 1").code == 2
-    assert not service.asked
+    assert not service.requests

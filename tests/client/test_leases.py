@@ -49,7 +49,7 @@ async def given_as_soon_as_asked(gateway: Gateway) -> None:
     await gateway.plan(await gateway.next_task())
 
 
-async def test_a_lease_is_held_within_its_block_and_given_back_at_its_end(
+async def test_a_lease_is_held_inside_its_block_and_released_at_its_end(
     gateway: Gateway, broker: AsyncBroker
 ) -> None:
     giving = asyncio.create_task(given_as_soon_as_asked(gateway))
@@ -62,7 +62,7 @@ async def test_a_lease_is_held_within_its_block_and_given_back_at_its_end(
     assert (await broker.get_lease(held.id)).state is LeaseState.ENDED
 
 
-async def test_its_holder_hears_the_notice_to_leave(gateway: Gateway, broker: AsyncBroker) -> None:
+async def test_a_holder_gets_the_notice_to_leave(gateway: Gateway, broker: AsyncBroker) -> None:
     giving = asyncio.create_task(given_as_soon_as_asked(gateway))
     async with broker.lease(gpu_mb=50 * GIB, priority=20) as held:
         await giving
@@ -75,36 +75,34 @@ async def test_its_holder_hears_the_notice_to_leave(gateway: Gateway, broker: As
     assert (await broker.get_lease(held.id)).state is LeaseState.ENDED
 
 
-async def test_what_is_not_given_in_time_is_no_longer_asked_for(
-    gateway: Gateway, broker: AsyncBroker
-) -> None:
+async def test_a_lease_that_is_not_given_in_time_is_released(gateway: Gateway, broker: AsyncBroker) -> None:
     with pytest.raises(LeaseEnded, match=r"no memory was given within 0\.01 s"):
         async with broker.lease(gpu_mb=50 * GIB, timeout_seconds=0.01):
-            pytest.fail("nobody gave it")
+            pytest.fail("the lease was given")
     [lease] = [lease async for lease in broker.leases()]
     assert lease.state is LeaseState.ENDED
 
 
-async def test_a_lease_can_be_kept_by_hand(gateway: Gateway, broker: AsyncBroker) -> None:
-    asked = await broker.ask_lease(gpu_mb=GIB, ttl_seconds=30, labels={"team": "chat"})
-    assert (asked.state, asked.labels) == (LeaseState.PENDING, {"team": "chat"})
-    assert str(asked.pid) not in asked.holder
-    await gateway.plan(asked.id)
+async def test_a_lease_can_be_renewed_and_released_explicitly(gateway: Gateway, broker: AsyncBroker) -> None:
+    lease = await broker.ask_lease(gpu_mb=GIB, ttl_seconds=30, labels={"team": "chat"})
+    assert (lease.state, lease.labels) == (LeaseState.PENDING, {"team": "chat"})
+    assert str(lease.pid) not in lease.holder
+    await gateway.plan(lease.id)
     gateway.clock.advance(10.0)
-    renewed = await broker.renew_lease(asked, ttl_seconds=90)
-    assert asked.deadline_at is not None
+    renewed = await broker.renew_lease(lease, ttl_seconds=90)
+    assert lease.deadline_at is not None
     assert renewed.deadline_at is not None
-    assert (renewed.deadline_at - asked.deadline_at).total_seconds() == pytest.approx(70.0)
-    assert (await broker.release_lease(asked)).state is LeaseState.ENDED
+    assert (renewed.deadline_at - lease.deadline_at).total_seconds() == pytest.approx(70.0)
+    assert (await broker.release_lease(lease)).state is LeaseState.ENDED
     with pytest.raises(Refused) as refused:
-        await broker.renew_lease(asked)
+        await broker.renew_lease(lease)
     assert refused.value.code == "lease-ended"
 
 
 def test_a_thread_renews_a_lease_that_is_held(service: RecordedService) -> None:
     held = a_lease(ttl_seconds=0.03)
     stopping = a_lease("stopping", notice={"reason": "preempt", "deadline_at": AT})
-    service.told(
+    service.reply_with(
         Reply(202, a_lease("pending", ttl_seconds=0.03)),
         Reply(202, a_lease("pending", ttl_seconds=0.03)),
         Reply(200, a_lease("pending", ttl_seconds=0.03)),
@@ -121,7 +119,7 @@ def test_a_thread_renews_a_lease_that_is_held(service: RecordedService) -> None:
         assert lease.notice is not None
         assert lease.notice.reason == "preempt"
     path = f"/leases/{FULL_ID}"
-    assert [(asked.method, asked.path.removeprefix(path)) for asked in service.asked] == [
+    assert [(request.method, request.path.removeprefix(path)) for request in service.requests] == [
         ("POST", "/leases"),
         ("GET", "/wait"),
         ("POST", "/renew"),
@@ -135,8 +133,8 @@ def test_a_thread_renews_a_lease_that_is_held(service: RecordedService) -> None:
     ]
 
 
-def test_a_holder_that_cannot_ask_goes_on_and_is_told_when_it_can_again(service: RecordedService) -> None:
-    service.told(Reply(202, a_lease(ttl_seconds=0.01)))
+def test_a_holder_keeps_its_lease_while_the_service_is_unreachable(service: RecordedService) -> None:
+    service.reply_with(Reply(202, a_lease(ttl_seconds=0.01)))
     service.always = a_problem(503, "store-unavailable")
     with Broker(service.url, "gpb_secret", retry_seconds=0) as broker, broker.lease(gpu_mb=1024) as held:
         wait_until(lambda: held.is_unreachable)
@@ -149,8 +147,8 @@ def test_a_holder_that_cannot_ask_goes_on_and_is_told_when_it_can_again(service:
         assert held.notice.reason == "deadline"
 
 
-def test_whoever_may_not_renew_any_longer_is_told_so(service: RecordedService) -> None:
-    service.told(Reply(202, a_lease()), a_problem(401, "unauthenticated"), Reply(200, a_lease("ended")))
+def test_a_refused_renewal_is_a_notice(service: RecordedService) -> None:
+    service.reply_with(Reply(202, a_lease()), a_problem(401, "unauthenticated"), Reply(200, a_lease("ended")))
     with Broker(service.url, "gpb_secret", retry_seconds=0) as broker, broker.lease(gpu_mb=1024) as held:
         assert held.wait_for_notice(PATIENCE_SECONDS)
         assert held.notice is not None
@@ -159,8 +157,8 @@ def test_whoever_may_not_renew_any_longer_is_told_so(service: RecordedService) -
         assert held.fault.code == "unauthenticated"
 
 
-def test_whoever_closes_the_broker_first_is_told_so(service: RecordedService) -> None:
-    service.told(Reply(202, a_lease(ttl_seconds=0.01)))
+def test_closing_the_broker_first_is_a_notice(service: RecordedService) -> None:
+    service.reply_with(Reply(202, a_lease(ttl_seconds=0.01)))
     service.always = Reply(200, a_lease(ttl_seconds=0.01))
     broker = Broker(service.url, "gpb_secret", retry_seconds=0)
     held = broker.lease(gpu_mb=1024)
@@ -174,8 +172,8 @@ def test_whoever_closes_the_broker_first_is_told_so(service: RecordedService) ->
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429])
-def test_what_a_proxy_refuses_on_its_own_is_no_notice(service: RecordedService, status: int) -> None:
-    service.told(Reply(202, a_lease(ttl_seconds=0.01)))
+def test_a_proxys_refusal_is_not_a_notice(service: RecordedService, status: int) -> None:
+    service.reply_with(Reply(202, a_lease(ttl_seconds=0.01)))
     service.always = Reply(status, "<html>nginx</html>")
     with Broker(service.url, "gpb_secret", retry_seconds=0) as broker, broker.lease(gpu_mb=1024) as held:
         wait_until(lambda: held.is_unreachable or held.notice)
@@ -184,15 +182,15 @@ def test_what_a_proxy_refuses_on_its_own_is_no_notice(service: RecordedService, 
         assert held.wait_for_notice(PATIENCE_SECONDS)
 
 
-def test_a_service_that_answers_at_once_is_not_asked_without_a_pause(service: RecordedService) -> None:
-    """As one does that is about to stop, or behind a proxy that cuts long answers short."""
+def test_early_answers_without_news_are_followed_by_a_pause(service: RecordedService) -> None:
+    """A service that is stopping, or a proxy that cuts long answers short, does that."""
     lease = decode(Lease, a_lease())
     steps = Broker("http://127.0.0.1:1", retry_seconds=0)._keep(LeaseStatus(lease))
     next(steps)
     assert steps.send(Answer(202, {}, json.dumps(a_lease()).encode())) == Pause(1.0)
 
 
-def test_when_a_lease_is_expected_is_told_as_of_a_task() -> None:
+def test_a_pending_lease_has_an_expected_start() -> None:
     start = {"p50_at": AT, "p90_at": AT, "p50_seconds": 1.0, "p90_seconds": 2.0, "n": 3, "basis": "learned"}
     pending = {"reason": "WaitingForMemory", "message": "it waits", "position": 1, "start": start}
     lease = decode(Lease, a_lease("pending", pending=pending))
@@ -208,11 +206,11 @@ def wait_until(is_so: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_the_command_line_asks_shows_renews_and_releases(service: RecordedService, run: Run) -> None:
-    service.told(Reply(202, a_lease("pending")))
-    asked = run("lease ask --gpu-memory 1GiB --ttl 2m --node n1 --pid 7 --kind H100 --priority batch")
-    assert asked.out.strip() == FULL_ID
-    sent = service.asked[0].body
+def test_lease_commands_ask_show_renew_and_release(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(202, a_lease("pending")))
+    ended = run("lease ask --gpu-memory 1GiB --ttl 2m --node n1 --pid 7 --kind H100 --priority batch")
+    assert ended.out.strip() == FULL_ID
+    sent = service.requests[0].body
     assert sent.pop("holder")
     assert sent == {
         "gpu_mb": 1024,
@@ -222,46 +220,46 @@ def test_the_command_line_asks_shows_renews_and_releases(service: RecordedServic
         "kinds": ["H100"],
         "priority": "batch",
     }
-    service.told(Reply(200, a_lease()), Reply(200, a_lease()), Reply(200, a_lease("ended")))
+    service.reply_with(Reply(200, a_lease()), Reply(200, a_lease()), Reply(200, a_lease("ended")))
     assert "GPU-1 1.0 GiB" in run(f"lease show {FULL_ID}").out
     assert run(f"lease renew {FULL_ID} --ttl 90s").code == 0
-    assert service.asked[-1].body == {"ttl_seconds": 90.0}
+    assert service.requests[-1].body == {"ttl_seconds": 90.0}
     assert run(f"lease release {FULL_ID}").code == 0
-    assert service.asked[-1].method == "DELETE"
+    assert service.requests[-1].method == "DELETE"
 
 
-def test_the_list_of_leases_leaves_out_those_that_are_over(service: RecordedService, run: Run) -> None:
+def test_lease_list_leaves_out_ended_leases(service: RecordedService, run: Run) -> None:
     quarantined = a_lease("quarantined", error={"kind": "not_released", "message": "it was not released"})
-    service.told(Reply(200, {"items": [a_lease(), quarantined]}), Reply(200, {"items": []}))
+    service.reply_with(Reply(200, {"items": [a_lease(), quarantined]}), Reply(200, {"items": []}))
     assert "it was not released" in run("lease list").out
     assert "no leases" in run("lease list --all").out
-    assert [asked.params for asked in service.asked] == [
+    assert [request.params for request in service.requests] == [
         [("state", "pending,held,stopping,quarantined")],
         [],
     ]
 
 
 @pytest.mark.parametrize("word", ["vllm", FULL_ID[-8:], FULL_ID[5:20]])
-def test_a_lease_is_named_by_a_part_of_its_id_or_by_its_holder(
+def test_a_lease_is_found_by_a_part_of_its_id_or_its_holder(
     service: RecordedService, run: Run, word: str
 ) -> None:
     listed = {"items": [a_lease(), a_lease(id="task_01k9z6x8d2000000000000000a", holder="another")]}
-    service.told(Reply(200, {"items": []}), Reply(200, listed), Reply(200, a_lease("ended")))
+    service.reply_with(Reply(200, {"items": []}), Reply(200, listed), Reply(200, a_lease("ended")))
     assert run(f"lease release {word}").code == 0
-    assert service.asked[-1].path == f"/leases/{FULL_ID}"
+    assert service.requests[-1].path == f"/leases/{FULL_ID}"
 
 
-def test_an_ended_lease_of_the_same_holder_is_not_meant(service: RecordedService, run: Run) -> None:
-    service.told(Reply(200, {"items": [a_lease()]}), Reply(200, a_lease("ended")))
+def test_an_ended_lease_of_the_same_holder_does_not_count(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(200, {"items": [a_lease()]}), Reply(200, a_lease("ended")))
     assert run("lease release vllm").code == 0
-    asked, released = service.asked
-    assert asked.params == [("state", "pending,held,stopping,quarantined"), ("holder", "vllm")]
+    listed, released = service.requests
+    assert listed.params == [("state", "pending,held,stopping,quarantined"), ("holder", "vllm")]
     assert released.path == f"/leases/{FULL_ID}"
 
 
-def test_a_word_that_may_mean_two_leases_or_none_means_neither(service: RecordedService, run: Run) -> None:
+def test_an_ambiguous_or_unknown_lease_is_refused(service: RecordedService, run: Run) -> None:
     listed = {"items": [a_lease(), a_lease(id=f"{FULL_ID[:-1]}a")]}
-    service.told(Reply(200, listed), Reply(200, {"items": []}), Reply(200, listed))
+    service.reply_with(Reply(200, listed), Reply(200, {"items": []}), Reply(200, listed))
     assert "is ambiguous" in run("lease release vllm").err
-    assert "no lease is held by 'nobody'" in run("lease release nobody").err
-    assert {asked.method for asked in service.asked} == {"GET"}
+    assert "no lease is held by 'unknown'" in run("lease release unknown").err
+    assert {request.method for request in service.requests} == {"GET"}

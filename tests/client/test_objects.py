@@ -1,4 +1,4 @@
-"""What was uploaded through SDK and command line: seen, counted and deleted."""
+"""Uploaded objects through SDK and command line: list, usage, delete."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,39 +27,37 @@ def listed(*items: dict[str, Any], cursor: str | None = None) -> Reply:
 
 
 def test_all_objects_are_fetched_page_by_page(service: RecordedService, do: Do) -> None:
-    service.told(listed(stored(A), cursor="on"), listed(stored(B)))
+    service.reply_with(listed(stored(A), cursor="on"), listed(stored(B)))
     first, second = do("objects")
     assert (first.id, second.id, first.size_bytes) == (A, B, 8)
     assert first.expires_at == datetime(2026, 11, 22, 10, 2, 11, tzinfo=UTC)
-    assert [dict(asked.params).get("cursor") for asked in service.asked] == [None, "on"]
+    assert [dict(request.params).get("cursor") for request in service.requests] == [None, "on"]
 
 
-def test_how_much_they_count_is_told_with_what_they_may(service: RecordedService, do: Do) -> None:
-    service.told(listed(stored(A)))
+def test_object_usage_has_the_use_and_the_limit(service: RecordedService, do: Do) -> None:
+    service.reply_with(listed(stored(A)))
     usage = do("object_usage")
     assert (usage.counted_bytes, usage.most_bytes) == (25_000, 4 * 1024**3)
 
 
-def test_an_object_is_deleted_by_what_upload_gave_or_by_its_id(service: RecordedService, do: Do) -> None:
-    service.told(Reply(204, b""), Reply(204, b""), a_problem(404, "not-found"))
+def test_an_object_is_deleted_by_its_value_or_its_id(service: RecordedService, do: Do) -> None:
+    service.reply_with(Reply(204, b""), Reply(204, b""), a_problem(404, "not-found"))
     assert do("delete_object", StoredObject(A, 8)) is None
     do("delete_object", "a/b")
     with pytest.raises(Refused):
         do("delete_object", B)
-    asked = [(one.method, one.path) for one in service.asked]
-    assert asked == [("DELETE", f"/objects/{id}") for id in (A, "a%2Fb", B)]
+    sent = [(one.method, one.path) for one in service.requests]
+    assert sent == [("DELETE", f"/objects/{id}") for id in (A, "a%2Fb", B)]
 
 
-def test_a_delete_whose_answer_is_lost_is_not_sent_again_to_be_told_that_it_is_gone(
-    service: RecordedService, do: Do
-) -> None:
-    service.told(HANG_UP, a_problem(404, "not-found"))
+def test_a_delete_whose_answer_is_lost_is_not_retried(service: RecordedService, do: Do) -> None:
+    service.reply_with(HANG_UP, a_problem(404, "not-found"))
     with pytest.raises(Unreachable):
         do("delete_object", A)
-    assert len(service.asked) == 1
+    assert len(service.requests) == 1
 
 
-async def test_who_is_full_sees_what_he_has_and_makes_room() -> None:
+async def test_a_tenant_at_its_limit_can_list_and_delete_objects() -> None:
     async with Gateway(page_items=2, tenant_object_bytes=5 * 4096) as gateway:
         token = (await gateway.client("sdk")).headers["authorization"].removeprefix("Bearer ")
         transport = httpx.ASGITransport(gateway.app)
@@ -80,11 +78,9 @@ async def test_who_is_full_sees_what_he_has_and_makes_room() -> None:
             assert (await broker.upload(b"one more")).size_bytes == 8
 
 
-def test_the_list_has_the_newest_first_and_says_how_much_they_count(
-    service: RecordedService, run: Run
-) -> None:
+def test_objects_lists_the_newest_first_and_the_total(service: RecordedService, run: Run) -> None:
     both = stored(A, 3 * 1024**3), stored(B, 5000, day=22)
-    service.told(listed(*both), listed(), listed(), listed(), listed(*both))
+    service.reply_with(listed(*both), listed(), listed(), listed(), listed(*both))
     shown = run("objects")
     assert shown.code == 0
     first, second = shown.out.splitlines()[1:]
@@ -99,37 +95,39 @@ def test_the_list_has_the_newest_first_and_says_how_much_they_count(
     assert ([one["id"] for one in as_json.json], as_json.err) == ([B, A], "")
 
 
-def test_objects_are_deleted_by_their_ids_or_parts_of_them(service: RecordedService, run: Run) -> None:
+def test_objects_are_deleted_by_id_or_part_of_an_id(service: RecordedService, run: Run) -> None:
     gone = Reply(204, b"")
-    service.told(gone, listed(stored(A), stored(B), stored(C)), gone, gone)
+    service.reply_with(gone, listed(stored(A), stored(B), stored(C)), gone, gone)
     ended = run("objects delete", A)
     assert (ended.code, ended.out, ended.err) == (0, "", f"deleted {A}\n")
     ended = run("objects delete aaaaaaaa cccccccc", C)
     assert ended.code == 0
-    assert [one.path for one in service.asked if one.method == "DELETE"] == [
+    assert [one.path for one in service.requests if one.method == "DELETE"] == [
         f"/objects/{id}" for id in (A, A, C)
     ]
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("word", "expected"),
     [
         ("bbbbbbbb", f"is ambiguous: {B}, {C}"),
         ("dddddddd", "no object's id begins or ends with 'dddddddd'; see: gpubroker objects"),
         ("aaa", "at least 8 characters"),
     ],
 )
-def test_a_word_in_doubt_deletes_nothing(service: RecordedService, run: Run, word: str, says: str) -> None:
-    service.told(listed(stored(A), stored(B), stored(C)))
+def test_an_ambiguous_or_unknown_word_deletes_nothing(
+    service: RecordedService, run: Run, word: str, expected: str
+) -> None:
+    service.reply_with(listed(stored(A), stored(B), stored(C)))
     ended = run("objects delete", A, word)
     assert ended.code == 6
-    assert says in ended.err
+    assert expected in ended.err
     assert "nothing was deleted" in ended.err
-    assert [one.method for one in service.asked] == ["GET"]
+    assert [one.method for one in service.requests] == ["GET"]
 
 
-def test_of_several_it_is_said_which_were_not_tried(service: RecordedService, run: Run) -> None:
-    service.told(Reply(204, b""), a_problem(404, "not-found", "you have no such object"))
+def test_an_error_names_the_objects_that_were_not_tried(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(204, b""), a_problem(404, "not-found", "you have no such object"))
     ended = run("objects delete", C, A, B)
     assert ended.code == 6
     assert ended.err.splitlines() == [
@@ -139,15 +137,15 @@ def test_of_several_it_is_said_which_were_not_tried(service: RecordedService, ru
     ]
 
 
-def test_a_file_is_uploaded_as_it_is(service: RecordedService, run: Run, tmp_path: Path) -> None:
-    service.told(Reply(201, stored(A)), Reply(201, stored(A)))
+def test_a_file_is_uploaded_unchanged(service: RecordedService, run: Run, tmp_path: Path) -> None:
+    service.reply_with(Reply(201, stored(A)), Reply(201, stored(A)))
     file = tmp_path / "pixels"
     file.write_bytes(b"\0\xff\r\n")
     ended = run("upload", str(file))
     assert (ended.code, ended.out) == (0, f"{A}\n")
     assert "kept until 2026-11-22 10:02:11Z" in ended.err
-    assert (service.asked[0].path, service.asked[0].body) == ("/objects", b"\0\xff\r\n")
+    assert (service.requests[0].path, service.requests[0].body) == ("/objects", b"\0\xff\r\n")
     assert run("upload", str(file), "-o", "json").json["size_bytes"] == 8
     missing = run("upload", str(tmp_path / "missing"))
     assert (missing.code, "missing" in missing.err) == (2, True)
-    assert len(service.asked) == 2
+    assert len(service.requests) == 2

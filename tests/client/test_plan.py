@@ -22,8 +22,8 @@ PLAN = {
 }
 
 
-def test_a_plan_is_drawn_and_its_exit_code_says_whether_it_fits(service: RecordedService, run: Run) -> None:
-    service.told(Reply(200, PLAN), Reply(200, {**PLAN, "fits": False, "message": "it does not fit"}))
+def test_a_plan_is_printed_and_its_exit_code_says_whether_it_fits(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(200, PLAN), Reply(200, {**PLAN, "fits": False, "message": "it does not fit"}))
     file = str(Path(__file__).parents[2] / "examples/fleet.yaml")
     ended = run(f"plan -f {file}")
     assert (ended.code, ended.err) == (0, "")
@@ -37,26 +37,29 @@ def test_a_plan_is_drawn_and_its_exit_code_says_whether_it_fits(service: Recorde
         "without colocation 20.0 GiB of GPU memory in parts, 5 CPUs",
     ):
         assert text in " ".join(ended.out.split())
-    assert service.asked[0].path == "/plan"
-    assert [part["name"] for part in service.asked[0].body["components"]][:2] == ["rollout-worker", "trainer"]
+    assert service.requests[0].path == "/plan"
+    assert [part["name"] for part in service.requests[0].body["components"]][:2] == [
+        "rollout-worker",
+        "trainer",
+    ]
     assert run(f"plan -f {file}").code == 8
 
 
-def test_it_waits_for_the_plan_of_somebody_else(
+def test_a_plan_is_retried_while_the_service_works_on_another(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
-    service.told(Reply(429, {"code": "too-many-requests"}, {"Retry-After": "9"}), Reply(200, PLAN))
+    service.reply_with(Reply(429, {"code": "too-many-requests"}, {"Retry-After": "9"}), Reply(200, PLAN))
     assert run(f"plan -f {Path(__file__).parents[2] / 'examples/fleet.yaml'}").code == 0
     assert pauses == [9.0]
 
 
-def test_a_file_that_is_no_plan_is_refused_before_anything_is_asked(
+def test_an_invalid_plan_file_is_refused_before_anything_is_sent(
     service: RecordedService, run: Run, tmp_path: Path
 ) -> None:
     file = tmp_path / "fleet.yaml"
-    for text, says in (
+    for text, expected in (
         ("a: [", "cannot read"),
         ("[]", "no list"),
         ("{components: [], x: 1}", "unknown keys: x"),
@@ -64,5 +67,5 @@ def test_a_file_that_is_no_plan_is_refused_before_anything_is_asked(
         file.write_text(text)
         ended = run(f"plan -f {file}", "--output", "json")
         assert ended.code == 2
-        assert says in " ".join(ended.err.split())
-    assert service.asked == []
+        assert expected in " ".join(ended.err.split())
+    assert service.requests == []

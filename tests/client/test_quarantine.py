@@ -1,4 +1,4 @@
-"""Quarantine through SDK and command line: what is listed, and what a person asserts to get it back."""
+"""Quarantine through SDK and command line: the list, and the release by an operator."""
 
 import io
 from typing import Any
@@ -33,7 +33,7 @@ LISTED = Reply(200, {"items": [STUCK, ANOTHERS]})
 GIVEN_BACK = Reply(200, {"id": FULL_ID, "gpu_mb": 8192, "devices": ["GPU-1"], "quarantine": []})
 
 
-async def test_the_sdk_lists_it_and_carries_an_operators_statement() -> None:
+async def test_the_sdk_lists_and_releases_quarantine() -> None:
     async with Gateway() as gateway:
         token = (await gateway.client("sdk")).headers["authorization"].removeprefix("Bearer ")
         transport = httpx.ASGITransport(gateway.app)
@@ -57,8 +57,8 @@ async def test_the_sdk_lists_it_and_carries_an_operators_statement() -> None:
             assert (await broker.quarantine()).items == ()
 
 
-def test_the_list_says_who_where_since_when_and_what_it_waits_for(service: RecordedService, run: Run) -> None:
-    service.told(LISTED, Reply(200, {"items": []}), LISTED)
+def test_quarantine_lists_holder_node_time_and_awaited_proof(service: RecordedService, run: Run) -> None:
+    service.reply_with(LISTED, Reply(200, {"items": []}), LISTED)
     shown = run("quarantine")
     assert (shown.code, shown.err) == (0, "")
     for text in (FULL_ID, "train", "n2", "8.0 GiB", STUCK["message"], "(tenant vision)", "2 rank 3"):
@@ -67,7 +67,7 @@ def test_the_list_says_who_where_since_when_and_what_it_waits_for(service: Recor
     assert [one["id"] for one in run("quarantine -o json").json] == [FULL_ID, None]
 
 
-def test_a_task_and_a_device_say_it_too(service: RecordedService, run: Run) -> None:
+def test_a_task_and_a_gpu_show_their_quarantine(service: RecordedService, run: Run) -> None:
     holder = {"kind": "run", "id": FULL_ID, "name": "train", "gpu_mb": 8192, "quarantine": STUCK}
     gpu = {
         "key": "k",
@@ -77,57 +77,57 @@ def test_a_task_and_a_device_say_it_too(service: RecordedService, run: Run) -> N
         "physical_mb": 24576,
         "holders": [holder],
     }
-    service.told(Reply(200, a_task(FULL_ID, quarantine=[STUCK])), Reply(200, {"items": [gpu]}))
+    service.reply_with(Reply(200, a_task(FULL_ID, quarantine=[STUCK])), Reply(200, {"items": [gpu]}))
     assert "! 8.0 GiB of attempt 2, for " in run(f"show {FULL_ID}").out
     assert f"train 8.0 GiB (! in quarantine: {STUCK['message']})" in run("gpus").out
 
 
-def test_a_statement_names_what_it_asserts_and_covers_no_more_than_was_shown(
+def test_a_release_names_what_it_states_and_covers_only_what_was_shown(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service.told(LISTED, GIVEN_BACK)
+    service.reply_with(LISTED, GIVEN_BACK)
     monkeypatch.setattr("sys.stdin", answering("y\n"))
     ended = run("quarantine release train --because", "pulled its plug")
     assert ended.code == 0
     assert f"every process of {FULL_ID} train, attempt 2, on n2: 8.0 GiB" in ended.err
     assert "because 'pulled its plug'" in ended.err
     assert f"released 8.0 GiB of {FULL_ID}" in ended.out
-    asked = service.asked[-1]
-    assert asked.path == f"/quarantine/{FULL_ID}/release"
-    assert asked.body == {"reason": "pulled its plug", "attempts": [2]}
+    request = service.requests[-1]
+    assert request.path == f"/quarantine/{FULL_ID}/release"
+    assert request.body == {"reason": "pulled its plug", "attempts": [2]}
 
 
-def test_nothing_is_stated_without_a_yes(
+def test_without_confirmation_nothing_is_released(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service.told(LISTED, LISTED)
+    service.reply_with(LISTED, LISTED)
     monkeypatch.setattr("sys.stdin", answering("n\n"))
     assert run(f"quarantine release {FULL_ID[-8:]} --because looked").code == 6
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     ended = run("quarantine release train --because looked")
     assert (ended.code, "use --yes" in ended.err) == (2, True)
-    assert [asked.method for asked in service.asked] == ["GET", "GET"]
+    assert [request.method for request in service.requests] == ["GET", "GET"]
 
 
-def test_yes_asks_nobody_and_narrows_to_what_is_named(service: RecordedService, run: Run) -> None:
-    service.told(LISTED, GIVEN_BACK)
+def test_yes_skips_the_question_and_options_narrow_the_release(service: RecordedService, run: Run) -> None:
+    service.reply_with(LISTED, GIVEN_BACK)
     ended = run("quarantine release train --yes --because looked --rank 0 --device GPU-1 --attempt 2")
     assert (ended.code, ended.err) == (0, "")
     body = {"reason": "looked", "attempts": [2], "ranks": [0], "devices": ["GPU-1"]}
-    assert service.asked[-1].body == body
+    assert service.requests[-1].body == body
 
 
-def test_what_is_not_in_quarantine_or_may_be_several_is_refused(service: RecordedService, run: Run) -> None:
+def test_an_unknown_or_ambiguous_holder_is_refused(service: RecordedService, run: Run) -> None:
     other = {**STUCK, "id": f"{FULL_ID[:-1]}z"}
-    service.told(LISTED, Reply(200, {"items": [STUCK, other]}))
-    ended = run("quarantine release nobody --yes --because looked")
-    assert (ended.code, "nothing of 'nobody' is in quarantine" in ended.err) == (6, True)
+    service.reply_with(LISTED, Reply(200, {"items": [STUCK, other]}))
+    ended = run("quarantine release unknown --yes --because looked")
+    assert (ended.code, "nothing of 'unknown' is in quarantine" in ended.err) == (6, True)
     ended = run("quarantine release train --yes --because looked")
     assert (ended.code, "is ambiguous" in ended.err) == (6, True)
 
 
 def answering(text: str) -> io.StringIO:
-    """A terminal at which somebody types this."""
+    """A terminal with this input."""
     typed = io.StringIO(text)
     typed.isatty = lambda: True  # type: ignore[method-assign]
     return typed

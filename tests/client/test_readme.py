@@ -1,4 +1,4 @@
-"""What the README and the tutorial tell people to type, typed as it stands, to the service of `make try`."""
+"""The commands of the README and the tutorial, run against the service of `make try`."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
 
 
 def typed(service: ServiceProcess, script: str) -> str:
-    """What a shell prints that knows of the service what the README says: only that it is on this machine."""
+    """What a shell on the service's machine prints for this script."""
     state = service.data_dir.parent
     activated = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     environment = {"PATH": activated, "HOME": str(state), "XDG_STATE_HOME": str(state), "COLUMNS": "200"}
@@ -49,28 +49,29 @@ def typed(service: ServiceProcess, script: str) -> str:
     return ran.stdout
 
 
-def test_the_commands_do_what_they_are_listed_for(service: ServiceProcess) -> None:
-    said = {}
+def test_the_commands_of_the_readme_do_what_it_says(service: ServiceProcess) -> None:
+    outputs = {}
     for line in COMMANDS.splitlines():
         command, _, _comment = line.partition("  #")
         if command.startswith("gpubroker"):
-            said[command.strip()] = typed(service, command)
-    told = {command.removeprefix("gpubroker "): words for command, words in said.items()}
+            outputs[command.strip()] = typed(service, command)
+    printed = {command.removeprefix("gpubroker "): text for command, text in outputs.items()}
     assert (
-        told["submit --wait -- python -c 'print(\"hello\")'"] == json.dumps({"exit_code": 0}, indent=2) + "\n"
+        printed["submit --wait -- python -c 'print(\"hello\")'"]
+        == json.dumps({"exit_code": 0}, indent=2) + "\n"
     )
-    assert "WaitingForMemory" in told["explain last"]
-    assert re.search(r"small +pending +54 batch", told["ps"])
-    assert re.search(r"large +running +54 batch", told["ps"])
-    assert json.loads(told["result last --wait"])["epoch"] == 3
-    assert re.search(r"preempted +at .* for small .* from its checkpoint of 20", told["show large"])
-    assert re.search(r"cancelled|stopping", told["cancel large"])
-    assert "2 GPUs (simulated)" in told["gpus"]
-    assert "succeeded 2" in told["stats"]
-    assert told["token create ci --scope tasks:read --scope tasks:write"].startswith("gpb_")
+    assert "WaitingForMemory" in printed["explain last"]
+    assert re.search(r"small +pending +54 batch", printed["ps"])
+    assert re.search(r"large +running +54 batch", printed["ps"])
+    assert json.loads(printed["result last --wait"])["epoch"] == 3
+    assert re.search(r"preempted +at .* for small .* from its checkpoint of 20", printed["show large"])
+    assert re.search(r"cancelled|stopping", printed["cancel large"])
+    assert "2 GPUs (simulated)" in printed["gpus"]
+    assert "succeeded 2" in printed["stats"]
+    assert printed["token create ci --scope tasks:read --scope tasks:write"].startswith("gpb_")
 
 
-def test_the_curl_lines_work_as_they_stand(service: ServiceProcess) -> None:
+def test_the_curl_lines_of_the_readme_work(service: ServiceProcess) -> None:
     listening = service.broker.connection.url
     printed = typed(service, CURL.replace("http://127.0.0.1:8470", listening))
     running, explained, cancelled, gpus, stats = documents_in(printed)
@@ -81,18 +82,18 @@ def test_the_curl_lines_work_as_they_stand(service: ServiceProcess) -> None:
     assert stats["executor"]["state"] == "connected"
 
 
-def test_the_program_prints_what_it_works_out(service: ServiceProcess) -> None:
+def test_the_program_of_the_readme_prints_its_result(service: ServiceProcess) -> None:
     assert typed(service, f"python - <<'END'\n{PROGRAM}END\n") == "42\n"
 
 
 @pytest.mark.parametrize("fleet", ["fleet-small", "fleet", "fleet-large"])
-def test_an_example_of_a_fleet_is_answered_as_it_says(service: ServiceProcess, fleet: str) -> None:
+def test_the_example_fleets_get_the_answers_in_their_comments(service: ServiceProcess, fleet: str) -> None:
     text = (ROOT / f"examples/{fleet}.yaml").read_text(encoding="utf-8")
-    [said] = re.findall(r"^# -> (.*)$", text, re.MULTILINE)
+    [answer] = re.findall(r"^# -> (.*)$", text, re.MULTILINE)
     [command] = re.findall(r"^# (gpubroker plan .*)$", text, re.MULTILINE)
-    code = 0 if said == "it fits" else 8
+    code = 0 if answer == "it fits" else 8
     printed = typed(service, f"{command} || test $? -eq {code}")
-    assert printed.splitlines()[0] == said
+    assert printed.splitlines()[0] == answer
     if command == SHOWN_COMMAND:
         assert printed == SHOWN
 

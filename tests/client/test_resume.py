@@ -1,4 +1,4 @@
-"""Letting the leader go on with silent nodes, through SDK and command line."""
+"""Giving up silent nodes after a pause of detection, through SDK and command line."""
 
 import httpx
 import pytest
@@ -22,7 +22,7 @@ PAUSED = {
 STATS = Reply(200, {"detection": PAUSED})
 
 
-async def test_the_sdk_tells_of_a_pause_and_ends_it() -> None:
+async def test_the_sdk_shows_and_ends_a_pause() -> None:
     async with Gateway() as gateway:
         token = (await gateway.client("sdk")).headers["authorization"].removeprefix("Bearer ")
         transport = httpx.ASGITransport(gateway.app)
@@ -37,20 +37,23 @@ async def test_the_sdk_tells_of_a_pause_and_ends_it() -> None:
             assert (await broker.stats()).detection["message"] == "why"
 
 
-def test_resume_says_what_is_asserted_and_asks(
+def test_resume_says_what_it_states_and_asks_for_confirmation(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service.told(STATS, Reply(200, PAUSED), STATS)
+    service.reply_with(STATS, Reply(200, PAUSED), STATS)
     monkeypatch.setattr("sys.stdin", answering("y\n"))
     ended = run("resume --because", "no power")
     assert (ended.code, ended.out.strip()) == (0, "given up unless they answer first: n1, n2")
     assert PAUSED["message"] in ended.err
     assert "because 'no power'" in ended.err
-    assert (service.asked[-1].path, service.asked[-1].body) == ("/detection/resume", {"reason": "no power"})
+    assert (service.requests[-1].path, service.requests[-1].body) == (
+        "/detection/resume",
+        {"reason": "no power"},
+    )
     monkeypatch.setattr("sys.stdin", answering("n\n"))
     assert run("resume --because looked").code == 6
 
 
-def test_a_pause_is_seen_in_the_totals(service: RecordedService, run: Run) -> None:
-    service.told(STATS)
+def test_stats_shows_a_pause(service: RecordedService, run: Run) -> None:
+    service.reply_with(STATS)
     assert f"! {PAUSED['message']}" in run("stats").out

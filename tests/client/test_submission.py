@@ -16,13 +16,13 @@ def body(target: Any, *args: Any, **options: Any) -> dict[str, Any]:
     return sent
 
 
-def test_a_name_is_an_entrypoint_and_only_what_was_given_is_sent() -> None:
+def test_an_entrypoint_is_sent_with_only_the_given_options() -> None:
     assert body("team.work:fit", 1, kwargs={"epochs": 3}) == {
         "run": {"entrypoint": "team.work:fit", "args": [1], "kwargs": {"epochs": 3}}
     }
 
 
-def test_options_go_where_the_service_expects_them() -> None:
+def test_options_are_sent_where_the_service_expects_them() -> None:
     sent = body(
         "a:b", gpu_mb=1024, gpus=2, cpu=0, priority="critical", max_retries=0, name="n", exclusive=True
     )
@@ -34,12 +34,12 @@ def test_options_go_where_the_service_expects_them() -> None:
     }
 
 
-def test_a_list_of_words_is_a_command() -> None:
+def test_a_list_of_words_is_sent_as_a_command() -> None:
     sent = body(["python", "train.py"], working_directory="/srv")
     assert sent == {"run": {"command": ["python", "train.py"], "working_directory": "/srv"}}
 
 
-def test_a_function_travels_with_its_arguments_and_its_python() -> None:
+def test_a_function_is_sent_with_its_arguments_and_python_version() -> None:
     sent = body(lambda a, b: a - b, 5, kwargs={"b": 3})
     function, args, kwargs = cloudpickle.loads(base64.b64decode(sent["run"]["function"]))
     assert function(*args, **kwargs) == 2
@@ -49,7 +49,7 @@ def test_a_function_travels_with_its_arguments_and_its_python() -> None:
     assert body(len, [1], result_format="json")["result_format"] == "json"
 
 
-def test_what_cannot_be_pickled_is_told_by_name() -> None:
+def test_a_function_that_cannot_be_pickled_is_named() -> None:
     lock = threading.Lock()
 
     def guarded() -> None:
@@ -63,7 +63,7 @@ def test_what_cannot_be_pickled_is_told_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "args", "options", "says"),
+    ("target", "args", "options", "expected"),
     [
         ("team.work.fit", (), {}, "write module:function"),
         ("a:b", (), {"epochs": 3}, r"has no option epochs\. Pass keyword .* kwargs=\{'epochs'"),
@@ -78,14 +78,14 @@ def test_what_cannot_be_pickled_is_told_by_name() -> None:
         ("a:b", (), {"working_directory": "/srv"}, "is only for commands"),
     ],
 )
-def test_what_no_service_could_accept_is_refused_with_advice(
-    target: Any, args: tuple[Any, ...], options: dict[str, Any], says: str
+def test_invalid_arguments_are_refused_with_advice(
+    target: Any, args: tuple[Any, ...], options: dict[str, Any], expected: str
 ) -> None:
-    with pytest.raises(WrongArgument, match=says):
+    with pytest.raises(WrongArgument, match=expected):
         body(target, *args, **options)
 
 
-def test_every_option_is_told_where_help_is_looked_for() -> None:
+def test_every_option_is_documented() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "sdk.md"
-    for told in (Broker.submit.__doc__ or "", page.read_text(encoding="utf-8")):
-        assert [name for name in SubmitOptions.__annotations__ if name not in told] == []
+    for text in (Broker.submit.__doc__ or "", page.read_text(encoding="utf-8")):
+        assert [name for name in SubmitOptions.__annotations__ if name not in text] == []

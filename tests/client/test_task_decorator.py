@@ -1,4 +1,4 @@
-"""Functions that say how they are submitted, and stay functions."""
+"""The decorator `task`."""
 
 import base64
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from gpubroker import Broker, Submission, WrongArgument, task
 
 from tests.client.conftest import Do
-from tests.client.recorded_service import FULL_ID, Asked, RecordedService, Reply, a_task
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, Request, a_task
 
 
 @task(gpu_mb=2048, priority="critical", labels={"team": "vision"}, max_retries=2)
@@ -19,32 +19,34 @@ def power(base: int, exponent: int = 2) -> int:
     return int(base**exponent)
 
 
-def called(asked: Asked) -> tuple[Any, ...]:
-    """What would be called, with what."""
-    body: dict[str, Any] = asked.body
+def called(request: Request) -> tuple[Any, ...]:
+    """The function and its arguments."""
+    body: dict[str, Any] = request.body
     return tuple(cloudpickle.loads(base64.b64decode(body["run"]["function"])))
 
 
-def test_it_is_the_function_that_it_was() -> None:
+def test_a_task_function_can_still_be_called() -> None:
     assert power(3) == 9
     assert (power.__name__, power.__doc__) == ("power", "Of two numbers.")
 
 
-def test_it_is_queued_as_it_says(service: RecordedService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_function_is_submitted_with_its_options(
+    service: RecordedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gpubroker.decorators._default_broker", lambda: Broker(service.url, "t"))
-    service.told(Reply(202, a_task(FULL_ID)))
+    service.reply_with(Reply(202, a_task(FULL_ID)))
     queued = power.submit(3, exponent=4)
     assert queued.id == FULL_ID
-    [asked] = service.asked
-    function, args, kwargs = called(asked)
+    [request] = service.requests
+    function, args, kwargs = called(request)
     assert (function(*args, **kwargs), args, kwargs) == (81, (3,), {"exponent": 4})
-    assert (asked.body["priority"], asked.body["max_retries"]) == ("critical", 2)
-    assert asked.body["labels"] == {"team": "vision"}
-    assert asked.body["resources"] == {"gpu_mb": 2048}
+    assert (request.body["priority"], request.body["max_retries"]) == ("critical", 2)
+    assert request.body["labels"] == {"team": "vision"}
+    assert request.body["resources"] == {"gpu_mb": 2048}
 
 
-def test_who_runs_it_pays_for_no_http_client() -> None:
-    """As it travels from a script, where it has no module to be found in."""
+def test_running_a_task_function_imports_no_http_client() -> None:
+    """Pickled by value, as a function of a script is."""
     script = """
 import cloudpickle, sys
 from gpubroker import task
@@ -60,26 +62,26 @@ sys.stdout.buffer.write(cloudpickle.dumps(fit))
     assert ran.stdout.split() == [b"7", b"False"]
 
 
-def test_a_submit_says_besides_and_instead(service: RecordedService, do: Do) -> None:
-    service.told(Reply(202, a_task(FULL_ID)))
+def test_options_of_a_submit_go_before_those_of_the_function(service: RecordedService, do: Do) -> None:
+    service.reply_with(Reply(202, a_task(FULL_ID)))
     do("submit", power, 3, priority=10, stream="three")
-    [asked] = service.asked
-    assert (asked.body["priority"], asked.body["stream"]) == (10, "three")
-    assert asked.body["resources"] == {"gpu_mb": 2048}
+    [request] = service.requests
+    assert (request.body["priority"], request.body["stream"]) == (10, "three")
+    assert request.body["resources"] == {"gpu_mb": 2048}
 
 
-def test_many_and_what_if_know_it_too(service: RecordedService, do: Do) -> None:
-    service.told(
+def test_submit_many_and_simulate_take_a_task_function(service: RecordedService, do: Do) -> None:
+    service.reply_with(
         Reply(207, {"items": [{"status": 202, "id": FULL_ID}]}),
         Reply(200, {"verdict": "starts", "would_start": True}),
     )
     assert do("submit_many", [Submission(power, 3)]) == [FULL_ID]
     do("simulate", power, 3)
-    many, what_if = (asked.body for asked in service.asked)
+    many, what_if = (request.body for request in service.requests)
     assert many["tasks"][0]["resources"] == what_if["resources"] == {"gpu_mb": 2048}
 
 
-def test_what_no_function_can_say_is_told_at_once() -> None:
+def test_invalid_options_of_the_decorator_are_refused() -> None:
     with pytest.raises(WrongArgument, match="has no option gpu; did you mean"):
         task(gpu=1)  # type: ignore[call-arg]  # the mistake is the test
     with pytest.raises(WrongArgument, match="kwargs belongs to one submit"):

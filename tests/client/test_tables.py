@@ -1,4 +1,4 @@
-"""What the command line shows people, drawn from recorded answers."""
+"""What the command line prints for people, from recorded answers."""
 
 import json
 from typing import Any
@@ -113,7 +113,7 @@ TENANT = {
 
 
 @pytest.mark.parametrize(
-    ("line", "answer", "says"),
+    ("line", "answer", "expected"),
     [
         (
             "gpus",
@@ -184,13 +184,13 @@ TENANT = {
         ("token list", {"items": [{"name": "ci", "scopes": ["tasks:write"]}]}, ["ci", "tasks:write"]),
     ],
 )
-def test_answers_are_drawn_for_people(
-    service: RecordedService, run: Run, line: str, answer: dict[str, Any], says: list[str]
+def test_answers_are_printed_as_tables(
+    service: RecordedService, run: Run, line: str, answer: dict[str, Any], expected: list[str]
 ) -> None:
-    service.told(Reply(200, answer), Reply(200, a_task(FULL_ID)))
+    service.reply_with(Reply(200, answer), Reply(200, a_task(FULL_ID)))
     ended = run(line)
     assert (ended.code, ended.err) == (0, "")
-    for text in says:
+    for text in expected:
         assert text in ended.out
 
 
@@ -201,9 +201,7 @@ EVENTS = [
 ]
 
 
-def test_who_was_preempted_says_so_and_by_whom_and_from_where_it_goes_on(
-    service: RecordedService, run: Run
-) -> None:
+def test_a_preempted_task_shows_its_preemptor_and_its_checkpoint(service: RecordedService, run: Run) -> None:
     at = "2026-11-21T10:02:11.412Z"
     victim = a_task(FULL_ID, preemptions=1, checkpoint_at=at, pending=WAITS)
     history = [
@@ -213,7 +211,7 @@ def test_who_was_preempted_says_so_and_by_whom_and_from_where_it_goes_on(
     ]
     explained = Reply(200, {**EXPLAINED, "devices": []})
     listed = Reply(200, {"items": [victim], "next_cursor": None})
-    service.told(
+    service.reply_with(
         Reply(200, victim), *history, explained, Reply(200, victim), *history, listed, Reply(200, victim)
     )
     by_whom = (
@@ -224,12 +222,12 @@ def test_who_was_preempted_says_so_and_by_whom_and_from_where_it_goes_on(
     assert "(position 1); preempted 1×" in run("ps").out
 
 
-def test_what_cancelled_a_task_is_shown_with_it(service: RecordedService, run: Run) -> None:
-    asked = {"kind": "request.made", "key": "ask_1", "at": "2026-11-21T10:02:11Z"}
+def test_a_cancelled_task_shows_the_reason(service: RecordedService, run: Run) -> None:
+    event = {"kind": "request.made", "key": "ask_1", "at": "2026-11-21T10:02:11Z"}
     fields = {"task": FULL_ID, "what": "cancel", "fields": {"reason": "wrong data"}}
-    service.told(
+    service.reply_with(
         Reply(200, a_task(FULL_ID, "cancelled")),
-        Reply(200, {"items": [{**asked, "fields": fields}], "next_after": 9}),
+        Reply(200, {"items": [{**event, "fields": fields}], "next_after": 9}),
         Reply(200, {"items": [], "next_after": 9}),
     )
     assert "cancelled  requested at 2026-11-21 10:02:11Z: wrong data" in run("show", FULL_ID).out
@@ -238,15 +236,13 @@ def test_what_cancelled_a_task_is_shown_with_it(service: RecordedService, run: R
 def test_a_failed_task_is_explained_by_its_error(service: RecordedService, run: Run) -> None:
     error = {"kind": "exception", "message": "no luck\nat all", "traceback": ""}
     explained = {"id": FULL_ID, "state": "failed", "message": "failed; it no longer waits for anything"}
-    service.told(Reply(200, explained), Reply(200, a_task(FULL_ID, "failed", error=error)))
+    service.reply_with(Reply(200, explained), Reply(200, a_task(FULL_ID, "failed", error=error)))
     assert f"exception: no luck; details: gpubroker show {FULL_ID[-8:]}" in run("explain", FULL_ID).out
 
 
-def test_a_log_whose_beginning_is_gone_says_so_and_begins_with_a_whole_line(
-    service: RecordedService, run: Run
-) -> None:
+def test_a_cut_log_says_so_and_begins_with_a_whole_line(service: RecordedService, run: Run) -> None:
     printed = "".join(f"line {number}\n" for number in range(4000))
-    service.told(
+    service.reply_with(
         outcome("succeeded", log_tail="all of it\n"), outcome("succeeded", log_tail=printed[-16384:])
     )
     assert run("logs", FULL_ID).out == "all of it\n"
@@ -256,41 +252,35 @@ def test_a_log_whose_beginning_is_gone_says_so_and_begins_with_a_whole_line(
     assert last == "line 3999"
 
 
-def test_a_list_without_unfinished_tasks_says_where_the_others_are(
-    service: RecordedService, run: Run
-) -> None:
-    service.told(page(), page())
+def test_an_empty_ps_mentions_finished_tasks(service: RecordedService, run: Run) -> None:
+    service.reply_with(page(), page())
     assert "gpubroker ps --all" in run("ps").out
     assert run("ps --all").out == "no matching tasks\n"
 
 
-def test_a_list_of_unfinished_tasks_does_not_deny_those_that_have_ended(
-    service: RecordedService, run: Run
-) -> None:
-    service.told(page(), page())
+def test_an_empty_filtered_ps_mentions_finished_tasks(service: RecordedService, run: Run) -> None:
+    service.reply_with(page(), page())
     for words in (f"ps --after {FULL_ID}", "ps --name fit"):
         assert run(words).out == "no matching task is pending or running; --all includes finished tasks\n"
 
 
-def test_a_list_says_that_there_are_more(service: RecordedService, run: Run) -> None:
-    service.told(page(FULL_ID, "task_2"), page(FULL_ID, "task_2"))
+def test_ps_says_that_there_are_more_tasks(service: RecordedService, run: Run) -> None:
+    service.reply_with(page(FULL_ID, "task_2"), page(FULL_ID, "task_2"))
     cut = run("ps -o ndjson --limit 1")
     assert (cut.json["id"], "the newest 1; --limit shows more" in cut.err) == (FULL_ID, True)
     assert run("ps -o ndjson --limit 2").err == ""
 
 
-def test_no_gpus_while_the_cluster_starts_is_no_reason_to_declare_some(
-    service: RecordedService, run: Run
-) -> None:
-    for state, says in (
+def test_without_gpus_the_advice_depends_on_the_executors_state(service: RecordedService, run: Run) -> None:
+    for state, expected in (
         ("connecting", "no GPUs yet: connecting"),
         ("connected", "set simulated_devices"),
     ):
-        service.told(Reply(200, {"items": []}), Reply(200, {"executor": {"state": state}}))
-        assert says in run("gpus").out
+        service.reply_with(Reply(200, {"items": []}), Reply(200, {"executor": {"state": state}}))
+        assert expected in run("gpus").out
 
 
-def test_commands_of_other_systems_are_answered_with_ours(service: RecordedService, run: Run) -> None:
+def test_command_names_of_other_systems_suggest_ours(service: RecordedService, run: Run) -> None:
     for word, ours in (("list", "gpubroker ps"), ("kill", "gpubroker cancel")):
         ended = run(word)
         assert (ended.code, ended.out) == (2, "")
@@ -299,13 +289,13 @@ def test_commands_of_other_systems_are_answered_with_ours(service: RecordedServi
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 140])
-def test_a_long_name_takes_nothing_from_the_others(
+def test_a_long_name_does_not_hide_other_columns(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setattr("gpubroker.cli.printing._PIPE_WIDTH", columns)
     pending = {"reason": "WaitingForMemory", "message": "needs room", "position": None}
     waiting = a_task(FULL_ID, name="n" * 200, pending=pending)
-    service.told(Reply(200, {"items": [waiting], "next_cursor": None}), Reply(200, waiting))
+    service.reply_with(Reply(200, {"items": [waiting], "next_cursor": None}), Reply(200, waiting))
     [head, line] = run("ps").out.splitlines()
     assert len(head) <= columns
     assert len(line) <= columns
@@ -313,7 +303,7 @@ def test_a_long_name_takes_nothing_from_the_others(
         assert text in line
 
 
-def test_a_watch_into_a_pipe_is_one_answer_after_another(
+def test_watch_in_a_pipe_prints_every_answer(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     naps = iter([None, KeyboardInterrupt])
@@ -323,7 +313,7 @@ def test_a_watch_into_a_pipe_is_one_answer_after_another(
             raise trouble
 
     monkeypatch.setattr("gpubroker.cli.printing.time.sleep", sleep)
-    service.told(
+    service.reply_with(
         Reply(200, {"items": [{**GPU, "free_mb": 1}]}), Reply(200, {"items": [{**GPU, "free_mb": 2}]})
     )
     ended = run("gpus --watch -o ndjson")
@@ -331,17 +321,15 @@ def test_a_watch_into_a_pipe_is_one_answer_after_another(
     assert ended.code == 0
 
 
-def test_the_holders_of_a_gpu_stand_below_each_other_so_that_a_terminal_has_room(
-    service: RecordedService, run: Run
-) -> None:
+def test_the_holders_of_a_gpu_have_a_line_each(service: RecordedService, run: Run) -> None:
     [device] = EXPLAINED["devices"]
     holders = [
         {"id": FULL_ID, "name": f"fit{mb}", "priority": 25, "gpu_mb": mb} for mb in range(1024, 8192, 1024)
     ]
     explained = {**EXPLAINED, "devices": [{**device, "holders": holders}]}
-    service.told(Reply(200, explained), Reply(200, a_task(FULL_ID)))
+    service.reply_with(Reply(200, explained), Reply(200, a_task(FULL_ID)))
     shown = run("explain", FULL_ID).out.splitlines()
-    told = [line for line in shown if "(priority 25)" in line]
-    assert max(map(len, told[1:])) <= 80
-    assert ["fit7168 7.0 GiB (priority 25)" in told[0], len(told)] == [True, 5]
-    assert shown[shown.index(told[-1]) + 1].strip() == "and 2 more"
+    lines = [line for line in shown if "(priority 25)" in line]
+    assert max(map(len, lines[1:])) <= 80
+    assert ["fit7168 7.0 GiB (priority 25)" in lines[0], len(lines)] == [True, 5]
+    assert shown[shown.index(lines[-1]) + 1].strip() == "and 2 more"

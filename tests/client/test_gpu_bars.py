@@ -14,22 +14,22 @@ def a_gpu(**more: Any) -> Gpu:
     return decode(Gpu, {**named, "physical_mb": 24 * GIB, **more})
 
 
-def test_a_bar_tells_used_from_leased_from_free() -> None:
+def test_a_bar_distinguishes_used_leased_and_free_memory() -> None:
     gpu = a_gpu(leased_mb=18 * GIB, used_mb=12 * GIB, free_mb=6 * GIB)
     assert bar(gpu, width=24) == "█" * 12 + "▒" * 6 + "░" * 6
 
 
-def test_memory_that_nobody_leased_is_foreign_and_not_the_holders() -> None:
+def test_memory_used_without_a_lease_is_drawn_as_foreign() -> None:
     gpu = a_gpu(leased_mb=12 * GIB, used_mb=18 * GIB, foreign_mb=4 * GIB, unaccounted_mb=2 * GIB)
     assert bar(gpu, width=24) == "█" * 12 + "░" * 6 + "!" * 6
 
 
-def test_memory_kept_for_a_waiting_task_is_not_free() -> None:
+def test_memory_pledged_to_a_waiting_task_is_not_drawn_as_free() -> None:
     pledges = [{"task": "task_9", "gpu_mb": 20 * GIB, "arrived_mb": 12 * GIB}]
     assert bar(a_gpu(pledges=pledges), width=24) == "▓" * 12 + "░" * 12
 
 
-def test_a_sliver_is_seen_and_the_bar_keeps_its_width() -> None:
+def test_a_very_small_part_is_drawn_and_the_bar_keeps_its_width() -> None:
     gpu = a_gpu(leased_mb=23 * GIB, used_mb=2, foreign_mb=1)
     drawn = bar(gpu, width=10)
     assert len(drawn) == 10
@@ -37,13 +37,13 @@ def test_a_sliver_is_seen_and_the_bar_keeps_its_width() -> None:
 
 
 @pytest.mark.parametrize("numbers", [{"leased_mb": 30 * GIB}, {"foreign_mb": 30 * GIB, "leased_mb": GIB}, {}])
-def test_the_parts_add_up_whatever_was_measured(numbers: dict[str, int]) -> None:
+def test_the_parts_add_up_to_the_whole_for_any_measurement(numbers: dict[str, int]) -> None:
     part = parts_of(a_gpu(**numbers))
     assert part.used + part.reserved + part.pledged + part.foreign + part.free == 24 * GIB
     assert min(part.used, part.reserved, part.pledged, part.foreign, part.free) >= 0
 
 
-def test_a_gpu_line_names_its_holders_and_who_memory_is_freed_for() -> None:
+def test_a_gpu_line_names_its_holders_and_the_task_that_memory_is_freed_for() -> None:
     gpu = a_gpu(
         leased_mb=14 * GIB,
         free_mb=10 * GIB,

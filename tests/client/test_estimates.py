@@ -1,4 +1,4 @@
-"""Sizes and times that were learned, on the command line and in the SDK."""
+"""Learned sizes and times, on the command line and in the SDK."""
 
 import pytest
 
@@ -17,41 +17,39 @@ AT = "2026-11-21T10:02:11.412Z"
 ETA = {"p50_at": AT, "p90_at": AT, "p50_seconds": 90.0, "p90_seconds": 600.0, "n": 12}
 
 
-def test_submit_asks_for_a_learned_size_and_says_what_it_came_to(service: RecordedService, run: Run) -> None:
-    service.told(Reply(202, a_task(FULL_ID, sizing=SIZING)))
+def test_submit_asks_for_a_learned_size_and_prints_the_size(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(202, a_task(FULL_ID, sizing=SIZING)))
     ended = run("submit a:b --gpu-memory learned --model-type resnet")
-    assert service.asked[0].body["resources"] == {"gpu_mb": "learned"}
+    assert service.requests[0].body["resources"] == {"gpu_mb": "learned"}
     assert SIZING["message"] in ended.err
     assert ended.out.strip() == FULL_ID
 
 
-def test_a_rank_asks_for_a_learned_size(service: RecordedService, run: Run) -> None:
-    service.told(Reply(202, a_task(FULL_ID, sizing=SIZING)))
+def test_a_rank_can_ask_for_a_learned_size(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(202, a_task(FULL_ID, sizing=SIZING)))
     ended = run("submit a:b --bundle count=4,gpu_mb=learned --bundle gpu_mb=2GiB --model-type resnet")
     bundles = [{"count": 4, "gpu_mb": "learned"}, {"gpu_mb": 2048}]
-    assert service.asked[0].body["resources"] == {"bundles": bundles}
+    assert service.requests[0].body["resources"] == {"bundles": bundles}
     assert SIZING["message"] in ended.err
 
 
-def test_the_sdk_tells_how_a_size_was_learned_and_when_a_run_may_end(
-    service: RecordedService, do: Do
-) -> None:
-    service.told(Reply(202, a_task(FULL_ID, sizing=SIZING, eta=ETA)))
+def test_a_task_has_its_sizing_and_its_expected_end(service: RecordedService, do: Do) -> None:
+    service.reply_with(Reply(202, a_task(FULL_ID, sizing=SIZING, eta=ETA)))
     task = do("submit", "a:b", gpu_mb="learned")
     assert (task.sizing.gpu_mb, task.sizing.n) == (9420, 12)
     assert (task.eta.p50_seconds, task.eta.n, task.eta.p90_at.year) == (90.0, 12, 2026)
 
 
-def test_an_end_that_was_stated_goes_by_no_runs(service: RecordedService, run: Run) -> None:
-    service.told(Reply(200, a_task(FULL_ID, state="running", eta={**ETA, "n": 0})))
+def test_a_stated_duration_is_shown_as_stated(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(200, a_task(FULL_ID, state="running", eta={**ETA, "n": 0})))
     assert "in about 90s, as stated at submit" in run(f"show {FULL_ID}").out
 
 
-def test_show_tells_how_a_size_was_learned_and_when_a_run_may_end(service: RecordedService, run: Run) -> None:
-    service.told(Reply(200, a_task(FULL_ID, state="running", sizing=SIZING, eta=ETA)))
-    told = run(f"show {FULL_ID}").out
-    assert SIZING["message"] in told
-    assert "in about 90s, 90% within 10m (from 12 runs)" in told
+def test_show_prints_the_sizing_and_the_expected_end(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(200, a_task(FULL_ID, state="running", sizing=SIZING, eta=ETA)))
+    printed = run(f"show {FULL_ID}").out
+    assert SIZING["message"] in printed
+    assert "in about 90s, 90% within 10m (from 12 runs)" in printed
 
 
 def event(kind: str, key: str, **fields: object) -> dict[str, object]:
@@ -59,7 +57,7 @@ def event(kind: str, key: str, **fields: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("event", "expected"),
     [
         (
             event(
@@ -81,15 +79,17 @@ def event(kind: str, key: str, **fields: object) -> dict[str, object]:
         ),
     ],
 )
-def test_events_say_what_was_used_and_learned(
-    service: RecordedService, run: Run, told: dict[str, object], says: str
+def test_events_show_what_was_used_and_learned(
+    service: RecordedService, run: Run, event: dict[str, object], expected: str
 ) -> None:
-    service.told(Reply(200, {"items": [told], "next_after": 1}), Reply(200, {"items": [], "next_after": 1}))
-    assert says in run("events --after 0").out
+    service.reply_with(
+        Reply(200, {"items": [event], "next_after": 1}), Reply(200, {"items": [], "next_after": 1})
+    )
+    assert expected in run("events --after 0").out
 
 
-def test_gpus_shows_who_uses_more_than_it_leased(service: RecordedService, run: Run) -> None:
+def test_gpus_marks_holders_that_use_more_than_they_leased(service: RecordedService, run: Run) -> None:
     holder = {"kind": "run", "id": FULL_ID, "name": "train", "gpu_mb": 8192, "overused_mb": 12288}
     gpu = {"key": "local/n1/GPU-1", "node": "n1", "kind": "L4", "physical_mb": 24576, "holders": [holder]}
-    service.told(Reply(200, {"items": [gpu]}))
+    service.reply_with(Reply(200, {"items": [gpu]}))
     assert "train 8.0 GiB (! used 12.0 GiB)" in run("gpus").out

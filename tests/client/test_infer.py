@@ -1,4 +1,4 @@
-"""Requests to models: what goes over the wire, what comes back, and functions that ask."""
+"""Requests to models: what is sent, what comes back, and decorated functions."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from gpubroker import (
 )
 
 from tests.client.conftest import Do
-from tests.client.recorded_service import HANG_UP, Asked, RecordedService, Reply, a_problem
+from tests.client.recorded_service import HANG_UP, RecordedService, Reply, Request, a_problem
 
 X = np.array([[1, 2], [3, 4]], np.float32)
 
@@ -40,40 +40,40 @@ def answering(**outputs: tuple[str, list[int], bytes]) -> Reply:
 ECHO = answering(y=("FP32", [2, 2], X.tobytes()))
 
 
-def sent(asked: Asked) -> tuple[dict[str, Any], bytes]:
-    """The head of its body, and the rest."""
-    size = int(asked.headers["inference-header-content-length"])
-    return json.loads(asked.body[:size]), asked.body[size:]
+def sent(request: Request) -> tuple[dict[str, Any], bytes]:
+    """The JSON of its body, and the rest."""
+    size = int(request.headers["inference-header-content-length"])
+    return json.loads(request.body[:size]), request.body[size:]
 
 
-def test_arrays_go_as_they_are_and_come_back_as_arrays(service: RecordedService, do: Do) -> None:
-    service.told(ECHO)
+def test_arrays_are_sent_and_returned(service: RecordedService, do: Do) -> None:
+    service.reply_with(ECHO)
     found = do("infer", "folder/model", {"x": X})
     assert list(found) == ["y"]
     assert found["y"].dtype == np.float32
     assert np.array_equal(found["y"], X)
     found["y"] += 1  # the caller's own
-    [asked] = service.asked
-    assert (asked.method, asked.path) == ("POST", "/v2/models/folder%2Fmodel/infer")
-    assert asked.headers["authorization"] == "Bearer gpb_secret"
-    assert asked.headers["accept-encoding"] == "identity"
+    [request] = service.requests
+    assert (request.method, request.path) == ("POST", "/v2/models/folder%2Fmodel/infer")
+    assert request.headers["authorization"] == "Bearer gpb_secret"
+    assert request.headers["accept-encoding"] == "identity"
     tensor = {"name": "x", "datatype": "FP32", "shape": [2, 2], "parameters": {"binary_data_size": 16}}
-    assert sent(asked) == (
+    assert sent(request) == (
         {"inputs": [tensor], "parameters": {"binary_data_output": True}},
         X.tobytes(),
     )
-    assert not [name for name in asked.headers if name.startswith("x-")]
+    assert not [name for name in request.headers if name.startswith("x-")]
 
 
-def test_what_is_wished_is_said(service: RecordedService, do: Do) -> None:
-    service.told(ECHO)
+def test_the_options_of_infer_are_sent(service: RecordedService, do: Do) -> None:
+    service.reply_with(ECHO)
     wishes = {"priority": "critical", "model_type": "llm", "timeout_seconds": 2.5}
     do("infer", "m", {"x": X}, version=3, outputs=["y"], parameters={"temperature": 0.5}, **wishes)
-    [asked] = service.asked
-    assert asked.path == "/v2/models/m/versions/3/infer"
-    told = {name: text for name, text in asked.headers.items() if name.startswith("x-")}
-    assert told == {"x-priority": "critical", "x-model-type": "llm", "x-timeout-seconds": "2.5"}
-    head, _ = sent(asked)
+    [request] = service.requests
+    assert request.path == "/v2/models/m/versions/3/infer"
+    options = {name: text for name, text in request.headers.items() if name.startswith("x-")}
+    assert options == {"x-priority": "critical", "x-model-type": "llm", "x-timeout-seconds": "2.5"}
+    head, _ = sent(request)
     assert head["outputs"] == [{"name": "y", "parameters": {"binary_data": True}}]
     assert head["parameters"] == {"temperature": 0.5, "binary_data_output": True}
 
@@ -103,19 +103,19 @@ AS_SENT: Mapping[str, tuple[Any, tuple[str, list[int], bytes]]] = {
 
 
 @pytest.mark.parametrize("case", AS_SENT)
-def test_any_array_is_sent_in_rows_and_little_endian(service: RecordedService, case: str) -> None:
+def test_any_array_is_sent_in_row_major_order_and_little_endian(service: RecordedService, case: str) -> None:
     given, (datatype, shape, data) = AS_SENT[case]
-    service.told(ECHO)
+    service.reply_with(ECHO)
     with Broker(service.url, "t") as broker:
         broker.infer("m", {"x": given})
-    head, rest = sent(service.asked[0])
+    head, rest = sent(service.requests[0])
     [tensor] = head["inputs"]
     assert (tensor["datatype"], tensor["shape"], rest) == (datatype, shape, data)
 
 
-def test_text_comes_back_as_bytes_and_bfloat16_as_what_holds_it(service: RecordedService, do: Do) -> None:
+def test_text_comes_back_as_bytes_and_bfloat16_as_float32(service: RecordedService, do: Do) -> None:
     values = np.array([1.5, -2.0], ml_dtypes.bfloat16)
-    service.told(
+    service.reply_with(
         answering(a=("BYTES", [3], COUNTED), b=("BF16", [2], values.tobytes()), c=("BOOL", [0], b""))
     )
     found = do("infer", "m", {})
@@ -124,12 +124,12 @@ def test_text_comes_back_as_bytes_and_bfloat16_as_what_holds_it(service: Recorde
     assert (found["c"].dtype, found["c"].shape) == (np.bool_, (0,))
 
 
-def test_an_answer_without_bytes_is_read_as_well(service: RecordedService, do: Do) -> None:
+def test_outputs_sent_as_json_are_decoded(service: RecordedService, do: Do) -> None:
     outputs = [
         {"name": "n", "datatype": "INT8", "shape": [1, 2], "data": [1, 2]},
         {"name": "classes", "datatype": "BYTES", "shape": [1], "data": ["0.9:1:cat"]},
     ]
-    service.told(Reply(200, {"outputs": outputs}))
+    service.reply_with(Reply(200, {"outputs": outputs}))
     found = do("infer", "m", {"x": X})
     assert (found["n"].dtype, found["n"].tolist()) == (np.int8, [[1, 2]])
     assert found["classes"].tolist() == [b"0.9:1:cat"]
@@ -139,14 +139,14 @@ def test_an_answer_without_bytes_is_read_as_well(service: RecordedService, do: D
     "reply",
     [Reply(200, b"<html>"), Reply(200, {"outputs": [{"name": "y"}]}), answering(y=("FP32", [9], b""))],
 )
-def test_what_is_no_answer_of_a_model_is_said_to_be_none(service: RecordedService, reply: Reply) -> None:
-    service.told(reply)
+def test_an_answer_that_is_not_a_models_is_an_error(service: RecordedService, reply: Reply) -> None:
+    service.reply_with(reply)
     with Broker(service.url, "t") as broker, pytest.raises(BrokerError, match="cannot read") as caught:
         broker.infer("m", {"x": X})
     assert caught.value.code == "not-a-model"
 
 
-def test_what_no_model_takes_is_not_sent(service: RecordedService, do: Do) -> None:
+def test_invalid_inputs_are_not_sent(service: RecordedService, do: Do) -> None:
     with pytest.raises(WrongArgument, match="input x has the dtype complex128"):
         do("infer", "m", {"x": np.zeros(1, np.complex128)})
     with pytest.raises(WrongArgument, match="an element of type int"):
@@ -159,11 +159,11 @@ def test_what_no_model_takes_is_not_sent(service: RecordedService, do: Do) -> No
         do("infer", "m", {"x": [[1, 2], [3]]})
     with pytest.raises(WrongArgument, match="has no option prio"):
         do("infer", "m", {"x": X}, prio=1)
-    assert service.asked == []
+    assert service.requests == []
 
 
-def test_tritons_words_are_told_and_the_service_s_codes(service: RecordedService, do: Do) -> None:
-    service.told(
+def test_errors_have_tritons_text_and_the_services_codes(service: RecordedService, do: Do) -> None:
+    service.reply_with(
         Reply(404, {"error": "Request for unknown model: 'm' is not found"}, {"Request-Id": "req_1"}),
         Reply(500, {"error": "it broke"}),
         Reply(
@@ -179,35 +179,35 @@ def test_tritons_words_are_told_and_the_service_s_codes(service: RecordedService
     with pytest.raises(Refused) as full:  # a minute is more than it would wait
         do("infer", "m", {"x": X})
     assert (full.value.code, full.value.retry_after_seconds) == ("model-queue-full", 60.0)
-    assert len(service.asked) == 3
+    assert len(service.requests) == 3
 
 
-def test_it_is_sent_again_only_if_nothing_was_done(service: RecordedService, do: Do) -> None:
-    service.told(Reply(503, {"error": "no", "code": "model-not-ready"}, {"Retry-After": "0"}), ECHO, HANG_UP)
+def test_a_request_is_only_retried_if_nothing_was_done(service: RecordedService, do: Do) -> None:
+    service.reply_with(
+        Reply(503, {"error": "no", "code": "model-not-ready"}, {"Retry-After": "0"}), ECHO, HANG_UP
+    )
     assert np.array_equal(do("infer", "m", {"x": X})["y"], X)
     with pytest.raises(Unreachable):
         do("infer", "m", {"x": X})
-    assert len(service.asked) == 3
+    assert len(service.requests) == 3
 
 
-def test_what_does_no_harm_twice_is_sent_again_whatever_became_of_it(
-    service: RecordedService, do: Do
-) -> None:
-    service.told(HANG_UP, Reply(502, {"error": "it broke off"}), ECHO)
+def test_an_idempotent_request_is_retried_after_any_failure(service: RecordedService, do: Do) -> None:
+    service.reply_with(HANG_UP, Reply(502, {"error": "it broke off"}), ECHO)
     assert np.array_equal(do("infer", "m", {"x": X}, idempotent=True)["y"], X)
-    assert [asked.headers["x-idempotent"] for asked in service.asked] == ["true"] * 3
+    assert [request.headers["x-idempotent"] for request in service.requests] == ["true"] * 3
 
 
-def test_who_says_how_long_it_may_wait_is_not_kept_longer(service: RecordedService, do: Do) -> None:
-    service.told(Reply(503, {"error": "no", "code": "model-queue-timeout"}, {"Retry-After": "0"}))
+def test_a_request_with_a_timeout_is_not_retried(service: RecordedService, do: Do) -> None:
+    service.reply_with(Reply(503, {"error": "no", "code": "model-queue-timeout"}, {"Retry-After": "0"}))
     with pytest.raises(ModelUnavailable) as late:
         do("infer", "m", {"x": X}, timeout_seconds=0.1)
     assert (late.value.code, late.value.model) == ("model-queue-timeout", "m")
-    assert len(service.asked) == 1
+    assert len(service.requests) == 1
 
 
-def test_a_model_that_is_not_there_is_no_service_that_is_away(service: RecordedService, do: Do) -> None:
-    service.told(
+def test_an_unavailable_model_is_not_an_unreachable_service(service: RecordedService, do: Do) -> None:
+    service.reply_with(
         Reply(503, {"error": "it waits", "code": "model-not-ready"}, {"Retry-After": "60"}),
         a_problem(502, "model-not-loaded", "no such layer"),
     )
@@ -220,56 +220,58 @@ def test_a_model_that_is_not_there_is_no_service_that_is_away(service: RecordedS
     assert not isinstance(failed.value, Unreachable)
 
 
-def test_what_is_no_name_of_a_model_is_said_before_anything_is_sent(service: RecordedService, do: Do) -> None:
+def test_an_invalid_model_name_is_refused_before_anything_is_sent(service: RecordedService, do: Do) -> None:
     for ask, *more in (("infer", {"x": X}), ("infer_later", {"x": X}), ("load_model",), ("model",)):
         for name in ("", None):
             with pytest.raises(WrongArgument, match=rf"{ask}\(\) needs the name of a model"):
                 do(ask, name, *more)
-    assert service.asked == []
+    assert service.requests == []
 
 
-def test_whether_models_can_be_asked_is_yes_or_no(service: RecordedService, do: Do) -> None:
-    service.told(
+def test_triton_healthy_is_true_or_false(service: RecordedService, do: Do) -> None:
+    service.reply_with(
         Reply(200, b""), a_problem(404, "not-found"), Reply(503, {"error": "away"}), Reply(400, b""), HANG_UP
     )
     assert [do("triton_healthy") for _ in range(4)] == [True, False, False, False]
     with pytest.raises(Unreachable):
         do("triton_healthy")
-    assert {asked.path for asked in service.asked} == {"/v2/health/ready"}
+    assert {request.path for request in service.requests} == {"/v2/health/ready"}
 
 
-def test_a_function_asks_what_it_returns(service: RecordedService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decorated_function_asks_the_model_with_what_it_returns(
+    service: RecordedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GPUBROKER_URL", service.url)
 
     @inference(model_name="m", model_type="vision", priority=95)
     def doubled(values: Any, *, by: int) -> dict[str, Any]:
-        """As often as it is told."""
+        """Multiply by a number."""
 
         def process_outputs(outputs: Mapping[str, Any]) -> Any:
             return (by * outputs["y"]).tolist()
 
         return {"inputs": {"x": values}, "process_outputs": process_outputs}
 
-    service.told(ECHO)
+    service.reply_with(ECHO)
     assert doubled(X, by=2) == [[2, 4], [6, 8]]
-    assert (doubled.__name__, doubled.__doc__) == ("doubled", "As often as it is told.")
-    [asked] = service.asked
-    assert (asked.path, asked.headers["x-priority"]) == ("/v2/models/m/infer", "95")
-    assert asked.headers["x-model-type"] == "vision"
+    assert (doubled.__name__, doubled.__doc__) == ("doubled", "Multiply by a number.")
+    [request] = service.requests
+    assert (request.path, request.headers["x-priority"]) == ("/v2/models/m/infer", "95")
+    assert request.headers["x-model-type"] == "vision"
 
 
-def test_a_function_without_more_gets_the_outputs(service: RecordedService) -> None:
+def test_without_process_outputs_the_outputs_are_returned(service: RecordedService) -> None:
     with Broker(service.url, "t") as broker:
 
         @inference(model_name="m", broker=broker)
         def plain() -> dict[str, Any]:
             return {"inputs": {"x": X}}
 
-        service.told(ECHO)
+        service.reply_with(ECHO)
         assert np.array_equal(plain()["y"], X)
 
 
-def test_a_coroutine_asks_by_waiting(service: RecordedService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decorated_coroutine_is_awaited(service: RecordedService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUBROKER_URL", service.url)
 
     @inference(model_name="m")
@@ -282,12 +284,12 @@ def test_a_coroutine_asks_by_waiting(service: RecordedService, monkeypatch: pyte
     async def twice() -> Any:
         return await asyncio.gather(summed(X), summed(X))
 
-    service.told(ECHO, ECHO, ECHO)
+    service.reply_with(ECHO, ECHO, ECHO)
     assert asyncio.run(twice()) == [10.0, 10.0]
     assert asyncio.run(summed(X)) == 10.0
 
 
-def test_a_function_that_says_something_else_is_told_what_to_say(service: RecordedService) -> None:
+def test_a_function_that_returns_something_else_is_an_error(service: RecordedService) -> None:
     with Broker(service.url, "t") as broker:
 
         @inference(model_name="m", broker=broker)
@@ -296,10 +298,10 @@ def test_a_function_that_says_something_else_is_told_what_to_say(service: Record
 
         with pytest.raises(WrongArgument, match=r"arrays should return .*'inputs'.*it returned the keys x"):
             arrays()
-    assert service.asked == []
+    assert service.requests == []
 
 
-def test_a_function_and_its_broker_are_of_one_sort(service: RecordedService) -> None:
+def test_a_function_and_its_broker_must_both_be_sync_or_async(service: RecordedService) -> None:
     async def slow() -> None: ...
 
     def quick() -> None: ...
@@ -310,10 +312,10 @@ def test_a_function_and_its_broker_are_of_one_sort(service: RecordedService) -> 
         inference(model_name="m", broker=AsyncBroker(service.url, "t"))(quick)
 
 
-def test_without_numpy_it_says_what_to_install(
+def test_without_numpy_the_error_says_what_to_install(
     service: RecordedService, do: Do, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "numpy", None)
     with pytest.raises(ImportError, match=r"pip install .gpubroker\[inference\]"):
         do("infer", "m", {"x": [1.0]})
-    assert service.asked == []
+    assert service.requests == []

@@ -14,8 +14,10 @@ COLD = {**LLM, "name": "bert", "state": "cold", "gpu_mb": None, "priority": None
         "reason": "no such layer\n\nAt:\n  model.py"}  # fmt: skip
 
 
-def test_the_list_says_what_is_in_memory_and_why_the_rest_is_not(service: RecordedService, run: Run) -> None:
-    service.told(Reply(200, {"items": [LLM, COLD]}), Reply(200, {"items": []}), Reply(200, {"items": [LLM]}))
+def test_models_lists_states_and_reasons(service: RecordedService, run: Run) -> None:
+    service.reply_with(
+        Reply(200, {"items": [LLM, COLD]}), Reply(200, {"items": []}), Reply(200, {"items": [LLM]})
+    )
     shown = run("models")
     assert (shown.code, shown.err) == (0, "")
     for text in ("llm", "resident", "18.0 GiB", "79", "bert", "cold", "no such layer At: model.py"):
@@ -24,19 +26,19 @@ def test_the_list_says_what_is_in_memory_and_why_the_rest_is_not(service: Record
     assert [one["name"] for one in run("models -o json").json] == ["llm"]
 
 
-def test_a_model_is_named_by_its_name_though_it_was_there_before(service: RecordedService, run: Run) -> None:
+def test_a_model_name_means_its_current_load(service: RecordedService, run: Run) -> None:
     runs = {"run": {"kind": "model", "model": "llm"}}
     now, before = a_task(FULL_ID, "running", **runs), a_task(FULL_ID[:-1] + "q", "succeeded", **runs)
     ended = {**now, "state": "failed"}
     for listed, meant in (([before, now], now), ([ended, before], ended)):
         found = Reply(200, {"items": listed, "next_cursor": None, "has_more": False})
-        service.told(found, Reply(200, meant))
+        service.reply_with(found, Reply(200, meant))
         assert run("show", "llm", "-o", "json").json["id"] == FULL_ID
-        assert service.asked[-1].path == f"/tasks/{FULL_ID}"
+        assert service.requests[-1].path == f"/tasks/{FULL_ID}"
 
 
 def test_a_model_is_loaded_unloaded_and_pinned(service: RecordedService, run: Run) -> None:
-    service.told(
+    service.reply_with(
         Reply(202, {**LLM, "state": "waiting"}),
         Reply(202, {**LLM, "state": "draining"}),
         Reply(200, {**LLM, "pinned": True}),
@@ -46,26 +48,26 @@ def test_a_model_is_loaded_unloaded_and_pinned(service: RecordedService, run: Ru
     assert run("unload llm").out == "llm of 18.0 GiB on main: draining\n"
     assert run("pin llm").out == "llm of 18.0 GiB on main: resident, pinned\n"
     assert run("pin llm --off").code == 0
-    asked = [(one.method, one.path) for one in service.asked]
-    assert asked == [("POST", f"/models/llm/{deed}") for deed in ("load", "unload", "pin", "pin")]
+    sent = [(one.method, one.path) for one in service.requests]
+    assert sent == [("POST", f"/models/llm/{verb}") for verb in ("load", "unload", "pin", "pin")]
 
 
 def test_a_model_is_loaded_at_the_priority_of_a_band(service: RecordedService, run: Run) -> None:
-    service.told(Reply(202, LLM))
+    service.reply_with(Reply(202, LLM))
     assert run("load llm --priority critical").code == 0
-    assert service.asked[0].body == {"wait_seconds": 0.0, "priority": "critical"}
+    assert service.requests[0].body == {"wait_seconds": 0.0, "priority": "critical"}
 
 
-def test_which_server_is_meant_is_said_with_every_deed(service: RecordedService, run: Run) -> None:
-    service.told(*[Reply(200, LLM)] * 3)
+def test_the_server_is_sent_with_every_change(service: RecordedService, run: Run) -> None:
+    service.reply_with(*[Reply(200, LLM)] * 3)
     for command in ("load llm --server b", "unload llm --server b", "pin llm --server b"):
         assert run(command).code == 0
-    assert [one.params for one in service.asked] == [[("server", "b")]] * 3
+    assert [one.params for one in service.requests] == [[("server", "b")]] * 3
 
 
-def test_what_is_only_asked_for_is_said_to_be(service: RecordedService, run: Run) -> None:
+def test_a_model_that_is_not_loaded_yet_is_reported_as_requested(service: RecordedService, run: Run) -> None:
     waiting = {**LLM, "state": "waiting"}
-    service.told(Reply(202, waiting), Reply(202, waiting), Reply(202, waiting), Reply(200, LLM))
+    service.reply_with(Reply(202, waiting), Reply(202, waiting), Reply(202, waiting), Reply(200, LLM))
     for command in ("load llm", "pin llm"):
         shown = run(command)
         assert (shown.code, shown.err) == (0, "")
@@ -78,9 +80,9 @@ def test_what_is_only_asked_for_is_said_to_be(service: RecordedService, run: Run
     assert run("load llm --wait 5").code == 0
 
 
-def test_a_model_that_is_refused_or_does_not_load_is_no_success(service: RecordedService, run: Run) -> None:
+def test_a_refused_or_failed_load_has_its_exit_code(service: RecordedService, run: Run) -> None:
     words = "model llm is not in memory (failed): no such layer"
-    service.told(
+    service.reply_with(
         a_problem(422, "exceeds-capacity"),
         a_problem(404, "not-found"),
         a_problem(502, "model-not-loaded", words),
