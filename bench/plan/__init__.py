@@ -20,7 +20,7 @@ from time import process_time
 from typing import TypeVar
 
 from gpubroker_server.bootstrap.process import make_full_collections_rare
-from gpubroker_server.broker.loop import MOST_TURNS
+from gpubroker_server.broker.planner import MOST_TURNS
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from gpubroker_server.bootstrap.model_hosts import hosts_of
+from gpubroker_server.bootstrap.compose import hosts_of
 from gpubroker_server.settings.loading import load_settings
 
 

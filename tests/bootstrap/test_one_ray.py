@@ -10,8 +10,7 @@ import pytest
 from gpubroker_server.adapters.sql.store import SqlStore, open_store
 from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
-from gpubroker_server.bootstrap.shared_ray import other_ray
-from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
 from gpubroker_server.core.domain.units import Instant, Seconds, Term
 from gpubroker_server.ports.last_values import LastValues, LeaderSeen
 from gpubroker_server.settings.loading import Settings, load_settings
@@ -70,7 +69,7 @@ async def test_a_broker_with_another_local_ray_than_the_leaders_does_not_start(
     tmp_path: Path, postgres_url: str, store: SqlStore
 ) -> None:
     term = await next_term(store, "one:1", Seconds(600.0))
-    await store.say(term, 1, LastValues(leader=word(LOCAL, term)))
+    await store.publish(term, 1, LastValues(leader=word(LOCAL, term)))
     process, own = await a_process(tmp_path, postgres_url)
     with pytest.raises(StartRefused, match=f"{socket.gethostname()}:{tmp_path}/two, and one:1.* one:/data"):
         await asyncio.wait_for(process.run(), 30.0)
@@ -84,7 +83,7 @@ async def test_of_two_brokers_that_start_together_the_one_that_does_not_lead_end
     process, own = await a_process(tmp_path, postgres_url)
     await process._lead.begin()
     jobs = dict(process._lead.jobs())
-    await store.say(term, 1, LastValues(leader=word(LOCAL, term)))
+    await store.publish(term, 1, LastValues(leader=word(LOCAL, term)))
     with pytest.raises(StartRefused, match="stop the other one first"):
         await asyncio.wait_for(jobs["last values"], 30.0)
     jobs["forecasts"].close()

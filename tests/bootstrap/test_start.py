@@ -29,7 +29,7 @@ def service(tmp_path: Path) -> Iterator[ServiceProcess]:
     ("setting", "value", "says"),
     [
         ("task_user", "nobody-of-this-name", "no user 'nobody-of-this-name'"),
-        ("task_path", ["/nowhere/at/all"], "/nowhere/at/all is no directory"),
+        ("task_path", ["/nowhere/at/all"], "/nowhere/at/all is not a directory"),
     ],
 )
 def test_tasks_that_could_only_fail_are_not_waited_for(

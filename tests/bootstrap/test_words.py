@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpubroker_server.bootstrap.messages import farewell, greeting
+from gpubroker_server.bootstrap.process import farewell, greeting
 from gpubroker_server.settings.loading import Settings, default_data_dir
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from gpubroker_server.adapters.sql.store import open_store
+from gpubroker_server.broker.commit import TRIES, PictureDiverged
 from gpubroker_server.broker.dispatch import Dispatcher
-from gpubroker_server.broker.loop import TRIES, PictureDiverged
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Failure, Gone, StartOrder
 from gpubroker_server.core.domain.policy import Policy
@@ -206,7 +206,7 @@ async def test_a_plan_that_the_database_refuses_for_ever_ends_the_leader(stage: 
     await stage.submit("one", gpu_mb=50 * GIB)
     for _ in range(TRIES - 1):
         await stage.leader.cycle()
-    with pytest.raises(PictureDiverged, match="what the leader made of one; restart"):
+    with pytest.raises(PictureDiverged, match="the leader's decisions about one; restart"):
         await stage.leader.cycle()
     assert started(stage) == []
 

@@ -78,9 +78,9 @@ async def test_a_start_that_was_foretold_teaches_how_true_that_was(tmp_path: Pat
         await stage.leader.cycle()
         await stage.turns_until("one", TaskState.RUNNING)
         await stage.submit("two", HOUR, gpus=2)
-        stage.leader.foresight = Foresight()  # else they would be made anew after a second
+        stage.leader.planner.foresight = Foresight()  # else they would be made anew after a second
         await stage.leader.cycle()
-        [forecast] = stage.leader.foresight.forecasts
+        [forecast] = stage.leader.planner.foresight.forecasts
         assert (forecast.task, forecast.basis) == ("two", Basis.STATED)
         await stage.turns_until("two", TaskState.RUNNING)
         sketches = dict((await stage.store.snapshot()).estimates)
@@ -95,7 +95,7 @@ async def test_a_new_leader_gives_nothing_away_that_was_kept(tmp_path: Path) -> 
         await stage.turns_until("one", TaskState.RUNNING)
         await stage.submit("large", HOUR, gpus=2)
         await stage.submit("small", HOUR, gpus=1)
-        stage.leader.foresight = Foresight()
+        stage.leader.planner.foresight = Foresight()
         await stage.leader.cycle()
         assert (await stage.row("small")).state is TaskState.PENDING
-        assert next(forecast.task for forecast in stage.leader.foresight.forecasts) == "large"
+        assert next(forecast.task for forecast in stage.leader.planner.foresight.forecasts) == "large"

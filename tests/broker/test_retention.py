@@ -1,7 +1,7 @@
 """The leader takes out what is over, and nobody else does."""
 
 from gpubroker_server.adapters.memory.store import MemoryStore
-from gpubroker_server.broker.pruning import Pruner
+from gpubroker_server.broker.background import Pruner
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.policy import Retention
 from gpubroker_server.core.domain.task import Move

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 from gpubroker_server.adapters.sql.store import migrate
-from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import Position
 from gpubroker_server.core.world.events import Event

@@ -9,8 +9,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from gpubroker_server.adapters.sql.postgres import PostgresSession
-from gpubroker_server.adapters.sql.rowset import Row, Rows, SetStatement
-from gpubroker_server.adapters.sql.session import CommitUnknown, Session
+from gpubroker_server.adapters.sql.session import CommitUnknown, Found, Row, Rows, Session, SetStatement
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.ports.store import StoreUnavailable
 
@@ -60,17 +59,17 @@ class FaultySession:
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
         self._then(statement.name, lambda: self._session.write(statement, rows))
 
-    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
+    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Found:
         return self._then(statement.name, lambda: self._session.fetch(statement, rows))
 
-    def ask(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Sequence[Sequence[Any]]]:
-        return self._then(statement.name, lambda: self._session.ask(statement, rows))
+    def fetch_later(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Found]:
+        return self._then(statement.name, lambda: self._session.fetch_later(statement, rows))
 
     def require_term(self, term: Term) -> None:
         self._then("term", lambda: self._session.require_term(term))
 
-    def number(self, events: int) -> tuple[Position, Instant]:
-        return self._then("log head", lambda: self._session.number(events))
+    def take_positions(self, events: int) -> tuple[Position, Instant]:
+        return self._then("log head", lambda: self._session.take_positions(events))
 
     def commit(self) -> None:
         """A cut after it loses the answer of a commit that is done."""

@@ -75,7 +75,7 @@ MUTANTS = (
     ),
     Mutant(
         "orders are sent before the decision is committed",
-        "service/gpubroker_server/broker/loop.py",
+        "service/gpubroker_server/broker/commit.py",
         "        written = await self._commit(writing) if writing else ()\n",
         "        await self._dispatcher.send(writing)\n"
         "        written = await self._commit(writing) if writing else ()\n",
@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant(
         "an older row overwrites a newer one",
         "service/gpubroker_server/adapters/sql/statements.py",
-        "where(*same, table.c.version == r.c.version - _ONE)",
+        "where(*same, table.c.version == r.c.version - ONE)",
         "where(*same)",
         "tests/contracts/test_store_commit.py",
     ),
@@ -182,7 +182,7 @@ MUTANTS = (
     Mutant(
         "a pruned task leaves its outcome behind",
         "service/gpubroker_server/adapters/sql/pruning.py",
-        '    _of_tasks(tables.outcome, "task"),\n',
+        '    delete_rows(tables.outcome, ("task",)),\n',
         "",
         "sweep: prune",
     ),

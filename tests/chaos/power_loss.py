@@ -20,8 +20,8 @@ from typing import Any
 
 import apsw
 from gpubroker_server.adapters.sql import database
-from gpubroker_server.adapters.sql.columns import SQLITE_NOW
 from gpubroker_server.adapters.sql.store import SqlStore, migrate
+from gpubroker_server.adapters.sql.system_tables import SQLITE_NOW
 from gpubroker_server.core.domain.units import Term
 
 from tests.chaos.database import Checker, Reader

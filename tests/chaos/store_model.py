@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from gpubroker_server.adapters.sql import database
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request, write_move
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, move_lease, quarantine, release

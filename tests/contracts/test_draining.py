@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import psycopg
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import Picture
-from gpubroker_server.broker.gateways import Gateways
+from gpubroker_server.broker.background import gateways_have_let_go
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
@@ -73,15 +74,15 @@ async def stop(leader: Gateway, term: Term, task: Task) -> str:
 
 
 async def let_go(leader: Gateway, claim: str) -> None:
-    gateways = Gateways(leader.store, leader.picture.clock)
+    have_let_go = partial(gateways_have_let_go, leader.store, leader.picture.clock)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not await gateways.have_let_go(claim):  # noqa: ASYNC110  # what is no event is looked for
+        while not await have_let_go(claim):  # noqa: ASYNC110  # what is no event is looked for
             await asyncio.sleep(0.01)
 
 
 async def test_a_model_is_let_go_of_when_the_last_gateway_has_its_answers(postgres_url: str) -> None:
     async with a_gateway(postgres_url, "one") as one, a_gateway(postgres_url, "two") as two:
-        gateways = Gateways(one.store, one.picture.clock)
+        have_let_go = partial(gateways_have_let_go, one.store, one.picture.clock)
         two.has_older = True
         term, task = await a_resident_model(one.store)
         claim = await stop(one, term, task)
@@ -89,20 +90,23 @@ async def test_a_model_is_let_go_of_when_the_last_gateway_has_its_answers(postgr
         async with asyncio.timeout(PATIENCE_SECONDS):
             while claim not in {name for row in await said() for name in row.let_go}:  # noqa: ASYNC110  # as above
                 await asyncio.sleep(0.01)
-        assert not await gateways.have_let_go(claim), "the other one has a request there still"
+        assert not await have_let_go(claim), "the other one has a request there still"
         two.has_older = False
         await let_go(one, claim)
-        assert not await gateways.have_let_go(claim_name(task.id, Fence(task.fence + 1)))
+        assert not await have_let_go(claim_name(task.id, Fence(task.fence + 1)))
 
 
 async def test_who_is_gone_or_says_nothing_is_not_waited_for(postgres_url: str) -> None:
     async with a_gateway(postgres_url, "one") as one:
-        gateways, now = Gateways(one.store, one.picture.clock), one.picture.clock.now()
+        have_let_go, now = (
+            partial(gateways_have_let_go, one.store, one.picture.clock),
+            one.picture.clock.now(),
+        )
         term, task = await a_resident_model(one.store)
         claim = await stop(one, term, task)
         await one.store.present(Presence("killed", Instant(now - PRESENT_SECONDS - 1)))
         await one.store.present(Presence("ending", now))
-        assert not await gateways.have_let_go(claim)
+        assert not await have_let_go(claim)
         await one.store.absent("ending")
         await let_go(one, claim)
 
@@ -110,11 +114,11 @@ async def test_who_is_gone_or_says_nothing_is_not_waited_for(postgres_url: str) 
 async def test_what_gateways_say_is_no_word_of_a_leader(postgres_url: str) -> None:
     async with opened(postgres_url) as store:
         said = LastValues(leader=LeaderSeen(Term(1), "one:1", Instant(1.0), {}))
-        await store.say(Term(1), 1, said)
+        await store.publish(Term(1), 1, said)
         presence = Presence("one", Instant(1.0), frozenset({"a:1", "b:2"}))
         await store.present(replace(presence, let_go=frozenset()))
         await store.present(presence)
-        assert (await store.said(0))[1] == said
+        assert (await store.published(0))[1] == said
         assert await store.presences() == [presence]
 
 

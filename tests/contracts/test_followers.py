@@ -8,11 +8,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from gpubroker_server.adapters.sql import hints
+from gpubroker_server.adapters.sql import connections
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.bootstrap.follower import Picture, fill, fill_anew
 from gpubroker_server.bootstrap.leader_status import Lead
-from gpubroker_server.bootstrap.world_loading import fill, fill_anew
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -163,7 +162,7 @@ async def test_what_the_leader_holds_back_and_whom_it_does_not_hear_is_told_ever
         assert (gateway.leader(), gateway.paused()) == (None, None)
         term = await next_term(one)
         said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent)
-        await one.say(term, 1, LastValues(leader=said))
+        await one.publish(term, 1, LastValues(leader=said))
         jobs = dict(gateway.jobs())
         jobs["forecasts"].close()
         hearing = asyncio.create_task(jobs["last values"])
@@ -179,10 +178,10 @@ async def test_what_the_leader_holds_back_and_whom_it_does_not_hear_is_told_ever
 async def test_what_a_leader_of_a_later_release_says_besides_is_passed_over(postgres_url: str) -> None:
     async with opened(postgres_url) as one:
         word = LastValues(leader=LeaderSeen(Term(1), "one:1", Instant(1.0), {}))
-        await one.say(Term(1), 1, word)
+        await one.publish(Term(1), 1, word)
         with psycopg.connect(postgres_url) as connection:
             connection.execute('UPDATE last_value SET value = (value::jsonb || \'{"mood": "fine"}\')::text')
-        assert (await one.said(0))[1] == word
+        assert (await one.published(0))[1] == word
 
 
 async def test_a_world_filled_anew_forgets_what_is_no_longer_there(postgres_url: str) -> None:
@@ -256,7 +255,7 @@ async def test_who_listens_listens_again_after_a_line_that_says_nothing_more(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes every byte and passes none on; new ones are good."""
-    monkeypatch.setattr(hints, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "PROBE_SECONDS", 0.2)
     word = asyncio.Event()
     async with (
         a_proxy(to_postgres(postgres_url)) as proxy,
@@ -282,7 +281,7 @@ def test_a_connection_that_is_there_when_nobody_wants_it_any_more_is_closed(post
         return opened[0]
 
     async def leave() -> None:
-        keeping = asyncio.create_task(hints.Hints(connect).keep(lambda: None, lambda: None))
+        keeping = asyncio.create_task(connections.Hints(connect).keep(lambda: None, lambda: None))
         await asyncio.to_thread(asked.wait, PATIENCE_SECONDS)
         keeping.cancel()
         await asyncio.wait([keeping])

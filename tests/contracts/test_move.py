@@ -156,7 +156,7 @@ async def test_a_database_that_took_another_file_is_left_alone(
     other = f"sqlite:///{tmp_path / 'other.db'}"
     migrate(other, "head")
     move_killed_at(len(COPIED) + 1, other, empty_postgres_url)
-    with pytest.raises(DatabaseRefused, match=r"has what came from .*other\.db"):
+    with pytest.raises(DatabaseRefused, match=r"has the data of .*other\.db"):
         move_data(file, empty_postgres_url, lambda _: None)
     assert await may_be_served(file)
 
@@ -188,7 +188,7 @@ def test_data_moves_from_a_file_to_a_server_only(source: str, target: str) -> No
     [
         ("mysql://u:secret@host/db", '--to must begin with .* but is "mysql:..."'),
         ("", "--to must begin with .* but is empty"),
-        ("postgresql://u@127.0.0.1:1/db?foo=secret", "--to is no address of PostgreSQL"),
+        ("postgresql://u@127.0.0.1:1/db?foo=secret", "--to is not an address of PostgreSQL"),
         ("postgresql://u:secret@127.0.0.1:1/db", "cannot use PostgreSQL at 127.0.0.1.* or correct --to$"),
     ],
 )

@@ -12,13 +12,9 @@ import psycopg
 import pytest
 from gpubroker_server.adapters.sql import objects, reads, statements
 from gpubroker_server.adapters.sql.connections import connect_reader, connect_writer
-from gpubroker_server.adapters.sql.rowset import (
-    SetStatement,
-    postgres_text,
-    sqlite_chunks,
-    sqlite_text,
-)
-from gpubroker_server.adapters.sql.sqlite import SqliteFile
+from gpubroker_server.adapters.sql.postgres import postgres_text
+from gpubroker_server.adapters.sql.session import SetStatement
+from gpubroker_server.adapters.sql.sqlite import SqliteFile, sqlite_chunks, sqlite_text
 from gpubroker_server.adapters.sql.store import migrate, open_store
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.task import TaskState
@@ -31,7 +27,7 @@ from tests.contracts.scenes import a_submission, admission, next_term, opened, w
 
 BY_KEY = [
     statement
-    for statement in (*statements.IN_ORDER, statements.KNOWN_KEYS, statements.KNOWN_IDS)
+    for statement in (*statements.IN_ORDER, statements.known_keys, statements.known_ids)
     if not statement.name.startswith("insert")
 ]
 names = pytest.mark.parametrize("statement", BY_KEY, ids=lambda statement: statement.name)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
-from gpubroker_server.adapters.sql.connections import TERM, wished
+from gpubroker_server.adapters.sql.connections import TERM, set_statement
 from gpubroker_server.adapters.sql.store import SqlStore, open_store
 from gpubroker_server.core.domain.units import TaskId, Term
 from gpubroker_server.core.world.events import Event
@@ -76,15 +76,13 @@ async def test_what_a_connection_keeps_is_not_there_behind_it(postgres_url: str)
 def test_what_is_asked_within_a_transaction_holds_in_it_and_is_gone_after_it(postgres_url: str) -> None:
     with psycopg.connect(postgres_url, autocommit=True) as connection:
         with connection.transaction():
-            connection.execute(wished(TERM, within="transaction"))
+            connection.execute(set_statement(TERM, within="transaction"))
             assert all(
-                setting(connection, name) == value
-                for name, value in TERM.settings.items()
-                if "tcp" not in name
+                setting(connection, name) == value for name, value in TERM.values.items() if "tcp" not in name
             )
         assert setting(connection, "lock_timeout") == "0"
-        connection.execute(wished(TERM, within="session"))
-        assert setting(connection, "lock_timeout") == TERM.settings["lock_timeout"]
+        connection.execute(set_statement(TERM, within="session"))
+        assert setting(connection, "lock_timeout") == TERM.values["lock_timeout"]
 
 
 def setting(connection: psycopg.Connection[Any], name: str) -> str:

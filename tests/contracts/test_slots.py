@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.broker.slot_division import SlotDesk
+from gpubroker_server.broker.background import SlotDivider
 from gpubroker_server.core.domain.units import Instant, Term
 from gpubroker_server.core.serving.slots import FRESH_SECONDS, HOLD_SECONDS, Claim
 from gpubroker_server.gateway.http.identity import Identity
@@ -43,7 +43,7 @@ class Scene:
     def __init__(self, store: SqlStore) -> None:
         self.clock = ManualClock()
         self.store = store
-        self.desk = SlotDesk({"m": 8}, store, self.clock)
+        self.divider = SlotDivider({"m": 8}, store, self.clock)
         self.lanes = {name: self.new_lanes() for name in ("a", "b")}
         self.leases = {name: self._leases(name, store) for name in self.lanes}
         self.word: LeaderSeen | None = None
@@ -61,8 +61,8 @@ class Scene:
         """Leader and gateways act once each, second by second. `unknown`: gateways that the leader does not
         know yet, or any more, each of which uses one slot."""
         for _ in range(count):
-            await self.desk.divide(Term(term))
-            self.word = LeaderSeen(Term(term), "one:1", self.clock.now(), {}, slots=self.desk.word)
+            await self.divider.divide(Term(term))
+            self.word = LeaderSeen(Term(term), "one:1", self.clock.now(), {}, slots=self.divider.divided)
             for leases in self.leases.values():
                 await leases.renew()
                 assert sum(self.slots()) <= 8 + unknown
@@ -102,15 +102,15 @@ async def test_the_next_leader_counts_what_gateways_hold(postgres_url: str) -> N
     async with a_scene(postgres_url) as scene:
         await scene.rounds(10)
         said = LastValues(leader=LeaderSeen(Term(2), "two:1", scene.clock.now(), {}, slots={}))
-        await scene.store.say(Term(2), 1, said)
-        assert (await scene.store.said(0))[1] == said
+        await scene.store.publish(Term(2), 1, said)
+        assert (await scene.store.published(0))[1] == said
         scene.ask("a", 20)
         await scene.rounds(2, term=2)
         assert scene.slots() == [4, 1]
         await scene.rounds(12, term=2)
         assert scene.slots() == [7, 1]
-        await scene.desk.divide(None)
-        assert scene.desk.word == {}, "which gives nobody anything, and takes nothing"
+        await scene.divider.divide(None)
+        assert scene.divider.divided == {}, "which gives nobody anything, and takes nothing"
 
 
 async def test_who_ended_leaves_his_slots_at_once_and_who_was_killed_after_a_while(postgres_url: str) -> None:
@@ -171,8 +171,8 @@ async def test_a_gateway_that_wakes_after_its_share_has_ended_uses_one_slot_befo
 
 async def test_a_leader_that_divides_none_leaves_all_to_each(postgres_url: str) -> None:
     async with a_scene(postgres_url) as scene:
-        divides_none = SlotDesk({}, scene.store, scene.clock)
-        scene.word = LeaderSeen(Term(1), "one:1", scene.clock.now(), {}, slots=divides_none.word)
+        divides_none = SlotDivider({}, scene.store, scene.clock)
+        scene.word = LeaderSeen(Term(1), "one:1", scene.clock.now(), {}, slots=divides_none.divided)
         await scene.leases["a"].renew()
         assert scene.slots() == [8, 1]
 

@@ -115,7 +115,7 @@ def test_a_version_that_can_damage_its_log_gets_one_writing_connection_at_a_time
     file = SqliteFile(tmp_path / "gpubroker.db", version)
     first = file.writer()
     if has_it:
-        with pytest.raises(RuntimeError, match="bears only one"):
+        with pytest.raises(RuntimeError, match="allows only one"):
             file.writer()
         first.close()
     file.writer().close()
@@ -158,7 +158,7 @@ async def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
     connection.close()
     before = path.read_bytes()
     text = await refusal(f"sqlite:///{path}")
-    assert "is not a gpubroker database but the SQLite database of another program" in text
+    assert "is not a gpubroker database, it is the SQLite database of another program" in text
     assert "--database-url" in text
     assert path.read_bytes() == before
 
@@ -166,7 +166,7 @@ async def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
 async def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("buy milk\n" * 100)
-    assert "no SQLite database at all" in await refusal(f"sqlite:///{path}")
+    assert "it is not a SQLite database" in await refusal(f"sqlite:///{path}")
     assert path.read_text() == "buy milk\n" * 100
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.decisions import Decision, PledgeWrite, Request, write_move
 from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, move_lease
 from gpubroker_server.core.domain.orders import Failure

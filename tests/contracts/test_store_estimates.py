@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
 from gpubroker_server.core.domain.lease import LeaseState, mark_overused, move_lease

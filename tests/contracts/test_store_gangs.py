@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.lease import HolderKind
 from gpubroker_server.core.domain.task import Member, MemberState, Move

@@ -124,7 +124,7 @@ async def test_a_renewal_waits_for_no_commit_of_its_term_and_the_next_term_waits
         session = PostgresSession(postgres_url)
         session.begin()
         session.require_term(term)
-        session.number(0)
+        session.take_positions(0)
         await asyncio.wait_for(store.renew(term, TTL), 1.5)
         taking = asyncio.create_task(store.take_term("two", TTL, instead_of=await store.leader()))
         with pytest.raises(TimeoutError):
@@ -159,10 +159,10 @@ async def test_a_leader_that_stops_in_the_middle_of_a_transaction_is_thrown_out_
     stopped = PostgresSession(postgres_url)
     stopped.begin()
     stopped.require_term(Term(0))
-    stopped.fetch(sql.OLDEST, [(1,)])  # so that what was said before has been sent
+    stopped.fetch(sql.oldest, [(1,)])  # so that what was said before has been sent
     if where == "with the head of the log in its hand":
-        stopped.number(1)
-        stopped.fetch(sql.OLDEST, [(1,)])  # and it has begun the next statement
+        stopped.take_positions(1)
+        stopped.fetch(sql.oldest, [(1,)])  # and it has begun the next statement
     async with opened(postgres_url) as store:
         took = asyncio.create_task(taken(store))
         assert await asyncio.wait_for(took, 4.0) == 1

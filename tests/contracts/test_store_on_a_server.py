@@ -8,9 +8,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from gpubroker_server.adapters.sql import statements as sql
-from gpubroker_server.adapters.sql.database import READERS
+from gpubroker_server.adapters.sql import terms
 from gpubroker_server.adapters.sql.postgres import PostgresSession
+from gpubroker_server.adapters.sql.reads import READERS
 from gpubroker_server.adapters.sql.session import CommitUnknown
 from gpubroker_server.core.domain.decisions import write_move
 from gpubroker_server.core.domain.task import Move, TaskState
@@ -277,7 +277,7 @@ async def test_a_leader_in_another_process_ends_this_one(postgres_url: str) -> N
 async def test_a_process_that_hangs_in_a_commit_does_not_hold_up_the_others(postgres_url: str) -> None:
     hanging = PostgresSession(postgres_url)
     hanging.begin()
-    hanging.number(1)  # it has the head of the log, and now does nothing
+    hanging.take_positions(1)  # it has the head of the log, and now does nothing
     async with opened(postgres_url) as store:
         outcome = await asyncio.wait_for(store.submit(a_submission("t1")), PATIENCE_SECONDS)
         assert outcome.verdict is SubmitVerdict.ACCEPTED
@@ -296,9 +296,9 @@ def test_statements_of_a_transaction_leave_together_when_somebody_waits_for_an_a
     asked = "SELECT state, xact_start IS NULL FROM pg_stat_activity WHERE pid = %s"
     with psycopg.connect(postgres_url, autocommit=True) as other:
         session.begin()
-        leader = session.ask(sql.LEADER, [(1,)])
+        leader = session.fetch_later(terms.leader_row, [(1,)])
         assert other.execute(asked, [pid]).fetchone() == ("idle", True)
-        session.number(0)
+        session.take_positions(0)
         assert other.execute(asked, [pid]).fetchone() == ("idle in transaction", False)
     session.commit()
     assert len(leader()) == 1

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.world import World

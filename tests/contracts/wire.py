@@ -8,7 +8,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 import pytest
-from gpubroker_server.adapters.sql.connections import Line
+from gpubroker_server.adapters.sql.connections import TimedConnection
 from psycopg.conninfo import conninfo_to_dict
 
 from tests.places import short_place
@@ -28,7 +28,7 @@ class Cut(Enum):
 def little_patience() -> Iterator[None]:
     """Who waits for PostgreSQL meanwhile gives up at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Line, "patience_seconds", property(lambda _: 0.1, lambda *_: None))
+        patch.setattr(TimedConnection, "answer_seconds", property(lambda _: 0.1, lambda *_: None))
         yield
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
-from gpubroker_server.adapters.sql.compatibility import SCHEMA
+from gpubroker_server.adapters.sql.system_tables import SCHEMA
 from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from gpubroker_server.adapters.sql.compatibility import SCHEMA
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import migrate, open_store
+from gpubroker_server.adapters.sql.system_tables import SCHEMA
 from gpubroker_server.adapters.sql.tables import metadata
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.task import TaskState
@@ -193,8 +193,8 @@ def test_an_installed_package_brings_its_migrations(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "installed")
     code = (
         "import sys; from gpubroker_server.adapters.sql import store; "
-        "from gpubroker_server.adapters.sql import schema; "
-        "print(schema.__file__, store.migrate(sys.argv[1], 'head'))"
+        "from gpubroker_server.adapters.sql import database; "
+        "print(database.__file__, store.migrate(sys.argv[1], 'head'))"
     )
     url = f"sqlite:///{tmp_path / 'gpubroker.db'}"
     ran = subprocess.run(

@@ -9,11 +9,11 @@ from typing import cast
 
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.broker.background import Pruner
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.leadership import Candidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.observe import Observer
-from gpubroker_server.broker.pruning import Pruner
 from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
 from gpubroker_server.core.domain.policy import Policy, Retention
 from gpubroker_server.core.domain.units import Seconds, Term

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from gpubroker_server.adapters.memory.store import MemoryStore
-from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.observe import Observer

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from gpubroker_server.bootstrap import follower as bootstrap_picture
-from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.broker import cycle_timing, leadership
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import TERMINAL

@@ -9,6 +9,7 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.compose import (
+    hosts_of,
     inventory_rules_of,
     new_executor,
     policy_of,
@@ -16,19 +17,14 @@ from gpubroker_server.bootstrap.compose import (
     tenure_rules_of,
 )
 from gpubroker_server.bootstrap.follower import Job, Picture, word_seconds
-from gpubroker_server.bootstrap.inference_clients import inference_clients_of, inference_desk_of
-from gpubroker_server.bootstrap.model_hosts import hosts_of
-from gpubroker_server.bootstrap.shared_ray import other_ray
-from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
+from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
+from gpubroker_server.broker.background import Pruner, Publisher, SlotDivider, gateways_have_let_go
 from gpubroker_server.broker.dispatch import Dispatcher
-from gpubroker_server.broker.gateways import Gateways
 from gpubroker_server.broker.leadership import Candidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import DeskRules, ModelDesk
 from gpubroker_server.broker.observe import Observer
-from gpubroker_server.broker.pruning import Pruner
-from gpubroker_server.broker.publish import Publisher
-from gpubroker_server.broker.slot_division import SlotDesk
 from gpubroker_server.core.domain.leader_term import Tenure
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.planning.backfill import Forecast
@@ -65,12 +61,11 @@ class BrokerRole:
         self._pruner = Pruner(
             store, picture.clock, retention_of(settings), self.term, lambda: picture.world.position
         )
-        self._gateways = Gateways(store, picture.clock)
         self.let_go: Callable[[], frozenset[str]] | None = None
         """Claims of models of which the gateway in this process has let go, if there is one; where others may
         be, they say so in the database."""
         self._publisher = Publisher(picture.world, picture.progress, self.seen, store)
-        self._slots = SlotDesk(settings.triton.slots, store, picture.clock)
+        self._slots = SlotDivider(settings.triton.slots, store, picture.clock)
         picture.listen(self._on_events)
 
     def jobs(self) -> list[Job]:
@@ -109,12 +104,12 @@ class BrokerRole:
     def seen(self, term: Term) -> LeaderSeen:
         """What this process says of itself while it leads."""
         status, leader = dict(self.executor.status()), self.candidate.leader
-        seen = LeaderSeen(term, self._name, self._picture.clock.now(), status, slots=self._slots.word)
+        seen = LeaderSeen(term, self._name, self._picture.clock.now(), status, slots=self._slots.divided)
         return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
 
     def forecasts(self) -> Sequence[Forecast]:
         leader = self.candidate.leader
-        return () if leader is None else leader.foresight.forecasts
+        return () if leader is None else leader.planner.foresight.forecasts
 
     async def wind_up(self) -> None:
         await self.candidate.wind_up()
@@ -161,7 +156,7 @@ class BrokerRole:
 
     async def _have_let_go(self, claim: str) -> bool:
         if self._store.is_shared:
-            return await self._gateways.have_let_go(claim)
+            return await gateways_have_let_go(self._store, self._picture.clock, claim)
         return self.let_go is None or claim in self.let_go()
 
     def _on_events(self, events: Sequence[Event]) -> None:

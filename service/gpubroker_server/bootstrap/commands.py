@@ -1,7 +1,10 @@
-"""What the commands of the server do. Imports all of it: whoever only stops one need not wait for that."""
+"""What the server's commands do. Imports the whole server, which `gpubroker down` does without."""
 
 import asyncio
+import os
 import socket
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -10,7 +13,6 @@ import uvloop
 from gpubroker_server.adapters.sql.move_data import move_data
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import migrate, open_store
-from gpubroker_server.bootstrap.exit_deadline import LastMoment
 from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.bootstrap.start_checks import (
@@ -35,10 +37,35 @@ __all__ = [
 ]
 
 
+class ExitDeadline:
+    """Ends the process when its time to stop is over. Nothing acknowledged is lost: a power cut does the
+    same."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def begin(self) -> None:
+        """Once; later calls change nothing."""
+        if self._timer.ident is None:
+            self._timer.start()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        sys.stderr.write(
+            f"gpubroker: stopping took longer than {self._seconds:g} s (drain_seconds); ending now\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) -> int:
     """Run in the foreground until SIGTERM, SIGINT or a shutdown request; the exit code.
 
-    `speaks`: as a gateway; `leads`: as a broker. Only on PostgreSQL may one process be without the other.
+    `speaks`: as a gateway; `leads`: as a broker. SQLite needs both in one process.
     """
     configure_logs(settings.log_level, settings.log_format)
     if not (speaks and leads):
@@ -63,10 +90,10 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
         )
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
-    last_moment = LastMoment(settings.drain_seconds)
+    deadline = ExitDeadline(settings.drain_seconds)
     try:
         blobs = await open_blobs(settings, store)
-        process = Process(settings, store, blobs, listener=listener, leads=leads, on_stop=last_moment.begin)
+        process = Process(settings, store, blobs, listener=listener, leads=leads, on_stop=deadline.begin)
         return await process.run()
     except StoreUnavailable as fault:
         raise StartRefused(
@@ -74,7 +101,7 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
         ) from None
     finally:
         await store.close()
-        last_moment.cancel()
+        deadline.cancel()
 
 
 def migrate_database(settings: Settings, revision: str, *, drop_everything: bool) -> str:
@@ -87,20 +114,20 @@ def migrate_database(settings: Settings, revision: str, *, drop_everything: bool
         raise StartRefused(str(refused)) from None
 
 
-def move_database(settings: Settings, target: str, tell: Callable[[str], None]) -> None:
-    """From the file of these settings to PostgreSQL. Raises StartRefused; nothing is lost in any case."""
+def move_database(settings: Settings, target: str, report: Callable[[str], None]) -> None:
+    """From the file of these settings to PostgreSQL. Raises StartRefused; no data is lost."""
     try:
-        move_data(settings.database, target, tell)
+        move_data(settings.database, target, report)
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
-    tell(
+    report(
         "moved; start the service with the new database_url (or --database-url), and with the data directory "
         f"{settings.data_dir}"
     )
 
 
 def openapi_yaml() -> str:
-    """The API's document, as `openapi.yaml` holds it."""
+    """The text of openapi.yaml."""
     from gpubroker_server.gateway.app import openapi_document
     from gpubroker_server.gateway.http import openapi as document
 

@@ -24,6 +24,7 @@ from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.gateway.http.limits import RequestLimits
 from gpubroker_server.gateway.submission.demand import Defaults, ModelType
+from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import Clock, Executor
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.sections import (
@@ -63,7 +64,7 @@ def policy_of(settings: Settings) -> Policy:
 
 
 def serving_of(given: TritonSettings) -> Serving:
-    """Who answers queued inferences."""
+    """The servers that answer queued inferences."""
     return Serving(
         ledger=tuple(server.name for server in given.servers if server.node),
         others=tuple(server.name for server in given.servers if not server.node),
@@ -79,7 +80,7 @@ def _pool_of(name: str, given: PoolSettings) -> Pool:
 
 
 def tenure_rules_of(settings: Settings) -> TenureRules:
-    """A SQLite file is locked by the one process that has it, for as long as that lives."""
+    """A SQLite file belongs to one process for as long as that lives."""
     return UNTIL_PROCESS_EXIT if settings.database.startswith("sqlite:") else TenureRules()
 
 
@@ -95,7 +96,7 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
             max_runs=ray.max_runs,
             devices=devices,
         )
-        # What it measures is also its beat.
+        # A sample also counts as a heartbeat.
         period_seconds = min(settings.policy.sample_period_seconds, settings.policy.beat_seconds)
         return WaitingExecutor(node, clock, period_seconds)
     options = RayOptions(
@@ -123,8 +124,20 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
     return RayExecutor(options, clock)
 
 
+def hosts_of(settings: Settings) -> list[ModelHost]:
+    """The servers of models that have a node: the leader loads and unloads their models. Raises
+    StartRefused."""
+    managed = [given for given in settings.triton.servers if given.node]
+    if not managed:
+        return []
+    from gpubroker_server.adapters.triton.host import TritonHost  # with the library of gRPC, which is large
+    from gpubroker_server.bootstrap.grpc_proxy import rpc_server_of
+
+    return [TritonHost(rpc_server_of(given), given.repository) for given in managed]
+
+
 def simulated_devices(settings: Settings) -> tuple[SeenDevice, ...]:
-    """Numbered through, with names that say what they are."""
+    """Numbered, with UUIDs that show that they are simulated."""
     seen: list[SeenDevice] = []
     for given in (device for device in settings.simulated_devices for _ in range(device.count)):
         whole = _simulated(settings, len(seen), given)
@@ -180,7 +193,7 @@ def retention_of(settings: Settings) -> Retention:
 
 
 def defaults_of(settings: Settings) -> Defaults:
-    """What is filled in stays within what one task may ask for: only what somebody says is refused."""
+    """Defaults are capped by policy.maximum; only values that a client sends are refused."""
     given, most = settings.defaults, settings.policy.maximum
     return Defaults(
         priority=given.priority,

@@ -10,7 +10,6 @@ import structlog
 
 from gpubroker_server.adapters.clock import DatabaseClock, boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.bootstrap.world_loading import fill, fill_anew
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.world.events import Event
@@ -22,6 +21,7 @@ from gpubroker_server.ports.store import (
     Outgrown,
     Progress,
     ReadTicks,
+    Snapshot,
     StoreUnavailable,
 )
 
@@ -168,3 +168,35 @@ class Picture:
 def word_seconds(policy: Policy) -> Seconds:
     """How often a leader tells others what is no event, and they listen: samples must not age on the way."""
     return Seconds(min(1.0, policy.sample_period_seconds / 2))
+
+
+def fill_anew(world: World, snapshot: Snapshot) -> None:
+    """Replace the contents of a World that has missed events. Samples will be measured again; the version of
+    the inventory changes."""
+    fresh = World(world.accounts.half_life_seconds)
+    fill(fresh, snapshot)
+    fresh.inventory_version += world.inventory_version
+    vars(world).update(vars(fresh))
+
+
+def fill(world: World, snapshot: Snapshot) -> None:
+    """Fill an empty World."""
+    for node in snapshot.nodes:
+        world.add_node(node)
+    for device in snapshot.devices:
+        world.add_device(device)
+    for task in snapshot.tasks:
+        world.add_task(task)
+    for lease in snapshot.leases:
+        world.add_lease(lease)
+    for usage in snapshot.usage:
+        world.accounts.restore(usage)
+    for pledge in snapshot.pledges:
+        world.add_pledge(pledge)
+    for request in snapshot.requests:
+        world.add_request(request)
+    world.finished.update(snapshot.finished)
+    for topic, sketch in snapshot.estimates:
+        world.learned.put(topic, sketch)
+    world.position = snapshot.position
+    world.as_of = snapshot.at

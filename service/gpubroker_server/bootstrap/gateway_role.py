@@ -14,7 +14,7 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
-from gpubroker_server.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
+from gpubroker_server.bootstrap.compose import defaults_of, hosts_of, kinds_of, limits_of, policy_of
 from gpubroker_server.bootstrap.follower import Job, Picture
 from gpubroker_server.bootstrap.leader_status import Lead
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
@@ -88,7 +88,7 @@ class GatewayRole:
             standing=LeadershipStatus if broker is None else broker.candidate.standing,
             waiters=self._waiters,
             servers=servers_of(settings),
-            served=served_of(settings),
+            served=served_of(settings, hosts_of(settings)),
         )
         app = create_app(parts)
         plane = self._plane(parts, app.state.telemetry) if parts.servers else None

@@ -1,10 +1,10 @@
-"""From settings to the data plane over gRPC. Loaded only where that is wanted: its library is not small."""
+"""From settings to Triton's gRPC protocol. Loaded only if it is used: the library is large."""
 
 import os
 import ssl
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it writes to stderr what is told to whoever asked
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # what is started here begins with exec
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # otherwise it prints errors that the caller gets anyway
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # our child processes call exec
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,7 +19,7 @@ from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.triton import TritonServerSettings
 
 CALLS_PER_CONNECTION = 16
-"""So many at once for each connection that a server may have, though a call takes none; more are refused."""
+"""Calls at once for each connection that a server may have; more are refused."""
 
 
 def grpc_port_of(settings: Settings, plane: Plane, host: str) -> GrpcPort:
@@ -41,7 +41,7 @@ def grpc_port_of(settings: Settings, plane: Plane, host: str) -> GrpcPort:
 
 
 def rpc_server_of(given: TritonServerSettings) -> TritonRpcServer:
-    """Reads what its files hold. Raises StartRefused."""
+    """Reads its files. Raises StartRefused."""
     assert given.grpc_url is not None
     url = urlsplit(given.grpc_url)
     return TritonRpcServer(
@@ -55,7 +55,7 @@ def rpc_server_of(given: TritonServerSettings) -> TritonRpcServer:
 
 
 def _roots_of(given: TritonServerSettings) -> bytes:
-    """Those that the system believes, and the server's own."""
+    """Root certificates of the system, and those of the server's ca_file."""
     known = ssl.get_default_verify_paths().cafile
     try:
         files = [Path(known)] if known else []

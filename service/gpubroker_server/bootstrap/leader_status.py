@@ -42,7 +42,7 @@ class Lead:
     async def begin(self) -> None:
         """Raises StartRefused if whoever leads does it with another Ray than this process would."""
         if self._broker is not None and self._store.is_shared:
-            _, values = await self._store.said(0)
+            _, values = await self._store.published(0)
             await self._broker.check_ray(values.leader)
 
     def jobs(self) -> list[Job]:
@@ -95,7 +95,7 @@ class Lead:
             await asyncio.sleep(every_seconds)
 
     async def _hear(self) -> None:
-        self._heard, values = await self._store.said(self._heard)
+        self._heard, values = await self._store.published(self._heard)
         world = self._picture.world
         world.measure(values.samples)
         self._word = values.leader or self._word

@@ -1,23 +1,28 @@
-"""From settings to the door of the servers of models."""
+"""From settings to the servers of models: as the gateway asks them over HTTP, and as the leader sends queued
+inferences."""
 
 import ssl
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
-from gpubroker_server.bootstrap.model_hosts import hosts_of
+from gpubroker_server.adapters.triton.inference_client import TritonInferenceClient
 from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.broker.inference_dispatch import BatchRules, InferenceDesk
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.serving.lane import LaneRules
 from gpubroker_server.gateway.proxy.lanes import LaneOptions
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.ports.inferences import InferenceClient
 from gpubroker_server.ports.models import ModelHost
+from gpubroker_server.ports.store import Clock
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.triton import TritonServerSettings
 
 
 def servers_of(settings: Settings) -> list[Server]:
-    """As they are asked over HTTP. Raises StartRefused."""
+    """Raises StartRefused."""
     return [
         Server(given.name, HttpBackend(server_of(given)), is_managed=bool(given.node))
         for given in settings.triton.servers
@@ -35,11 +40,24 @@ def lane_options_of(settings: Settings) -> LaneOptions:
     )
 
 
-def served_of(settings: Settings) -> list[tuple[ServerRules, ModelHost]]:
-    """The servers whose models are held in the ledger. Raises StartRefused."""
+def inference_clients_of(settings: Settings) -> list[InferenceClient]:
+    """Each has connections of its own, which it opens when it needs them. Raises StartRefused."""
+    most_bytes = settings.limits.result_bytes
+    return [TritonInferenceClient(server_of(given), most_bytes) for given in settings.triton.servers]
+
+
+def inference_desk_of(settings: Settings, clients: Sequence[InferenceClient], clock: Clock) -> InferenceDesk:
+    rules = {
+        model: BatchRules(given.max_size, Seconds(given.delay_seconds))
+        for model, given in settings.triton.batch.items()
+    }
+    return InferenceDesk(clients, clock, rules=rules)
+
+
+def served_of(settings: Settings, hosts: Sequence[ModelHost]) -> list[tuple[ServerRules, ModelHost]]:
+    """The servers whose models have leases, with the hosts that `compose.hosts_of` made."""
     managed = [given for given in settings.triton.servers if given.node]
-    rules = [_rules_of(settings, given) for given in managed]
-    return list(zip(rules, hosts_of(settings), strict=True))
+    return list(zip([_rules_of(settings, given) for given in managed], hosts, strict=True))
 
 
 def _rules_of(settings: Settings, given: TritonServerSettings) -> ServerRules:
@@ -64,7 +82,7 @@ def _rules_of(settings: Settings, given: TritonServerSettings) -> ServerRules:
 
 
 def server_of(given: TritonServerSettings) -> TritonServer:
-    """Reads what its files hold. Raises StartRefused."""
+    """Reads its files. Raises StartRefused."""
     url = urlsplit(given.http_url)
     assert url.hostname is not None
     assert url.port is not None
@@ -83,7 +101,7 @@ def server_of(given: TritonServerSettings) -> TritonServer:
 
 
 def headers_of(given: TritonServerSettings) -> dict[str, str]:
-    """Its credentials, the token included. Raises StartRefused."""
+    """With its credentials. Raises StartRefused."""
     headers = dict(given.headers)
     if given.token_file is not None:
         headers["Authorization"] = f"Bearer {_token_in(given)}"

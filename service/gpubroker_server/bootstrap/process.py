@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import signal
 import socket
 import sys
@@ -18,11 +19,10 @@ from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import policy_of
 from gpubroker_server.bootstrap.follower import Picture
 from gpubroker_server.bootstrap.leader_status import Lead
-from gpubroker_server.bootstrap.messages import farewell, greeting
 from gpubroker_server.bootstrap.start_checks import StartRefused, process_name
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.ports.store import Outgrown
-from gpubroker_server.settings.loading import Settings
+from gpubroker_server.settings.loading import Settings, default_data_dir
 
 if TYPE_CHECKING:
     from gpubroker_server.bootstrap.gateway_role import GatewayRole
@@ -199,3 +199,37 @@ def make_full_collections_rare() -> None:
     gc.freeze()
     gc.set_threshold(100, 1, 600_000)
     gc.enable()
+
+
+def greeting(settings: Settings, url: str | None) -> list[str]:
+    """The lines that a start prints. `url`: of a gateway."""
+    if url is None:
+        return ["gpubroker broker is up; it serves no HTTP"]
+    lines = [
+        f"gpubroker listens on {url}",
+        f"  address and token for this machine: {settings.data_dir / 'client.json'}",
+        "  try: gpubroker gpus",
+    ]
+    if settings.triton.grpc_port is not None:
+        lines.insert(1, f"  clients of Triton over gRPC: port {settings.triton.grpc_port}")
+    if settings.data_dir != default_data_dir():
+        lines.append(f"  clients find it with: export GPUBROKER_DATA_DIR={settings.data_dir}")
+    if not settings.entrypoints:
+        lines.append("  note: no entrypoint is allowed yet; set entrypoints, such as myteam.*:*")
+    if os.geteuid() != 0:
+        lines.append("  note: the scopes tasks:code and tasks:command equal a shell as this user")
+    else:
+        lines.append(
+            "  warning: the service is root, so the scopes tasks:code and tasks:command equal a root shell; "
+            "task_user keeps accidents from that, not attackers"
+        )
+    return lines
+
+
+def farewell(settings: Settings, runs: int, stop_cluster: bool) -> str:
+    """The line that a stop prints: it ends neither runs nor Ray."""
+    if stop_cluster or settings.engine != "ray":
+        return "gpubroker stopped"
+    ray = "Ray" if settings.ray.address else "the local Ray"
+    rest = f"{runs} {'run' if runs == 1 else 'runs'} and {ray} go on" if runs else f"{ray} goes on"
+    return f"gpubroker stopped; {rest} and will be found again at the next start; `gpubroker down` ends them"

@@ -1,16 +1,18 @@
-"""What must hold before anything starts: a data directory that can be written, a port that is free."""
+"""Checks before anything starts, and the files that a process leaves in its data directory."""
 
 import contextlib
 import fcntl
 import os
 import pwd
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 import psutil
 
+from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.settings.loading import Settings
 
 
@@ -19,13 +21,13 @@ class StartRefused(Exception):
 
 
 def process_name() -> str:
-    """Of this process alone, of all that share a database: containers may have a host name in common, and
-    each of them a process 1; and the lead, presence and slots go by names."""
+    """Unique among processes on one database: containers may share a host name, and all may have process id
+    1."""
     return f"{socket.gethostname()}:{token_hex(3)}:{os.getpid()}"
 
 
 def prepare_data_dir(data_dir: Path) -> None:
-    """Create it with mode 0700 and prove that it can be written. Raises StartRefused."""
+    """Create it with mode 0700, and write to it. Raises StartRefused."""
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = data_dir / ".writable"
@@ -39,7 +41,7 @@ def prepare_data_dir(data_dir: Path) -> None:
 
 
 def check_shared(settings: Settings) -> None:
-    """Several processes need a database that several can open. Raises StartRefused."""
+    """Separate gateways and brokers need PostgreSQL. Raises StartRefused."""
     if settings.database.startswith("sqlite"):
         raise StartRefused(
             f"{settings.database.removeprefix('sqlite:///')} is a SQLite file, which belongs to one process: "
@@ -48,7 +50,7 @@ def check_shared(settings: Settings) -> None:
 
 
 def check_task_surroundings(settings: Settings) -> None:
-    """Whom tasks run as and where their modules are, as far as this machine knows. Raises StartRefused."""
+    """Whether `task_user` and `task_path` exist, if tasks run on this machine. Raises StartRefused."""
     if settings.ray.address or settings.engine != "ray":
         return
     if settings.task_user:
@@ -56,15 +58,39 @@ def check_task_surroundings(settings: Settings) -> None:
             pwd.getpwnam(settings.task_user)
         except KeyError:
             raise StartRefused(
-                f"task_user: this machine has no user {settings.task_user!r}; make one, or name another"
+                f"task_user: this machine has no user {settings.task_user!r}; create it, or name another"
             ) from None
     for path in settings.task_path:
         if not path.is_dir():
-            raise StartRefused(f"task_path: {path} is no directory; make it, or name where the modules are")
+            raise StartRefused(
+                f"task_path: {path} is not a directory; create it, or name the folder of the modules"
+            )
+
+
+def other_ray(here: Mapping[str, Any], leader: LeaderSeen) -> str:
+    """All brokers on one database must use one Ray: a broker can neither hear nor stop what another Ray runs.
+
+    Why the Ray of this process cannot be the leader's, and what to do; empty if it can. `here`: the status of
+    its executor. A local Ray is identified by machine and data directory (`home`). A joined Ray may have
+    several addresses, so two of those are not compared.
+    """
+    there = leader.executor
+    home, leaders = here.get("home"), there.get("home")
+    if home is None or leaders is None or home == leaders:
+        return ""
+    if not home and there.get("address") in ("", here.get("address")):
+        return ""
+    mine = f"a local Ray of its own, {home}" if home else f"the Ray at {here.get('address')}"
+    its = f"the local Ray of {leaders}" if leaders else f"the Ray at {there.get('address')}"
+    return (
+        f"this broker would use {mine}, and {leader.holder}, which leads on this database, uses {its}: what "
+        "one of them starts, the other could neither hear nor end. Name one Ray for all of them with "
+        "ray.address, give those on one machine one data_dir, or stop the other one first"
+    )
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Bind before anything is started, so that a port in use costs nothing. Raises StartRefused."""
+    """Bound before anything starts. Raises StartRefused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,13 +108,13 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def own_host(bound: str) -> str:
-    """How clients on this machine reach what is bound to this address; one that stands for all is no name."""
+    """The address by which clients on this machine connect."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)  # noqa: S104  # nothing is bound here
 
 
 @contextlib.contextmanager
 def noted_as_broker(data_dir: Path) -> Iterator[None]:
-    """While it lasts, `gpubroker down` finds this process by its file."""
+    """A locked file by which `gpubroker down` finds this process."""
     path = data_dir / f"broker-{os.getpid()}.lock"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -99,12 +125,12 @@ def noted_as_broker(data_dir: Path) -> Iterator[None]:
 
 
 def brokers_of(data_dir: Path) -> list[int]:
-    """The processes that are brokers with this data directory."""
+    """Process ids of the brokers with this data directory."""
     return [int(path.stem.removeprefix("broker-")) for path in data_dir.glob("broker-*.lock") if _lives(path)]
 
 
 def _lives(path: Path) -> bool:
-    """Whether the process that made the file is there; one that left it behind was killed."""
+    """Whether the process that locked the file lives; the file of a killed one is removed."""
     try:
         with path.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,7 +152,7 @@ def _port_owner(port: int) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a 0600 file in one step; nobody sees half of it, and nobody else sees it at all."""
+    """Replace a file of mode 0600 in one step."""
     draft = path.with_name(path.name + ".new")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

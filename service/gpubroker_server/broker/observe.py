@@ -1,5 +1,8 @@
-"""What came in since the last cycle: reports, requests and deadlines, turned into decisions by the core."""
+"""What happened since the last cycle: reports, requests and deadlines, which the core turns into
+decisions."""
 
+import asyncio
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -48,12 +51,16 @@ _ENDS_OF_A_RUN = frozenset(
     f"task.{move}" for move in (Move.REQUEUED, Move.SUCCEEDED, Move.FAILED, Move.CANCELLED, Move.EXPIRED)
 )
 _UNSTORABLE = Failure(
-    "unstorable", "what the run left behind holds a value that the database cannot keep, such as a NUL"
+    "unstorable", "a value that the run reported cannot be stored in the database, such as a text with a NUL"
 )
+
+MOST_REPORTS = 10_000
+MOST_REPORT_BYTES = 64 * 2**20
+"""With more in the inbox, which happens only while nothing can be committed, no reports are fetched."""
 
 
 def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> None:
-    """Forget what a run said of itself when it is over."""
+    """Forget the progress of runs that have ended."""
     for event in events:
         if event.kind in _ENDS_OF_A_RUN:
             progress.pop(TaskId(event.key), None)
@@ -62,8 +69,8 @@ def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> N
 def next_batch(heard: Iterable[Report]) -> list[Report]:
     """The reports up to the next NodeSeen or ServerSeen, or that one alone.
 
-    What an agent says of all its runs, or a server of all its models, holds in its place between the other
-    reports: what came before must be committed when it is read, and what came after must not.
+    These two list all runs of an agent, or all models of a server, at one moment: earlier reports must be
+    committed when the list is read, and later ones must not.
     """
     batch: list[Report] = []
     for report in heard:
@@ -73,10 +80,11 @@ def next_batch(heard: Iterable[Report]) -> list[Report]:
     return batch
 
 
-def plainer(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
-    """What is left of the reports about one task that the database refused, in words of our own.
+def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
+    """The reports about a task without the values that the database refused: its run failed, without
+    checkpoints.
 
-    Nothing if they were as plain as this already.
+    Nothing if they have no such values.
     """
     mine = [report for report in reports if getattr(report, "task", None) == task]
     plain: list[Report] = []
@@ -92,8 +100,56 @@ def plainer(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
     return [] if plain == mine else plain
 
 
-class _NotKept(Exception):
-    """The bytes of this report are refused; what to read in its place, if anything."""
+class Inbox:
+    """Reports that wait for the next cycle, in order."""
+
+    def __init__(self) -> None:
+        self._reports: deque[Report] = deque()
+        self._size_bytes = 0
+        self.has_room = asyncio.Event()
+        """Without it no reports are fetched: the executor keeps them, and stops asking agents for more."""
+        self.has_room.set()
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def put(self, reports: Sequence[Report]) -> None:
+        self._reports.extend(reports)
+        self._size_bytes += sum(map(_size_bytes, reports))
+        self._set_room()
+
+    def next_batch(self) -> list[Report]:
+        return next_batch(self._reports)
+
+    def replace(self, count: int, reports: Sequence[Report]) -> None:
+        """The first `count` reports by others."""
+        for _ in range(count):
+            self._reports.popleft()
+        self._reports.extendleft(reversed(reports))
+
+    def weigh(self) -> None:
+        """After `replace`."""
+        self._size_bytes = sum(map(_size_bytes, self._reports))
+        self._set_room()
+
+    def _set_room(self) -> None:
+        if len(self._reports) <= MOST_REPORTS and self._size_bytes <= MOST_REPORT_BYTES:
+            self.has_room.set()
+        else:
+            self.has_room.clear()
+
+
+def _size_bytes(report: Report) -> int:
+    """The bytes of a result or a checkpoint."""
+    match report:
+        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)):
+            return len(data)
+        case _:
+            return 0
+
+
+class _Rejected(Exception):
+    """The bytes of this report cannot be stored; `instead` replaces it, if anything does."""
 
     def __init__(self, report: Report, instead: Report | None = None) -> None:
         self.report = report
@@ -101,7 +157,7 @@ class _NotKept(Exception):
 
 
 class Observer:
-    """Turns what was heard into decisions. Keeps progress in memory; it is no event."""
+    """Turns reports, requests and deadlines into decisions. Progress stays in memory; it is no event."""
 
     def __init__(
         self,
@@ -114,7 +170,7 @@ class Observer:
         ticks: ReadTicks,
         servers: Collection[str] | None = None,
     ) -> None:
-        """`servers`: of models, all that there are; None: nobody says."""
+        """`servers`: the names of all servers of models; None if they are unknown."""
         self._servers = servers
         self._world = world
         self._policy = policy
@@ -128,18 +184,18 @@ class Observer:
         self._inquiry = QuarantineProbe()
         self._gauge = ModelMeter()
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
-        """Inferences that an older leader had sent; None until it is looked."""
+        """Inferences that an older leader had sent; None before the first look."""
         self.to_ask: list[NodeName] = []
-        """Nodes that were given up, once that is committed, and those whose word may have been lost: what is
-        there, and what is gone."""
+        """Nodes that were given up, and nodes whose reports may be lost: the leader asks them what they
+        have."""
 
     async def on_reports(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
-        """Of one batch as `next_batch` cuts it."""
+        """Of one batch, as `next_batch` returns it."""
         about_runs: list[Report] = []
         decisions: list[Decision] = []
         after_gone: dict[DeviceKey, DeviceSample] = {}
-        told = [report for report in reports if isinstance(report, NodeLost)]
-        given_up = self._given_up(self.silence.accuse(told, self._world, self._ticks(), now))
+        lost = [report for report in reports if isinstance(report, NodeLost)]
+        given_up = self._given_up(self.silence.accuse(lost, self._world, self._ticks(), now))
         for report in reports:
             match report:
                 case Heartbeat():
@@ -160,24 +216,24 @@ class Observer:
                     decisions += reconcile(self._world, report, now, self._policy, self._inventory)
                 case _:
                     about_runs.append(report)
-        # Measured after their processes were gone, so that nobody takes what they used for a stranger's. Of
-        # many that left one device at once, the last sample tells it of all.
+        # Taken after the processes were gone, so their memory does not count as foreign. The last sample of a
+        # device holds for all that have left it.
         self._world.measure(after_gone.values())
         decisions += inference_admission.doubts(self._world, about_runs, self._policy, now)
         return decisions + await self._on_runs(about_runs, now)
 
     async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
-        """Decisions whose bytes are on disk. A report whose bytes are refused is as if never said."""
+        """Decisions whose bytes are on disk. A report whose bytes are refused is replaced."""
         while True:
             decisions = learn(self._world, runs.react(self._world, reports, now, self._policy), now)
             try:
                 return [await self._with_blobs(decision, reports) for decision in decisions]
-            except _NotKept as refused:
-                heard = [refused.instead if report is refused.report else report for report in reports]
-                reports = [report for report in heard if report is not None]
+            except _Rejected as refused:
+                kept = [refused.instead if report is refused.report else report for report in reports]
+                reports = [report for report in kept if report is not None]
 
     def hear(self, reports: Iterable[Report]) -> None:
-        """What has just come in, and is not looked into before its turn: who says something is there."""
+        """Any report is a sign of life of its node, before its turn comes."""
         at = self._ticks()
         for report in reports:
             if isinstance(report, Heartbeat | Sampled):
@@ -195,7 +251,7 @@ class Observer:
         ]
 
     def on_time(self, now: Instant, *, listening: bool = True) -> list[Decision]:
-        """`listening`: what agents say reaches this leader, as far as it can tell."""
+        """`listening`: whether reports of agents reach this leader, as far as it knows."""
         if lost := self._silent(now, listening=listening):
             return runs.react(self._world, lost, now, self._policy)
         self.to_ask += self._inquiry.due(self._world, self._ticks())
@@ -224,13 +280,13 @@ class Observer:
         was_paused = self.silence.paused
         lost = self.silence.look(self._world, at, now, listening=listening)
         since = deadlines.extend_window(self._watch, now).since
-        if told := nodes_without_answer(self._world, since, now):
-            lost += self.silence.accuse(told, self._world, at, now)
+        if unheard := nodes_without_answer(self._world, since, now):
+            lost += self.silence.accuse(unheard, self._world, at, now)
         paused = self.silence.paused
         if paused is not None and was_paused is None:
             log.warning("nodes are silent and are not given up", fault=paused.message)
         elif paused is None and was_paused is not None:
-            log.info("no silent node is kept from being given up any more")
+            log.info("silent nodes are given up again")
         return self._given_up(lost)
 
     def _given_up(self, lost: list[NodeLost]) -> list[NodeLost]:
@@ -248,9 +304,9 @@ class Observer:
         forget_ended(self._progress, events)
 
     async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
-        """Bytes first, row after: a committed row never names an object that is not on disk.
+        """Bytes before the row: a committed row never names an object that is not on disk.
 
-        Raises _NotKept, StoreUnavailable.
+        Raises _Rejected, StoreUnavailable.
         """
         if decision.checkpoint is not None and decision.checkpoint.data is not None:
             await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
@@ -264,14 +320,14 @@ class Observer:
         return replace(decision, outcome=replace(outcome, result=None, result_digest=digest))
 
     async def _store_checkpoint(self, checkpoint: Checkpointed, data: bytes) -> None:
-        """Without one that is refused the checkpoint before it stays the newest."""
+        """If it is refused, the one before it stays the newest."""
         try:
             digest = await self._blobs.put(data, owner=checkpoint.task)
         except BlobTooLarge as fault:
             log.warning(
                 "checkpoint refused", task=checkpoint.task, sequence=checkpoint.sequence, fault=str(fault)
             )
-            raise _NotKept(checkpoint) from None
+            raise _Rejected(checkpoint) from None
         if digest != checkpoint.digest:
             log.warning(
                 "checkpoint refused: its bytes do not have the digest taken where it was saved",
@@ -280,13 +336,13 @@ class Observer:
                 expected=checkpoint.digest,
                 found=digest,
             )
-            raise _NotKept(checkpoint)
+            raise _Rejected(checkpoint)
 
 
-def _too_large(reports: Iterable[Report], outcome: Outcome, fault: BlobTooLarge) -> _NotKept:
-    """The run did its work, but nobody could ever fetch what came of it."""
+def _too_large(reports: Iterable[Report], outcome: Outcome, fault: BlobTooLarge) -> _Rejected:
+    """The run succeeded, but its result cannot be stored."""
     failure = Failure("result_too_large", f"{fault}; return less, or raise limits.result_bytes")
     for report in reports:
         if isinstance(report, Ended) and report.result is outcome.result:
-            return _NotKept(report, replace(report, ending=Ending.FAILED, result=None, failure=failure))
+            return _Rejected(report, replace(report, ending=Ending.FAILED, result=None, failure=failure))
     raise AssertionError(f"the result of {outcome.task} came with no report")

@@ -94,11 +94,11 @@ class SlotStore(Protocol):
 class LastValueStore(Protocol):
     """Where a leader lets other processes see what is no event. Losing it loses nothing but a second."""
 
-    async def say(self, term: Term, number: int, values: LastValues) -> None:
+    async def publish(self, term: Term, number: int, values: LastValues) -> None:
         """The leader's `number`-th word of its term, from 1; with the first all that older leaders said goes.
         Raises StoreUnavailable."""
         ...
 
-    async def said(self, after: int) -> tuple[int, LastValues]:
+    async def published(self, after: int) -> tuple[int, LastValues]:
         """What was said since, and what to ask for next. 0 asks for all. Raises StoreUnavailable."""
         ...

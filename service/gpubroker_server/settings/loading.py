@@ -1,4 +1,5 @@
-"""Every knob of the service, once. The only reader of configuration files, environment and flags.
+"""All settings of the service; config.example.yaml explains each. The only reader of configuration files,
+environment and flags.
 
 Order, later wins: defaults, the file given by `--config` (or GPUBROKER_CONFIG), `<file>.local` beside it,
 environment (`GPUBROKER_PORT`, `GPUBROKER_RAY__SPARES`), flags.
@@ -53,7 +54,7 @@ class SettingsRefused(Exception):
 
 
 def default_data_dir() -> Path:
-    """Where the service keeps its database, blobs and tokens: the place the CLI looks in, too."""
+    """Where the service keeps its files, and the CLI looks for the token."""
     if given := os.environ.get("GPUBROKER_DATA_DIR"):
         return Path(given)
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
@@ -69,38 +70,21 @@ class Settings(BaseSettings):
     )
 
     data_dir: Path = Field(default_factory=default_data_dir)
-    """Database, blobs, tokens and state files; created with mode 0700."""
     database_url: str = ""
-    """`sqlite:///path` or `postgresql://user@host/name`; empty: gpubroker.db in the data directory."""
     database_notify: bool = True
-    """Processes on one PostgreSQL wake each other with NOTIFY. Off, for a pooler that pools by transaction:
-    they find out by asking, and keep nothing in a session."""
     blob_dir: Path | None = None
-    """Large arguments, results and checkpoints; empty: `blobs` in the data directory. Processes on one
-    database share it."""
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8470
-    """0 takes a free port."""
     allowed_hosts: Words = []
-    """Names, besides loopback ones, under which clients may address the service (its Host check)."""
     entrypoints: Words = []
-    """Patterns of `module:function` that tasks may name, such as `myteam.training:*` (here `*` is no dot)."""
     task_path: Annotated[list[Path], NoDecode, BeforeValidator(comma_separated)] = []
-    """Directories from which tasks import their modules; empty: where the service was started."""
     engine: Literal["ray", "simulated"] = "ray"
-    """`simulated` runs nothing: a task only waits `kwargs.seconds` on a node that exists in memory."""
     task_user: str = ""
-    """System user that tasks run as when the service runs as root; it must exist on every node."""
     device_reserve_mb: Annotated[int, Field(ge=0)] = 0
-    """MiB of each device that are never leased."""
     declared_foreign_mb: dict[str, Annotated[int, Field(ge=0)]] = {}
-    """MiB of each GPU that processes outside this service use, by node or by kind of GPU; a node's wins."""
     simulated_devices: list[SimulatedDevice] = []
-    """Instead of the GPUs found by NVML."""
     drain_seconds: Annotated[float, Field(ge=2, le=3600)] = 20.0
-    """So long after SIGTERM the process has ended, whatever it waits for."""
     drain_notice_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """So long of it requests are still taken, while /readyz sends those who look there elsewhere."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     log_format: Literal["console", "json"] = "console"
     ray: RaySettings = RaySettings()
@@ -110,13 +94,9 @@ class Settings(BaseSettings):
     triton: TritonSettings = TritonSettings()
     defaults: DefaultSettings = DefaultSettings()
     kinds: Annotated[Kinds, BeforeValidator(over_the_shipped), Field(validate_default=True)] = {}
-    """Ranks of kinds of GPU, and what a process costs there, over those that are shipped."""
     node_labels: dict[str, dict[str, str]] = {}
-    """Labels by name of the node, which tasks may ask for."""
     pools: dict[str, PoolSettings] = {}
-    """Parts of the cluster, by the names that tasks use."""
     model_types: dict[str, ModelTypeSettings] = {}
-    """Defaults by `model_type`; they win over `defaults`."""
 
     @field_validator("data_dir", "blob_dir")
     @classmethod
@@ -128,21 +108,21 @@ class Settings(BaseSettings):
     def _patterns_name_functions(cls, patterns: list[str]) -> list[str]:
         for pattern in patterns:
             if pattern.count(":") != 1:
-                raise ValueError(f"{pattern!r} is no entrypoint pattern; write module:function or module:*")
+                raise ValueError(f"{pattern!r} is not module:function; write that, or module:*")
         return patterns
 
     @model_validator(mode="after")
     def _bind_rule(self) -> "Settings":
         if self.host not in LOOPBACK and not self.allowed_hosts:
             raise ValueError(
-                f"host {self.host!r} is reachable from other machines; name the host names clients use "
-                "in allowed_hosts (and put TLS in front), or bind 127.0.0.1"
+                f"host {self.host!r} is reachable from other machines; list the host names that clients use "
+                "in allowed_hosts (and put TLS in front), or use 127.0.0.1"
             )
         host, _, port = self.ray.address.rpartition(":")
         if self.ray.address and (not host or "//" in host or not port.isdigit()):
             raise ValueError(
-                f"ray.address {self.ray.address!r} is not the address of a Ray head; give host:6379 (not the "
-                "ray:// address of a client server)"
+                f"ray.address {self.ray.address!r} is not the address of a Ray head; write host:6379 (not "
+                "the ray:// address of a client server)"
             )
         return self
 
@@ -150,8 +130,8 @@ class Settings(BaseSettings):
     def _answers_fit_into_the_end(self) -> "Settings":
         if self.drain_notice_seconds > self.drain_seconds - 2:
             raise ValueError(
-                f"drain_notice_seconds ({self.drain_notice_seconds:g}) leaves no time for answers; it must "
-                f"be at least 2 less than drain_seconds ({self.drain_seconds:g})"
+                f"drain_notice_seconds ({self.drain_notice_seconds:g}) must be at least 2 less than "
+                f"drain_seconds ({self.drain_seconds:g}), so that requests can be answered"
             )
         return self
 
@@ -160,8 +140,8 @@ class Settings(BaseSettings):
         for name, pool in self.pools.items():
             for resource in sorted(pool.custom.keys() - self.policy.custom_limits.keys()):
                 raise ValueError(
-                    f"pools.{name}.custom names {resource!r}, which nobody offers; say how much there is of "
-                    "it in policy.custom_limits"
+                    f"pools.{name}.custom names {resource!r}, which is not in policy.custom_limits; set its "
+                    "amount there"
                 )
         return self
 
@@ -204,37 +184,37 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     try:
         settings = Settings(_files=merged, **given)  # type: ignore[call-arg]  # see the sources above
     except ValidationError as refused:
-        wrong += [_told(fault, _origin(fault["loc"], given, files)) for fault in refused.errors()]
+        wrong += [_fault_text(fault, _origin(fault["loc"], given, files)) for fault in refused.errors()]
     if wrong:
         lines = "".join(f"\n  {line}" for line in wrong)
         raise SettingsRefused(f"wrong settings:{lines}\nevery setting is in config.example.yaml")
     return settings
 
 
-def _told(fault: ErrorDetails, origin: str) -> str:
-    """One fault in words: which setting, what is wrong with it, what was found, and where."""
+def _fault_text(fault: ErrorDetails, origin: str) -> str:
+    """One fault: which setting, what is wrong, what was found, and where."""
     path, found = fault["loc"], fault["input"]
-    said = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    text = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
     match fault["type"]:
         case "extra_forbidden":
-            said = f"there is no such setting{_remedy(str(path[-1]), _section_at(path[:-1]))}"
+            text = f"there is no such setting{_remedy(str(path[-1]), _section_at(path[:-1]))}"
         case "missing":
-            said = "is required"
+            text = "is required"
         case "model_type":
-            said = f"should hold settings by name; found {found!r}"
+            text = f"should hold settings by name; found {found!r}"
         case "value_error":
-            pass  # our own words, which name what was found
+            pass  # our own text, which names what was found
         case "int_parsing" | "int_type" if str(path[-1]).endswith("_mb"):
-            said = f"should be a number of MiB, as 40960 for 40 GiB; found {found!r}"
+            text = f"should be a number of MiB, as 40960 for 40 GiB; found {found!r}"
         case _:
-            said = f"{said}; found {found!r}"
+            text = f"{text}; found {found!r}"
     name = ".".join(str(part) for part in path)
-    return (f"{name}: " if name else "") + said + (f" (in {origin})" if origin else "")
+    return (f"{name}: " if name else "") + text + (f" (in {origin})" if origin else "")
 
 
 def _section_at(path: Sequence[int | str]) -> type[BaseModel]:
     section: type[BaseModel] = Settings
-    for part in path:  # names of ours, and the operator's own names of things of one section
+    for part in path:  # names of settings, and names that the operator has chosen
         if part in section.model_fields:
             section = next(_sections_in(section.model_fields[str(part)].annotation), section)
     return section
@@ -248,7 +228,7 @@ def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _remedy(name: str, section: type[BaseModel]) -> str:
-    """The same setting in the section where it belongs, or the nearest one of this section."""
+    """The same setting in another section, or the most similar one of this section."""
     for inner, field in section.model_fields.items():
         home = field.annotation
         if isinstance(home, type) and issubclass(home, Section) and name in home.model_fields:
@@ -258,7 +238,7 @@ def _remedy(name: str, section: type[BaseModel]) -> str:
 
 
 def _origin(path: Sequence[int | str], flags: Mapping[str, Any], files: dict[str, Any]) -> str:
-    """Where a setting's value came from: the flag, the variable or the file; empty if none holds it."""
+    """The flag, variable or file that has the value; empty if none has."""
     if not path:
         return ""
     if path[0] in flags:
@@ -267,10 +247,10 @@ def _origin(path: Sequence[int | str], flags: Mapping[str, Any], files: dict[str
         variable = _PREFIX + "__".join(str(part) for part in path[:length]).upper()
         if variable in os.environ:
             return variable
-    return next((file for file, tree in reversed(files.items()) if _holds(tree, path[:2])), "")
+    return next((file for file, tree in reversed(files.items()) if _has_value(tree, path[:2])), "")
 
 
-def _holds(tree: Any, path: Sequence[int | str]) -> bool:
+def _has_value(tree: Any, path: Sequence[int | str]) -> bool:
     for part in path:
         if isinstance(tree, dict):
             if part not in tree:
@@ -280,7 +260,7 @@ def _holds(tree: Any, path: Sequence[int | str]) -> bool:
 
 
 def _misspelled_variables() -> Iterator[str]:
-    """Variables that nobody reads and that look like one of ours; others may belong to somebody else."""
+    """Variables that look like one of ours; others may belong to other programs."""
     for variable in os.environ:
         name = variable.removeprefix(_PREFIX).lower()
         if variable.startswith(_PREFIX) and "__" not in name and name not in _VARIABLES:
@@ -290,11 +270,11 @@ def _misspelled_variables() -> Iterator[str]:
 
 _PREFIX: Final = "GPUBROKER_"
 _VARIABLES: Final = (*Settings.model_fields, "config", "url", "token")
-"""Names of ours behind the prefix: the settings, the file that holds them, and what clients read."""
+"""Names after the prefix: settings, the configuration file, and what clients read."""
 
 
 def _read_files(config: Path | None) -> dict[str, dict[str, Any]]:
-    """What each file says, by its path; later ones win."""
+    """The contents by path; later ones win."""
     if config is None:
         return {}
     local = config.with_name(config.name + ".local")

@@ -1,17 +1,19 @@
-"""How connections to PostgreSQL are made, and what each sort of them asks of the server.
+"""Connections to PostgreSQL: how each kind is made, and the one by which processes wake each other.
 
-Nobody waits for ever for an answer that does not come. The server's limits end statements that take too long,
-and those of the connection end what has no other side. Neither helps where something in between takes every
-byte and passes none on: so who waits gives up by itself.
+No wait is endless. The server's timeouts end long statements, and TCP timeouts end connections without a
+peer. Neither helps if something in between accepts every byte and passes none on, so each wait has a limit
+here too.
 
-A pooler that hands connections out by transaction (`pooled`) keeps nothing of one for the next: then wishes
-are said again at the begin of each transaction, no statement stays prepared, and nobody listens.
+A pooler that assigns connections by transaction (`pooled`) keeps nothing of a session: settings are sent at
+the begin of each transaction, no statement stays prepared, and no process listens.
 """
 
+import asyncio
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from asyncio import Future, TimerHandle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
@@ -23,9 +25,9 @@ from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused
 
 
-class Batch(psycopg.Pipeline):
-    """Statements leave together, when somebody waits for an answer. The library sends each one at once: two
-    system calls here, and a server that is woken for each."""
+class BatchedPipeline(psycopg.Pipeline):
+    """Sends statements together, when an answer is waited for. psycopg sends each at once, which costs two
+    system calls and wakes the server: a commit takes a sixth longer (`bench pickup` on PostgreSQL)."""
 
     def _enqueue_sync(self) -> None:
         super()._enqueue_sync()
@@ -40,17 +42,18 @@ class Batch(psycopg.Pipeline):
         yield from super()._fetch_gen(flush=flush)
 
     def _hand_over(self) -> None:
-        """To the driver, which sends when it is told to, or has 64 KiB."""
+        """To libpq, which sends on a flush or at 64 KiB."""
         while self.command_queue:
             self.command_queue.popleft()()
 
 
 @dataclass(frozen=True)
-class Wishes:
-    settings: Mapping[str, str]
-    """Of the server, by name."""
-    patience_seconds: float
-    """More than the server may take to say anything: who has heard nothing for so long hangs up."""
+class ServerSettings:
+    values: Mapping[str, str]
+    """Values of the server's settings by name."""
+    answer_seconds: float
+    """A connection that receives nothing for so long while it waits is closed. More than the server's
+    timeouts."""
 
 
 _WRITER = {
@@ -58,29 +61,31 @@ _WRITER = {
     "lock_timeout": "5s",
     "statement_timeout": "10s",
     "idle_session_timeout": "0",
-    # The server notices within seconds when the machine of whoever writes is gone, and lets go of its locks.
+    # The server notices within seconds that our machine is gone, and releases its locks.
     "tcp_keepalives_idle": "1",
     "tcp_keepalives_interval": "1",
-    # Every statement here finds its rows by key. A plan made while a table was small must not scan it later.
+    # Every statement finds its rows by key. A plan made while a table was small must not scan it later.
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
     "jit": "off",
 }
-WRITER = Wishes(_WRITER, patience_seconds=11.0)
-TERM = Wishes({**_WRITER, "lock_timeout": "2s", "statement_timeout": "2s"}, patience_seconds=2.5)
-"""An answer that comes later is of no use to a leader."""
-READER = Wishes({"statement_timeout": "30s", "default_transaction_read_only": "on"}, patience_seconds=6.0)
-"""What takes long is long because it is much, and comes bit by bit."""
-_LISTENER = Wishes({"idle_session_timeout": "0", "synchronous_commit": "off"}, patience_seconds=2.5)
-"""A word has nothing that would have to be on disk."""
-_LOOK_SECONDS = 0.1
+WRITER = ServerSettings(_WRITER, answer_seconds=11.0)
+TERM = ServerSettings({**_WRITER, "lock_timeout": "2s", "statement_timeout": "2s"}, answer_seconds=2.5)
+"""A leader cannot use an answer that comes later."""
+READER = ServerSettings(
+    {"statement_timeout": "30s", "default_transaction_read_only": "on"}, answer_seconds=6.0
+)
+"""Slow reads are large, and their rows arrive bit by bit."""
+_LISTENER = ServerSettings({"idle_session_timeout": "0", "synchronous_commit": "off"}, answer_seconds=2.5)
+"""Notifications need not be on disk."""
+_POLL_SECONDS = 0.1
 
 _DURABLE = (
     "set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on' "
     "ELSE current_setting('synchronous_commit') END, "
 )
-"""Whatever else an administrator has chosen is kept."""
+"""Keeps any other value that an administrator has chosen."""
 
 _CONNECTION: Mapping[str, Any] = {
     "connect_timeout": 2,
@@ -92,24 +97,33 @@ _CONNECTION: Mapping[str, Any] = {
     "application_name": f"gpubroker, process {os.getpid()} on {socket.gethostname()}",
 }
 _OLDEST = 140000
+_CHANNEL = "gpubroker"
+_RESIGNED = "resigned"
+NOTIFY_RESIGNED = f"NOTIFY {_CHANNEL}, '{_RESIGNED}'"
+HINT_PAUSE_SECONDS = 0.01
+"""Between two hints; the first after a pause is sent at once."""
+RECONNECT_SECONDS = 1.0
+PROBE_SECONDS = 2.0
+"""How often the listener asks the server for a sign of life: a connection that only listens does not notice
+that nothing arrives any more."""
 
 
-class Line(psycopg.Connection[Any]):
-    """Hangs up when the server says nothing for too long; whoever waits then finds the connection lost."""
+class TimedConnection(psycopg.Connection[Any]):
+    """Closes itself when the server says nothing for too long; waiting callers get an OperationalError."""
 
-    patience_seconds = inf
+    answer_seconds = inf
 
-    def wait(self, gen: PQGen[Any], interval: float = _LOOK_SECONDS, *limit: Any, **limits: Any) -> Any:
-        return super().wait(self._while_patient(gen), interval, *limit, **limits)
+    def wait(self, gen: PQGen[Any], interval: float = _POLL_SECONDS, *limit: Any, **limits: Any) -> Any:
+        return super().wait(self._until_silent(gen), interval, *limit, **limits)
 
     @contextmanager
     def pipeline(self) -> Iterator[psycopg.Pipeline]:
-        self._pipeline = self._pipeline or Batch(self)
+        self._pipeline = self._pipeline or BatchedPipeline(self)
         with super().pipeline() as pipeline:
             yield pipeline
 
-    def _while_patient(self, gen: PQGen[Any]) -> PQGen[Any]:
-        """As `gen`, which yields what it waits for and is sent what came, now and then that nothing did."""
+    def _until_silent(self, gen: PQGen[Any]) -> PQGen[Any]:
+        """As `gen`, which yields what it waits for and receives what came: nothing, at each interval."""
         try:
             awaited = next(gen)
             heard_at = boot_seconds()
@@ -117,41 +131,40 @@ class Line(psycopg.Connection[Any]):
                 came = yield awaited
                 if came:
                     heard_at = boot_seconds()
-                elif boot_seconds() - heard_at > self.patience_seconds:
+                elif boot_seconds() - heard_at > self.answer_seconds:
                     self.close()
-                    raise psycopg.OperationalError(f"no answer for {self.patience_seconds:g} s")
+                    raise psycopg.OperationalError(f"no answer for {self.answer_seconds:g} s")
                 awaited = gen.send(came)
         except StopIteration as done:
             return done.value
 
 
-def wished(wishes: Wishes, *, within: Literal["session", "transaction"]) -> str:
-    """One statement that says all wishes. A commit of a writer is durable whatever the server's default."""
+def set_statement(settings: ServerSettings, *, within: Literal["session", "transaction"]) -> str:
+    """One statement that sets all values. A writer's commits are durable whatever the server's default."""
     local = "true" if within == "transaction" else "false"
-    said = [f"set_config('{name}', '{value}', {local})" for name, value in wishes.settings.items()]
-    if "synchronous_commit" not in wishes.settings:
-        said.append(f"{_DURABLE}{local})")
-    return f"SELECT {', '.join(said)}"
+    calls = [f"set_config('{name}', '{value}', {local})" for name, value in settings.values.items()]
+    if "synchronous_commit" not in settings.values:
+        calls.append(f"{_DURABLE}{local})")
+    return f"SELECT {', '.join(calls)}"
 
 
-def connect_writer(url: str, wishes: Wishes = WRITER, *, pooled: bool = False) -> Line:
-    """A primary that has become a standby, or was made read-only, is of no use: of several hosts in the URL
-    the next one is asked."""
-    return _connect(url, wishes, pooled=pooled, target_session_attrs="read-write")
+def connect_writer(url: str, settings: ServerSettings = WRITER, *, pooled: bool = False) -> TimedConnection:
+    """To the first of the URL's hosts that accepts writes."""
+    return _connect(url, settings, pooled=pooled, target_session_attrs="read-write")
 
 
-def connect_reader(url: str, *, pooled: bool = False) -> Line:
+def connect_reader(url: str, *, pooled: bool = False) -> TimedConnection:
     return _connect(url, READER, pooled=pooled)
 
 
-def connect_listener(url: str) -> Line:
+def connect_listener(url: str) -> TimedConnection:
     connection = _connect(url, _LISTENER, pooled=False)
-    connection.execute("LISTEN gpubroker")
+    connection.execute(f"LISTEN {_CHANNEL}")
     return connection
 
 
 def connect_mover(url: str) -> psycopg.Connection[Any]:
-    """Nobody waits for it: a server that is busy with what it was sent may take its time."""
+    """For `migrate-data`: the server may take a minute for what it was sent."""
     patient = {**_CONNECTION, "tcp_user_timeout": 60_000, "application_name": "gpubroker migrate-data"}
     return psycopg.connect(url, **patient)
 
@@ -161,13 +174,13 @@ def connect_migrator(url: str) -> psycopg.Connection[Any]:
 
 
 def check_server(url: str, named: str = SETTING) -> None:
-    """Raises DatabaseRefused when the server cannot be reached, is too old, or only repeats another. `named`:
-    what that calls the place where it was given."""
+    """Raises DatabaseRefused if the server cannot be reached, is too old or is a standby. `named`: how the
+    message names the setting."""
     try:
         psycopg.conninfo.conninfo_to_dict(url)
     except psycopg.ProgrammingError:
         raise DatabaseRefused(
-            f"{named} is no address of PostgreSQL; write postgresql://user@host:port/database"
+            f"{named} is not an address of PostgreSQL; write postgresql://user@host:port/database"
         ) from None
     try:
         with _connect(url, READER, pooled=True) as connection:
@@ -175,27 +188,144 @@ def check_server(url: str, named: str = SETTING) -> None:
             standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
     except psycopg.Error as error:
         raise DatabaseRefused(
-            f"cannot use PostgreSQL at {told(url)}: {str(error).strip()}; start it, or correct {named}"
+            f"cannot use PostgreSQL at {display_name(url)}: {str(error).strip()}; start it, or "
+            f"correct {named}"
         ) from None
     if version < _OLDEST:
-        raise DatabaseRefused(f"PostgreSQL at {told(url)} is {version // 10000}; 14 is the oldest")
+        raise DatabaseRefused(
+            f"PostgreSQL at {display_name(url)} has version {version // 10000}; use 14 or newer"
+        )
     if standby == (True,):
         raise DatabaseRefused(
-            f"PostgreSQL at {told(url)} is a read-only standby; name the primary in {named}"
+            f"PostgreSQL at {display_name(url)} is a read-only standby; name the primary in {named}"
         )
 
 
-def _connect(url: str, wishes: Wishes, *, pooled: bool, **more: Any) -> Line:
-    connection = Line.connect(
+def _connect(url: str, settings: ServerSettings, *, pooled: bool, **more: Any) -> TimedConnection:
+    connection = TimedConnection.connect(
         url, autocommit=True, prepare_threshold=None if pooled else 0, **_CONNECTION, **more
     )
-    connection.patience_seconds = wishes.patience_seconds
+    connection.answer_seconds = settings.answer_seconds
     if not pooled:
-        connection.execute(wished(wishes, within="session"), prepare=False)
+        connection.execute(set_statement(settings, within="session"), prepare=False)
     return connection
 
 
-def told(url: str) -> str:
-    """For people: without the password."""
+def display_name(url: str) -> str:
+    """Without the password."""
     settings = psycopg.conninfo.conninfo_to_dict(url)
     return f"{settings.get('host', 'the local socket')}, database {settings.get('dbname', '(default)')}"
+
+
+class Hints:
+    """Wake-ups between the processes on one PostgreSQL: "something was committed". Lives on the event loop.
+
+    A process that misses one finds out by polling. A notification has its own transaction: in the transaction
+    of a commit it would hold a lock of the whole server until the commit is on disk. Only a leader that
+    resigns, which is rare, notifies in the transaction that does it, so that no other process looks too
+    early.
+    """
+
+    def __init__(self, connect: Callable[[], psycopg.Connection[Any]]) -> None:
+        self._connect = connect
+        self._connection: psycopg.Connection[Any] | None = None
+        self._lost: Future[None]
+        """Done when the current connection is lost."""
+        self._timer: TimerHandle | None = None
+        self._sent_at = 0.0
+        self._asked_at = 0.0
+
+    async def keep(self, on_hint: Callable[[], None], on_resigned: Callable[[], None]) -> None:
+        """Listen until cancelled, and reconnect. `on_resigned` is called when a leader has resigned."""
+        while True:
+            with suppress(psycopg.Error):
+                await self._listen(on_hint, on_resigned)
+            await asyncio.sleep(RECONNECT_SECONDS)
+
+    def send(self) -> None:
+        """Notify other processes soon, if that is possible. Returns at once."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(loop.time(), self._sent_at + HINT_PAUSE_SECONDS), self._notify)
+
+    async def _listen(self, on_hint: Callable[[], None], on_resigned: Callable[[], None]) -> None:
+        connection = await self._opened()
+        loop = asyncio.get_running_loop()
+        self._connection, self._lost = connection, loop.create_future()
+        # A duplicate: psycopg closes its own when the server disconnects, while the loop watches it.
+        socket = os.dup(connection.fileno())
+        loop.add_reader(socket, self._read, connection.pgconn, on_hint, on_resigned)
+        try:
+            on_hint()  # for what was sent before we listened
+            while not self._lost.done():
+                self._probe(connection.pgconn)
+                await asyncio.wait([self._lost], timeout=PROBE_SECONDS)
+        finally:
+            self._connection = None
+            loop.remove_reader(socket)
+            os.close(socket)
+            connection.close()
+
+    def _probe(self, connection: psycopg.pq.abc.PGconn) -> None:
+        """Ask the server for a sign of life; by the next probe it must have answered."""
+        with self._noticing_loss():
+            if connection.transaction_status == psycopg.pq.TransactionStatus.IDLE:
+                self._asked_at = asyncio.get_running_loop().time()
+                connection.send_query(b"")
+            elif asyncio.get_running_loop().time() > self._asked_at + PROBE_SECONDS / 2:
+                raise psycopg.OperationalError("the server answers nothing")
+
+    def _notify(self) -> None:
+        self._timer = None
+        self._sent_at = asyncio.get_running_loop().time()
+        if self._connection is None:
+            return
+        if self._connection.pgconn.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+            self.send()  # the last notification is on its way
+            return
+        with self._noticing_loss():
+            self._asked_at = self._sent_at
+            self._connection.pgconn.send_query(b"NOTIFY " + _CHANNEL.encode())
+
+    def _read(
+        self,
+        connection: psycopg.pq.abc.PGconn,
+        on_hint: Callable[[], None],
+        on_resigned: Callable[[], None],
+    ) -> None:
+        is_hint = has_resigned = False
+        with self._noticing_loss():
+            connection.consume_input()
+            while not connection.is_busy() and connection.get_result() is not None:
+                pass  # the answer to a notification or a probe of ours
+            while (notice := connection.notifies()) is not None:
+                is_hint |= notice.be_pid != connection.backend_pid
+                has_resigned |= notice.extra == _RESIGNED.encode()
+        if is_hint:
+            on_hint()
+        if has_resigned:
+            on_resigned()
+
+    @contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """Any error ends the connection."""
+        try:
+            yield
+        except psycopg.Error:
+            if not self._lost.done():
+                self._lost.set_result(None)
+
+    async def _opened(self) -> psycopg.Connection[Any]:
+        # Not a task: it would be cancelled with the loop, and the connection would stay open.
+        opening = asyncio.get_running_loop().run_in_executor(None, self._connect)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close)
+            raise
+
+
+def _close(opening: Future[psycopg.Connection[Any]]) -> None:
+    """The caller was cancelled while it connected."""
+    with suppress(psycopg.Error):
+        opening.result().close()

@@ -1,4 +1,5 @@
-"""From a URL to an open database: checked, locked if it is a file, and brought to the newest schema."""
+"""From a URL to an open database: checked, locked if it is a file, brought to the newest schema, and not
+moved away by `move_data`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,19 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, select, text
 from sqlalchemy.engine import ExceptionContext, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool, QueuePool
 
 from gpubroker_server.adapters.sql import connections, postgres
-from gpubroker_server.adapters.sql.relocation import check_served_here
-from gpubroker_server.adapters.sql.schema import bring_to
+from gpubroker_server.adapters.sql.reads import READERS, now
 from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused, Session
 from gpubroker_server.adapters.sql.sqlite import SqliteFile, SqliteSession
+from gpubroker_server.adapters.sql.system_tables import SCHEMA, MoveStage, relocation
 
-READERS = 4
-"""Threads and connections that read; each query takes one for its time."""
+NEWEST = f"{SCHEMA:04}"
+_REVISION = text("SELECT version_num FROM alembic_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,13 @@ class Database:
     begin_snapshot: str
     """SQL that begins a transaction in which all reads see one state."""
     release: Callable[[], None]
-    """Let others open it; after the session and the readers are closed."""
+    """Unlocks it; call it when session and readers are closed."""
     listener: Callable[[], Any] | None = None
-    """Opens a connection that listens for wake-ups; None where nobody else writes, or nobody notifies."""
+    """Opens a connection for `Hints`; None if processes do not notify each other."""
     is_shared: bool = False
-    """Other processes may write to it."""
+    """Whether other processes may write to it."""
     connect_term: Callable[[], Session] | None = None
-    """One more connection, for the leader's row; None where there can be no second one that writes."""
+    """Opens a second writing connection, for the leader's row; None if there can be one only."""
 
 
 def open_database(url: str, *, pooled: bool = False) -> Database:
@@ -45,8 +46,8 @@ def open_database(url: str, *, pooled: bool = False) -> Database:
 def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
     """Bring the schema to a revision (`head`, `base`, `0003`, ...); the revision it has now.
 
-    Going back needs the database for itself, and a word of its own where nothing would be left. Raises
-    DatabaseRefused; the database is unchanged.
+    Going down needs the database for itself; `base` needs `drop_everything`. Raises DatabaseRefused; the
+    database is unchanged.
     """
     if not is_file(url):
         connections.check_server(url)
@@ -58,8 +59,67 @@ def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
         file.close()
 
 
+def bring_to(engine: Engine, revision: str, name: str, *, drop_everything: bool = False) -> str:
+    """Migrate up or down to a revision (`head`, `base`, `0003`, ...); the revision reached, or `base`.
+
+    `name` is the database's name for people. Raises DatabaseRefused; the schema is unchanged.
+    """
+    if revision == "head" and _is_newest(engine):
+        return NEWEST
+    # alembic takes a tenth of a start to load, and few starts have anything to migrate.
+    from gpubroker_server.adapters.sql.migrate import migrate_to
+
+    return migrate_to(engine, revision, name, drop_everything=drop_everything)
+
+
+def _is_newest(engine: Engine) -> bool:
+    try:
+        with engine.connect() as connection:
+            return connection.execute(_REVISION).scalars().all() == [NEWEST]
+    except DBAPIError:
+        return False  # no schema, or it cannot be used: the migration says why
+
+
+@dataclass(frozen=True, slots=True)
+class MoveMark:
+    """What a database says of a move of its data. `move` is the same in the two databases of one move."""
+
+    move: str
+    stage: MoveStage
+    other: str
+
+
+def read_mark(connection: Connection) -> MoveMark | None:
+    row = relocation.c
+    found = connection.execute(select(row.move, row.stage, row.other)).one_or_none()
+    return None if found is None else MoveMark(found[0], MoveStage(found[1]), found[2])
+
+
+def set_mark(connection: Connection, mark: MoveMark) -> None:
+    connection.execute(delete(relocation))
+    values = {"id": 1, "move": mark.move, "stage": mark.stage.value, "other": mark.other}
+    connection.execute(insert(relocation).values(**values, at=now(connection)))
+
+
+def _check_not_moved(engine: Engine, name: str) -> None:
+    """Raises DatabaseRefused if the data has been moved away, or not completely moved here."""
+    with engine.connect() as connection:
+        mark = read_mark(connection)
+    match mark:
+        case MoveMark(stage=MoveStage.GONE, other=other):
+            raise DatabaseRefused(
+                f"{name} has been moved to {other}; name that one with database_url (or --database-url), or "
+                "move this one away"
+            )
+        case MoveMark(stage=MoveStage.COMING, other=other):
+            raise DatabaseRefused(
+                f"the move of {other} to {name} is not finished; run the same `gpubroker migrate-data` "
+                "again, or name another database with database_url (or --database-url)"
+            )
+
+
 def is_file(url: str, named: str = SETTING) -> bool:
-    """`named`: what a refusal calls the place where it was given. Raises DatabaseRefused."""
+    """`named`: how an error message names the setting. Raises DatabaseRefused."""
     if url.startswith(("postgresql://", "postgres://")):
         return False
     if url.startswith("sqlite:///"):
@@ -68,7 +128,7 @@ def is_file(url: str, named: str = SETTING) -> bool:
 
 
 def _beginning(url: str) -> str:
-    """Without what may be a password."""
+    """Without the part that may have a password."""
     scheme, colon, _ = url.partition(":")
     return f'"{scheme}:..."' if colon else "another text" if url else "empty"
 
@@ -89,7 +149,7 @@ def _open_file(path: Path) -> Database:
     file = SqliteFile(path)
     try:
         bring_to(file_engine(file), "head", str(path))
-        check_served_here(file_engine(file), str(path))
+        _check_not_moved(file_engine(file), str(path))
         readers = _readers("sqlite://", file.reader)
         session = SqliteSession(file.writer())
         session.end_terms()
@@ -100,7 +160,7 @@ def _open_file(path: Path) -> Database:
 
 
 def file_engine(file: SqliteFile) -> Engine:
-    """For migrations: one connection, and real transactions around changes of tables as well."""
+    """For migrations: one connection, and transactions that include changes of tables."""
     engine = create_engine("sqlite://", creator=file.writer, poolclass=NullPool)
 
     @event.listens_for(engine, "begin")
@@ -115,14 +175,14 @@ def _open_server(url: str, *, pooled: bool) -> Database:
     session = postgres.PostgresSession(url, pooled=pooled)
     try:
         bring_to(server_engine(url), "head", "the database")
-        check_served_here(server_engine(url), connections.told(url))
+        _check_not_moved(server_engine(url), connections.display_name(url))
     except BaseException:
         session.close()
         raise
     readers = _readers("postgresql+psycopg://", partial(connections.connect_reader, url, pooled=pooled))
 
     @event.listens_for(readers, "handle_error")
-    def _hear_goodbyes(context: ExceptionContext) -> None:
+    def _notice_disconnects(context: ExceptionContext) -> None:
         if isinstance(context.original_exception, postgres.GOODBYES):
             context.is_disconnect = True
 

@@ -1,4 +1,4 @@
-"""Units of work, and one transaction for many of them."""
+"""Units of work, and group commit: one transaction for many of them."""
 
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpubroker_server.adapters.sql import statements as sql
-from gpubroker_server.adapters.sql.batch_rows import BatchRows
 from gpubroker_server.adapters.sql.rows import (
+    BatchRows,
     Written,
     estimate_row,
     event_row,
@@ -16,12 +16,15 @@ from gpubroker_server.adapters.sql.rows import (
     rows_of_decision,
     rows_of_submission,
 )
-from gpubroker_server.adapters.sql.rowset import Row, Rows, SetStatement
 from gpubroker_server.adapters.sql.session import (
     CommitUnknown,
     ConstraintFailed,
+    Found,
     GuardMissed,
+    Row,
+    Rows,
     Session,
+    SetStatement,
 )
 from gpubroker_server.core.domain.decisions import Decision, Request, device_delta_mb, tenant_delta_mb
 from gpubroker_server.core.domain.estimates import Lesson, Topic
@@ -51,10 +54,10 @@ class Unit(ABC):
     """Device key -> change of its leased MiB."""
     finished: Sequence[tuple[str, TaskState]] = ()
     taken: Mapping[str, int] = {}
-    """Tenant -> change of what it holds."""
+    """Tenant -> change of the MiB that it holds."""
     lessons: Sequence[Lesson] = ()
     weight = 1
-    """How many such make a group as large as it should be."""
+    """How much of a group's size it takes."""
 
     def __init__(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
         self._fill(rows, events)
@@ -65,15 +68,15 @@ class Unit(ABC):
         self._events = events
         self._event_rows = [event_row(event) for event in events]
 
-    def make_ready(self) -> None:  # noqa: B027  # most are when they are made
-        """What would hold up the caller's thread; called by the writer's, before its transaction."""
+    def prepare(self) -> None:  # noqa: B027  # most have nothing to prepare
+        """What would block the event loop. The writer's thread calls this before its transaction."""
 
     @property
     def event_count(self) -> int:
         return len(self._events)
 
     def put_rows(self, rows: Mapping[SetStatement, Rows]) -> None:
-        """Add its own, events apart."""
+        """Add its rows, without events."""
         for statement, row in self._written:
             rows[statement].single.append(row)
 
@@ -82,23 +85,23 @@ class Unit(ABC):
         rows.single += ((position, at, *row) for position, row in enumerate(self._event_rows, first))
 
     def events_at(self, first: Position, at: Instant) -> Iterator[Event]:
-        """The same as others hear of them."""
+        """Its events, from this position on."""
         return (event.at(Position(position), at) for position, event in enumerate(self._events, first))
 
     @abstractmethod
     def on_written(self) -> None:
-        """It is in the database."""
+        """It was committed."""
 
     def on_failed(self, error: Exception) -> None:
-        """Nothing of it was written, and this is its own error or one that holds for everybody."""
+        """Nothing of it was written, because of this error."""
         self.answer = error
 
 
-class Arrival(Unit):
-    """Tasks on their way in, known again by the id of the first of them and by their key."""
+class NewTasks(Unit):
+    """A submission. A repeated one is recognized by the id of its first task or by its idempotency key."""
 
     home: str | None = None
-    """Of a model: there is one holder of it at a time."""
+    """Of a model, which has one holder at a time."""
 
     def __init__(self, first: TaskId, tenant: str, key: str | None, body_hash: str) -> None:
         super().__init__((), ())
@@ -109,12 +112,12 @@ class Arrival(Unit):
     def on_written(self) -> None:
         self.answer = SubmitOutcome(SubmitVerdict.ACCEPTED, self.first)
 
-    def on_there(self, task: TaskId) -> None:
-        """That one is the holder of its home."""
+    def on_home_taken(self, task: TaskId) -> None:
+        """The model has this holder."""
         self.answer = SubmitOutcome(SubmitVerdict.DUPLICATE, task)
 
-    def on_known(self, task: TaskId, body_hash: str | None) -> None:
-        """Something with this key was there before."""
+    def on_key_known(self, task: TaskId, body_hash: str | None) -> None:
+        """The key belongs to this task."""
         if body_hash != self._body_hash:
             self.answer = SubmitOutcome(SubmitVerdict.KEY_REUSED, task)
         elif task != self.first:
@@ -123,7 +126,7 @@ class Arrival(Unit):
             self.on_written()
 
 
-class NewTask(Arrival):
+class NewTask(NewTasks):
     def __init__(self, submission: Submission) -> None:
         task = submission.task
         super().__init__(task.id, task.tenant, submission.idempotency_key, submission.body_hash)
@@ -131,19 +134,19 @@ class NewTask(Arrival):
         self._fill(list(rows_of_submission(submission)), [submitted(task)])
 
 
-class NewBatch(Arrival):
+class NewBatch(NewTasks):
     def __init__(self, batch: BatchSubmission) -> None:
         super().__init__(batch.first, batch.tenant, batch.idempotency_key, batch.body_hash)
         self._batch = batch
         self._made: BatchRows | None = None
-        self.weight = max(1, len(batch.submissions) // 8)  # of many alike each costs so much less
+        self.weight = max(1, len(batch.submissions) // 8)  # tasks that are alike cost less
 
-    def make_ready(self) -> None:
+    def prepare(self) -> None:
         self._made = self._made or BatchRows(self._batch)
 
     @property
     def _rows(self) -> BatchRows:
-        assert self._made is not None, "it was not made ready"
+        assert self._made is not None, "not prepared"
         return self._made
 
     @property
@@ -188,7 +191,7 @@ class Change(Unit):
 
     def on_failed(self, error: Exception) -> None:
         match error:
-            case GuardMissed(statement=sql.LEASE_MEMORY) | ConstraintFailed():
+            case GuardMissed(statement=sql.lease_memory) | ConstraintFailed():
                 self.answer = CommitVerdict.REFUSED
             case GuardMissed():
                 self.answer = CommitVerdict.STALE
@@ -201,23 +204,23 @@ class Change(Unit):
 
 
 def write_group(session: Session, units: Sequence[Unit], half_life_seconds: Seconds) -> list[Event]:
-    """Write all units in one transaction, or none. The events as committed, in order.
+    """Write all units in one transaction, or none; the events in order.
 
-    Raises what the session raises. CommitUnknown carries the events to look for.
+    Raises what the session raises. CommitUnknown has the events.
     """
     for unit in units:
-        unit.make_ready()
+        unit.prepare()
     rows = _rows_by_statement(units)
     session.begin()
     for term in {unit.term for unit in units if unit.term is not None}:
         session.require_term(term)
     taken = _taken_by_tenant(units)
-    # Before the first guard, so that what is waited for here is no other statement's fault.
-    used = session.ask(sql.USAGE_OF, [(tenant,) for tenant in taken]) if taken else tuple
+    # Before the first guard, so that an error here is not the fault of another statement.
+    used = session.fetch_later(sql.usage_of, [(tenant,) for tenant in taken]) if taken else tuple
     for statement in sql.IN_ORDER:
         if statement in rows:
             session.write(statement, rows[statement])
-    first, at = session.number(sum(unit.event_count for unit in units))
+    first, at = session.take_positions(sum(unit.event_count for unit in units))
     if taken:
         session.write(sql.WRITE_USAGE, _usage_rows(taken, used(), at, half_life_seconds))
     numbered = _event_rows(units, first, at)
@@ -239,7 +242,7 @@ def _event_rows(units: Sequence[Unit], first: Position, at: Instant) -> Rows:
 
 
 def _events(units: Sequence[Unit], first: Position, at: Instant) -> list[Event]:
-    """As committed. Made when nobody waits for the head of the log any more."""
+    """Made when the head of the log is no longer locked."""
     events: list[Event] = []
     for unit in units:
         events += unit.events_at(Position(first + len(events)), at)
@@ -254,10 +257,8 @@ def _taken_by_tenant(units: Sequence[Unit]) -> Mapping[str, int]:
     return taken
 
 
-def _usage_rows(
-    taken: Mapping[str, int], used: Sequence[Sequence[Any]], at: Instant, half_life_seconds: Seconds
-) -> list[Row]:
-    """The very sums that a World makes of the events of this group, which all bear this time."""
+def _usage_rows(taken: Mapping[str, int], used: Found, at: Instant, half_life_seconds: Seconds) -> list[Row]:
+    """The sums that a World computes from the events of this group, which all have this time."""
     known = {tenant: (held, mb_seconds, since) for tenant, held, mb_seconds, since in used}
     rows: list[Row] = []
     for tenant in sorted(taken):
@@ -278,33 +279,33 @@ def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, Rows]:
         finished.update(unit.finished)
         lessons.update((lesson.topic, lesson) for lesson in unit.lessons)
     if memory:
-        rows[sql.LEASE_MEMORY] = Rows(sorted(memory.items()))
+        rows[sql.lease_memory] = Rows(sorted(memory.items()))
     if finished:
         counts = sorted(finished.items())
-        rows[sql.COUNT_FINISHED] = Rows([(tenant, state.value, n) for (tenant, state), n in counts])
+        rows[sql.count_finished] = Rows([(tenant, state.value, n) for (tenant, state), n in counts])
     if lessons:
         rows[sql.WRITE_ESTIMATES] = Rows([estimate_row(lesson) for lesson in lessons.values()])
     return rows
 
 
 def answer_known(session: Session, units: Sequence[Unit]) -> list[Unit]:
-    """Answer the submissions that were stored before; the units that remain to be written."""
-    arrivals = [unit for unit in units if isinstance(unit, Arrival)]
-    if not arrivals:
+    """Answer submissions that are stored already; the units that remain to be written."""
+    submitted_units = [unit for unit in units if isinstance(unit, NewTasks)]
+    if not submitted_units:
         return list(units)
-    keys = [arrival.key for arrival in arrivals if arrival.key[1] is not None]
-    by_key = {(row[0], row[1]): (row[2], row[3]) for row in session.fetch(sql.KNOWN_KEYS, keys)}
-    ids = {row[0] for row in session.fetch(sql.KNOWN_IDS, [(arrival.first,) for arrival in arrivals])}
-    homes = [(arrival.home,) for arrival in arrivals if arrival.home is not None]
-    by_home = {row[0]: row[1] for row in session.fetch(sql.KNOWN_HOMES, homes)} if homes else {}
+    keys = [new.key for new in submitted_units if new.key[1] is not None]
+    by_key = {(row[0], row[1]): (row[2], row[3]) for row in session.fetch(sql.known_keys, keys)}
+    ids = {row[0] for row in session.fetch(sql.known_ids, [(new.first,) for new in submitted_units])}
+    homes = [(new.home,) for new in submitted_units if new.home is not None]
+    by_home = {row[0]: row[1] for row in session.fetch(sql.known_homes, homes)} if homes else {}
     left: list[Unit] = []
     for unit in units:
-        if isinstance(unit, Arrival) and unit.key in by_key:
-            unit.on_known(*by_key[unit.key])
-        elif isinstance(unit, Arrival) and unit.first in ids:
+        if isinstance(unit, NewTasks) and unit.key in by_key:
+            unit.on_key_known(*by_key[unit.key])
+        elif isinstance(unit, NewTasks) and unit.first in ids:
             unit.on_written()
-        elif isinstance(unit, Arrival) and unit.home in by_home:
-            unit.on_there(by_home[unit.home])
+        elif isinstance(unit, NewTasks) and unit.home in by_home:
+            unit.on_home_taken(by_home[unit.home])
         else:
             left.append(unit)
     return left

@@ -1,4 +1,4 @@
-"""Changing a database's schema with alembic, from a checkout or from an installed package."""
+"""Migrations of the schema with alembic, from a checkout or from an installed package."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,25 +11,25 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from gpubroker_server.adapters.sql.compatibility import SCHEMA
 from gpubroker_server.adapters.sql.session import DatabaseRefused
+from gpubroker_server.adapters.sql.system_tables import SCHEMA
 
 _INSTALLED = Path(__file__).parent / "migrations"
 _CHECKOUT = Path(__file__).parents[4] / "migrations"
 _LOCK = 0x67706272
-"""Advisory lock on PostgreSQL: of several processes that start, one migrates and the others wait."""
+"""Advisory lock of PostgreSQL: one process migrates, others that start wait."""
 _OTHERS = text("""
 SELECT DISTINCT application_name FROM pg_stat_activity
 WHERE datname = current_database() AND application_name LIKE 'gpubroker%'
     AND application_name <> current_setting('application_name')
 ORDER BY 1
 """)
-"""Whoever starts has a session before it asks for the revision, and the lock on that makes it wait: so it is
-seen here, or finds what this has made."""
+"""A process that starts opens a session, then waits for the lock to read the revision: either it is seen
+here, or it finds the new revision."""
 
 
 def migrate_to(engine: Engine, revision: str, name: str, *, drop_everything: bool) -> str:
-    """See `schema.bring_to`."""
+    """See `database.bring_to`."""
     try:
         with engine.begin() as connection:
             if connection.dialect.name == "postgresql":
@@ -55,7 +55,7 @@ def migrate_to(engine: Engine, revision: str, name: str, *, drop_everything: boo
 class _Goal:
     revision: str
     of: str
-    """The database's name for people."""
+    """Name of the database, for people."""
     drop_everything: bool
 
 
@@ -80,7 +80,7 @@ def _knows(config: Config, revision: str) -> bool:
 
 
 def _check_compatible(connection: Connection, current: str, name: str, *, goes_elsewhere: bool) -> None:
-    """Newer software has been here. What it has only added to is used as it is, and left as it is."""
+    """Newer software has migrated it. If that is compatible, the schema is used as it is."""
     compatible_from = connection.execute(text("SELECT compatible_from FROM log_head")).scalar_one()
     if compatible_from > SCHEMA or goes_elsewhere:
         raise DatabaseRefused(
@@ -111,7 +111,7 @@ def _check_way_down(connection: Connection, target: str, goal: _Goal) -> None:
             "results, tokens and the log; if that is what you want, say --drop-everything"
         )
     if connection.dialect.name != "postgresql":
-        return  # whoever has the file has locked it
+        return  # we have locked the file
     connection.execute(text("LOCK TABLE alembic_version IN ACCESS EXCLUSIVE MODE"))
     if others := connection.execute(_OTHERS).scalars().all():
         raise DatabaseRefused(

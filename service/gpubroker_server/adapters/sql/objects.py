@@ -1,4 +1,4 @@
-"""What tenants have uploaded, as rows."""
+"""Uploaded objects, as rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -15,21 +15,22 @@ from sqlalchemy import (
     func,
     literal_column,
     select,
-    true,
     tuple_,
     update,
 )
 
-from gpubroker_server.adapters.sql.columns import Count
-from gpubroker_server.adapters.sql.object_tables import stored_object
-from gpubroker_server.adapters.sql.rowset import SetStatement
-from gpubroker_server.adapters.sql.session import Session
+from gpubroker_server.adapters.sql.reads import Readers
+from gpubroker_server.adapters.sql.session import Session, over
+from gpubroker_server.adapters.sql.statements import insert_given
+from gpubroker_server.adapters.sql.system_tables import Count
+from gpubroker_server.adapters.sql.tables import stored_object
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.ports.objects import LEAST_BYTES, Counted, Quota, StoredObject
 
 T = TypeVar("T")
 
 OBJECTS_PER_STEP = 500
+_AT = Column("at", Double)
 _c = stored_object.c
 _KEY = (_c.tenant, _c.digest)
 _least: Any = literal_column(str(LEAST_BYTES), Integer)
@@ -47,53 +48,52 @@ LISTED = (
     .order_by(_c.digest)
     .limit(bindparam("most"))
 )
-"""Along the primary key: each page reads its own rows, however many there are before and after them."""
+"""In the order of the primary key, so a page reads its own rows alone."""
 _COUNTED_OBJECTS = select(*_COUNTED).where(_c.tenant == bindparam("tenant"), _c.expires_at > bindparam("now"))
 
 
 class SqlObjects:
-    """The part of a store on SQL that an ObjectRows is."""
+    """The ObjectRows of the store."""
+
+    _readers: Readers
 
     async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
         def act(session: Session) -> StoredObject | None:
-            session.number(0)  # whoever else uploads waits here, and counts this one
-            session.write(_DROP_OVER, [(given.tenant, given.created_at)])
-            [(others, many)] = session.fetch(_COUNTED_WITHOUT, [(given.tenant, given.digest)])
+            session.take_positions(0)  # other uploads wait here, and then count this one
+            session.write(_drop_expired, [(given.tenant, given.created_at)])
+            [(others, many)] = session.fetch(_count_others, [(given.tenant, given.digest)])
             if not quota.has_room(Counted(int(others), many), given):
                 return None
             row = (given.tenant, given.digest, given.size_bytes, given.created_at, given.expires_at)
-            [kept] = session.fetch(_KEEP, [row])
+            [kept] = session.fetch(_keep, [row])
             return StoredObject(*kept)
 
         return await self._write_alone(act)
 
     async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
-        return await self._read(_find, tenant, digest)
+        return await self._readers.run(_find, tenant, digest)
 
     async def stored_objects(
         self, tenant: str, now: Instant, *, after: str = "", limit: int
     ) -> Sequence[StoredObject]:
-        return await self._read(_page, tenant, now, after, limit)
+        return await self._readers.run(_page, tenant, now, after, limit)
 
     async def counted_objects(self, tenant: str, now: Instant) -> Counted:
-        return await self._read(_count, tenant, now)
+        return await self._readers.run(_count, tenant, now)
 
     async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
-        await self._write_alone(lambda session: session.write(_EXTEND, [(tenant, digest, until)]))
+        await self._write_alone(lambda session: session.write(_extend, [(tenant, digest, until)]))
 
     async def drop_object(self, tenant: str, digest: str) -> bool:
-        return await self._write_alone(lambda session: bool(session.fetch(_DROP, [(tenant, digest)])))
-
-    async def _read(self, query: Callable[..., T], *values: Any) -> T:
-        raise NotImplementedError
+        return await self._write_alone(lambda session: bool(session.fetch(_drop, [(tenant, digest)])))
 
     async def _write_alone(self, act: Callable[[Session], T]) -> T:
         raise NotImplementedError
 
 
 def prune_objects(session: Session) -> bool:
-    """One step: whether any whose time is over went."""
-    return bool(session.fetch(_PRUNE, [(session.now(),)]))
+    """One step: whether it removed any that had expired."""
+    return bool(session.fetch(_prune, [(session.now(),)]))
 
 
 def _find(connection: Connection, tenant: str, digest: str) -> StoredObject | None:
@@ -113,19 +113,21 @@ def _count(connection: Connection, tenant: str, now: Instant) -> Counted:
     return Counted(int(size_bytes), objects)
 
 
-def _drop_over(_insert: Any, r: FromClause) -> Any:
-    over = select(r.c.at).scalar_subquery()
-    return delete(stored_object).where(_c.tenant.in_(select(r.c.tenant)), _c.expires_at <= over)
+@over(_c.tenant, _AT)
+def _drop_expired(_insert: Any, r: FromClause) -> Any:
+    now = select(r.c.at).scalar_subquery()
+    return delete(stored_object).where(_c.tenant.in_(select(r.c.tenant)), _c.expires_at <= now)
 
 
-def _counted_without(_insert: Any, r: FromClause) -> Any:
+@over(*_KEY)
+def _count_others(_insert: Any, r: FromClause) -> Any:
     others = (_c.tenant == r.c.tenant) & (_c.digest != r.c.digest)
     return select(*_COUNTED).select_from(r.join(stored_object, others))
 
 
+@over(*_c)
 def _keep(insert: Any, r: FromClause) -> Any:
-    names = list(stored_object.c.keys())
-    statement = insert(stored_object).from_select(names, select(*(r.c[name] for name in names)).where(true()))
+    statement = insert_given(insert, stored_object, r)
     later = statement.excluded.expires_at
     end = case((_c.expires_at > later, _c.expires_at), else_=later)
     return statement.on_conflict_do_update(index_elements=list(_KEY), set_={"expires_at": end}).returning(
@@ -133,29 +135,23 @@ def _keep(insert: Any, r: FromClause) -> Any:
     )
 
 
+@over(*_KEY, _c.expires_at)
 def _extend(_insert: Any, r: FromClause) -> Any:
     same = (_c.tenant == r.c.tenant) & (_c.digest == r.c.digest) & (_c.expires_at < r.c.expires_at)
     return update(stored_object).values(expires_at=r.c.expires_at).where(same)
 
 
+@over(*_KEY)
 def _drop(_insert: Any, r: FromClause) -> Any:
     chosen = tuple_(*_KEY).in_(select(r.c.tenant, r.c.digest))
     return delete(stored_object).where(chosen).returning(_c.digest)
 
 
+@over(_AT)
 def _prune(_insert: Any, r: FromClause) -> Any:
-    """The end is looked at again where somebody else had the row: it may have been put off."""
-    over, other = select(r.c.at).scalar_subquery(), stored_object.alias("other")
+    """Checks the time again in the row itself: another transaction may have extended it."""
+    now, other = select(r.c.at).scalar_subquery(), stored_object.alias("other")
     step: Any = literal_column(str(OBJECTS_PER_STEP))
-    some = select(other.c.tenant, other.c.digest).where(other.c.expires_at <= over).limit(step)
+    some = select(other.c.tenant, other.c.digest).where(other.c.expires_at <= now).limit(step)
     chosen = tuple_(*_KEY).in_(some.offset(literal_column("0")))
-    return delete(stored_object).where(chosen, _c.expires_at <= over).returning(_c.digest)
-
-
-_AT = Column("at", Double)
-_DROP_OVER = SetStatement("drop objects", (_c.tenant, _AT), _drop_over)
-_COUNTED_WITHOUT = SetStatement("count objects", _KEY, _counted_without)
-_KEEP = SetStatement("keep object", tuple(stored_object.c), _keep)
-_EXTEND = SetStatement("extend object", (*_KEY, _c.expires_at), _extend)
-_DROP = SetStatement("drop object", _KEY, _drop)
-_PRUNE = SetStatement("prune objects", (_AT,), _prune)
+    return delete(stored_object).where(chosen, _c.expires_at <= now).returning(_c.digest)

@@ -1,58 +1,64 @@
-"""PostgreSQL: the same groups of statements, sent in pipelines, so that a group costs two waits.
+"""PostgreSQL: groups of statements sent in pipelines, so that a group waits twice.
 
-A connection that answers nothing for two seconds counts as lost, and a transaction of ours that does nothing
-for two seconds is ended by the server: so a leader that hangs does not hold the log's head.
+The server ends a transaction that does nothing for two seconds, so a leader that hangs does not hold the head
+of the log.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import psycopg
 from psycopg import errors
+from sqlalchemy import JSON, ColumnElement, bindparam, column, func
+from sqlalchemy.dialects import postgresql
 
-from gpubroker_server.adapters.sql.compatibility import check_schema
-from gpubroker_server.adapters.sql.connections import TERM, WRITER, Wishes, connect_writer, wished
-from gpubroker_server.adapters.sql.hints import TELL_RESIGNED
-from gpubroker_server.adapters.sql.rowset import (
-    Row,
-    Rows,
-    SetStatement,
-    copied_text,
-    postgres_copy,
-    postgres_rows,
-    postgres_text,
+from gpubroker_server.adapters.sql.connections import (
+    NOTIFY_RESIGNED,
+    TERM,
+    WRITER,
+    ServerSettings,
+    connect_writer,
+    set_statement,
 )
 from gpubroker_server.adapters.sql.session import (
     Collided,
     CommitUnknown,
     ConnectionLost,
     ConstraintFailed,
+    Found,
     GuardMissed,
+    Row,
+    Rows,
+    SetStatement,
+    json_text,
 )
+from gpubroker_server.adapters.sql.system_tables import check_schema
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import StaleTerm, StoreUnavailable, Unstorable
 
 _NOW = "SELECT extract(epoch from clock_timestamp())::float8"
 _SHARE_TERM = "SELECT term, holder FROM leadership WHERE id = 1 FOR KEY SHARE"
-"""Whoever takes the next term waits for it, and who renews this one does not."""
+"""Taking the next term waits for this lock; renewing this one does not."""
 _TAKE_HEAD = (
     "UPDATE log_head SET position = position + %s WHERE id = 1 "
     "RETURNING position, compatible_from, extract(epoch from clock_timestamp())::float8"
 )
 
-_END_HANGING = """
+_END_STUCK = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname = current_database() AND usename = current_user AND application_name LIKE 'gpubroker%'
     AND pid <> pg_backend_pid() AND state = 'active' AND wait_event = 'ClientRead'
     AND query_start < clock_timestamp() - CASE WHEN query ILIKE 'copy%' THEN '30s' ELSE '2s' END::interval
 """
-"""A process that is stopped between two statements of one pipeline leaves its session `active`, and its locks
-in place: before version 17 no time limit of the server's ends that."""
+"""A process that is stopped between two statements of one pipeline leaves its session `active` and holds its
+locks. Before PostgreSQL 17 no timeout of the server ends that."""
 _COPIED_FROM = 256
-"""So many rows of one statement are copied, which costs two waits more and per row a fraction."""
+"""Rows of one statement from which they are copied. That waits twice more, but without it a large batch
+exceeds the statement timeout (`bench batch`)."""
+_DIALECT: Any = postgresql.psycopg.dialect()  # type: ignore[no-untyped-call]  # it has no types
 
 GOODBYES = (
     errors.AdminShutdown,
@@ -61,8 +67,65 @@ GOODBYES = (
     errors.IdleInTransactionSessionTimeout,
     errors.ReadOnlySqlTransaction,
 )
-"""What a server says before it hangs up, or when it has become a standby; the connection counts as lost
-although it is still open."""
+"""What a server says before it closes the connection, or when it has become a standby: the connection counts
+as lost although it is open."""
+
+
+@cache
+def postgres_text(statement: SetStatement) -> str:
+    """SQL with one parameter `rows`: the JSON that `postgres_rows` makes."""
+    names: list[ColumnElement[Any]] = [column(c.name, c.type) for c in statement.columns]
+    given = func.json_to_recordset(bindparam("rows", type_=JSON()))
+    rows = given.table_valued(*names).render_derived(name="r", with_types=True)
+    return str(statement.build(postgresql.insert, rows).compile(dialect=_DIALECT))
+
+
+def postgres_rows(statement: SetStatement, rows: Sequence[Row]) -> str:
+    if statement.binary:
+        rows = [_with_hex(row, statement.binary) for row in rows]
+    return json_text([dict(zip(statement.names, row, strict=True)) for row in rows])
+
+
+def _with_hex(row: Row, binary: Sequence[int]) -> Row:
+    """PostgreSQL reads bytes inside JSON from their hexadecimal text."""
+    plain = list(row)
+    for at in binary:
+        if plain[at] is not None:
+            plain[at] = "\\x" + plain[at].hex()
+    return tuple(plain)
+
+
+@cache
+def _copy_statement(statement: SetStatement) -> str:
+    """Copies rows into the statement's table. If the key of one exists, all fail."""
+    quoted = _DIALECT.identifier_preparer.quote
+    columns = ", ".join(map(quoted, statement.names))
+    return f"COPY {quoted(statement.copied)} ({columns}) FROM STDIN"
+
+
+def copied_text(rows: Rows) -> Iterator[str]:
+    """The text that COPY reads, in pieces: a line for each row, its values separated by tabs."""
+    yield "".join(["\t".join(map(_copied, row)) + "\n" for row in rows.single])
+    for heads, tail in rows.alike:
+        end = "".join(["\t" + _copied(value) for value in tail]) + "\n"
+        yield "".join(["\t".join(map(_copied, head)) + end for head in heads])
+
+
+def _copied(value: Any) -> str:
+    if value is None:
+        return "\\N"
+    if isinstance(value, str):
+        is_plain = "\\" not in value and "\n" not in value and "\t" not in value and "\r" not in value
+        return value if is_plain else _escaped(value)
+    if isinstance(value, bytes):
+        return "\\\\x" + value.hex()
+    return str(value)  # numbers and booleans, which the server reads as Python writes them
+
+
+def _escaped(text: str) -> str:
+    for character, name in (("\\", "\\"), ("\n", "n"), ("\t", "t"), ("\r", "r")):
+        text = text.replace(character, "\\" + name)
+    return text
 
 
 def term_session(url: str, *, pooled: bool) -> "PostgresSession":
@@ -76,13 +139,13 @@ def term_session(url: str, *, pooled: bool) -> "PostgresSession":
 class PostgresSession:
     """The writer's connection to a server."""
 
-    def __init__(self, url: str, wishes: Wishes = WRITER, *, pooled: bool = False) -> None:
-        self._connect = partial(connect_writer, url, wishes, pooled=pooled)
+    def __init__(self, url: str, settings: ServerSettings = WRITER, *, pooled: bool = False) -> None:
+        self._connect = partial(connect_writer, url, settings, pooled=pooled)
         self._connection = self._connect()
-        self._at_begin = wished(wishes, within="transaction") if pooled else None
+        self._at_begin = set_statement(settings, within="transaction") if pooled else None
         self._open = ExitStack()
         self._pipeline: psycopg.Pipeline
-        """Of the transaction that is open."""
+        """Of the open transaction."""
         self._sent: list[tuple[SetStatement, int, psycopg.Cursor[Any]]] = []
         self._terms: list[tuple[Term, psycopg.Cursor[Any]]] = []
 
@@ -96,7 +159,7 @@ class PostgresSession:
                 self._connection.execute(self._at_begin, prepare=False)
 
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
-        """The server may complain here of what was sent before."""
+        """May raise the errors of what was sent before."""
         try:
             if statement.copied and len(rows) >= _COPIED_FROM:
                 self._copy(statement, rows if isinstance(rows, Rows) else Rows(rows))
@@ -115,20 +178,19 @@ class PostgresSession:
                 self._sent.append((statement, len(rows), cursor))
 
     def _copy(self, statement: SetStatement, rows: Rows) -> None:
-        """Between two pipelines, which cannot copy. What was sent before is waited for."""
+        """Between two pipelines, which cannot copy. Waits for what was sent before."""
         with self._translated():
             self._open.close()
-            with self._connection.cursor() as cursor, cursor.copy(postgres_copy(statement)) as copy:
+            with self._connection.cursor() as cursor, cursor.copy(_copy_statement(statement)) as copy:
                 for text in copied_text(rows):
                     copy.write(text)
             self._pipeline = self._open.enter_context(self._connection.pipeline())
 
-    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
+    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Found:
         with self._translated():
-            parameters = {"rows": postgres_rows(statement, rows)}
-            return self._connection.execute(postgres_text(statement), parameters).fetchall()
+            return self.fetch_later(statement, rows)()
 
-    def ask(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Sequence[Sequence[Any]]]:
+    def fetch_later(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Found]:
         with self._translated():
             parameters = {"rows": postgres_rows(statement, rows)}
             return self._connection.execute(postgres_text(statement), parameters).fetchall
@@ -138,12 +200,12 @@ class PostgresSession:
             cursor = self._connection.execute(_SHARE_TERM)
             self._terms.append((term, cursor))
 
-    def number(self, events: int) -> tuple[Position, Instant]:
+    def take_positions(self, events: int) -> tuple[Position, Instant]:
         try:
             with self._translated():
                 head = self._connection.execute(_TAKE_HEAD, [events])
-                # A sync, and not a mere read of the answer: only then does the server count us as idle,
-                # and end a transaction that hangs with the head of the log in its hand.
+                # A sync, and not just a read of the answer: only then the server counts the session as idle,
+                # and ends a transaction that hangs while it locks the head of the log.
                 self._pipeline.sync()
                 [(last, compatible_from, at)] = head.fetchall()
         finally:
@@ -152,7 +214,7 @@ class PostgresSession:
         return Position(last - events + 1), Instant(at)
 
     def _check_guards(self) -> None:
-        """Of a guard that missed and a constraint that then failed, the guard is what went wrong."""
+        """A missed guard may be the cause of a failed constraint, so it is what gets reported."""
         for term, leader in self._terms:
             for current, holder in leader.fetchall() if leader.rowcount >= 0 else ():
                 if current != term:
@@ -165,7 +227,7 @@ class PostgresSession:
         try:
             with self._translated():
                 done = self._connection.execute("COMMIT", prepare=False)
-                self._open.close()  # waits for everything sent; raises the first error of it
+                self._open.close()  # waits for everything sent, and raises its first error
                 if done.statusmessage != "COMMIT":  # a failed transaction answers ROLLBACK, and no error
                     raise StoreUnavailable(f"the database answered COMMIT with {done.statusmessage}")
         except ConnectionLost as lost:
@@ -179,7 +241,7 @@ class PostgresSession:
                 self._connection.execute("ROLLBACK")
 
     def has_event(self, event: Event) -> bool:
-        # A commit of ours that is still under way holds the head of the log until it is over.
+        # A commit of ours that is under way locks the head of the log.
         with self._translated(), self._connection.transaction():
             self._connection.execute("SELECT position FROM log_head WHERE id = 1 FOR UPDATE")
             cursor = self._connection.execute(
@@ -192,15 +254,15 @@ class PostgresSession:
             [(at,)] = self._connection.execute(_NOW).fetchall()
             return Instant(at)
 
-    def end_hanging(self) -> None:
+    def end_stuck_sessions(self) -> None:
         with self._translated():
-            self._connection.execute(_END_HANGING)
+            self._connection.execute(_END_STUCK)
 
-    def tell_resigned(self) -> None:
+    def notify_resigned(self) -> None:
         with self._translated():
-            # Nobody waits for the disk: if a crash takes it back, the lease ends by itself.
+            # No need to wait for the disk: if a crash undoes it, the lease ends by itself.
             self._connection.execute("SET LOCAL synchronous_commit = off", prepare=False)
-            self._connection.execute(TELL_RESIGNED, prepare=False)
+            self._connection.execute(NOTIFY_RESIGNED, prepare=False)
 
     def reconnect(self) -> None:
         self.close()
@@ -209,8 +271,8 @@ class PostgresSession:
         except psycopg.Error as error:
             raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
 
-    def rest(self) -> None:
-        """The server sees to that."""
+    def on_idle(self) -> None:
+        """The server needs no care."""
 
     def close(self) -> None:
         with suppress(psycopg.Error):
@@ -218,8 +280,8 @@ class PostgresSession:
         self._connection.close()
 
     def _is_out_of_step(self, error: psycopg.Error) -> bool:
-        """Whether the server's next word can no longer be told. What has no code was not said by the server:
-        a goodbye in the middle of an answer shows as an error of the driver, on an open connection."""
+        """Whether the protocol's state is lost. An error without a code comes from the driver, which sees a
+        server that closes in the middle of an answer, while the connection is open."""
         says_nothing = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
         is_consequence = isinstance(error, errors.PipelineAborted)
         return self._connection.closed or self._connection.broken or (says_nothing and not is_consequence)
@@ -238,5 +300,5 @@ class PostgresSession:
             if isinstance(error, GOODBYES) or self._is_out_of_step(error):
                 raise ConnectionLost(str(error).strip()) from error
             if isinstance(error, psycopg.OperationalError | psycopg.InternalError):
-                raise StoreUnavailable(f"the database did not do it: {str(error).strip()}") from error
+                raise StoreUnavailable(f"the database failed: {str(error).strip()}") from error
             raise

@@ -1,9 +1,12 @@
-"""Everything that is read, as functions of one connection. They never wait for the writer."""
+"""Reads of the store, on connections of their own: they never wait for the writer."""
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from pydantic_core import from_json
 from sqlalchemy import (
@@ -11,6 +14,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Double,
+    Engine,
     Executable,
     Select,
     and_,
@@ -21,11 +25,11 @@ from sqlalchemy import (
     or_,
     select,
 )
+from sqlalchemy.exc import DataError, DBAPIError
 
 from gpubroker_server.adapters.sql import rows, tables
-from gpubroker_server.adapters.sql.object_tables import stored_object
-from gpubroker_server.adapters.sql.shared import installation
 from gpubroker_server.adapters.sql.statements import EVENT
+from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
@@ -42,9 +46,11 @@ from gpubroker_server.ports.store import (
     Stand,
     StoredCheckpoint,
     StoredResult,
+    StoreUnavailable,
     TaskFilter,
     TaskRecord,
     TokenRow,
+    Unstorable,
 )
 
 _task, _spec, _outcome, _label = tables.task, tables.task_spec, tables.outcome, tables.task_label
@@ -54,7 +60,7 @@ _LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease) if field.na
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
 _DEVICE = tuple(tables.device.c[field.name] for field in fields(Device) if field.init)
 _lease = tables.lease
-_SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # which the task's row has
+_SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # it is in the row of the task too
 ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
 _ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
 _USAGE = select(*(tables.usage.c[name] for name in TenantUsage._fields)).order_by(tables.usage.c.tenant)
@@ -64,15 +70,15 @@ _HAS_RESULT = or_(_outcome.c.result.isnot(None), _outcome.c.result_digest.isnot(
 _chosen, _other = _task.alias("chosen"), _outcome.alias("other")
 _newest = select(func.max(_other.c.fence)).where(_other.c.task == _chosen.c.id).scalar_subquery()
 
-# Fixed statements with parameters: building one anew costs more than running it.
+# Statements with parameters, made once: to build one costs more than to run it.
 _RECORDS = (
     select(*(_chosen.c[column.name] for column in TASK), *_SPEC, _outcome.c.failure, _HAS_RESULT)
     .join(_spec, _spec.c.task == _chosen.c.id)
     .outerjoin(_outcome, and_(_outcome.c.task == _chosen.c.id, _outcome.c.fence == _newest))
     .order_by(_chosen.c.id.desc())
 )
-"""Of the chosen tasks, which are named by their ids: a subquery of whole rows leaves hundreds of objects that
-refer to each other each time one is made."""
+"""The chosen tasks are named by their ids: building a subquery of whole rows leaves hundreds of cyclic
+objects."""
 _ONE_RECORD = _RECORDS.where(_chosen.c.id == bindparam("task"))
 _NEWEST_OUTCOME = (
     select(_outcome).where(_outcome.c.task == bindparam("task")).order_by(_outcome.c.fence.desc()).limit(1)
@@ -93,9 +99,9 @@ _KNOWN_KEY = select(_task.c.id, _task.c.body_hash).where(
     _task.c.tenant == bindparam("tenant"), _task.c.idem_key == bindparam("idem_key")
 )
 _BATCH_ANSWER = select(tables.batch.c.answer).where(tables.batch.c.task == bindparam("task"))
-_HEAD = select(tables.log_head.c.position)
+_HEAD = select(log_head.c.position)
 _OLDEST = select(
-    func.coalesce(select(func.min(tables.event.c.position)).scalar_subquery(), tables.log_head.c.position + 1)
+    func.coalesce(select(func.min(tables.event.c.position)).scalar_subquery(), log_head.c.position + 1)
 )
 _HELD_BACK = """
 SELECT (
@@ -113,26 +119,134 @@ _TASK_NAMES = tuple(column.name for column in TASK)
 
 
 _IN_PARTS = {"yield_per": 2000}
-"""A long queue is not held twice, as rows and as tasks."""
+"""So that a long queue is not in memory twice, as rows and as tasks: `bench restart`."""
+READERS = 4
+"""Threads and connections; a query takes one of each."""
+
+T = TypeVar("T")
 
 
-def _found(connection: Connection, query: Executable, **values: Any) -> list[dict[str, Any]]:
+class Readers:
+    """The threads and connections that read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="gpubroker-reader")
+
+    async def run(self, query: Callable[..., T], *values: Any) -> T:
+        """Raises StoreUnavailable, Unstorable."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(self.query, query, *values))
+
+    def query(self, query: Callable[..., T], *values: Any) -> T:
+        """Runs twice if the connection turns out to be broken."""
+        for attempt in (1, 2):
+            try:
+                with self._engine.connect() as connection:
+                    return query(connection, *values)
+            except DataError as error:
+                raise Unstorable(f"no row can hold what was asked for: {error.orig}") from error
+            except DBAPIError as error:
+                if attempt == 1 and error.connection_invalidated:
+                    continue
+                raise StoreUnavailable(f"the database cannot be read: {error.orig}") from error
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._engine.dispose()
+
+
+class SqlReads:
+    """What a TaskStore reads."""
+
+    _readers: Readers
+    _begin_snapshot: str
+
+    async def known_key(self, tenant: str, key: str) -> KnownKey | None:
+        values = {"tenant": tenant, "idem_key": key}
+        found = await self._rows(_KNOWN_KEY, values)
+        return KnownKey(TaskId(found[0]["id"]), found[0]["body_hash"]) if found else None
+
+    async def batch_answer(self, first: TaskId) -> str:
+        found = await self._rows(_BATCH_ANSWER, {"task": first})
+        return str(found[0]["answer"]) if found else ""
+
+    async def snapshot(self) -> Snapshot:
+        at = await self.database_time()
+        return await self._readers.run(_snapshot, self._begin_snapshot, at)
+
+    async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]:
+        query = _EVENTS if task is None else _EVENTS_OF_TASK
+        found = await self._rows(query, {"after": after, "most": limit, "task": task})
+        return [rows.event_of_row(tuple(row.values())) for row in found]
+
+    async def head(self) -> Position:
+        return await self._readers.run(head)
+
+    async def oldest(self) -> Position:
+        return Position(await self._readers.run(_scalar, _OLDEST))
+
+    async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
+        return [_record_of(row) for row in await self._rows(listing(wanted))]
+
+    async def stored_record(self, task: TaskId) -> TaskRecord | None:
+        found = await self._rows(_ONE_RECORD, {"task": task})
+        return _record_of(found[0]) if found else None
+
+    async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:
+        query = select(_task.c.id, _task.c.tenant, _task.c.state, _task.c.failed_by)
+        found = await self._rows(query.where(_task.c.id.in_(tasks))) if tasks else ()
+        return {
+            TaskId(row["id"]): Stand(row["tenant"], TaskState(row["state"]), row["failed_by"])
+            for row in found
+        }
+
+    async def stored_specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
+        found = await self._rows(select(*_SPEC).where(_spec.c.task.in_(tasks)))
+        return {TaskId(row["task"]): rows.spec_of_row(row) for row in found}
+
+    async def stored_result(self, task: TaskId) -> StoredResult | None:
+        found = await self._rows(_NEWEST_OUTCOME, {"task": task})
+        return _result_of(found[0]) if found else None
+
+    async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
+        return [StoredCheckpoint(**row) for row in await self._rows(_CHECKPOINTS, {"task": task})]
+
+    async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
+        return await self._readers.run(_referenced, digests)
+
+    async def tokens(self) -> Sequence[TokenRow]:
+        return [rows.token_of_row(row) for row in await self._rows(select(token).order_by(token.c.name))]
+
+    async def blobs(self) -> str | None:
+        """The name of the directory of objects that belongs to this database; None before the first claim."""
+        found: str | None = await self._readers.run(_scalar, select(installation.c.blobs))
+        return found
+
+    async def held_back(self) -> HeldBack | None:
+        return await self._readers.run(_held_back)
+
+    async def database_time(self) -> Instant:
+        return await self._readers.run(now)
+
+    async def _rows(self, query: Executable, values: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        return await self._readers.run(_found, query, values or {})
+
+
+def _found(connection: Connection, query: Executable, values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows by column name."""
     result = connection.execute(query, values)
     names = tuple(result.keys())
     return [dict(zip(names, row, strict=True)) for row in result]
 
 
-def record(connection: Connection, task: TaskId) -> TaskRecord | None:
-    return next((_record_of(row) for row in _found(connection, _ONE_RECORD, task=task)), None)
-
-
-def records(connection: Connection, wanted: TaskFilter) -> Sequence[TaskRecord]:
-    return [_record_of(row) for row in _found(connection, listing(wanted))]
+def _scalar(connection: Connection, query: Executable) -> Any:
+    return connection.execute(query).scalar_one()
 
 
 def listing(wanted: TaskFilter) -> Select[Any]:
-    """The records that match, newest first."""
+    """The tasks that match, newest first."""
     query = select(_task.c.id).where(_task.c.tenant == wanted.tenant)
     if wanted.after is not None:
         query = query.where(_task.c.id < wanted.after)
@@ -152,12 +266,12 @@ def listing(wanted: TaskFilter) -> Select[Any]:
         )
         query = query.where(named.correlate(_task).exists())
     if wanted.runs_after is not None:
-        some = _task.c.after != literal_column("'[]'")  # in the words of the index of dependents
+        some = _task.c.after != literal_column("'[]'")  # as the index of dependents says it
         query = query.where(some, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True))
     query = query.where(*_within(_task.c.submitted_at, wanted.submitted_from, wanted.submitted_before))
     query = query.where(*_within(_task.c.finished_at, wanted.finished_from, wanted.finished_before))
     if wanted.kind == EXTERNAL:
-        query = query.where(_task.c.external.isnot(None))  # in the words of their index
+        query = query.where(_task.c.external.isnot(None))  # as their index says it
     elif wanted.kind is not None:
         of_kind = select(_spec.c.task).where(_spec.c.task == _task.c.id, _spec.c.kind == wanted.kind)
         query = query.where(of_kind.correlate(_task).exists())
@@ -176,7 +290,7 @@ def _within(time: Column[Any], start: Instant | None, end: Instant | None) -> li
 
 
 def _in_states(states: Sequence[TaskState]) -> list[Any]:
-    """Of states that lie all before or all after the end, in the words of the index for that half."""
+    """If all states are final or none is, as the index for that half says it."""
     names = [state.value for state in states]
     ended = {state in TERMINAL for state in states}
     if ended == {True}:
@@ -194,32 +308,7 @@ def _record_of(row: Mapping[str, Any]) -> TaskRecord:
     )
 
 
-def known_key(connection: Connection, tenant: str, key: str) -> KnownKey | None:
-    found = connection.execute(_KNOWN_KEY, {"tenant": tenant, "idem_key": key}).one_or_none()
-    return None if found is None else KnownKey(TaskId(found[0]), found[1])
-
-
-def batch_answer(connection: Connection, first: TaskId) -> str:
-    found = connection.execute(_BATCH_ANSWER, {"task": first}).scalar_one_or_none()
-    return "" if found is None else str(found)
-
-
-def stands(connection: Connection, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:
-    query = select(_task.c.id, _task.c.tenant, _task.c.state, _task.c.failed_by)
-    found = connection.execute(query.where(_task.c.id.in_(tasks)))
-    return {TaskId(id): Stand(tenant, TaskState(state), by) for id, tenant, state, by in found}
-
-
-def specs(connection: Connection, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
-    found = _found(connection, select(*_SPEC).where(_spec.c.task.in_(tasks)))
-    return {TaskId(row["task"]): rows.spec_of_row(row) for row in found}
-
-
-def result(connection: Connection, task: TaskId) -> StoredResult | None:
-    found = _found(connection, _NEWEST_OUTCOME, task=task)
-    if not found:
-        return None
-    row = found[0]
+def _result_of(row: Mapping[str, Any]) -> StoredResult:
     return StoredResult(
         ending=row["ending"],
         format=row["result_format"],
@@ -230,13 +319,9 @@ def result(connection: Connection, task: TaskId) -> StoredResult | None:
     )
 
 
-def checkpoints(connection: Connection, task: TaskId) -> Sequence[StoredCheckpoint]:
-    return [StoredCheckpoint(*row) for row in connection.execute(_CHECKPOINTS, {"task": task})]
-
-
-def referenced(connection: Connection, digests: Sequence[str]) -> frozenset[str]:
+def _referenced(connection: Connection, digests: Sequence[str]) -> frozenset[str]:
     of_tasks = (_spec.c.arguments_digest, _outcome.c.result_digest, tables.checkpoint.c.digest)
-    places = (*of_tasks, stored_object.c.digest)
+    places = (*of_tasks, tables.stored_object.c.digest)
     return frozenset(
         digest
         for column in places
@@ -244,43 +329,24 @@ def referenced(connection: Connection, digests: Sequence[str]) -> frozenset[str]
     )
 
 
-def events(connection: Connection, after: Position, limit: int, task: TaskId | None) -> Sequence[Event]:
-    query = _EVENTS if task is None else _EVENTS_OF_TASK
-    found = connection.execute(query, {"after": after, "most": limit, "task": task})
-    return [rows.event_of_row(row) for row in found]
-
-
 def head(connection: Connection) -> Position:
     return Position(connection.execute(_HEAD).scalar_one())
 
 
 def leader(connection: Connection) -> LeaderRow:
-    row = tables.leadership.c
+    row = leadership.c
     [(term, holder, until)] = connection.execute(select(row.term, row.holder, row.lease_until))
     return LeaderRow(Term(term), holder, Instant(until), now(connection))
 
 
-def oldest(connection: Connection) -> Position:
-    return Position(connection.execute(_OLDEST).scalar_one())
-
-
-def blobs(connection: Connection) -> str | None:
-    found: str | None = connection.execute(select(installation.c.blobs)).scalar_one()
-    return found
-
-
-def tokens(connection: Connection) -> Sequence[TokenRow]:
-    found = _found(connection, select(tables.token).order_by(tables.token.c.name))
-    return [rows.token_of_row(row) for row in found]
-
-
-def snapshot(connection: Connection, at: Instant) -> Snapshot:
-    """Inside one transaction that sees one state of the database."""
+def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
+    """`begin`: SQL that begins a transaction in which all reads see one state."""
+    connection.exec_driver_sql(begin)
     lease, finished, device = tables.lease, tables.finished, tables.device
     holders = select(lease.c.holder).where(~lease.c.released)
     unfinished = select(*TASK).where(~_task.c.finished)
     leaving = select(*TASK).where(_task.c.finished, _task.c.id.in_(holders))
-    leases = _found(connection, select(*_LEASE).where(~lease.c.released))
+    leases = _found(connection, select(*_LEASE).where(~lease.c.released), {})
     devices = connection.execute(select(*_DEVICE).where(device.c.present | (device.c.leased_mb > 0)))
     counted = connection.execute(select(finished.c.tenant, finished.c.state, finished.c.n))
     return Snapshot(
@@ -292,10 +358,10 @@ def snapshot(connection: Connection, at: Instant) -> Snapshot:
             for row in connection.execute(query, execution_options=_IN_PARTS)
         ],
         leases=[rows.lease_of_row(row) for row in leases],
-        pledges=[rows.pledge_of_row(row) for row in _found(connection, select(*_PLEDGE))],
+        pledges=[rows.pledge_of_row(row) for row in _found(connection, select(*_PLEDGE), {})],
         devices=[Device(*row) for row in devices],
-        nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node))],
-        requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request))],
+        nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node), {})],
+        requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request), {})],
         finished={(tenant, TaskState(state)): n for tenant, state, n in counted},
         usage=[TenantUsage(*row) for row in connection.execute(_USAGE)],
         estimates=[rows.estimate_of_row(row) for row in connection.execute(_ESTIMATES)],
@@ -308,9 +374,8 @@ def now(connection: Connection) -> Instant:
     return Instant(connection.execute(_NOW).scalar_one())
 
 
-def held_back(connection: Connection) -> HeldBack | None:
-    """By whoever keeps a snapshot, prepared transactions included, without our own, which asks; and by
-    replication slots, of which the database knows no times."""
+def _held_back(connection: Connection) -> HeldBack | None:
+    """By snapshots and prepared transactions of others, and by replication slots, whose times are unknown."""
     if connection.dialect.name == "sqlite":
         return None
     [(seconds, transactions)] = connection.exec_driver_sql(_HELD_BACK).fetchall()

@@ -1,24 +1,31 @@
-"""Tasks, leases and the rest as rows, and back. JSON columns hold what no statement looks into."""
+"""Tasks, leases and the other values as rows, and back. Columns hold JSON where no statement reads it."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from operator import attrgetter
 from sys import intern
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from gpubroker_server.adapters.sql import statements as sql
-from gpubroker_server.adapters.sql.compatibility import check_reader
-from gpubroker_server.adapters.sql.rowset import Row, SetStatement, json_text
-from gpubroker_server.core.domain.decisions import Decision, Outcome, Request
+from gpubroker_server.adapters.sql.session import Alike, Row, SetStatement, json_text
+from gpubroker_server.adapters.sql.system_tables import check_reader
+from gpubroker_server.core.domain.decisions import Decision, Fields, Outcome, Request
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.orders import Checkpointed
-from gpubroker_server.core.domain.task import HOT_FIELDS, StopReason, Task, TaskState
+from gpubroker_server.core.domain.task import (
+    HOT_FIELDS,
+    StopReason,
+    Task,
+    TaskState,
+)
+from gpubroker_server.core.domain.units import Instant, Position
 from gpubroker_server.core.world.event_codec import (
     after_fields,
     after_from,
@@ -30,53 +37,44 @@ from gpubroker_server.core.world.event_codec import (
     members_from,
     model_fields,
     model_from,
+    task_fields,
 )
-from gpubroker_server.core.world.events import Event, NewEvent, task_of
-from gpubroker_server.ports.store import RunSpec, Submission, TokenRow
+from gpubroker_server.core.world.events import SUBMITTED, Event, NewEvent, task_of
+from gpubroker_server.ports.store import BatchSubmission, RunSpec, Submission, TokenRow
 
 Written = tuple[SetStatement, Row]
 
 
-def mapping_text(mapping: Mapping[str, str]) -> str:
-    """Most tasks have no labels and no environment."""
-    return json_text(mapping) if mapping else "{}"
-
-
 @lru_cache(4096)
-def demand_text(demand: Demand) -> str:
-    """Tasks come in many, demands in few kinds."""
-    return json_text(demand_fields(demand))
-
-
-@lru_cache(4096)
-def demand_of(text: str) -> Demand:
+def _demand_of(text: str) -> Demand:
+    """Many tasks have few demands; a queue keeps each once, which `bench restart` shows."""
     return demand_from(from_json(text))
 
 
 def event_row(event: NewEvent) -> Row:
-    """An event without its position and time, which stand first in `statements.EVENT_IN`."""
+    """Without position and time, the first two columns of `statements.EVENT_IN`."""
     fields = json_text(event.fields)
     return (event.key, task_of(event), fields, event.kind, event.version, event.tenant, event.reader)
 
 
 def rows_of_submission(submission: Submission) -> Iterator[Written]:
-    key = submission.idempotency_key
-    marks = (key, submission.body_hash) if key is not None else _NO_KEY
-    yield sql.INSERT_TASKS, (*new_task_row(submission.task), *marks)
-    yield from _beside_task(submission)
-
-
-_NO_KEY = (None, None)
+    task, key = submission.task, submission.idempotency_key
+    marks = (key, submission.body_hash) if key is not None else (None, None)
+    yield sql.INSERT_TASKS, (*new_task_row(task), *marks)
+    yield sql.INSERT_SPECS, (*spec_head(submission), *spec_tail(submission))
+    for name, value in submission.spec.labels.items():
+        yield sql.INSERT_LABELS, (task.id, task.tenant, name, value)
 
 
 def new_task_row(task: Task) -> Row:
-    """Without the key and the body's hash, which stand last."""
+    """Without key and hash of the body, the last two columns."""
     if task.state is not TaskState.PENDING or task.version != 1:
         raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
     return (
-        task.id, task.tenant, task.name, task.priority, demand_text(task.demand), task.submitted_at,
-        task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, _after_text(task),
-        task.queue_ttl_seconds, task.deadline_at, task.expected_seconds, task.stream, task.subject,
+        task.id, task.tenant, task.name, task.priority, json_text(demand_fields(task.demand)),
+        task.submitted_at, task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable,
+        json_text(after_fields(task.after)), task.queue_ttl_seconds, task.deadline_at, task.expected_seconds,
+        task.stream, task.subject,
         None if task.external is None else json_text(external_fields(task.external)),
         None if task.model is None else json_text(model_fields(task.model)), home_text(task), task.held,
         task.awaits, task.expires_at, task.not_before,
@@ -87,15 +85,8 @@ def home_text(task: Task) -> str | None:
     return None if task.model is None else "/".join(task.model.home)
 
 
-def _beside_task(submission: Submission) -> Iterator[Written]:
-    task = submission.task
-    yield sql.INSERT_SPECS, (*spec_head(submission), *spec_tail(submission))
-    for name, value in submission.spec.labels.items():
-        yield sql.INSERT_LABELS, (task.id, task.tenant, name, value)
-
-
 def spec_head(submission: Submission) -> Row:
-    """Of its spec, what may differ among tasks that run the same with other arguments."""
+    """The columns that differ among the tasks of a batch that run the same with other arguments."""
     spec = submission.spec
     return (submission.task.id, spec.arguments, spec.arguments_digest)
 
@@ -103,10 +94,88 @@ def spec_head(submission: Submission) -> Row:
 def spec_tail(submission: Submission) -> Row:
     spec = submission.spec
     return (
-        submission.task.tenant, spec.kind, spec.entrypoint, json_text(spec.command) if spec.command else "[]",
-        spec.python, mapping_text(spec.env), spec.result_format, mapping_text(spec.labels), spec.model_type,
+        submission.task.tenant, spec.kind, spec.entrypoint, json_text(spec.command),
+        spec.python, json_text(spec.env), spec.result_format, json_text(spec.labels), spec.model_type,
         spec.working_directory, None if spec.sizing is None else json_text(spec.sizing),
     )  # fmt: skip
+
+
+class _First(NamedTuple):
+    """The first event of one of several tasks that are alike."""
+
+    fields: Fields
+    before: str
+    """The JSON of the fields up to the id, and after it."""
+    behind: str
+
+
+class BatchRows:
+    """What a batch writes. What alike tasks have in common is made once for all of them."""
+
+    def __init__(self, batch: BatchSubmission) -> None:
+        self._batch = batch
+        self._firsts: dict[int, _First] = {}
+        """By the identity of the submission that they are like."""
+        self.blocks = list(self._blocks())
+        self._heads = list(self._event_heads())
+
+    def __len__(self) -> int:
+        """How many events."""
+        return len(self._heads)
+
+    def event_rows(self, first: Position, at: Instant) -> Alike:
+        heads = [(position, at, *head) for position, head in enumerate(self._heads, first)]
+        return Alike(heads, (SUBMITTED, 1, self._batch.tenant, 1))
+
+    def events(self, first: Position, at: Instant) -> Iterator[Event]:
+        tenant = self._batch.tenant
+        for position, submission in enumerate(self._batch.submissions, first):
+            task = submission.task
+            fields = {**self._firsts[id(submission.like or submission)].fields, "id": task.id}
+            yield Event(Position(position), at, SUBMITTED, task.id, 1, tenant, fields, task)
+
+    def _blocks(self) -> Iterator[tuple[SetStatement, Alike]]:
+        batch = self._batch
+        key, marks = batch.idempotency_key, (batch.idempotency_key, batch.body_hash)
+        for alike in _by_likeness(batch.submissions):
+            first = alike[0]
+            ids: list[Row] = [(submission.task.id,) for submission in alike]
+            task = new_task_row(first.task)[1:]
+            if key is not None and first is batch.submissions[0]:
+                yield sql.INSERT_TASKS, Alike(ids[:1], (*task, *marks))
+                yield sql.INSERT_TASKS, Alike(ids[1:], (*task, None, None))
+            else:
+                yield sql.INSERT_TASKS, Alike(ids, (*task, None, None))
+            yield sql.INSERT_SPECS, Alike([spec_head(submission) for submission in alike], spec_tail(first))
+            for label in first.spec.labels.items():
+                yield sql.INSERT_LABELS, Alike(ids, (batch.tenant, *label))
+        if key is not None:
+            yield sql.INSERT_BATCHES, Alike([(batch.first, batch.tenant, batch.answer)], ())
+
+    def _event_heads(self) -> Iterator[Row]:
+        for submission in self._batch.submissions:
+            like = submission.like or submission
+            first = self._firsts.get(id(like))
+            if first is None:
+                first = self._firsts[id(like)] = _first(like.task)
+            task = submission.task.id
+            yield task, task, f"{first.before}{task}{first.behind}"
+
+
+def _by_likeness(submissions: Sequence[Submission]) -> list[list[Submission]]:
+    """Groups whose members differ in ids and arguments alone."""
+    found: dict[Row, list[Submission]] = defaultdict(list)
+    for submission in submissions:
+        spec = submission.spec
+        run = (spec.kind, spec.entrypoint, spec.command, spec.python, spec.working_directory)
+        found[id(submission.like or submission), *run].append(submission)
+    return list(found.values())
+
+
+def _first(task: Task) -> _First:
+    fields = task_fields(task)
+    before, mark, behind = json_text(fields).partition(f'"id":"{task.id}"')
+    return _First(fields, before + mark[: -len(task.id) - 1], '"' + behind)
 
 
 def row_of_request(request: Request) -> Written:
@@ -116,10 +185,9 @@ def row_of_request(request: Request) -> Written:
 
 
 def rows_of_decision(decision: Decision) -> Iterator[Written]:
-    """Its rows, except the sums of leased memory and of finished tasks, which a whole group adds up,
-    and except what it teaches, of which a group writes the last about each topic.
+    """Without leased memory, counts of finished tasks and estimates, which a group adds up.
 
-    What a run left behind comes with a change of its task, whose tenant it takes.
+    An outcome or a checkpoint comes with a change of its task, which gives the tenant.
     """
     for node in decision.nodes:
         yield sql.WRITE_NODES, _node_row(node)
@@ -143,7 +211,7 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.WRITE_OUTCOMES, _outcome_row(decision.outcome, tenants[decision.outcome.task])
     if decision.checkpoint is not None:
         yield sql.WRITE_CHECKPOINTS, _checkpoint_row(decision.checkpoint, tenants[decision.checkpoint.task])
-        yield sql.TRIM_CHECKPOINTS, (decision.checkpoint.task,)
+        yield sql.trim_checkpoints, (decision.checkpoint.task,)
     for request in decision.requests_done:
         yield sql.DELETE_REQUESTS, (request,)
     for note in decision.audit:
@@ -162,10 +230,6 @@ def estimate_of_row(row: Sequence[Any]) -> tuple[Topic, Sketch]:
     tenant, subject, kind, what, counts = row
     pairs = tuple((bucket, count) for bucket, count in from_json(counts))
     return Topic(tenant, subject, kind, What(what)), Sketch(pairs)
-
-
-def _after_text(task: Task) -> str:
-    return json_text(after_fields(task.after)) if task.after else "[]"
 
 
 _hot_values = attrgetter(*HOT_FIELDS)
@@ -225,18 +289,18 @@ def token_row(token: TokenRow) -> Row:
 
 
 def event_of_row(row: Sequence[Any]) -> Event:
-    """`row` has the columns of `statements.EVENT`. Raises Outgrown if it is of a form not known here."""
+    """`row` has the columns of `statements.EVENT`. Raises LogOutgrown for a newer form."""
     position, at, kind, key, version, tenant, fields, reader = row
     check_reader(reader)
     return Event(position, at, kind, key, version, tenant, from_json(fields))
 
 
 def task_of_row(row: Iterable[Any]) -> Task:
-    """`row` has the columns of `reads.TASK`, which are a task's fields in their order."""
+    """`row` has the columns of `reads.TASK`: the fields of a task, in order."""
     values = list(row)
     for at in _REPEATED:
         values[at] = intern(values[at])
-    values[_DEMAND] = demand_of(values[_DEMAND])
+    values[_DEMAND] = _demand_of(values[_DEMAND])
     values[_AFTER] = () if values[_AFTER] == "[]" else after_from(from_json(values[_AFTER]))
     if values[_EXTERNAL] is not None:
         values[_EXTERNAL] = external_from(from_json(values[_EXTERNAL]))
@@ -252,7 +316,7 @@ def task_of_row(row: Iterable[Any]) -> Task:
 
 _places = {field.name: place for place, field in enumerate(fields(Task))}
 _REPEATED = tuple(_places[name] for name in ("tenant", "name", "stream", "subject"))
-"""Words that many tasks share: of a long queue they are kept once."""
+"""Many tasks share these texts; a queue keeps each once, which `bench restart` shows."""
 _DEMAND, _AFTER, _EXTERNAL = (_places[name] for name in ("demand", "after", "external"))
 _TASK_STATE, _TASK_STOP_REASON = _places["state"], _places["stop_reason"]
 _TASK_MEMBERS, _TASK_MODEL = _places["members"], _places["model"]

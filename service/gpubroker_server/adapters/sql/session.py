@@ -1,22 +1,106 @@
-"""What a group commit asks of a database connection, whichever database it is."""
+"""Statements over many rows, and what a group commit needs of a database connection."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Protocol
 
-from gpubroker_server.adapters.sql.rowset import Row, Rows, SetStatement
+from pydantic_core import PydanticSerializationError, to_json
+from sqlalchemy import Column, FromClause, LargeBinary
+
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.store import Unstorable
 
 SETTING: Final = "database_url (or --database-url)"
-"""What refusals call the place where a database is named: either a file may say it, or whoever starts."""
+"""How error messages name the setting."""
+
+Row = tuple[Any, ...]
+"""Values in the order of the statement's columns."""
+
+Found = Sequence[Sequence[Any]]
+"""Rows that a statement returned."""
+
+Build = Callable[[Any, FromClause], Any]
+"""(the dialect's `insert`, the given rows as a table `r`) -> the statement."""
+
+
+class Alike(NamedTuple):
+    """Rows of one statement that differ in their first columns alone.
+
+    Tasks of a batch: made one by one they take 2.5 times the CPU (`bench batch`).
+    """
+
+    heads: Sequence[Row]
+    tail: Row
+
+
+class Rows:
+    """The rows of one statement."""
+
+    def __init__(self, single: Sequence[Row] = ()) -> None:
+        self.single: list[Row] = list(single)
+        self.alike: list[Alike] = []
+
+    def __len__(self) -> int:
+        return len(self.single) + sum(len(alike.heads) for alike in self.alike)
+
+    def __iter__(self) -> Iterator[Row]:
+        yield from self.single
+        for heads, tail in self.alike:
+            for head in heads:
+                yield head + tail
+
+
+@dataclass(frozen=True, eq=False)
+class SetStatement:
+    """One statement over any number of rows of the same columns.
+
+    Each step of a statement releases Python's interpreter lock, and each round trip wakes a thread, so a
+    group commit has few statements however many rows it has. SQLite takes the rows as VALUES, PostgreSQL as
+    one JSON parameter or by COPY: docs/decisions/0002.
+    """
+
+    name: str
+    columns: tuple[Column[Any], ...]
+    build: Build
+    exact: bool = False
+    """Each row must be written; if one is not, something else has changed or inserted it."""
+    copied: str = ""
+    """The table into which PostgreSQL may COPY many rows, because the statement only inserts."""
+    names: tuple[str, ...] = field(init=False)
+    binary: tuple[int, ...] = field(init=False)
+    """Places of the columns that hold bytes."""
+
+    def __post_init__(self) -> None:
+        # Plain strings: SQLAlchemy's class for the names of a Table's columns is slow as a key.
+        object.__setattr__(self, "names", tuple(str(c.name) for c in self.columns))
+        places = (at for at, c in enumerate(self.columns) if isinstance(c.type, LargeBinary))
+        object.__setattr__(self, "binary", tuple(places))
+
+
+def over(*columns: Column[Any], exact: bool = False) -> Callable[[Build], SetStatement]:
+    """Make a statement over rows of these columns of the function that builds it."""
+
+    def make(build: Build) -> SetStatement:
+        return SetStatement(build.__name__.strip("_").replace("_", " "), columns, build, exact)
+
+    return make
+
+
+def json_text(value: Any) -> str:
+    """Raises Unstorable for text that UTF-8 cannot encode."""
+    try:
+        return to_json(value).decode()
+    except PydanticSerializationError as error:
+        raise Unstorable(f"a value cannot be stored: {error}") from error
 
 
 class DatabaseRefused(Exception):
-    """This database must not or cannot be used; the text says why and what to do."""
+    """This database cannot be used; the text says why and what to do."""
 
 
 class GuardMissed(Exception):
-    """Fewer rows were written than the statement was given: some were changed or taken meanwhile."""
+    """Fewer rows were written than the statement was given: others have changed or inserted some of them."""
 
     def __init__(self, statement: SetStatement, given: int, written: int) -> None:
         super().__init__(f"{statement.name}: {written} of {given} rows written")
@@ -24,83 +108,84 @@ class GuardMissed(Exception):
 
 
 class ConstraintFailed(Exception):
-    """A constraint of a table said no."""
+    """A constraint of a table refused a row."""
 
 
 class Collided(Exception):
-    """The database ended the transaction because it stood in another one's way; tried again it may pass."""
+    """The database ended the transaction because of a deadlock or a conflict; a retry may succeed."""
 
 
 class ConnectionLost(Exception):
-    """The connection broke before COMMIT was sent: nothing of the transaction was kept."""
+    """The connection broke before COMMIT was sent: the database kept nothing of the transaction."""
 
 
 class CommitUnknown(Exception):
     """The connection broke after COMMIT was sent."""
 
     events: Sequence[Event] = ()
-    """What will be in the log if it was committed."""
+    """What is in the log if the commit succeeded."""
 
 
 class Session(Protocol):
-    """The one writing connection of a process, used by its writer thread alone.
+    """The one writing connection of a process; its writer thread alone uses it.
 
-    Errors of the driver come out as the exceptions above, as StoreUnavailable, as Unstorable, or, when they
-    are mistakes of ours, as they are. After any of them the transaction must be rolled back.
+    Errors of the driver become the exceptions above, StoreUnavailable or Unstorable. Other errors are
+    mistakes of ours and pass unchanged. After any error the transaction must be rolled back.
     """
 
     def begin(self) -> None: ...
 
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
-        """Send rows. A guard may be judged only by `number`, which waits for everything sent so far."""
+        """Send rows. `take_positions` waits for what was sent, and may be what raises its errors."""
         ...
 
-    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
+    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Found:
         """Send rows and wait for what comes back; inside a transaction or outside of one."""
         ...
 
-    def ask(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Sequence[Sequence[Any]]]:
-        """Send rows; what comes back is to be had once `number` has waited for everything sent so far."""
+    def fetch_later(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Found]:
+        """Send rows; call what this returns after `take_positions` or `commit`, when it waits for nothing."""
         ...
 
     def require_term(self, term: Term) -> None:
-        """Lock the leader's row and see to it that `term` still holds. Raises StaleTerm, by `number`."""
+        """Lock the leader's row and check that `term` is the newest. `take_positions` may raise the
+        StaleTerm."""
         ...
 
-    def number(self, events: int) -> tuple[Position, Instant]:
-        """Take the head of the log: the first of `events` new positions, and the database's time."""
+    def take_positions(self, events: int) -> tuple[Position, Instant]:
+        """Lock the head of the log; the first of `events` new positions, and the database's time."""
         ...
 
     def commit(self) -> None: ...
 
     def rollback(self) -> None:
-        """End the transaction, if there is one; raises nothing."""
+        """End the transaction, if one is open. Raises nothing."""
         ...
 
     def has_event(self, event: Event) -> bool:
-        """Whether exactly this event is in the log; waits for a commit of it that is still under way.
+        """Whether exactly this event is in the log; waits for a commit of it that is under way.
 
-        Another leader may have decided the same meanwhile: what tells the two apart is the time.
+        Its time tells it from the same decision of another leader.
         """
         ...
 
     def now(self) -> Instant: ...
 
-    def end_hanging(self) -> None:
-        """Throw out other sessions of ours that stopped in the middle of a transaction, and hold what others
-        wait for, where the database does not do so by itself."""
+    def end_stuck_sessions(self) -> None:
+        """End other gpubroker sessions that stopped in the middle of a transaction and hold locks, if the
+        database does not do so by itself."""
         ...
 
-    def tell_resigned(self) -> None:
-        """To others that listen, with the commit: nobody leads any more."""
+    def notify_resigned(self) -> None:
+        """Tell listening processes, with the commit, that there is no leader."""
         ...
 
     def reconnect(self) -> None:
         """Raises StoreUnavailable."""
         ...
 
-    def rest(self) -> None:
-        """Nobody has written for a while: do what would hold up writes. Raises nothing."""
+    def on_idle(self) -> None:
+        """Do now what would delay writes, since there are none. Raises nothing."""
         ...
 
     def close(self) -> None: ...

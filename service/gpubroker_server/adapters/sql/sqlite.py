@@ -1,8 +1,8 @@
 """SQLite: one file, one process, one writing connection.
 
-WAL with synchronous=FULL: a commit is on disk when it returns. Many versions can damage a database whose
-connections write and checkpoint at the same time (docs/decisions/0014): on those one connection does both,
-and a lock file keeps every other process out.
+WAL with synchronous=FULL: a commit is on disk when it returns. Many versions of SQLite can damage a database
+whose connections write and checkpoint at the same time (docs/decisions/0014). With these, one connection does
+both, and a lock file keeps other processes out.
 """
 
 import fcntl
@@ -11,22 +11,26 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from gpubroker_server.adapters.sql.columns import SQLITE_NOW
-from gpubroker_server.adapters.sql.compatibility import check_schema
-from gpubroker_server.adapters.sql.rowset import (
+from sqlalchemy import bindparam, column
+from sqlalchemy import values as values_list
+from sqlalchemy.dialects import sqlite
+
+from gpubroker_server.adapters.sql.session import (
+    ConstraintFailed,
+    DatabaseRefused,
+    Found,
+    GuardMissed,
     Row,
     Rows,
     SetStatement,
-    sqlite_alike_text,
-    sqlite_chunks,
-    sqlite_text,
 )
-from gpubroker_server.adapters.sql.session import ConstraintFailed, DatabaseRefused, GuardMissed
+from gpubroker_server.adapters.sql.system_tables import SQLITE_NOW, check_schema
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import StaleTerm, StoreUnavailable, Unstorable
@@ -37,22 +41,59 @@ APPLICATION_ID = 0x67706272
 Version = tuple[int, int, int]
 
 _OLDEST: Version = (3, 38, 0)
-_WAL_RESET_MENDED: Version = (3, 51, 3)
-_WAL_RESET_MENDED_IN = {(3, 44): 6, (3, 50): 7}
-"""Older lines, and the first of their releases that have it mended as well."""
+_WAL_RESET_FIXED: Version = (3, 51, 3)
+_WAL_RESET_FIXED_IN = {(3, 44): 6, (3, 50): 7}
+"""The first fixed patch release of older minor releases."""
 _TAKE_HEAD = "UPDATE log_head SET position = position + ? WHERE id = 1 RETURNING position, compatible_from"
 _BUSY_MS = 5000
 _MAGIC = b"SQLite format 3\0"
+_DIALECT: Any = sqlite.dialect(paramstyle="qmark")
+_LENGTHS = (1000, 64, 16, 4, 1)
+"""Rows per statement. SQLite prepares each length anew, so there are few; with 32 columns, a thousand rows
+have as many values as it takes."""
+
+
+def sqlite_chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """The rows in pieces of the lengths above."""
+    start, left = 0, len(rows)
+    while left:
+        length = next(length for length in _LENGTHS if length <= left)
+        yield rows[start : start + length]
+        start, left = start + length, left - length
+
+
+@cache
+def sqlite_text(statement: SetStatement, length: int) -> str:
+    """SQL with question marks for `length` rows."""
+    names = [column(c.name, c.type) for c in statement.columns]
+    marks = tuple(bindparam(f"{c.name}.value", type_=c.type) for c in statement.columns)
+    rows = values_list(*names, name="r").data([marks]).cte("r")
+    text = str(statement.build(sqlite.insert, rows).compile(dialect=_DIALECT))
+    one_row = f"({', '.join('?' * len(marks))})"
+    return text.replace(one_row, ", ".join([one_row] * length), 1)
+
+
+@cache
+def _alike_text(statement: SetStatement, length: int, width: int) -> str:
+    """The same with question marks for one tail, and then for `length` heads of `width` columns."""
+    text, many = sqlite_text(statement, 1), len(statement.columns)
+    one_row = f"VALUES ({', '.join('?' * many)})"
+    heads = ", ".join([f"({', '.join('?' * width)})"] * length)
+    columns = ", ".join([*(f"column{at}" for at in range(1, width + 1)), *"?" * (many - width)])
+    rows = f"SELECT {columns} FROM (VALUES {heads})"  # noqa: S608  # marks and names of columns
+    return text.replace(one_row, rows, 1)
 
 
 def has_wal_reset_bug(version: Version) -> bool:
-    """Two connections that write or checkpoint at once may damage the database; see sqlite.org/wal.html."""
-    mended = _WAL_RESET_MENDED_IN.get(version[:2])
-    return version < _WAL_RESET_MENDED and (mended is None or version[2] < mended)
+    """Whether two connections that write or checkpoint at once may damage the database:
+    sqlite.org/wal.html."""
+    fixed = _WAL_RESET_FIXED_IN.get(version[:2])
+    return version < _WAL_RESET_FIXED and (fixed is None or version[2] < fixed)
 
 
 class SqliteFile:
-    """The file and the lock that keeps other processes out of it. Opening refuses what is not ours."""
+    """The file, and the lock that keeps other processes out. Raises DatabaseRefused for a file that is not
+    ours."""
 
     def __init__(self, path: Path, version: Version = sqlite3.sqlite_version_info[:3]) -> None:
         if version < _OLDEST:
@@ -71,12 +112,12 @@ class SqliteFile:
             raise
 
     def writer(self) -> sqlite3.Connection:
-        """The connection that writes and checkpoints. Makes the file if there is none.
+        """The connection that writes and checkpoints. Creates the file if there is none.
 
-        A version that cannot bear two at a time gets one only: close it before you ask again.
+        With a version that may damage the file, close one before you ask for the next.
         """
         if self._one_writer and self._writer is not None and _is_open(self._writer):
-            raise RuntimeError(f"{self.path} has a writing connection already, and SQLite bears only one")
+            raise RuntimeError(f"{self.path} already has a writing connection; this SQLite allows only one")
         self._writer = self._new_writer()
         return self._writer
 
@@ -85,13 +126,13 @@ class SqliteFile:
             if not self.path.exists():
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
             connection = _connect(self.path)
-            # Before WAL, so that it is in the file's header and not only in its log.
+            # Before WAL, so that it is in the file's header and not in the log.
             if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             [(mode,)] = connection.execute("PRAGMA journal_mode = WAL").fetchall()
             if mode != "wal":
                 raise DatabaseRefused(
-                    f"{self.path} lies on a file system where SQLite's write-ahead log does not work; "
+                    f"{self.path} is on a file system where SQLite's write-ahead log does not work; "
                     "name a file on a local disk with database_url (or --database-url)"
                 )
             connection.execute("PRAGMA synchronous = FULL")
@@ -100,7 +141,7 @@ class SqliteFile:
             return connection
 
     def reader(self) -> sqlite3.Connection:
-        """A connection that can neither write nor checkpoint, not even when it is the last one to close."""
+        """A connection that can neither write nor checkpoint, even when it is the last one to close."""
         return _connect(self.path, "ro")
 
     def close(self) -> None:
@@ -124,7 +165,7 @@ def _is_open(connection: sqlite3.Connection) -> bool:
 
 
 def _lock(path: Path) -> int:
-    """Hold `<file>.lock` until closed; its text is our pid, for whoever comes second."""
+    """Hold `<file>.lock` until it is closed; its text is our process id."""
     with _refusing(path):
         handle = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -145,16 +186,16 @@ def _check_header(path: Path) -> None:
     with _refusing(path):
         header = b""
         if path.exists():
-            # To write as well: SQLite takes a file that it may only read, and says so at the first commit.
+            # For writing too: SQLite opens a read-only file and fails at the first commit.
             with path.open("r+b") as file:
                 header = file.read(100)
     if not header:
         return
     is_sqlite = header.startswith(_MAGIC)
     if not is_sqlite or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
-        what = "the SQLite database of another program" if is_sqlite else "no SQLite database at all"
+        what = "the SQLite database of another program" if is_sqlite else "not a SQLite database"
         raise DatabaseRefused(
-            f"{path} is not a gpubroker database but {what}; "
+            f"{path} is not a gpubroker database, it is {what}; "
             "name another file with database_url (or --database-url), or move it away"
         )
 
@@ -194,19 +235,19 @@ class SqliteSession:
             self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
         for heads, tail in rows.alike if isinstance(rows, Rows) else ():
             for chunk in sqlite_chunks(heads):
-                text = sqlite_alike_text(statement, len(chunk), len(chunk[0]))
+                text = _alike_text(statement, len(chunk), len(chunk[0]))
                 self._execute(text, [*tail, *chain.from_iterable(chunk)])
         written = self._connection.total_changes - before
         if statement.exact and written != len(rows):
             raise GuardMissed(statement, len(rows), written)
 
-    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
+    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Found:
         found: list[Sequence[Any]] = []
         for chunk in sqlite_chunks(rows):
             found += self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
         return found
 
-    def ask(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Sequence[Sequence[Any]]]:
+    def fetch_later(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Found]:
         found = self.fetch(statement, rows)
         return lambda: found
 
@@ -215,7 +256,7 @@ class SqliteSession:
         if current != term:
             raise StaleTerm(f"term {term} is over: {holder} leads term {current}; stop leading")
 
-    def number(self, events: int) -> tuple[Position, Instant]:
+    def take_positions(self, events: int) -> tuple[Position, Instant]:
         [(last, compatible_from)] = self._execute(_TAKE_HEAD, [events])
         check_schema(compatible_from)
         return Position(last - events + 1), self.now()
@@ -236,28 +277,28 @@ class SqliteSession:
         self._latest = max(self._latest, Instant(time.time()))
         return self._latest
 
-    def end_hanging(self) -> None:
-        """There are no others."""
+    def end_stuck_sessions(self) -> None:
+        """No other process has the file."""
 
-    def tell_resigned(self) -> None:
-        """There is nobody to hear it."""
+    def notify_resigned(self) -> None:
+        """No other process listens."""
 
     def end_terms(self) -> None:
-        """Whoever led has ended: the lock on the file is ours. Nobody need wait for a lease of his."""
+        """The last leader has ended, because the lock on the file is ours: do not wait for its lease."""
         self._execute("UPDATE leadership SET lease_until = 0 WHERE lease_until > 0")
 
     def reconnect(self) -> None:
         """A file is never disconnected."""
 
-    def rest(self) -> None:
-        """Give the log's space back, which a burst of writes has taken, unless a reader stands in the way."""
+    def on_idle(self) -> None:
+        """Shrink the write-ahead log, unless a reader needs it."""
         with suppress(sqlite3.Error):
             self._connection.execute("PRAGMA busy_timeout = 0")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
 
     def close(self) -> None:
-        with suppress(sqlite3.Error):  # what stays in the log is read from there at the next start
+        with suppress(sqlite3.Error):  # the next start reads what stays in the log
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._connection.close()
 

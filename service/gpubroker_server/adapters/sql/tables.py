@@ -1,7 +1,8 @@
-"""Every table, once, for both databases. Times are seconds since 1970 on the database's clock.
+"""Tables of tasks, memory and events, for both databases. Times are seconds since 1970 on the database's
+clock.
 
-Rows of one task stay together by its id without foreign keys: everything is inserted in the transaction
-that inserts the task, and a check per row and a lock on the parent would be paid on every write.
+There are no foreign keys: all rows of a task are inserted in one transaction, and each write would pay for a
+check and a lock on the parent.
 """
 
 from sqlalchemy import (
@@ -15,14 +16,12 @@ from sqlalchemy import (
     PrimaryKeyConstraint,
     Table,
     Text,
-    UniqueConstraint,
     false,
     text,
 )
 
-from gpubroker_server.adapters.sql.columns import HOT, Count, Id, one_of, where
-from gpubroker_server.adapters.sql.columns import metadata as metadata
-from gpubroker_server.adapters.sql.stage import Stage
+from gpubroker_server.adapters.sql.system_tables import HOT, Count, Id, one_of, where
+from gpubroker_server.adapters.sql.system_tables import metadata as metadata
 from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.task import TERMINAL, TaskState
@@ -79,8 +78,8 @@ task = Table(
     ),
     **HOT,
 )
-"""The hot half of a task. No index holds a column that changes before the task's end, so that on PostgreSQL
-every update but the last stays on its page: not `state`, but `ended_as`, which says it at the end."""
+"""The half of a task that changes. Indexes hold `ended_as` and not `state`: no indexed column changes before
+the end, so PostgreSQL keeps every update but the last on its page."""
 
 Index("ix_task_tenant_idem_key", task.c.tenant, task.c.idem_key, unique=True, **where("idem_key IS NOT NULL"))
 Index("ix_task_tenant_id", task.c.tenant, task.c.id)
@@ -94,7 +93,7 @@ Index(
     unique=True,
     **where("home IS NOT NULL AND finished = 0", "home IS NOT NULL AND NOT finished"),
 )
-"""Of each model of a server there is one holder at a time."""
+"""A model of a server has one holder at a time."""
 Index("ix_task_external", task.c.tenant, task.c.id, **where("external IS NOT NULL"))
 
 task_spec = Table(
@@ -115,7 +114,7 @@ task_spec = Table(
     Column("working_directory", Text, nullable=False),
     Column("sizing", Text),
 )
-"""The cold half, as submitted; never changes. `command`, `env`, `labels` and `sizing` are JSON."""
+"""The half of a task that never changes. `command`, `env`, `labels` and `sizing` are JSON."""
 
 Index("ix_task_spec_arguments_digest", task_spec.c.arguments_digest, **where("arguments_digest IS NOT NULL"))
 
@@ -129,7 +128,7 @@ task_label = Table(
     PrimaryKeyConstraint("tenant", "key", "value", "task"),
     sqlite_with_rowid=False,
 )
-"""Labels once more, in the order in which they are searched."""
+"""Labels again, ordered for searches."""
 
 batch = Table(
     "batch",
@@ -138,7 +137,7 @@ batch = Table(
     Column("tenant", Text, nullable=False),
     Column("answer", Text, nullable=False),
 )
-"""What those were told who submitted many tasks with one key, which the first of these has."""
+"""The answer to a batch with an idempotency key. `task`: the first task of the batch, which has the key."""
 
 outcome = Table(
     "outcome",
@@ -155,7 +154,7 @@ outcome = Table(
     Column("log_tail", LargeBinary, nullable=False),
     PrimaryKeyConstraint("task", "fence"),
 )
-"""What each run left behind; the one with the highest fence is the task's."""
+"""How each run ended; the one with the highest fence is the task's."""
 
 Index("ix_outcome_result_digest", outcome.c.result_digest, **where("result_digest IS NOT NULL"))
 
@@ -240,8 +239,8 @@ device = Table(
     CheckConstraint("leased_mb >= 0 AND leased_mb <= physical_mb", name="leased_mb"),
     **HOT,
 )
-"""`leased_mb` is the sum of its leases that are not released, kept by the transactions that change them.
-Its CHECK is a net below the ledger in the core, never the way to say no."""
+"""`leased_mb` is the sum of its unreleased leases, kept by the transactions that change them. Its CHECK
+catches mistakes of the ledger; a correct plan never meets it."""
 
 node = Table(
     "node",
@@ -271,7 +270,7 @@ request = Table(
     Column("made_at", Double, nullable=False),
     **HOT,
 )
-"""What clients asked and the leader has not yet carried out; what it has is in the log."""
+"""Requests of clients that the leader has not carried out yet."""
 
 event = Table(
     "event",
@@ -286,33 +285,9 @@ event = Table(
     Column("fields", Text, nullable=False),
     Column("reader", Integer, nullable=False),
 )
-"""`reader`: software that does not read this form of events must not go on past this one."""
+"""`reader`: software that cannot read this form must not read past the event."""
 
 Index("ix_event_task_position", event.c.task, event.c.position, **where("task IS NOT NULL"))
-
-log_head = Table(
-    "log_head",
-    metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("position", Count, nullable=False),
-    Column("compatible_from", Integer, nullable=False),
-    CheckConstraint("id = 1", name="one_row"),
-    **HOT,
-)
-"""Taken by every transaction that writes. So it is here that a migration says which software may still do so:
-that of the schema `compatible_from`, and newer."""
-
-leadership = Table(
-    "leadership",
-    metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("term", Integer, nullable=False),
-    Column("holder", Text, nullable=False),
-    Column("taken_at", Double, nullable=False),
-    Column("lease_until", Double, nullable=False),
-    CheckConstraint("id = 1", name="one_row"),
-    **HOT,
-)
 
 finished = Table(
     "finished",
@@ -323,7 +298,7 @@ finished = Table(
     PrimaryKeyConstraint("tenant", "state"),
     **HOT,
 )
-"""How many tasks ever ended so; survives the removal of old tasks."""
+"""How many tasks ever ended in each state; survives pruning."""
 
 estimate = Table(
     "estimate",
@@ -338,7 +313,7 @@ estimate = Table(
     one_of("what", What),
     **HOT,
 )
-"""What past runs took. `counts` is a sketch as JSON."""
+"""What past runs used. `counts` is a sketch as JSON."""
 
 usage = Table(
     "usage",
@@ -349,46 +324,18 @@ usage = Table(
     Column("at", Double, nullable=False),
     **HOT,
 )
-"""What each tenant holds since its last change of leases, and what it had used by then."""
+"""What each tenant holds since its leases last changed, and what it had used by then."""
 
-token = Table(
-    "token",
+stored_object = Table(
+    "stored_object",
     metadata,
-    Column("name", Text, primary_key=True),
-    Column("sha256", Text, nullable=False),
     Column("tenant", Text, nullable=False),
-    Column("scopes", Text, nullable=False),
-    Column("max_priority", Integer, nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("size_bytes", Count, nullable=False),
     Column("created_at", Double, nullable=False),
-    Column("expires_at", Double),
-    UniqueConstraint("sha256"),
+    Column("expires_at", Double, nullable=False),
+    PrimaryKeyConstraint("tenant", "digest"),
+    Index("ix_stored_object_digest", "digest"),
+    Index("ix_stored_object_expires_at", "expires_at"),
 )
-
-audit = Table(
-    "audit",
-    metadata,
-    Column("id", Count, primary_key=True, autoincrement=True),
-    Column("at", Double, nullable=False),
-    Column("tenant", Text, nullable=False),
-    Column("actor", Text, nullable=False),
-    Column("action", Text, nullable=False),
-    Column("subject", Text, nullable=False),
-    Column("reason", Text, nullable=False),
-)
-"""Who took the lead, which tokens came and went and by whose word, who stopped the service, and who stated
-what was then taken for a fact. What is a row of its own is noted in the transaction that wrote it. `reason`:
-in the words of whoever did it, where any are asked for."""
-
-relocation = Table(
-    "relocation",
-    metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("move", Text, nullable=False),
-    Column("stage", Text, nullable=False),
-    Column("other", Text, nullable=False),
-    Column("at", Double, nullable=False),
-    CheckConstraint("id = 1", name="one_row"),
-    one_of("stage", Stage),
-)
-"""Where all of this goes to or has come from (`adapters.sql.relocation`); no row where it began and stays.
-`other`: the other database, in words."""
+"""Uploaded objects; each row names a file in the directory of objects."""

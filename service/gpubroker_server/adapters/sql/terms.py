@@ -1,51 +1,97 @@
-"""The leader's row: taken, renewed and let go in small transactions of their own."""
+"""The leader's row: taken, renewed and resigned in small transactions of their own."""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from gpubroker_server.adapters.sql import statements as sql
-from gpubroker_server.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Session
+from sqlalchemy import Column, Double, FromClause, literal_column, select, update
+
+from gpubroker_server.adapters.sql.session import (
+    Collided,
+    CommitUnknown,
+    ConnectionLost,
+    Session,
+    over,
+)
+from gpubroker_server.adapters.sql.statements import INSERT_AUDIT, ONE, columns_of
+from gpubroker_server.adapters.sql.system_tables import leadership, now
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.units import Instant, Seconds, Term
 from gpubroker_server.ports.store import StoreUnavailable
 
 T = TypeVar("T")
 Act = Callable[[Session], Callable[[], T]]
-"""Within a transaction, done twice it does no more than once. What comes of it is told after the commit: so
-what nobody has to wait for before costs one round trip in all, commit included."""
+"""Idempotent statements within a transaction. Call what it returns after the commit: statements whose answers
+are read only then cost one round trip together with the commit."""
 
 _TRIES = 2
+_TTL = Column("ttl_seconds", Double)
+
+
+@over(leadership.c.id)
+def leader_row(_insert: Any, r: FromClause) -> Any:
+    columns = (leadership.c.term, leadership.c.holder, leadership.c.lease_until, now().label("now"))
+    return select(*columns).select_from(r.join(leadership, leadership.c.id == r.c.id))
+
+
+@over(leadership.c.id)
+def _lock_leader(_insert: Any, r: FromClause) -> Any:
+    """Wait for the commits of the term: each holds a share of the row. A renewal waits for none of them."""
+    locked = select(leadership.c.term).select_from(r.join(leadership, leadership.c.id == r.c.id))
+    return locked.with_for_update(of=leadership)
+
+
+@over(*columns_of(leadership, ("id", "holder", "term")), Column("seen_until", Double), _TTL)
+def _take_term(_insert: Any, r: FromClause) -> Any:
+    """If the row is the one that was seen."""
+    row = leadership.c
+    same = (row.id == r.c.id, row.term == r.c.term, row.lease_until == r.c.seen_until)
+    change = update(leadership).values(
+        term=row.term + ONE, holder=r.c.holder, taken_at=now(), lease_until=now() + r.c.ttl_seconds
+    )
+    return change.where(*same).returning(row.term, row.taken_at)
+
+
+@over(leadership.c.term, _TTL)
+def _renew_term(_insert: Any, r: FromClause) -> Any:
+    change = update(leadership).values(lease_until=now() + r.c.ttl_seconds)
+    return change.where(leadership.c.term == r.c.term).returning(leadership.c.term)
+
+
+@over(leadership.c.term)
+def _resign_term(_insert: Any, r: FromClause) -> Any:
+    change = update(leadership).values(lease_until=literal_column("0", Double))
+    return change.where(leadership.c.term == r.c.term).returning(leadership.c.term)
 
 
 def read_leader(session: Session) -> Callable[[], LeaderRow]:
-    found = session.ask(sql.LEADER, [(1,)])
+    found = session.fetch_later(leader_row, [(1,)])
 
-    def told() -> LeaderRow:
+    def answer() -> LeaderRow:
         [(term, holder, until, at)] = found()
         return LeaderRow(Term(term), holder, Instant(until), Instant(at))
 
-    return told
+    return answer
 
 
 def take_term(holder: str, ttl_seconds: Seconds, seen: LeaderRow) -> Act[Term | None]:
     def act(session: Session) -> Callable[[], Term | None]:
-        session.end_hanging()
-        session.ask(sql.LOCK_LEADER, [(1,)])
+        session.end_stuck_sessions()
+        session.fetch_later(_lock_leader, [(1,)])
         row = (1, holder, seen.term, seen.lease_until, ttl_seconds)
-        for taken, at in session.fetch(sql.TAKE_TERM, [row]):
-            session.write(sql.INSERT_AUDIT, [(at, "", holder, "term.taken", str(taken), "")])
+        for taken, at in session.fetch(_take_term, [row]):
+            session.write(INSERT_AUDIT, [(at, "", holder, "term.taken", str(taken), "")])
             return lambda: Term(taken)
         found = read_leader(session)
 
-        def told() -> Term | None:
-            # Ours if the answer to the commit was lost: a name is that of one process, which asks once at a
+        def answer() -> Term | None:
+            # It is ours if the answer to our commit was lost: a holder is one process, which asks once at a
             # time.
-            mine = found()
-            return mine.term if (mine.holder, mine.term) == (holder, seen.term + 1) else None
+            row = found()
+            return row.term if (row.holder, row.term) == (holder, seen.term + 1) else None
 
-        return told
+        return answer
 
     return act
 
@@ -54,9 +100,8 @@ def renew_term(term: Term, ttl_seconds: Seconds) -> Act[bool]:
     """Whether it is still the newest."""
 
     def act(session: Session) -> Callable[[], bool]:
-        # What stopped in the middle of taking a term may hold this very row.
-        session.end_hanging()
-        renewed = session.ask(sql.RENEW_TERM, [(term, ttl_seconds)])
+        session.end_stuck_sessions()  # one that stopped while taking a term may hold this row
+        renewed = session.fetch_later(_renew_term, [(term, ttl_seconds)])
         return lambda: bool(renewed())
 
     return act
@@ -64,17 +109,18 @@ def renew_term(term: Term, ttl_seconds: Seconds) -> Act[bool]:
 
 def resign_term(term: Term) -> Act[None]:
     def act(session: Session) -> Callable[[], None]:
-        if session.fetch(sql.RESIGN_TERM, [(term,)]):
-            session.tell_resigned()
+        if session.fetch(_resign_term, [(term,)]):
+            session.notify_resigned()
         return lambda: None
 
     return act
 
 
-class OwnConnection:
-    """One connection and one thread for the leader's row: neither waits for what others write, nor behind it.
+class TermConnection:
+    """One connection and one thread for the leader's row, which waits neither for group commits nor behind
+    them.
 
-    Opened when it is first needed, since most processes never lead.
+    Opened when it is first needed: most processes never lead.
     """
 
     def __init__(self, connect: Callable[[], Session]) -> None:
@@ -100,9 +146,9 @@ class OwnConnection:
             try:
                 session = self._session = self._session or self._connect()
                 session.begin()
-                told = act(session)
+                answer = act(session)
                 session.commit()
-                return told()
+                return answer()
             except (ConnectionLost, CommitUnknown) as lost:
                 fault = lost
                 self._drop()

@@ -1,6 +1,6 @@
-"""The one thread that writes: takes whatever is waiting, writes it in one transaction, then answers all.
+"""The one thread that writes: it takes all that waits, writes it in one transaction, then answers all.
 
-It also reads the tail of the log, so that what others appended and what it wrote itself come in one order.
+It also reads the tail of the log, so that events of other processes and its own come in one order.
 """
 
 import threading
@@ -12,30 +12,31 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from gpubroker_server.adapters.sql import statements as sql
-from gpubroker_server.adapters.sql.compatibility import check_schema
 from gpubroker_server.adapters.sql.group import Unit, answer_known, write_group
 from gpubroker_server.adapters.sql.rows import event_of_row
-from gpubroker_server.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Session
+from gpubroker_server.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Found, Session
+from gpubroker_server.adapters.sql.system_tables import check_schema
 from gpubroker_server.core.domain.units import Position, Seconds
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import LogShortened, Outgrown, StoreUnavailable
 
 _UNITS_PER_GROUP = 512
-_CAUGHT_UP_AT_ONCE = 1000
-"""Events are handed out in parts: applying one holds up the event loop, by some tens of microseconds each."""
+_EVENTS_PER_CATCH_UP = 1000
+"""Applying an event blocks the event loop for some tens of microseconds."""
 _TRIES = 3
 _RETRY_SECONDS = 0.25
-_GIVE_WAY_SECONDS = 0.05
-_QUIET_SECONDS = 2.0
+_BROKEN_OFF = f"the connection to the database broke in {_TRIES} tries; nothing was written"
+_BACKOFF_SECONDS = 0.05
+_IDLE_SECONDS = 2.0
 
 T = TypeVar("T")
 
 Deliver = Callable[[Sequence[Event], Sequence["Work"]], None]
-"""Runs on the event loop: hands out the events, then answers the works."""
+"""Runs on the event loop: hands the events to the listeners, then answers the works."""
 
 
 class Work:
-    """What one caller waits for: units to write, or something that needs a transaction of its own."""
+    """What one caller waits for: units to write, or something with a transaction of its own."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Work:
         return sum(unit.weight for unit in self.units)
 
     def refuse(self, error: Exception) -> None:
-        """Answer with an error, whatever became of the work; on the event loop."""
+        """Answer with an error; on the event loop."""
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -70,12 +71,11 @@ class Work:
 
 
 class CatchUp(Work):
-    """To hear what other processes have appended. The answer: whether more of it follows, and how
-    often tokens have changed."""
+    """Read what other processes have appended. Answers whether more follows, and how often tokens changed."""
 
 
 class BeginAt(Work):
-    """To go on at a later position, to which the caller has come by other means."""
+    """Continue at a later position, which the caller knows from a snapshot."""
 
     def __init__(self, loop: AbstractEventLoop, position: Position) -> None:
         super().__init__(loop)
@@ -121,14 +121,14 @@ class Writer:
         self._session.close()
 
     def _next(self) -> Sequence[Work] | None:
-        """What is asked for next; if nobody asks for a while, the session has its rest, once."""
+        """The next works; None at the end. Tells the session once when nothing comes for a while."""
         with suppress(Empty):
-            return self._inbox.get(timeout=_QUIET_SECONDS)
-        self._session.rest()
+            return self._inbox.get(timeout=_IDLE_SECONDS)
+        self._session.on_idle()
         return self._inbox.get()
 
     def _do(self, work: Work) -> Sequence[Event]:
-        """What is no unit; the events that it brought."""
+        """Work without units; the events that it read."""
         match work:
             case CatchUp():
                 return self._catch_up(work)
@@ -153,16 +153,16 @@ class Writer:
         except Empty:
             return ()
         if works is None:
-            self._inbox.put(None)  # the end is for `_run` to see
+            self._inbox.put(None)  # for `_run` to see
         return works or ()
 
     def _answer(self, events: Sequence[Event], works: Sequence[Work]) -> None:
         if works:
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+            with suppress(RuntimeError):  # the loop is closed
                 works[0].future.get_loop().call_soon_threadsafe(self._deliver, events, works)
 
     def _write(self, units: Sequence[Unit]) -> list[Event]:
-        """Write units, together if possible; each has its answer afterwards."""
+        """Write units, together if possible, and set the answer of each."""
         events: list[Event] = []
         groups: deque[Sequence[Unit]] = deque([units] if units else [])
         while groups:
@@ -182,31 +182,31 @@ class Writer:
         return events
 
     def _without_gap(self, events: list[Event]) -> list[Event]:
-        """With what other processes appended in between, so that listeners hear every position once.
+        """With the events of other processes in between, so that listeners get every position once.
 
-        Nobody hears of a commit before its events can be handed out: a caller that goes on with a picture
-        from before its own commit would decide the same again.
+        No caller is answered before the events of its commit can be delivered: the leader would repeat
+        decisions that its World does not show yet.
         """
         if not events:
             return events
         if events[0].position != self._heard + 1:
             span = (self._heard, events[-1].position)
-            found = self._insist(lambda: self._session.fetch(sql.TAIL, [(1, *span)]))
+            found = self._insist(lambda: self._session.fetch(sql.tail, [(1, *span)]))
             try:
                 events = _readable([row[3:] for row in found or ()])
             except Outgrown:
-                return []  # whoever catches up is told
+                return []  # the next catch-up raises it
             if len(events) < span[1] - span[0] and self._insist(self._is_shortened):
-                return []  # whoever catches up is told
+                return []  # the next catch-up raises it
         if events:
             self._heard = events[-1].position
         return events
 
     def _catch_up(self, work: CatchUp) -> Sequence[Event]:
-        """What others have appended, at most so much of it."""
+        """The next events of other processes."""
         try:
-            most = self._heard + _CAUGHT_UP_AT_ONCE
-            found = self._session.fetch(sql.TAIL, [(1, self._heard, most)])
+            most = self._heard + _EVENTS_PER_CATCH_UP
+            found = self._session.fetch(sql.tail, [(1, self._heard, most)])
             head, token_changes, compatible_from = found[0][:3]
             check_schema(compatible_from)
             last = min(head, most)
@@ -234,12 +234,12 @@ class Writer:
         return events
 
     def _is_shortened(self) -> bool:
-        """Whether the next event to hear has been removed. Raises what the session raises."""
-        [(oldest,)] = self._session.fetch(sql.OLDEST, [(1,)])
+        """Whether the next event has been pruned. Raises what the session raises."""
+        [(oldest,)] = self._session.fetch(sql.oldest, [(1,)])
         return bool(oldest > self._heard + 1)
 
     def _parts(self, group: Sequence[Unit], error: Exception) -> list[Sequence[Unit]]:
-        """What is left to write of a group that failed: without what was stored before, else one by one."""
+        """What is left to write of a failed group: without what is stored already, else one by one."""
         try:
             left = answer_known(self._session, group)
         except ConnectionLost:
@@ -257,7 +257,7 @@ class Writer:
         return []
 
     def _transact(self, units: Sequence[Unit]) -> list[Event]:
-        """One transaction, tried again when nothing was kept for no fault of its own."""
+        """One transaction, repeated after errors of the connection and collisions."""
         for _ in range(_TRIES):
             try:
                 return write_group(self._session, units, self._usage_half_life_seconds)
@@ -268,14 +268,14 @@ class Writer:
                     return list(unknown.events)
             except Collided:
                 self._session.rollback()
-                self._closing.wait(_GIVE_WAY_SECONDS)
+                self._closing.wait(_BACKOFF_SECONDS)
             except Exception:
                 self._session.rollback()
                 raise
-        raise StoreUnavailable("the database breaks off again and again; nothing was written")
+        raise StoreUnavailable(_BROKEN_OFF)
 
     def _was_committed(self, first: Event) -> bool:
-        """Read back an unknown commit."""
+        """Read an unknown commit back."""
         with suppress(StoreUnavailable):
             self._session.reconnect()
         known = self._insist(lambda: self._session.has_event(first))
@@ -284,10 +284,8 @@ class Writer:
         return known
 
     def _insist(self, ask: Callable[[], T]) -> T | None:
-        """What the database says, however long it is away; None if the store is closed before it says it.
-
-        Meanwhile all others are refused.
-        """
+        """Ask until the database answers, and refuse all other works meanwhile; None if the store is
+        closed."""
         while True:
             try:
                 return ask()
@@ -309,12 +307,12 @@ class Writer:
         self._answer((), refused)
 
     def _run_alone(self, act: Callable[[Session], Any]) -> Any:
-        """A transaction of its own. Its acts do no harm when done twice, so a lost commit is done again."""
+        """A transaction of its own. It is idempotent, so a lost commit is repeated."""
         for _ in range(_TRIES):
             try:
                 self._session.begin()
                 answer = act(self._session)
-                self._session.number(0)
+                self._session.take_positions(0)
                 self._session.commit()
             except (ConnectionLost, CommitUnknown):
                 try:
@@ -323,17 +321,17 @@ class Writer:
                     return error
             except Collided:
                 self._session.rollback()
-                self._closing.wait(_GIVE_WAY_SECONDS)
+                self._closing.wait(_BACKOFF_SECONDS)
             except Exception as error:
                 self._session.rollback()
                 return error
             else:
                 return answer
-        return StoreUnavailable("the database breaks off again and again; nothing was written")
+        return StoreUnavailable(_BROKEN_OFF)
 
 
-def _readable(rows: Sequence[Sequence[Any]]) -> list[Event]:
-    """Up to the first that this software cannot read. Raises Outgrown if that is the very first one."""
+def _readable(rows: Found) -> list[Event]:
+    """Up to the first that this software cannot read. Raises Outgrown if there are none."""
     events: list[Event] = []
     for row in rows:
         try:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from gpubroker_server.broker import cycle_timing
-from gpubroker_server.broker.cycle_timing import Rhythm
+from gpubroker_server.broker.cycle_timing import CycleTimer
 
 from tests.patience import PATIENCE_SECONDS
 
@@ -16,9 +16,13 @@ def _hours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cycle_timing, "PACE_SECONDS", 3600.0)
 
 
-async def begins(rhythm: Rhythm) -> bool:
+def wake_urgently(timer: CycleTimer) -> None:
+    timer.wake(urgent=True)
+
+
+async def begins(timer: CycleTimer) -> bool:
     """Whether a cycle begins by itself, as far as anybody can tell at once."""
-    beginning = asyncio.create_task(rhythm.next())
+    beginning = asyncio.create_task(timer.next())
     for _ in range(20):
         await asyncio.sleep(0)
     has_begun = beginning.done()
@@ -28,19 +32,19 @@ async def begins(rhythm: Rhythm) -> bool:
 
 
 async def test_nothing_begins_until_something_happens() -> None:
-    assert not await begins(Rhythm())
+    assert not await begins(CycleTimer())
 
 
 async def test_after_quiet_a_cycle_begins_at_once() -> None:
-    for happen in (Rhythm.wake, Rhythm.arrive):
-        fresh = Rhythm()
+    for happen in (CycleTimer.wake, wake_urgently):
+        fresh = CycleTimer()
         happen(fresh)
         assert await begins(fresh)
 
 
 async def test_reports_wait_for_others_after_any_cycle() -> None:
-    for happen in (Rhythm.wake, Rhythm.arrive):
-        after = Rhythm()
+    for happen in (CycleTimer.wake, wake_urgently):
+        after = CycleTimer()
         happen(after)
         await after.next()
         after.wake()
@@ -48,28 +52,28 @@ async def test_reports_wait_for_others_after_any_cycle() -> None:
 
 
 async def test_who_arrives_does_not_wait_after_a_cycle_of_reports() -> None:
-    after = Rhythm()
+    after = CycleTimer()
     after.wake()
     await after.next()
     after.wake()
-    after.arrive()
+    after.wake(urgent=True)
     assert await begins(after)
 
 
 async def test_who_arrives_while_reports_wait_for_others_is_not_kept() -> None:
-    after = Rhythm()
+    after = CycleTimer()
     after.wake()
     await after.next()
     after.wake()
     beginning = asyncio.create_task(after.next())
     await asyncio.sleep(0)
-    after.arrive()
+    after.wake(urgent=True)
     await asyncio.wait_for(beginning, PATIENCE_SECONDS)
 
 
 async def test_who_arrives_soon_after_another_waits_for_more() -> None:
-    after = Rhythm()
-    after.arrive()
+    after = CycleTimer()
+    after.wake(urgent=True)
     await after.next()
-    after.arrive()
+    after.wake(urgent=True)
     assert not await begins(after)

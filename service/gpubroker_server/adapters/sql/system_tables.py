@@ -1,0 +1,211 @@
+"""Columns and constraints that all tables use, the tables about the installation itself, and which schema and
+events this software can read."""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Double,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+from gpubroker_server.ports.store import LogOutgrown, Outgrown
+
+SCHEMA = 6
+"""Number of the newest migration that this software knows."""
+
+READER = 3
+"""The newest form of events that this software can read. A release that writes a new form gives those events
+a higher number; events that older software understands keep theirs."""
+
+
+def check_schema(compatible_from: int) -> None:
+    """`compatible_from`: the oldest schema whose software may use the database. Raises Outgrown."""
+    if compatible_from > SCHEMA:
+        raise Outgrown(
+            f"the database needs software of schema {compatible_from} or newer, and this software knows "
+            f"schema {SCHEMA}; upgrade this process"
+        )
+
+
+def check_reader(reader: int) -> None:
+    """Raises LogOutgrown: without this event the process would have a wrong picture."""
+    if reader > READER:
+        raise LogOutgrown(
+            f"the log has events of form {reader}, and this software reads forms up to {READER}; "
+            "upgrade this process"
+        )
+
+
+metadata = MetaData(
+    naming_convention={
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    }
+)
+
+Id = Text().with_variant(Text(collation="C"), "postgresql")
+"""Ordered byte by byte, as in Python: the order of submission."""
+Count = BigInteger().with_variant(Integer(), "sqlite")
+"""64 bits. SQLite's INTEGER has them too, and only that name makes a column the key of the rows."""
+
+HOT: dict[str, Any] = {
+    "sqlite_with_rowid": False,
+    "postgresql_with": {
+        "fillfactor": "70",
+        "autovacuum_vacuum_scale_factor": "0.02",
+        "autovacuum_vacuum_threshold": "200",
+        "autovacuum_analyze_scale_factor": "0.02",
+    },
+}
+"""For rows that change several times: room for the next version on the same page, and early vacuum."""
+
+
+def one_of(column: str, values: Iterable[str]) -> CheckConstraint:
+    return CheckConstraint(f"{column} IN ({', '.join(repr(str(value)) for value in values)})", name=column)
+
+
+def where(sqlite: str, postgresql: str = "") -> dict[str, Any]:
+    """The condition of a partial index, in the words in which each database compares it with a query's."""
+    return {"sqlite_where": text(sqlite), "postgresql_where": text(postgresql or sqlite)}
+
+
+SQLITE_NOW = "gpubroker_now"
+"""A function that our connections define: SQLite's own clock has milliseconds only."""
+
+
+class now(FunctionElement[float]):  # noqa: N801  # it is called, as `sqlalchemy.func.now` is
+    """The database's time when it runs the statement."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(now, "postgresql")
+def _on_postgres(_element: now, _compiler: Any, **_options: Any) -> str:
+    return "extract(epoch from clock_timestamp())::float8"
+
+
+@compiles(now, "sqlite")
+def _on_sqlite(_element: now, _compiler: Any, **_options: Any) -> str:
+    return f"{SQLITE_NOW}()"
+
+
+class MoveStage(StrEnum):
+    """How far a move of all data to another database has come, as each of the two databases says.
+
+    At most one of the two may be served: the first until it says GONE, the second once it says HERE.
+    """
+
+    LEAVING = "leaving"
+    """The move has begun. This database is served as before; what the other one has does not count."""
+    COMING = "coming"
+    """All data is here, but the other database may be served: this one must not."""
+    GONE = "gone"
+    """The other database has all data; this one must never be served again."""
+    HERE = "here"
+    """All data is here, and the other database knows."""
+
+
+log_head = Table(
+    "log_head",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("position", Count, nullable=False),
+    Column("compatible_from", Integer, nullable=False),
+    CheckConstraint("id = 1", name="one_row"),
+    **HOT,
+)
+"""Every transaction that writes locks this row, so it says which software may write: that of the schema
+`compatible_from` and newer."""
+
+leadership = Table(
+    "leadership",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("term", Integer, nullable=False),
+    Column("holder", Text, nullable=False),
+    Column("taken_at", Double, nullable=False),
+    Column("lease_until", Double, nullable=False),
+    CheckConstraint("id = 1", name="one_row"),
+    **HOT,
+)
+
+installation = Table(
+    "installation",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("blobs", Text),
+    Column("token_changes", Count, nullable=False, server_default=text("0")),
+    CheckConstraint("id = 1", name="one_row"),
+    **HOT,
+)
+"""`blobs`: which directory of objects belongs to this database. `token_changes` tells processes that hold
+tokens in memory when to read them again."""
+
+last_value = Table(
+    "last_value",
+    metadata,
+    Column("kind", Text, nullable=False),
+    Column("key", Text, nullable=False),
+    Column("revision", Count, nullable=False),
+    Column("value", Text, nullable=False),
+    PrimaryKeyConstraint("kind", "key"),
+    **HOT,
+)
+"""What the leader and the gateways last published that is no event. `value` is JSON; `revision` rises with
+each write and each term, so an older leader cannot overwrite a newer one."""
+
+token = Table(
+    "token",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("sha256", Text, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("scopes", Text, nullable=False),
+    Column("max_priority", Integer, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double),
+    UniqueConstraint("sha256"),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Count, primary_key=True, autoincrement=True),
+    Column("at", Double, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+)
+"""Who did what. Written in the transaction that it is about. `reason`: in the words of the operator."""
+
+relocation = Table(
+    "relocation",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("move", Text, nullable=False),
+    Column("stage", Text, nullable=False),
+    Column("other", Text, nullable=False),
+    Column("at", Double, nullable=False),
+    CheckConstraint("id = 1", name="one_row"),
+    one_of("stage", MoveStage),
+)
+"""A move of all data from or to another database (`move_data`); no row if there was none. `other`: the name
+of the other database, for people."""

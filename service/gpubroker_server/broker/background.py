@@ -1,0 +1,171 @@
+"""What the leader does beside its cycles: publish last values, divide slots of models, prune, and ask for
+gateways."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.policy import Retention
+from gpubroker_server.core.domain.units import DeviceKey, Position, Seconds, TaskId, Term
+from gpubroker_server.core.serving.slots import AWAY_SECONDS, HOLD_SECONDS, Shares, SlotShares
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.last_values import (
+    PRESENT_SECONDS,
+    LastValues,
+    LastValueStore,
+    LeaderSeen,
+    PresenceStore,
+    SlotStore,
+)
+from gpubroker_server.ports.store import Clock, Progress, StaleTerm, StoreUnavailable, TaskStore
+
+log = structlog.get_logger("gpubroker.retention")
+
+PRUNE_SECONDS = Seconds(60.0)
+PRUNE_PAUSE_SECONDS = Seconds(0.1)
+"""Between two steps, each of which blocks other writes for some milliseconds."""
+
+ReadTerm = Callable[[], Term | None]
+"""The term of this process; None while it does not lead."""
+
+
+class Publisher:
+    """Publishes samples, progress and the leader's status to other processes: what changed since the last
+    time."""
+
+    def __init__(
+        self,
+        world: World,
+        progress: Mapping[TaskId, Progress],
+        leader: Callable[[Term], LeaderSeen],
+        store: LastValueStore,
+    ) -> None:
+        """`leader`: the status of this process while it leads the term."""
+        self._world = world
+        self._progress = progress
+        self._leader = leader
+        self._store = store
+        self._term = Term(0)
+        self._number = 0
+        """Of the last publication of this term."""
+        self._samples: dict[DeviceKey, DeviceSample] = {}
+        self._runs: dict[TaskId, Progress] = {}
+        """What was last published."""
+
+    async def keep(self, term: ReadTerm, every_seconds: Seconds) -> None:
+        """While there is a term, until cancelled."""
+        while True:
+            await asyncio.sleep(every_seconds)
+            if (leading := term()) is not None:
+                await self.publish(leading)
+
+    async def publish(self, term: Term) -> None:
+        """What cannot be written now is published the next time."""
+        if term != self._term:
+            self._term, self._number = term, 0
+            self._samples, self._runs = {}, {}
+        samples = {key: book.sample for key, book in self._world.books.items() if book.sample is not None}
+        runs = dict(self._progress)
+        values = LastValues(
+            samples=[sample for key, sample in samples.items() if sample is not self._samples.get(key)],
+            progress={task: last for task, last in runs.items() if last is not self._runs.get(task)},
+            leader=self._leader(term),
+            ended=[task for task in self._runs if task not in runs],
+        )
+        try:
+            await self._store.publish(term, self._number + 1, values)
+        except StoreUnavailable:
+            return
+        self._number += 1
+        self._samples, self._runs = samples, runs
+
+
+class SlotDivider:
+    """Divides the slots of models among gateways, by what they hold and want."""
+
+    def __init__(self, slots: Mapping[str, int], store: SlotStore, clock: Clock) -> None:
+        """`slots`: by model, for all gateways together."""
+        self._slots = slots
+        self._store = store
+        self._clock = clock
+        self._term: Term | None = None
+        self._shares: SlotShares | None = None
+        self._divided: Mapping[str, Shares] = {}
+
+    @property
+    def divided(self) -> Mapping[str, Shares] | None:
+        """The newest shares; None without slots to divide."""
+        return self._divided if self._slots else None
+
+    async def keep(self, term: ReadTerm, every_seconds: Seconds) -> None:
+        """While there is a term, until cancelled."""
+        while True:
+            await asyncio.sleep(every_seconds)
+            await self.divide(term())
+
+    async def divide(self, term: Term | None) -> None:
+        if term is None or term != self._term:
+            self._term, self._divided = term, {}
+            self._shares = None if term is None else SlotShares(self._slots, self._clock.now())
+        if self._shares is None:
+            return
+        try:
+            claims = await self._store.slot_claims()
+            now = self._clock.now()
+            self._divided = self._shares.give(claims, now)
+            for claim in claims:
+                if claim.at <= now - HOLD_SECONDS - AWAY_SECONDS:
+                    await self._store.drop_slots(claim.gateway)
+        except StoreUnavailable:
+            return
+
+
+class Pruner:
+    """Removes finished tasks, old events and old audit notes, a little at a time."""
+
+    def __init__(
+        self,
+        store: TaskStore,
+        clock: Clock,
+        retention: Retention,
+        term: ReadTerm,
+        heard: Callable[[], Position],
+    ) -> None:
+        """`heard`: the position in the log of this process's World."""
+        self._store = store
+        self._clock = clock
+        self._retention = retention
+        self._term = term
+        self._heard = heard
+
+    async def keep(self, every_seconds: Seconds = PRUNE_SECONDS) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(every_seconds)
+            try:
+                await self.prune()
+            except StaleTerm:
+                continue  # the next leader prunes
+            except StoreUnavailable as fault:
+                log.warning("pruning was interrupted; it continues later", fault=str(fault))
+
+    async def prune(self) -> None:
+        """All that has expired by now. Raises StaleTerm, StoreUnavailable."""
+        while (term := self._term()) is not None:
+            cutoffs = self._retention.cutoffs(self._clock.now(), self._heard())
+            if not await self._store.prune(term, cutoffs):
+                return
+            await asyncio.sleep(PRUNE_PAUSE_SECONDS)
+
+
+async def gateways_have_let_go(store: PresenceStore, clock: Clock, claim: str) -> bool:
+    """Whether all gateways have let go of a claim on a model, without those that have been silent for too
+    long."""
+    try:
+        presences = await store.presences()
+    except StoreUnavailable:
+        return False
+    since = clock.now() - PRESENT_SECONDS
+    return all(claim in presence.let_go for presence in presences if presence.at >= since)

@@ -1,0 +1,131 @@
+"""Commits decisions, then has their orders sent. Counts what the database refuses again and again."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from gpubroker_server.broker.cycle_timing import CycleTimer
+from gpubroker_server.broker.dispatch import Dispatcher
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.orders import Report
+from gpubroker_server.ports.store import (
+    CommitVerdict,
+    ReadTicks,
+    StoreUnavailable,
+    TaskStore,
+    TenureOver,
+)
+
+log = structlog.get_logger("gpubroker.broker")
+
+TRIES = 20
+"""The leader alone changes states; if the database refuses its decisions so often, its World is wrong."""
+
+COMMITTED = CommitVerdict.COMMITTED
+_REJECTED = frozenset({CommitVerdict.REFUSED, CommitVerdict.UNSTORABLE})
+
+
+class PictureDiverged(Exception):
+    """The World in memory does not match the rows; nothing was written from it."""
+
+    @staticmethod
+    def of(subject: str) -> "PictureDiverged":
+        return PictureDiverged(
+            f"{TRIES} times in a row the database refused the leader's decisions about {subject}; restart "
+            "the service, which reads all rows again"
+        )
+
+
+class Committer:
+    """Of one term."""
+
+    def __init__(
+        self,
+        tenure: Tenure,
+        ticks: ReadTicks,
+        store: TaskStore,
+        dispatcher: Dispatcher,
+        timer: CycleTimer,
+        hear: Callable[[Sequence[Report]], None],
+    ) -> None:
+        """`hear` receives reports about starts that could not be sent."""
+        self._tenure = tenure
+        self._ticks = ticks
+        self._store = store
+        self._dispatcher = dispatcher
+        self._timer = timer
+        self._hear = hear
+        self._undispatched: list[Decision] = []
+        """Committed, but their orders were not sent yet."""
+        self._refused: set[str] = set()
+        """Subjects that the database refused in this cycle, and did not accept in it either."""
+        self._refusals: Mapping[str, int] = {}
+        """Subject -> cycles in a row in which it was refused."""
+
+    async def carry_out(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        """Commit, then dispatch what was committed. By then the World shows it, through the store's listener.
+
+        Raises StaleTerm, and StoreUnavailable.
+        """
+        if not decisions:
+            return ()
+        self.check_tenure()
+        writing = [decision for decision in decisions if not decision.is_empty()]
+        written = await self._commit(writing) if writing else ()
+        by_id = {id(decision): verdict for decision, verdict in zip(writing, written, strict=True)}
+        verdicts = [by_id.get(id(decision), COMMITTED) for decision in decisions]
+        self._note(decisions, verdicts)
+        if CommitVerdict.STALE in verdicts:
+            self._timer.wake()
+        await self.dispatch()
+        if CommitVerdict.UNAVAILABLE in verdicts:
+            raise StoreUnavailable("the database went away during a commit")
+        return verdicts
+
+    async def dispatch(self) -> None:
+        """Send the orders of what was committed. Raises TenureOver, and StoreUnavailable: then they are sent
+        in the next cycle. The executor checks the tenure again before an order leaves."""
+        if self._undispatched:
+            self.check_tenure()
+            self._hear(await self._dispatcher.send(self._undispatched))
+            self._undispatched = []
+
+    def check_tenure(self) -> None:
+        """Raises TenureOver."""
+        if self._tenure.is_over(self._ticks()):
+            raise TenureOver(f"term {self._tenure.term} was not renewed in time; stop leading")
+
+    def begin_cycle(self) -> None:
+        self._refused.clear()
+
+    def end_cycle(self) -> None:
+        """Raises PictureDiverged. Reports are counted by themselves."""
+        self._refusals = {subject: self._refusals.get(subject, 0) + 1 for subject in self._refused}
+        for subject, cycles in self._refusals.items():
+            if cycles == TRIES:
+                raise PictureDiverged.of(subject)
+
+    async def _commit(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        written = self._store.commit(self._tenure.term, decisions)
+        verdicts, _ = await asyncio.gather(written, self._dispatcher.look_up(decisions))
+        return verdicts
+
+    def _note(self, decisions: Sequence[Decision], verdicts: Sequence[CommitVerdict]) -> None:
+        accepted = {d.subject for d, v in zip(decisions, verdicts, strict=True) if v is COMMITTED}
+        for decision, verdict in zip(decisions, verdicts, strict=True):
+            if verdict is COMMITTED:
+                self._undispatched.append(decision)
+            elif decision.subject not in accepted and verdict is not CommitVerdict.UNAVAILABLE:
+                self._refused.add(decision.subject)
+            if verdict in _REJECTED:
+                log.error(
+                    "the database refused a decision",
+                    subject=decision.subject, why=decision.why, fault=verdict.value,
+                )  # fmt: skip
+
+
+def rejected(decisions: Sequence[Decision], verdicts: Sequence[CommitVerdict]) -> list[Decision]:
+    """Those that the database would refuse again."""
+    return [d for d, verdict in zip(decisions, verdicts, strict=True) if verdict in _REJECTED]
