@@ -29,7 +29,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Position, TaskId, device_key
 from gpubroker_server.core.planning.cycle import Slice
-from gpubroker_server.core.planning.forecast_accuracy import Foresight
+from gpubroker_server.core.planning.forecasts.accuracy import Foresight
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.events import events_of
 from gpubroker_server.core.world.world import World

@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.app import create_app
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token

@@ -28,10 +28,10 @@ from gpubroker_server.core.domain.units import Fence, Instant, Mib, Position, Se
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
 from gpubroker_server.core.lifecycle.learning import learn
 from gpubroker_server.core.lifecycle.runs import react
-from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.fragmentation import Sum, fragmentation
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.dependencies import settle_dependencies

@@ -7,8 +7,8 @@ from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Topic, What
 from gpubroker_server.core.domain.orders import Sampled, StopOrder
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Mib, NodeName, Position, Seconds, TaskId
-from gpubroker_server.core.planning.backfill import Basis
-from gpubroker_server.core.planning.forecast_accuracy import Foresight, topic_of
+from gpubroker_server.core.planning.forecasts.accuracy import Foresight, topic_of
+from gpubroker_server.core.planning.forecasts.reservations import Basis
 
 from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, key

@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "the fence counts failed attempts instead of claims",
-        "service/gpubroker_server/core/planning/deciding.py",
+        "service/gpubroker_server/core/planning/decisions.py",
         "fence = Fence(task.fence + 1)",
         "fence = Fence(task.failures + 1)",
         "tests/simulation/test_day.py::test_the_same_seed_is_the_same_day",

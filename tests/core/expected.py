@@ -1,8 +1,8 @@
 """Starts as they are told."""
 
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.planning.backfill import Basis
-from gpubroker_server.core.planning.expected_start import Start
+from gpubroker_server.core.planning.forecasts.accuracy import Start
+from gpubroker_server.core.planning.forecasts.reservations import Basis
 
 from tests.builders import NOW
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpubroker_server.core.domain.lease import Lease, LeaseState
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
 
 
 def nodes_of(forecast: Forecast) -> set[str]:

@@ -7,11 +7,11 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.fit import Component, FleetPlan, planning
-from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.budget import ProbeBudget, finish
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.offers import Offers
-from gpubroker_server.core.planning.preemption import Eviction, may_preempt, search_eviction
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.offers import Offers
+from gpubroker_server.core.planning.preemption.eviction import Eviction, may_preempt, search_eviction
 from gpubroker_server.core.world.world import World
 
 from tests.builders import NOW

@@ -23,8 +23,8 @@ from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, problem

@@ -3,9 +3,9 @@
 import pytest
 from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.planning.backfill import Basis
-from gpubroker_server.core.planning.forecast_accuracy import topic_of
-from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.accuracy import topic_of
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Basis
 
 from tests.builders import GIB, a_pledge, a_sketch
 from tests.gateway.harness import Client, Gateway

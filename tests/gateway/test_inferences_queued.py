@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.policy import Serving
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
-from gpubroker_server.core.planning.inference_admission import admissions, kept_wanted
+from gpubroker_server.core.planning.inferences import admissions, kept_wanted
 from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, packed, request_in
 from gpubroker_server.core.serving.tensors import tensor_of, values_of
 from gpubroker_server.gateway.proxy.residency.holders import AGAIN_SECONDS, QueuedModels

@@ -40,10 +40,10 @@ from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, ex
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile, take_over
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.lifecycle.silent_nodes import nodes_without_answer
-from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencies
 from gpubroker_server.core.world.world import World

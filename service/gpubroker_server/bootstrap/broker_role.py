@@ -27,7 +27,7 @@ from gpubroker_server.broker.model_dispatch import DeskRules, ModelDesk
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.leader_term import Tenure
 from gpubroker_server.core.domain.units import Seconds, Term
-from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.settings.loading import Settings

@@ -14,8 +14,8 @@ from gpubroker_server.broker.observe import forget_ended
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.core.planning.backfill import Forecast
-from gpubroker_server.core.planning.forecast_accuracy import EVERY_SECONDS, Foresight
+from gpubroker_server.core.planning.forecasts.accuracy import EVERY_SECONDS, Foresight
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import StoreUnavailable
 

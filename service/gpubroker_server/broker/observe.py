@@ -40,7 +40,7 @@ from gpubroker_server.core.lifecycle.quarantine import QuarantineProbe
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 from gpubroker_server.core.lifecycle.silent_nodes import HeartbeatMonitor, nodes_without_answer
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
-from gpubroker_server.core.planning import inference_admission
+from gpubroker_server.core.planning import inferences as inference_admission
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import BlobStore, BlobTooLarge, Progress, ReadTicks

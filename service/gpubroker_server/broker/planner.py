@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import Slice
-from gpubroker_server.core.planning.forecast_accuracy import Foresight
+from gpubroker_server.core.planning.forecasts.accuracy import Foresight
 from gpubroker_server.core.planning.fragmentation import scattered
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World

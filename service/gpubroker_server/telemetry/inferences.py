@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from gpubroker_server.core.domain.task import TERMINAL
-from gpubroker_server.core.planning.inference_admission import waiting
+from gpubroker_server.core.planning.inferences import waiting
 from gpubroker_server.core.world.model_index import WAIT_BOUNDS
 from gpubroker_server.core.world.world import World
 

@@ -20,8 +20,8 @@ from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.lifecycle.learning import size_accuracies
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.core.planning.backfill import Basis
-from gpubroker_server.core.planning.forecast_accuracy import topic_of
+from gpubroker_server.core.planning.forecasts.accuracy import topic_of
+from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.fragmentation import Fragmentation, Scattered
 from gpubroker_server.core.world.ledger import Book
 from gpubroker_server.core.world.world import World

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.demand import Where, need_mb
 from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy
-from gpubroker_server.core.explain.admission import Refusal, check, check_priority, check_times
+from gpubroker_server.core.domain.reasons import Refusal
+from gpubroker_server.core.explain.admission import check, check_priority, check_times
 
 from tests.builders import GIB, a_demand, a_device, a_node, a_task
 

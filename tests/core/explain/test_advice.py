@@ -12,11 +12,11 @@ from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
 from gpubroker_server.core.explain.explain import explain_waiting
 from gpubroker_server.core.explain.shielded_runs import Shield, Why
+from gpubroker_server.core.explain.survey import survey
 from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.run_estimates import Remaining
-from gpubroker_server.core.planning.survey import survey
+from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 

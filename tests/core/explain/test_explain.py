@@ -10,8 +10,8 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Dependency, StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.explain.explain import Explanation, explain
+from gpubroker_server.core.explain.survey import Verdict
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.survey import Verdict
 from gpubroker_server.core.world.dependencies import TaskEnd
 from gpubroker_server.core.world.world import World
 

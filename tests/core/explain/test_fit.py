@@ -10,11 +10,18 @@ from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, Te
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
-from gpubroker_server.core.explain.fit import Component, Displaced, FleetPlan
-from gpubroker_server.core.explain.planned_fleet import Machine, fleet_of
+from gpubroker_server.core.explain.fit import (
+    Component,
+    Displaced,
+    FleetPlan,
+    Machine,
+    Missing,
+    OfKinds,
+    Totals,
+    fleet_of,
+)
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.totals import Missing, OfKinds, Totals
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (

@@ -8,9 +8,9 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, Tenan
 from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
 from gpubroker_server.core.explain.pools import settled
+from gpubroker_server.core.explain.survey import survey
 from gpubroker_server.core.explain.verdicts import look
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.survey import survey
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_task, a_world, holding

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.demand import Demand, Where
 from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
-from gpubroker_server.core.domain.reasons import Reason
+from gpubroker_server.core.domain.reasons import Reason, Refusal
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
-from gpubroker_server.core.explain.admission import Refusal
+from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.explain import Explanation, explain
-from gpubroker_server.core.explain.gang_admission import check_demand
 from gpubroker_server.core.explain.pools import settled
 from gpubroker_server.core.world.world import World
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.demand import Demand, Where
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool
-from gpubroker_server.core.domain.reasons import Reason
+from gpubroker_server.core.domain.reasons import Reason, Refusal
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.explain.admission import Refusal, check
+from gpubroker_server.core.explain.admission import check
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.explain.pools import settled
 from gpubroker_server.core.planning.cycle import plan_cycle

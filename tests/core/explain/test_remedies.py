@@ -10,12 +10,12 @@ from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
 from gpubroker_server.core.explain.pools import settled
 from gpubroker_server.core.explain.remedy_trial import Remedy
+from gpubroker_server.core.explain.survey import survey
 from gpubroker_server.core.explain.verdicts import look
-from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.forecasts import make_forecasts
-from gpubroker_server.core.planning.survey import survey
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 

@@ -9,14 +9,14 @@ from gpubroker_server.core.domain.demand import Demand, Where, need_mb
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId
+from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.advice import advise
-from gpubroker_server.core.explain.gang_admission import check_demand
 from gpubroker_server.core.explain.remedy_trial import LEAST_SHARE, Remedy
-from gpubroker_server.core.explain.smaller_gang import STEPS
+from gpubroker_server.core.explain.smaller_demand import STEPS
+from gpubroker_server.core.explain.survey import survey
 from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.survey import survey
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -16,8 +16,8 @@ from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import due
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.expected_ends import Departures
+from gpubroker_server.core.planning.forecasts.future_capacity import Departures
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.event_codec import members_fields, members_from
 
 from tests.builders import (

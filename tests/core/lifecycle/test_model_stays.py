@@ -14,9 +14,9 @@ from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
 from gpubroker_server.core.lifecycle.model_lifecycle import in_time
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
-from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.find_way import Wait
-from gpubroker_server.core.planning.victims import lost_gpu_seconds
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.victims import lost_gpu_seconds
 
 from tests.builders import (
     GIB,

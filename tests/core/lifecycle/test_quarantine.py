@@ -15,8 +15,8 @@ from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.quarantine import quarantined, removed
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 from gpubroker_server.core.lifecycle.runs import react
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.placement import Places
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.places import Places
 from gpubroker_server.core.world.event_codec import lease_change
 from gpubroker_server.core.world.world import World
 

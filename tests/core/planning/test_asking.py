@@ -6,11 +6,10 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.advice import advise
 from gpubroker_server.core.explain.explain import explain_waiting
+from gpubroker_server.core.explain.survey import Asking, Survey, survey
 from gpubroker_server.core.explain.verdicts import look
-from gpubroker_server.core.planning.asking import Asking
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.survey import Survey, survey
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 

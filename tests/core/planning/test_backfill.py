@@ -11,9 +11,9 @@ from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import ExternalTerms, Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
-from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 

@@ -13,9 +13,9 @@ from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
 from gpubroker_server.core.lifecycle.stopping import after_stop
 from gpubroker_server.core.planning import consolidation
-from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.consolidation import Consolidation, consolidate
 from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.decisions import Decision, withdrawn
 from gpubroker_server.core.domain.errors import Overcommitted
 from gpubroker_server.core.domain.policy import CustomLimit
 from gpubroker_server.core.domain.units import NodeName
-from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.nodes.draft import Draft
 
 from tests.builders import GIB, a_device, a_lease, a_node, a_pledge, a_task, a_world, commit, holding, key
 from tests.core.gangs import a_gang, bundles

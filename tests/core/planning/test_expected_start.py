@@ -2,8 +2,8 @@
 
 from gpubroker_server.core.domain.task import Placement
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
-from gpubroker_server.core.planning.backfill import Basis, Forecast
-from gpubroker_server.core.planning.expected_start import Start, start_of
+from gpubroker_server.core.planning.forecasts.accuracy import Start, start_of
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 
 from tests.builders import GIB, NOW, a_pledge, a_task, a_world
 

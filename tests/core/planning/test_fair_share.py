@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib
 from gpubroker_server.core.explain.explain import position_of
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.fair_share import Levels, Shares
+from gpubroker_server.core.planning.tenants.fair_share import Levels, Shares
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (

@@ -15,9 +15,9 @@ from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
 from gpubroker_server.core.lifecycle.runs import react
-from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 

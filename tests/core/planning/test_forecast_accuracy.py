@@ -5,10 +5,10 @@ from gpubroker_server.core.domain.estimates import Sketch, What
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Placement
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
-from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.forecast_accuracy import Foresight, topic_of
-from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.accuracy import Foresight, topic_of
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 
 from tests.builders import GIB, NOW, a_device, a_node, a_sample, a_sketch, a_task, a_world, commit, submit
 

@@ -6,11 +6,11 @@ from typing import Any
 from gpubroker_server.core.domain.estimates import Topic, What
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.planning.backfill import Basis
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.expected_ends import Departures
-from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.future_capacity import Departures
+from gpubroker_server.core.planning.forecasts.reservations import Basis
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st

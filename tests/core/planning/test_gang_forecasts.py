@@ -11,8 +11,8 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.lifecycle.gang_runs import ask_to_leave
-from gpubroker_server.core.planning.backfill import Basis
-from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (

@@ -11,13 +11,12 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import part_of
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Mib, NodeName
-from gpubroker_server.core.planning import gang_placement as gang
-from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.fragmentation import fragmentation
-from gpubroker_server.core.planning.gang_fill import fill
-from gpubroker_server.core.planning.gang_nodes import grounds_of
-from gpubroker_server.core.planning.gang_placement import Gang, place_gang
-from gpubroker_server.core.planning.placement import worth_of
+from gpubroker_server.core.planning.gangs import gang_search as gang
+from gpubroker_server.core.planning.gangs.gang_nodes import grounds_of
+from gpubroker_server.core.planning.gangs.gang_search import Gang, fill, place_gang
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.places import worth_of
 from gpubroker_server.core.world.placement_scores import Mix
 from gpubroker_server.core.world.world import World
 from hypothesis import given

@@ -12,8 +12,8 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.find_way import Wait, WaitReason
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 from hypothesis import given

@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.units import Fence, Mib, Seconds, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.runs import AGAIN_MOST_SECONDS, INFERENCE_REFUSED, LOST_RETRIES, react
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.inference_admission import (
+from gpubroker_server.core.planning.inferences import (
     admissions,
     doubts,
     kept_wanted,

@@ -4,10 +4,10 @@ from gpubroker_server.core.domain.model_orders import Stage
 from gpubroker_server.core.domain.policy import Policy, Serving
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.core.explain.inference_wait import sent_at
-from gpubroker_server.core.planning.backfill import Basis, Forecast
-from gpubroker_server.core.planning.expected_start import Start
-from gpubroker_server.core.planning.inference_admission import admissions
+from gpubroker_server.core.explain.blockers import sent_at
+from gpubroker_server.core.planning.forecasts.accuracy import Start
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
+from gpubroker_server.core.planning.inferences import admissions
 from gpubroker_server.core.world.world import World
 
 from tests.builders import a_world, commit, submit

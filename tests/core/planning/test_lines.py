@@ -13,12 +13,12 @@ from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.explain.advice import advise
 from gpubroker_server.core.explain.explain import explain
+from gpubroker_server.core.explain.survey import survey
 from gpubroker_server.core.explain.verdicts import look
-from gpubroker_server.core.planning.backfill import Basis
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.forecasts import make_forecasts
-from gpubroker_server.core.planning.survey import survey
-from gpubroker_server.core.planning.waiting import first_of_queue, waiting
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Basis
+from gpubroker_server.core.planning.forecasts.waiting import first_of_queue, waiting
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_task, a_world, commit, holding, submit

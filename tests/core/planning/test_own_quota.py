@@ -7,9 +7,9 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolic
 from gpubroker_server.core.domain.task import Placement, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.explain.what_if import WhatIf
-from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 

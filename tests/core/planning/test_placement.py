@@ -10,10 +10,10 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.blockers import Blocker, room_blockers
+from gpubroker_server.core.explain.survey import survey
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.placement import Places
-from gpubroker_server.core.planning.survey import survey
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.places import Places
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.placement import PlaceTable
+from gpubroker_server.core.planning.places import PlaceTable
 from gpubroker_server.core.planning.plan_cache import MOST_UNASKED, PlanCache
 from gpubroker_server.core.world.world import World
 

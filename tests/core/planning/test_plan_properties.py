@@ -10,13 +10,13 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.explain import explain
-from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.cycle import Plan, Slice, plan_cycle
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.forecasts import make_forecasts
-from gpubroker_server.core.planning.placement import Places
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.places import Places
 from gpubroker_server.core.planning.plan_cache import PlanCache
-from gpubroker_server.core.planning.quota import Quotas
+from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -9,11 +9,11 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.explain.blockers import room_blockers
+from gpubroker_server.core.explain.survey import survey
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.preemption import Eviction
-from gpubroker_server.core.planning.survey import survey
-from gpubroker_server.core.planning.victims import cheapest
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.victims import cheapest
+from gpubroker_server.core.planning.preemption.eviction import Eviction
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (

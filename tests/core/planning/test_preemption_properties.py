@@ -6,9 +6,9 @@ from typing import Any
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.placement import Places
-from gpubroker_server.core.planning.preemption import Eviction
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.places import Places
+from gpubroker_server.core.planning.preemption.eviction import Eviction
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,10 +8,10 @@ from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.explain import explain
-from gpubroker_server.core.planning import quota
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.quota import Allowance, Needs, Quotas, check_quota, most_mb
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.tenants import quota
+from gpubroker_server.core.planning.tenants.quota import Allowance, Needs, Quotas, check_quota, most_mb
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (

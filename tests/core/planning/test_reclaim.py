@@ -9,12 +9,12 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.explain.advice import advise
 from gpubroker_server.core.explain.shielded_runs import Shield, Why
+from gpubroker_server.core.explain.survey import survey
 from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.find_way import Wait, WaitReason
-from gpubroker_server.core.planning.survey import survey
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 
 from tests.builders import NOW, Holding, a_device, a_node, a_task, a_world, commit, holding, let_go

@@ -7,8 +7,8 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolic
 from gpubroker_server.core.domain.task import Placement
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
 from gpubroker_server.core.planning import find_way
-from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.plan_cache import PlanCache
 
 from tests.builders import NOW, a_device, a_task, a_world, holding

@@ -5,8 +5,8 @@ from typing import Any
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Placement
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
-from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from hypothesis import given, settings
 from hypothesis import strategies as st

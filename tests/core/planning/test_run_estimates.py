@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Sketch, Topic
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.planning.run_estimates import (
+from gpubroker_server.core.planning.forecasts.run_estimates import (
     Remaining,
     Size,
     learned_size,

@@ -8,9 +8,9 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, StopReason, Task
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.planning.budget import ProbeBudget
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.offers import Offers
-from gpubroker_server.core.planning.preemption import Coming, Eviction, search_eviction
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.offers import Offers
+from gpubroker_server.core.planning.preemption.eviction import Coming, Eviction, search_eviction
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key

@@ -8,16 +8,15 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import Move, Placement
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.explain.advice import advise
+from gpubroker_server.core.explain.survey import survey
 from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.cycle import Slice, plan_cycle
-from gpubroker_server.core.planning.deciding import admit
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.expected_ends import Departures
-from gpubroker_server.core.planning.forecast_accuracy import Foresight
-from gpubroker_server.core.planning.future_capacity import Supplies
-from gpubroker_server.core.planning.node_room import Outlooks
+from gpubroker_server.core.planning.decisions import admit
+from gpubroker_server.core.planning.forecasts.accuracy import Foresight
+from gpubroker_server.core.planning.forecasts.future_capacity import Departures, Supplies
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.node_room import Outlooks
 from gpubroker_server.core.planning.plan_cache import PlanCache
-from gpubroker_server.core.planning.survey import survey
 from gpubroker_server.core.world.revisions import Changes
 
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, let_go, submit

@@ -4,7 +4,7 @@ import pytest
 from gpubroker_server.core.domain.demand import Where
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.placement import worth_of
+from gpubroker_server.core.planning.places import worth_of
 from gpubroker_server.core.world import placement_scores as mixes
 from gpubroker_server.core.world.placement_scores import Mix, rows
 from gpubroker_server.core.world.world import World

@@ -5,7 +5,7 @@ from typing import Any
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.fit import Component, FleetPlan
-from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_pledge, a_task, a_world, holding, submit

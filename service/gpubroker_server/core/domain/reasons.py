@@ -1,5 +1,6 @@
 """Why a task waits: stable tokens in a total order, the most structural first."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -59,3 +60,15 @@ _TIERS = {
     Reason.MODEL_LOADING: 14,
     Reason.PENDING_EVALUATION: 15,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    code: str
+    """exceeds-capacity, exceeds-maximum, exceeds-quota, no-matching-device, pool-mismatch,
+    unknown-resource or priority-too-low."""
+    message: str
+    """What was asked, what there is, what to do."""
+    field: str
+    """The field of the demand that is at fault: gpu_mb, gpu_fraction, gpus, cpu, memory_mb, kinds, min_power,
+    min_device_mb, devices, nodes, custom/NAME."""

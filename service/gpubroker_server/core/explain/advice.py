@@ -8,16 +8,16 @@ from gpubroker_server.core.explain.explain import stands_aside
 from gpubroker_server.core.explain.remedies import remedies
 from gpubroker_server.core.explain.remedy_trial import Remedy
 from gpubroker_server.core.explain.shielded_runs import Spared, spared
+from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.explain.verdicts import Look
 from gpubroker_server.core.explain.what_if import WhatIf
-from gpubroker_server.core.planning.backfill import Basis
-from gpubroker_server.core.planning.expected_ends import Departures
-from gpubroker_server.core.planning.expected_start import Start, start_of
 from gpubroker_server.core.planning.find_way import Evict, Way
 from gpubroker_server.core.planning.find_way import Start as StartNow
-from gpubroker_server.core.planning.forecasts import forecast_alone
-from gpubroker_server.core.planning.run_estimates import Remaining
-from gpubroker_server.core.planning.survey import Survey
+from gpubroker_server.core.planning.forecasts.accuracy import Start, start_of
+from gpubroker_server.core.planning.forecasts.forecasts import forecast_alone
+from gpubroker_server.core.planning.forecasts.future_capacity import Departures
+from gpubroker_server.core.planning.forecasts.reservations import Basis
+from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.world.ledger import Book
 
 MOST_NODES = 8

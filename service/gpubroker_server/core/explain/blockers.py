@@ -1,16 +1,20 @@
 """What keeps a task from being placed right now, most structural first, in words for people."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import Task, notices_of
-from gpubroker_server.core.domain.units import TaskId, in_gib
+from gpubroker_server.core.domain.task import Task, TaskState, notices_of
+from gpubroker_server.core.domain.units import Instant, TaskId, in_gib
 from gpubroker_server.core.explain.admission import check, check_priority, slot_in_words
-from gpubroker_server.core.explain.inference_wait import why_not_sent
-from gpubroker_server.core.explain.quota_standing import quota_of
-from gpubroker_server.core.planning.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
+from gpubroker_server.core.explain.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
+from gpubroker_server.core.planning.forecasts.accuracy import Start, there_at
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.inferences import holders, servers_of, waiting
+from gpubroker_server.core.planning.tenants.quota import Allowance, Quotas
 from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.world import World
 
 _SETTLED_BY_PLEDGES = frozenset({Reason.FRAGMENTED, Reason.WAITING_FOR_MEMORY, Reason.BEHIND_HIGHER_PRIORITY})
 """Memory is on its way to a task that has pledges; it need not hear that there is none."""
@@ -247,3 +251,85 @@ def _some(names: Iterable[str]) -> str:
     shown = list(names)
     rest = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
     return ", ".join(shown[:3]) + rest
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaStanding:
+    tenant: str
+    cohort: str
+    """Empty: nobody lends it anything."""
+    allowance: Allowance
+    counts_mb: int
+    """What the task would count: on the largest GPUs that it may use; of a gang, its least ranks."""
+
+    @property
+    def is_short(self) -> bool:
+        return self.counts_mb > self.allowance.left_mb
+
+    @property
+    def message(self) -> str:
+        found = self.allowance
+        borrows = f" and borrows from cohort {self.cohort}" if self.cohort else ""
+        return (
+            f"counts {in_gib(self.counts_mb)}; tenant {self.tenant}, which is guaranteed "
+            f"{in_gib(found.guaranteed_mb)}{borrows}, has {in_gib(found.claimed_mb)} and may take "
+            f"{in_gib(max(0, found.left_mb))} more"
+        )
+
+
+def quota_of(seen: Survey) -> QuotaStanding | None:
+    """None for a task without GPUs, and for a tenant without a quota."""
+    task, policy = seen.task, seen.policy
+    if not any(part.gpus for part in task.demand.bundles or (task.demand,)):
+        return None
+    quotas = Quotas(seen.draft, policy)
+    allowance = quotas.of(task.tenant, task.priority, task.id) if policy.has_quotas else None
+    if allowance is None:
+        return None
+    return QuotaStanding(
+        task.tenant, policy.tenant(task.tenant).cohort, allowance, quotas.need_mb(task.demand)
+    )
+
+
+_DOES = {
+    TaskState.PENDING: "it waits for its room",
+    TaskState.ADMITTED: "it is being loaded",
+    TaskState.STOPPING: "it is being unloaded",
+}
+
+_IS_NOWHERE = (
+    "it was not brought, or has left, and is asked for again, each time later; `gpubroker models` says how "
+    "its last load ended"
+)
+
+
+def why_not_sent(world: World, task: Task, policy: Policy) -> list[tuple[Reason, str]]:
+    """Nothing if its model is there and takes one more."""
+    model, serving = task.demand.answered_by, policy.serving
+    if not serving.is_anywhere:
+        return [(Reason.BACKEND_UNAVAILABLE, "there is no server of models (any more); set triton.servers")]
+    servers = servers_of(world, policy, model)
+    if not servers:
+        held = holders(world, policy, model)
+        does = _DOES[held[0].state] if held else _IS_NOWHERE
+        return [(Reason.MODEL_LOADING, f"model {model} is not in memory: {does}")]
+    if len(world.homes.asking(model)) >= serving.at_once:
+        message = f"{serving.at_once} inferences of model {model} are being answered, and no more at once"
+        return [(Reason.CONCURRENCY_LIMITED, message)]
+    return []
+
+
+def sent_at(
+    world: World, task: Task, policy: Policy, forecasts: Sequence[Forecast], now: Instant
+) -> Start | None:
+    """When one that waits for nothing but its model is likely to be sent: when that is in memory. None if
+    nobody can tell: of a model that was never loaded, and of one for which others must have been answered
+    first, since how long answers take is not known."""
+    model = task.demand.answered_by
+    if task.id not in world.queue or servers_of(world, policy, model):
+        return None
+    if sum(map(len, waiting(world)[model])) > policy.serving.at_once:
+        return None
+    timed = [one for one in holders(world, policy, model) if one.model is not None and one.model.load_seconds]
+    starts = (there_at(world, one, forecasts, now) for one in timed)
+    return min((start for start in starts if start is not None), default=None)

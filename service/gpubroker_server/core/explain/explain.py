@@ -9,14 +9,13 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import MemberState, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib
 from gpubroker_server.core.explain.admission import wanted
-from gpubroker_server.core.explain.blockers import Blocker, called, used_by_others
-from gpubroker_server.core.explain.quota_standing import QuotaStanding, quota_of
-from gpubroker_server.core.explain.reserved_room import kept_for_forecasts
+from gpubroker_server.core.explain.blockers import Blocker, QuotaStanding, called, quota_of, used_by_others
+from gpubroker_server.core.explain.survey import DeviceFinding, Survey, Verdict, survey
 from gpubroker_server.core.explain.verdicts import Look, RankVerdict, look
-from gpubroker_server.core.planning.backfill import Forecast
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.fair_share import Shares
-from gpubroker_server.core.planning.survey import DeviceFinding, Survey, Verdict, survey
+from gpubroker_server.core.explain.what_if import kept_for_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.tenants.fair_share import Shares
 from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.ledger import Holding
 from gpubroker_server.core.world.queue import order_key, own_key

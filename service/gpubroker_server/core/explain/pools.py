@@ -6,8 +6,8 @@ from typing import Any
 
 from gpubroker_server.core.domain.demand import Demand, Labels
 from gpubroker_server.core.domain.policy import Policy, Pool
+from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.units import in_gib
-from gpubroker_server.core.explain.admission import Refusal
 
 
 def settled(

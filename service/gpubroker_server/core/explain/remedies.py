@@ -8,20 +8,21 @@ from typing import Any
 from gpubroker_server.core.explain.admission import check_priority
 from gpubroker_server.core.explain.blockers import called
 from gpubroker_server.core.explain.remedy_trial import Remedy, Trials, first
-from gpubroker_server.core.explain.reserved_room import short_enough
 from gpubroker_server.core.explain.smaller_demand import (
     elsewhere,
     fewer_gpus,
+    fewer_ranks,
     less_memory,
     less_of_the_node,
+    looser,
     other_kind,
+    smaller_ranks,
 )
-from gpubroker_server.core.explain.smaller_gang import fewer_ranks, looser, smaller_ranks
+from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.explain.tasks_ahead import first_end
-from gpubroker_server.core.explain.what_if import WhatIf, in_words
-from gpubroker_server.core.planning.expected_ends import Departures
+from gpubroker_server.core.explain.what_if import WhatIf, in_words, short_enough
 from gpubroker_server.core.planning.find_way import Start, Wait, Way
-from gpubroker_server.core.planning.survey import Survey
+from gpubroker_server.core.planning.forecasts.future_capacity import Departures
 
 MOST_NODES = 12
 """On so many nodes victims are looked for who would have to leave for a higher priority."""

@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.explain.admission import Refusal
+from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.explain import stands_aside
-from gpubroker_server.core.explain.gang_admission import check_demand
 from gpubroker_server.core.explain.pools import resettled
+from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.explain.what_if import WhatIf, in_words
-from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.find_way import Start, Wait, Way
-from gpubroker_server.core.planning.gang_placement import Gang
-from gpubroker_server.core.planning.run_estimates import Remaining
-from gpubroker_server.core.planning.survey import Survey
+from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
+from gpubroker_server.core.planning.gangs.gang_search import Gang
+from gpubroker_server.core.planning.nodes.draft import Draft
 
 LEAST_SHARE = 0.1
 """To ask for less than this part of what was asked is no remedy."""

@@ -10,11 +10,11 @@ from typing import assert_never
 
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId
+from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.planning.find_way import Evict, Start, WaitReason, Way
-from gpubroker_server.core.planning.guarantees import Claims, Restraint
-from gpubroker_server.core.planning.quota import Quotas
-from gpubroker_server.core.planning.shields import has_its_turn, is_spared, is_young
-from gpubroker_server.core.planning.survey import Survey
+from gpubroker_server.core.planning.nodes.shields import has_its_turn, is_spared, is_young
+from gpubroker_server.core.planning.tenants.guarantees import Claims, Restraint
+from gpubroker_server.core.planning.tenants.quota import Quotas
 
 MOST_TOLD = 20
 """So many runs are told one by one; all are counted."""

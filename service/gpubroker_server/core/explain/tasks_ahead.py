@@ -8,15 +8,15 @@ from gpubroker_server.core.domain.demand import may_use_node
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.explain.quota_standing import quota_of
+from gpubroker_server.core.explain.blockers import quota_of
+from gpubroker_server.core.explain.survey import NodeFinding, Survey, Verdict
 from gpubroker_server.core.explain.what_if import WhatIf
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.expected_ends import Departures
-from gpubroker_server.core.planning.fair_share import Shares
-from gpubroker_server.core.planning.future_limits import share_a_limit
-from gpubroker_server.core.planning.gang_placement import Gang
-from gpubroker_server.core.planning.run_estimates import Remaining
-from gpubroker_server.core.planning.survey import NodeFinding, Survey, Verdict
+from gpubroker_server.core.planning.forecasts.future_capacity import Departures
+from gpubroker_server.core.planning.forecasts.limits import share_a_limit
+from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
+from gpubroker_server.core.planning.gangs.gang_search import Gang
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.tenants.fair_share import Shares
 from gpubroker_server.core.world.queue import Kin, OrderKey, order_key, own_key
 
 MOST_RUNS = 64

@@ -6,19 +6,19 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.ranks import part_of
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Placement
+from gpubroker_server.core.explain.admission import IN_WORDS, check_task
 from gpubroker_server.core.explain.blockers import (
     Blocker,
     limit_blockers,
     room_blockers,
     waiting_for_preemption,
 )
-from gpubroker_server.core.explain.gang_admission import IN_WORDS, check_task
-from gpubroker_server.core.planning.deciding import admit
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.gang_nodes import Ground, grounds_of
-from gpubroker_server.core.planning.gang_placement import Gang, place_gang, place_ranks
-from gpubroker_server.core.planning.placement import worth_of
-from gpubroker_server.core.planning.survey import Survey, survey
+from gpubroker_server.core.explain.survey import Survey, survey
+from gpubroker_server.core.planning.decisions import admit
+from gpubroker_server.core.planning.gangs.gang_nodes import Ground, grounds_of
+from gpubroker_server.core.planning.gangs.gang_search import Gang, place_gang, place_ranks
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.places import worth_of
 
 MOST_SORTS = 8
 """So many different ranks without room are looked at."""

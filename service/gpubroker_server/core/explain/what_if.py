@@ -5,12 +5,12 @@ from dataclasses import replace
 from math import inf
 
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.core.planning.backfill import Forecast, Guards, Planned
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.explain.blockers import Blocker, called
+from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.planning.budget import ProbeBudget, finish
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.fair_share import Shares
 from gpubroker_server.core.planning.find_way import (
     View,
     Wait,
@@ -19,14 +19,17 @@ from gpubroker_server.core.planning.find_way import (
     find_way,
     place,
 )
-from gpubroker_server.core.planning.gang_placement import Gang
-from gpubroker_server.core.planning.guarantees import Claims
-from gpubroker_server.core.planning.lines import First, Lines
-from gpubroker_server.core.planning.node_room import Known, Outlooks
-from gpubroker_server.core.planning.offers import Offers
-from gpubroker_server.core.planning.placement import Places, worth_of
-from gpubroker_server.core.planning.preemption import could_make_room, may_preempt
-from gpubroker_server.core.planning.quota import Quotas
+from gpubroker_server.core.planning.forecasts.limits import First, Lines
+from gpubroker_server.core.planning.forecasts.reservations import Forecast, Guards, Planned
+from gpubroker_server.core.planning.gangs.gang_search import Gang
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.node_room import Known, Outlooks
+from gpubroker_server.core.planning.nodes.offers import Offers
+from gpubroker_server.core.planning.places import Places, worth_of
+from gpubroker_server.core.planning.preemption.eviction import could_make_room, may_preempt
+from gpubroker_server.core.planning.tenants.fair_share import Shares
+from gpubroker_server.core.planning.tenants.guarantees import Claims
+from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.queue import OrderKey, order_key, own_key
 
 
@@ -146,3 +149,43 @@ def _order_by(draft: Draft, policy: Policy, now: Instant) -> Callable[[Task], Or
         return order_key(own, shares[0].rank(task.tenant))
 
     return key_of
+
+
+LEAST_SECONDS = 1.0
+"""Nobody is advised to be done in less."""
+
+
+def kept_for_forecasts(seen: Survey) -> list[Blocker]:
+    """What keeps a task away for which there is room; empty if nothing does."""
+    what_if = WhatIf(seen.draft, seen.policy, seen.now, seen.forecasts, seen.known)
+    keepers = what_if.reserved_from(seen.task)
+    if not keepers:
+        return []
+    first = min(keepers, key=_start_at)
+    who, begins = called(first.task.id, first.task.tenant, seen.task), _seconds_until(first, seen)
+    more = f" and {len(keepers) - 1} more" if len(keepers) > 1 else ""
+    if isinstance(first, First):
+        what = f"what {who}{more} waits for is left to it; it is expected to start"
+    else:
+        what = f"it has room, which is kept for {who}{more}, expected to start on {first.node}"
+    message = f"{what} in {begins:.0f} s: nobody knows that this one is done by then"
+    return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]
+
+
+def short_enough(seen: Survey, what_if: WhatIf) -> tuple[Task, Seconds] | None:
+    """The same task, said to be done before whoever it would delay is expected to start."""
+    keepers = what_if.reserved_from(seen.task)
+    if not keepers:
+        return None
+    seconds = Seconds(float(int(min(_seconds_until(one, seen) for one in keepers))))
+    if seconds < LEAST_SECONDS or seconds >= (seen.task.expected_seconds or float("inf")):
+        return None
+    return replace(seen.task, expected_seconds=seconds), seconds
+
+
+def _start_at(one: Planned | First) -> tuple[float, str]:
+    return one.forecast.start_at, one.task.id
+
+
+def _seconds_until(one: Planned | First, seen: Survey) -> float:
+    return max(0.0, one.forecast.start_at - seen.now)

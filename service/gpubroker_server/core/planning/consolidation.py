@@ -14,16 +14,16 @@ from gpubroker_server.core.domain.interval import Pace
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
-from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.budget import ProbeBudget
-from gpubroker_server.core.planning.deciding import evict, keep_room
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.offers import Offers
-from gpubroker_server.core.planning.placement import Places, worth_of
-from gpubroker_server.core.planning.preemption import Eviction, best_of, eviction_of, is_coming
-from gpubroker_server.core.planning.shields import is_shielded
-from gpubroker_server.core.planning.victims import Candidate, Stoppable
-from gpubroker_server.core.planning.waiting import first_of_queue
+from gpubroker_server.core.planning.decisions import evict, keep_room
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.forecasts.waiting import first_of_queue
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.offers import Offers
+from gpubroker_server.core.planning.nodes.shields import is_shielded
+from gpubroker_server.core.planning.nodes.victims import Candidate, Stoppable
+from gpubroker_server.core.planning.places import Places, worth_of
+from gpubroker_server.core.planning.preemption.eviction import Eviction, best_of, eviction_of, is_coming
 from gpubroker_server.core.world.world import World
 
 EVERY_SECONDS = Seconds(1.0)

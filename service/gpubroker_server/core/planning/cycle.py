@@ -8,21 +8,21 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.planning.backfill import Forecast, Guards
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps, finish
-from gpubroker_server.core.planning.cycle_order import Agenda, Head
-from gpubroker_server.core.planning.deciding import admit, evict, withdraw
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.fair_share import Shares
+from gpubroker_server.core.planning.decisions import admit, evict, withdraw
 from gpubroker_server.core.planning.find_way import Evict, Start, View, Wait, WaitReason, Way, search_way
-from gpubroker_server.core.planning.guarantees import Claims
-from gpubroker_server.core.planning.lines import Lines
-from gpubroker_server.core.planning.node_room import Outlooks
-from gpubroker_server.core.planning.offers import Offers
-from gpubroker_server.core.planning.placement import Places, worth_of
+from gpubroker_server.core.planning.forecasts.limits import Lines
+from gpubroker_server.core.planning.forecasts.reservations import Forecast, Guards
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.node_room import Outlooks
+from gpubroker_server.core.planning.nodes.offers import Offers
+from gpubroker_server.core.planning.places import Places, worth_of
 from gpubroker_server.core.planning.plan_cache import PlanCache
-from gpubroker_server.core.planning.quota import Quotas
+from gpubroker_server.core.planning.queue_order import Agenda, Head
 from gpubroker_server.core.planning.refusal_cache import RefusalCache
+from gpubroker_server.core.planning.tenants.fair_share import Shares
+from gpubroker_server.core.planning.tenants.guarantees import Claims
+from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.placement_scores import Worth
 from gpubroker_server.core.world.queue import OrderKey
 from gpubroker_server.core.world.world import World

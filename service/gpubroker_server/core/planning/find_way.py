@@ -11,16 +11,15 @@ from gpubroker_server.core.domain.ranks import part_of
 from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.lifecycle.model_lifecycle import in_time
-from gpubroker_server.core.planning.backfill import Guards
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps, finish
-from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.planning.gang_placement import Gang
-from gpubroker_server.core.planning.gang_preemption import choose_for_gang
-from gpubroker_server.core.planning.guarantees import Claims
-from gpubroker_server.core.planning.lines import Lines
-from gpubroker_server.core.planning.offers import Offers
-from gpubroker_server.core.planning.placement import CLOSE_LOOK, Found, Places
-from gpubroker_server.core.planning.preemption import (
+from gpubroker_server.core.planning.forecasts.limits import Lines
+from gpubroker_server.core.planning.forecasts.reservations import Guards
+from gpubroker_server.core.planning.gangs.gang_search import Gang
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.offers import Offers
+from gpubroker_server.core.planning.nodes.victims import Together
+from gpubroker_server.core.planning.places import CLOSE_LOOK, Found, Places
+from gpubroker_server.core.planning.preemption.eviction import (
     Coming,
     Eviction,
     could_make_room,
@@ -28,14 +27,15 @@ from gpubroker_server.core.planning.preemption import (
     may_preempt,
     search_eviction,
 )
-from gpubroker_server.core.planning.quota import Quotas
-from gpubroker_server.core.planning.reclaim import (
+from gpubroker_server.core.planning.preemption.gang_eviction import choose_for_gang
+from gpubroker_server.core.planning.preemption.reclaim import (
     evict_with_restraint,
     make_room_in_quota,
     reclaim,
     reclaim_for_gang,
 )
-from gpubroker_server.core.planning.victims import Together
+from gpubroker_server.core.planning.tenants.guarantees import Claims
+from gpubroker_server.core.planning.tenants.quota import Quotas
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
-from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.ledger import Book
 from gpubroker_server.core.world.placement_scores import rows
 from gpubroker_server.core.world.world import World

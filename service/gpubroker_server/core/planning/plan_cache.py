@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.planning.cycle_order import Agenda
-from gpubroker_server.core.planning.node_revisions import NodeRevisions
-from gpubroker_server.core.planning.node_room import Known
-from gpubroker_server.core.planning.offers import Offered
-from gpubroker_server.core.planning.placement import PlaceTables
-from gpubroker_server.core.planning.quota import Needs
+from gpubroker_server.core.planning.nodes.node_revisions import NodeRevisions
+from gpubroker_server.core.planning.nodes.node_room import Known
+from gpubroker_server.core.planning.nodes.offers import Offered
+from gpubroker_server.core.planning.places import PlaceTables
+from gpubroker_server.core.planning.queue_order import Agenda
 from gpubroker_server.core.planning.refusal_cache import Refusals
+from gpubroker_server.core.planning.tenants.quota import Needs
 from gpubroker_server.core.world.placement_scores import Worth
 from gpubroker_server.core.world.world import World
 

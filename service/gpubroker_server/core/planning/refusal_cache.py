@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeGuard
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import NodeName
-from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.budget import PROBE_SIFTED
 from gpubroker_server.core.planning.find_way import View, Wait, WaitReason
-from gpubroker_server.core.planning.node_revisions import NodeRevisions
-from gpubroker_server.core.planning.node_room import Room
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.nodes.node_revisions import NodeRevisions
+from gpubroker_server.core.planning.nodes.node_room import Room
 from gpubroker_server.core.world.queue import Group, Kin
 
 OWN = frozenset({WaitReason.LIMIT, WaitReason.PLEDGED, WaitReason.TOO_LATE})

@@ -8,7 +8,7 @@ from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.core.planning.fair_share import Levels
+from gpubroker_server.core.planning.tenants.fair_share import Levels
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.call import Call, answer

@@ -11,10 +11,10 @@ from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.advice import Advice
 from gpubroker_server.core.explain.remedy_trial import Remedy
 from gpubroker_server.core.explain.shielded_runs import Spared
-from gpubroker_server.core.planning.expected_start import Start
-from gpubroker_server.core.planning.gang_placement import Gang
-from gpubroker_server.core.planning.run_estimates import Remaining
-from gpubroker_server.core.planning.victims import lost_gpu_seconds
+from gpubroker_server.core.planning.forecasts.accuracy import Start
+from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
+from gpubroker_server.core.planning.gangs.gang_search import Gang
+from gpubroker_server.core.planning.nodes.victims import lost_gpu_seconds
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.status.task_view import expected_view, forecasts_views

@@ -9,9 +9,8 @@ from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.explain.advice import Advice
-from gpubroker_server.core.explain.blockers import Blocker
+from gpubroker_server.core.explain.blockers import Blocker, QuotaStanding
 from gpubroker_server.core.explain.explain import DeviceVerdict, Explanation
-from gpubroker_server.core.explain.quota_standing import QuotaStanding
 from gpubroker_server.core.explain.verdicts import RankVerdict
 from gpubroker_server.core.world.ledger import Holding
 from gpubroker_server.core.world.world import World

@@ -6,8 +6,8 @@ from typing import Annotated
 from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.explain.survey import Asking
 from gpubroker_server.core.explain.verdicts import Look, look
-from gpubroker_server.core.planning.asking import Asking
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.concurrency import OneAtATime
 from gpubroker_server.gateway.http.identity import Tokens

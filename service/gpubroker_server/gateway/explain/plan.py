@@ -7,8 +7,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Instant, in_gib
-from gpubroker_server.core.explain.fit import Component, Displaced, FleetPlan, Placed
-from gpubroker_server.core.planning.totals import Missing
+from gpubroker_server.core.explain.fit import Component, Displaced, FleetPlan, Missing, Placed
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.advice import PlacementView, RunHolder, place_views, run_view
 from gpubroker_server.gateway.http.call import view_of

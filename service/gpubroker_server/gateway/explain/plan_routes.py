@@ -11,8 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
-from gpubroker_server.core.explain.fit import Component, planning
-from gpubroker_server.core.explain.planned_fleet import Machine, fleet_of
+from gpubroker_server.core.explain.fit import Component, Machine, fleet_of, planning
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.parts import Parts
 from gpubroker_server.gateway.explain.plan import FleetPlanView, plan_view

@@ -5,9 +5,8 @@ from fastapi import Response
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.explain.advice import advise
-from gpubroker_server.core.explain.blockers import Blocker
+from gpubroker_server.core.explain.blockers import Blocker, sent_at
 from gpubroker_server.core.explain.explain import Explanation, ended_message, explain, explain_waiting
-from gpubroker_server.core.explain.inference_wait import sent_at
 from gpubroker_server.core.explain.verdicts import Look
 from gpubroker_server.gateway.explain.advice import NO_ADVICE, start_fields
 from gpubroker_server.gateway.explain.explanation import (

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.domain.units import Position, Seconds, TaskId
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.ports.last_values import LeaderSeen

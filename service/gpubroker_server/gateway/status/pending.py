@@ -5,11 +5,10 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.explain.blockers import Blocker
+from gpubroker_server.core.explain.blockers import Blocker, sent_at
 from gpubroker_server.core.explain.explain import explain, position_of
-from gpubroker_server.core.explain.inference_wait import sent_at
-from gpubroker_server.core.planning.expected_start import start_of
-from gpubroker_server.core.planning.fair_share import Shares
+from gpubroker_server.core.planning.forecasts.accuracy import start_of
+from gpubroker_server.core.planning.tenants.fair_share import Shares
 from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.waiters import Leadership

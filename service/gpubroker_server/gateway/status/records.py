@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.lifecycle.learning import kind_of_run
 from gpubroker_server.core.lifecycle.quarantine import quarantined
-from gpubroker_server.core.planning.run_estimates import remaining_seconds
+from gpubroker_server.core.planning.forecasts.run_estimates import remaining_seconds
 from gpubroker_server.gateway.http.call import answer
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.ids import is_task_id

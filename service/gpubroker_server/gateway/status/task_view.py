@@ -12,10 +12,9 @@ from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as INFERENCE
 from gpubroker_server.core.domain.task import Member, MemberState, Task
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.planning.backfill import Basis
-from gpubroker_server.core.planning.expected_start import Start
-from gpubroker_server.core.planning.forecast_accuracy import topic_of
-from gpubroker_server.core.planning.run_estimates import Remaining, Size
+from gpubroker_server.core.planning.forecasts.accuracy import Start, topic_of
+from gpubroker_server.core.planning.forecasts.reservations import Basis
+from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, Size
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.times import rfc3339, rfc3339_or_none
 from gpubroker_server.gateway.status.quarantine import QuarantinedView

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 from gpubroker_server.core.domain.demand import Demand, interned
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.explain.admission import Refusal, check_priority, check_times
-from gpubroker_server.core.explain.gang_admission import check_demand
+from gpubroker_server.core.explain.admission import check_demand, check_priority, check_times
 from gpubroker_server.core.explain.pools import running_slots, settled
-from gpubroker_server.core.planning.quota import Needs, check_quota
+from gpubroker_server.core.planning.tenants.quota import Needs, check_quota
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.problems import Fault, Problem
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from gpubroker_server.core.domain.demand import ANYWHERE, Demand, Labels, Where
 from gpubroker_server.core.domain.policy import BAND_NAMES
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.core.planning.run_estimates import Size
+from gpubroker_server.core.planning.forecasts.run_estimates import Size
 from gpubroker_server.gateway.submission.resources import LEARNED, Amounts, Bundle, GpuSize
 from gpubroker_server.gateway.submission.task_body import SubmitTask
 

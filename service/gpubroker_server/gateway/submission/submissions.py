@@ -13,8 +13,8 @@ from pydantic_core import to_json
 from gpubroker_server.core.domain.demand import Demand, may_use_device
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.explain.gang_admission import ranks_in_words
-from gpubroker_server.core.planning.run_estimates import Size, learned_size, size_of_ranks
+from gpubroker_server.core.explain.admission import ranks_in_words
+from gpubroker_server.core.planning.forecasts.run_estimates import Size, learned_size, size_of_ranks
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.call import Call
 from gpubroker_server.gateway.http.faults import invalid

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import changed
-from gpubroker_server.core.planning.run_estimates import Size
+from gpubroker_server.core.planning.forecasts.run_estimates import Size
 from gpubroker_server.gateway.http.bodies import ListBody
 from gpubroker_server.gateway.http.call import Call, json_answer
 from gpubroker_server.gateway.http.faults import body_faults, invalid

@@ -10,7 +10,7 @@ from typing import Final
 import structlog
 
 from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.planning.inference_admission import waiting
+from gpubroker_server.core.planning.inferences import waiting
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import Residency, UnknownModel

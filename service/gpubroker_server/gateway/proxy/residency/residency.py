@@ -21,8 +21,8 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.lifecycle.learning import learned_mb
 from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
-from gpubroker_server.core.planning.backfill import Forecast
-from gpubroker_server.core.planning.expected_start import there_at
+from gpubroker_server.core.planning.forecasts.accuracy import there_at
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem

@@ -1,0 +1,181 @@
+"""What one task would find on every node and device: the facts behind `why does it wait`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.demand import Demand, may_use_device, may_use_node, need_mb
+from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, Mib
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.node_room import Known
+from gpubroker_server.core.planning.places import worth_of
+from gpubroker_server.core.planning.plan_cache import PlanCache
+from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.world import World
+
+
+class Verdict(StrEnum):
+    """One device, judged for one task. The first that applies."""
+
+    GONE = "gone"
+    """Its node no longer has it."""
+    NOT_WANTED = "not_wanted"
+    """The task may not use it: its kind, its power, its size or its node is not among what is asked for."""
+    TOO_SMALL = "too_small"
+    """Even empty it could not give what is asked."""
+    NODE_NOT_READY = "node_not_ready"
+    CORDONED = "cordoned"
+    STALE = "stale"
+    """Nobody knows how much of it is in use: its last sample is too old."""
+    FITS = "fits"
+    KEPT_FOR_OTHERS = "kept_for_others"
+    """It would fit, but what is free is kept for tasks that wait for runs to stop."""
+    NO_ROOM = "no_room"
+
+
+OPEN = frozenset({Verdict.FITS, Verdict.KEPT_FOR_OTHERS, Verdict.NO_ROOM})
+"""Nothing but memory keeps the task from such a device, if anything does."""
+
+
+class DeviceFinding(NamedTuple):
+    book: Book
+    verdict: Verdict
+    need_mb: Mib | None
+    """None if it is too small, or not wanted."""
+    free_mb: Mib
+    """What this task could have of it now: its own pledge and those of lower priority count as free."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFinding:
+    node: Node
+    devices: tuple[DeviceFinding, ...]
+    is_large_enough: bool
+    """Empty, it could run the task, and the task may use it."""
+    has_headroom: bool
+    """A run slot, CPU and host memory are left for it."""
+
+    @property
+    def is_usable(self) -> bool:
+        return self.node.ready and not self.node.cordoned
+
+    @property
+    def open_devices(self) -> list[DeviceFinding]:
+        return [finding for finding in self.devices if finding.verdict in OPEN]
+
+    def count(self, *verdicts: Verdict) -> int:
+        return sum(finding.verdict in verdicts for finding in self.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Reads from the draft it was made of; use it before that changes."""
+
+    task: Task
+    draft: Draft
+    policy: Policy
+    now: Instant
+    nodes: tuple[NodeFinding, ...]
+    """In name order, their devices in key order."""
+    forecasts: tuple[Forecast, ...] = ()
+    """Those that hold now. They keep room, which a device's verdict does not tell."""
+    known: Known | None = None
+    """What earlier answers found out about nodes."""
+
+
+def survey(
+    draft: Draft,
+    task: Task,
+    policy: Policy,
+    now: Instant,
+    forecasts: Iterable[Forecast] = (),
+    known: Known | None = None,
+) -> Survey:
+    """Look at every node for this task. Changes nothing; costs as much as there are devices."""
+    nodes = (draft.world.nodes[name] for name in sorted(draft.world.nodes))
+    needs = _Needs(task.demand)
+    found = tuple(_judge(draft, task, policy, now, node, needs) for node in nodes)
+    return Survey(task, draft, policy, now, found, tuple(forecasts), known)
+
+
+class _Needs:
+    """What a demand comes to on each device: worked out once for those that it cannot tell apart."""
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+        self._known: dict[str, tuple[bool, Mib | None]] = {}
+
+    def of(self, device: Device) -> tuple[bool, Mib | None]:
+        """Whether it may use such a device, and MiB."""
+        sort = device.key if self._demand.where.devices else device.sort
+        known = self._known.get(sort)
+        if known is None:
+            need = need_mb(self._demand, device) if self._demand.gpus else Mib(0)
+            known = self._known[sort] = may_use_device(self._demand, device), need
+        return known
+
+
+def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node, needs: _Needs) -> NodeFinding:
+    demand, period = task.demand, policy.sample_period_seconds
+    is_open = may_use_node(demand, node)
+    devices = tuple(
+        _judge_device(book, task, node, needs, is_open=is_open, is_stale=book.is_stale(now, period))
+        for book in draft.books_on(node.name)
+    )
+    matching = sum(finding.need_mb is not None for finding in devices)
+    return NodeFinding(
+        node,
+        devices,
+        is_large_enough=is_open
+        and matching >= demand.gpus
+        and node.cpu >= demand.cpu
+        and node.memory_mb >= demand.memory_mb,
+        has_headroom=draft.headroom(node.name, task=task.id, priority=task.priority).fits(task),
+    )
+
+
+def _judge_device(
+    book: Book, task: Task, node: Node, needs: _Needs, *, is_open: bool, is_stale: bool
+) -> DeviceFinding:
+    """`is_open`: whether it may use the node."""
+    may_use, need = needs.of(book.device)
+    free = Mib(max(0, book.free_mb(task=task.id, priority=task.priority)))
+    if not book.device.present:
+        verdict = Verdict.GONE
+    elif not (is_open and may_use):
+        verdict = Verdict.NOT_WANTED
+    elif need is None:
+        verdict = Verdict.TOO_SMALL
+    elif not node.ready:
+        verdict = Verdict.NODE_NOT_READY
+    elif node.cordoned:
+        verdict = Verdict.CORDONED
+    elif is_stale:
+        verdict = Verdict.STALE
+    elif need <= free:
+        verdict = Verdict.FITS
+    else:
+        verdict = Verdict.KEPT_FOR_OTHERS if need <= book.unheld_mb() else Verdict.NO_ROOM
+    return DeviceFinding(book, verdict, need, free)
+
+
+class Asking:
+    """A pure cache: an answer found with it is the answer found without. What it keeps of a node holds until
+    that changes, or the passing of time makes a difference to it: as the planner's memory, which it uses."""
+
+    def __init__(self) -> None:
+        self._cache = PlanCache()
+
+    def survey(
+        self, world: World, task: Task, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
+    ) -> Survey:
+        """For one answer, to be found before the World changes; nothing may be decided in its draft."""
+        cache = self._cache
+        cache.open(world, policy, now, now, worth_of(world, policy))
+        draft = Draft(world, cache.revisions.changes, cache.revisions.growth)
+        return survey(draft, task, policy, now, forecasts, cache.rooms)

@@ -1,0 +1,196 @@
+"""Placements and evictions as decisions: the rows that change together, and the orders that follow.
+
+Each function enters what it decides into the draft, so that the next one builds on it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gpubroker_server.core.domain.decisions import AnyOrder, Decision, PledgeWrite, TaskWrite, write_move
+from gpubroker_server.core.domain.demand import context_mb
+from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge, PledgeEnd
+from gpubroker_server.core.domain.model_orders import load_order
+from gpubroker_server.core.domain.orders import StartOrder
+from gpubroker_server.core.domain.task import Member, Move, Placement, StopReason, Task
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, TaskId
+from gpubroker_server.core.lifecycle import external_leases
+from gpubroker_server.core.lifecycle.gang_runs import ask_to_leave
+from gpubroker_server.core.lifecycle.stopping import orders_to_leave
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.preemption.eviction import Eviction
+
+_OF_THE_LAST_ATTEMPT = ("not_before", "started_at", "stop_reason", "stop_deadline_at", "freeing_for")
+"""What a new claim forgets. The checkpoint stays: the run resumes from it."""
+
+
+def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -> Decision:
+    """The task takes its place, or each rank of a gang its own: a new claim, its leases, the end of its
+    pledges, the orders to start."""
+    fence = Fence(task.fence + 1)
+    forgotten: dict[str, Any] = {
+        name: None for name in _OF_THE_LAST_ATTEMPT if getattr(task, name) is not None
+    }
+    if task.demand.bundles:
+        forgotten["members"] = tuple(Member(rank, place.node) for rank, place in enumerate(places))
+    what = Move.ADMITTED
+    if task.external is not None:
+        what, forgotten = Move.STARTED, {**forgotten, **external_leases.begun(task, now)}
+    write = write_move(task, what, fence=fence, node=places[0].node, admitted_at=now, **forgotten)
+    devices = {device for place in places for device, _ in place.devices}
+    pledges = [_end_own(pledge, devices) for pledge in draft.end_pledges(task.id)]
+    leases = [lease for rank, place in enumerate(places) for lease in _leases(draft, write.task, rank, place)]
+    draft.replace_task(task, write.task)
+    for lease in leases:
+        draft.put_lease(lease)
+    pledges += _overtake(draft, devices)
+    return Decision(
+        task.id,
+        "admit",
+        tasks=(write,),
+        leases=tuple(leases),
+        pledges=tuple(pledges),
+        orders=_beginning(draft, write.task, places, leases),
+    )
+
+
+def _beginning(
+    draft: Draft, task: Task, places: Sequence[Placement], leases: list[Lease]
+) -> tuple[AnyOrder, ...]:
+    if task.external is not None:
+        return external_leases.watch_orders(draft.world, task, leases)
+    if task.model is not None:
+        return (load_order(task, places[0].devices),)
+    return _starts(draft, task, places)
+
+
+def _leases(draft: Draft, task: Task, rank: int, place: Placement) -> Iterator[Lease]:
+    bundles = task.demand.bundles
+    kind, demand = (HolderKind.GANG_MEMBER, bundles[rank]) if bundles else (HolderKind.RUN, task.demand)
+    state = LeaseState.RESERVED
+    if task.external is not None:
+        kind, state = HolderKind.EXTERNAL, LeaseState.HELD
+    elif task.model is not None:
+        kind = HolderKind.MODEL if task.model.model else HolderKind.SERVER
+    assert task.admitted_at is not None
+    for device, mb in place.devices:
+        yield Lease(
+            kind,
+            task.id,
+            task.fence,
+            device,
+            mb,
+            task.tenant,
+            task.priority,
+            since=task.admitted_at,
+            state=state,
+            rank=rank,
+            context_mb=context_mb(demand, draft.book(device).device),
+        )
+
+
+def _starts(draft: Draft, task: Task, places: Sequence[Placement]) -> tuple[StartOrder, ...]:
+    return tuple(_start(draft, task, rank, place, len(places)) for rank, place in enumerate(places))
+
+
+def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: int) -> StartOrder:
+    demand = task.demand.bundles[rank] if task.demand.bundles else task.demand
+    return StartOrder(
+        task.id,
+        task.fence,
+        place.node,
+        draft.world.nodes[place.node].incarnation,
+        place.devices,
+        task.shareable,
+        rank,
+        task.priority,
+        world_size,
+        barrier=bool(task.members),
+        memory_mb=demand.memory_mb,
+    )
+
+
+def evict(
+    draft: Draft,
+    task: Task,
+    eviction: Eviction,
+    now: Instant,
+    reason: StopReason = StopReason.PREEMPT,
+    kept_up_to: int = 0,
+) -> Decision:
+    """The victims get notice, and what they free is pledged to the task, which stays pending. Nobody of at
+    most the priority `kept_up_to` takes it, even if that of the task is lower."""
+    stops = [_stop(draft, victim, eviction, task.id, now, reason) for victim in eviction.victims]
+    made = []
+    for device, mb in eviction.devices:
+        whose = max(task.priority, kept_up_to), task.tenant, now, eviction.deadline_at
+        pledge = Pledge(task.id, device, mb, *whose, eviction.ranks.get(device, ()))
+        draft.put_pledge(pledge)
+        made.append(PledgeWrite(pledge))
+    taken = _overtake(draft, {device for device, _ in eviction.devices})
+    return Decision(
+        task.id,
+        reason.value,
+        tasks=tuple(write for write, _ in stops),
+        pledges=(*made, *taken),
+        orders=tuple(order for _, orders in stops for order in orders),
+    )
+
+
+def keep_room(
+    draft: Draft, run: Task, place: Placement, now: Instant, gone_by: Instant, kept_up_to: int
+) -> tuple[PledgeWrite, ...]:
+    """Room that is free now is pledged to a run that is moving there. `gone_by`: if nobody confirms it to be
+    gone, by then it is given up. Nobody of at most the priority `kept_up_to` takes it."""
+    made = []
+    for device, mb in place.devices:
+        pledge = Pledge(run.id, device, mb, kept_up_to, run.tenant, now, gone_by)
+        draft.put_pledge(pledge)
+        made.append(PledgeWrite(pledge))
+    return tuple(made)
+
+
+def withdraw(draft: Draft, preemptor: TaskId) -> Decision:
+    """Give back what was kept for a task that no longer waits for it."""
+    ended = draft.end_pledges(preemptor)
+    writes = tuple(PledgeWrite(pledge, PledgeEnd.WITHDRAWN) for pledge in ended)
+    return Decision(preemptor, "withdraw", pledges=writes)
+
+
+def _stop(
+    draft: Draft, victim: Task, eviction: Eviction, preemptor: TaskId, now: Instant, reason: StopReason
+) -> tuple[TaskWrite, tuple[AnyOrder, ...]]:
+    ranks = eviction.surplus.get(victim.id)
+    if ranks is not None:
+        write, orders = ask_to_leave(draft.world, victim, ranks, preemptor, now)
+        draft.replace_task(victim, write.task)
+        return write, orders
+    write = write_move(
+        victim,
+        Move.STOPPING,
+        stop_reason=reason,
+        stop_deadline_at=Instant(now + victim.grace_seconds),
+        freeing_for=preemptor,
+    )
+    draft.replace_task(victim, write.task)
+    return write, orders_to_leave(draft.world, write.task, victim.grace_seconds)
+
+
+def _end_own(pledge: Pledge, devices: set[DeviceKey]) -> PledgeWrite:
+    """Room elsewhere may have come sooner than what was pledged."""
+    return PledgeWrite(pledge, PledgeEnd.CONSUMED if pledge.device in devices else PledgeEnd.WITHDRAWN)
+
+
+def _overtake(draft: Draft, devices: set[DeviceKey]) -> list[PledgeWrite]:
+    """End the pledges, lowest priority first, that these devices can no longer honour.
+
+    Whoever found room here left enough for all of its own or a higher priority: those are never reached.
+    A preemptor that loses one pledge loses all, because what is left would be too little to start on.
+    """
+    taken: list[PledgeWrite] = []
+    for device in sorted(devices):
+        by_rank = sorted(draft.book(device).pledges.values(), key=lambda p: (p.priority, p.preemptor))
+        for pledge in by_rank:
+            if draft.book(device).soon_mb() >= 0:
+                break
+            taken += (PledgeWrite(p, PledgeEnd.TAKEN) for p in draft.end_pledges(pledge.preemptor))
+    return taken

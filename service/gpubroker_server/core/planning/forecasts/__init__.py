@@ -1,0 +1,1 @@
+"""When waiting tasks will start, and what is reserved for them."""

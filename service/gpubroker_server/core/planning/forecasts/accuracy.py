@@ -1,0 +1,155 @@
+"""The forecasts that hold now, and how true the first word about each task came."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
+from gpubroker_server.core.domain.interval import Pace
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.world.world import World
+
+EVERY_SECONDS = Seconds(1.0)
+"""Forecasts are made anew so often, while anybody waits."""
+
+LEAST_WAIT_SECONDS = 1.0
+"""Who is to start sooner than that is starting, and nobody foretells it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstWord:
+    said_at: Instant
+    start_at: Instant
+    p90_at: Instant
+    basis: Basis
+
+
+def topic_of(basis: Basis, what: What) -> Topic:
+    """How true forecasts of this basis come. Of no tenant: no tenant's runs are read from it."""
+    return Topic("", basis.value, "", what)
+
+
+class Foresight:
+    """Owned by the leader; forgotten with it, but for what was learned."""
+
+    def __init__(self) -> None:
+        self.forecasts: Sequence[Forecast] = ()
+        self._pace = Pace(EVERY_SECONDS)
+        self._nodes: frozenset[NodeName] = frozenset()
+        """Those that could be used when they were made."""
+        self._said: dict[TaskId, FirstWord] = {}
+        self._work: Iterator[Sequence[Forecast]] | None = None
+        """What is being worked out, as of when, and of which inventory."""
+        self._so_far: Sequence[Forecast] | None = None
+        self._as_of = Instant(-inf)
+        self._inventory = 0
+
+    def go_on(self, world: World, policy: Policy, now: Instant) -> bool:
+        """Take the next step of working forecasts out anew, if they are due: some milliseconds. Returns
+        whether steps are left. The World may change between two of them; a round that meets another inventory
+        begins again."""
+        if self._work is None or world.inventory_version != self._inventory:
+            if self._work is None and not self.is_due(world, now):
+                return False
+            self._work = make_forecasts(world, policy, now, self.forecasts)
+            self._as_of, self._inventory = now, world.inventory_version
+        self._so_far, before = next(self._work, None), self._so_far
+        if self._so_far is not None:
+            return True
+        self._work = None
+        self.take(before or (), world, self._as_of)
+        return False
+
+    def is_due(self, world: World, now: Instant) -> bool:
+        waits = len(world.queue) > 0 or bool(self.forecasts)
+        return waits and (self._pace.is_due(now) or self.is_blind(world))
+
+    def is_blind(self, world: World) -> bool:
+        """Somebody waits, and nothing is foretold yet, or the nodes are others: of a new leader, above all. A
+        plan made now would give away what was kept."""
+        return len(world.queue) > 0 and self._nodes != _usable(world)
+
+    def take(self, forecasts: Sequence[Forecast], world: World, now: Instant) -> None:
+        """Let these hold from now on, and remember what is said of a task for the first time."""
+        self.forecasts = tuple(forecasts)
+        self._pace.done(now)
+        self._nodes = _usable(world)
+        for forecast in forecasts:
+            if forecast.task not in self._said and forecast.start_at > now + LEAST_WAIT_SECONDS:
+                word = FirstWord(now, forecast.start_at, forecast.p90_at, forecast.basis)
+                self._said[forecast.task] = word
+        self._said = {task: word for task, word in self._said.items() if task in world.queue}
+
+    def compare(self, world: World, decisions: Iterable[Decision], now: Instant) -> list[Decision]:
+        """The decisions, each with what the starts in it teach about forecasts."""
+        known: dict[Topic, Sketch] = {}
+        return [self._compared(world, decision, known, now) for decision in decisions]
+
+    def _compared(
+        self, world: World, decision: Decision, known: dict[Topic, Sketch], now: Instant
+    ) -> Decision:
+        lessons: list[Lesson] = []
+        for write in decision.tasks:
+            word = self._said.get(write.task.id)
+            if write.what is Move.ADMITTED and word is not None:
+                for what, value in _values(word, now):
+                    topic = topic_of(word.basis, what)
+                    known[topic] = (known.get(topic) or world.learned.sketch(topic)).add(value)
+                    lessons.append(Lesson(topic, value, known[topic], now))
+        return replace(decision, lessons=(*decision.lessons, *lessons)) if lessons else decision
+
+
+def _usable(world: World) -> frozenset[NodeName]:
+    return frozenset(Draft(world).usable_nodes())
+
+
+def _values(word: FirstWord, now: Instant) -> tuple[tuple[What, float], ...]:
+    waited, at_most = now - word.said_at, word.p90_at - word.said_at
+    return (
+        (What.START_ERROR, round(abs(now - word.start_at), 3)),
+        (What.START_SHARE, round(waited / at_most, 3)),
+    )
+
+
+class Start(NamedTuple):
+    p50_at: Instant
+    """By then one in two."""
+    p90_at: Instant
+    """By then nine in ten."""
+    n: int
+    """Of how many runs this speaks; 0 if of none."""
+    basis: Basis
+
+
+def start_of(world: World, task: Task, forecasts: Sequence[Forecast], now: Instant) -> Start | None:
+    """By what was pledged to it, or by its forecast; None if it has neither: then nobody can tell."""
+    pledges = world.pledges.get(task.id)
+    if pledges:
+        at = max(now, *(pledge.deadline_at for pledge in pledges.values()))
+        return Start(at, at, 0, Basis.STATED)
+    for forecast in forecasts:
+        if forecast.task == task.id and task.id in world.queue:
+            p50_at, p90_at = max(now, forecast.start_at), max(now, forecast.p90_at)
+            return Start(p50_at, p90_at, forecast.n, forecast.basis)
+    return None
+
+
+def there_at(world: World, model: Task, forecasts: Sequence[Forecast], now: Instant) -> Start | None:
+    """When a model that waits, or is being loaded, is likely to be in memory; None if nobody can tell."""
+    assert model.model is not None
+    load_seconds = model.model.load_seconds
+    if model.state is TaskState.ADMITTED:
+        at = Instant(max(now, (model.admitted_at or now) + load_seconds))
+        return Start(at, at, 0, Basis.STATED)
+    room = start_of(world, model, forecasts, now)
+    if room is None:
+        return None
+    p50_at, p90_at = Instant(room.p50_at + load_seconds), Instant(room.p90_at + load_seconds)
+    return room._replace(p50_at=p50_at, p90_at=p90_at)

@@ -1,0 +1,365 @@
+"""What the nodes of a cluster will have, as those leave who are there now."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.estimates import Sketch, Topic, What
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.node_capacity import Headroom
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import asks_for_gpus, part_of
+from gpubroker_server.core.domain.task import Placement, Task, TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, remaining_seconds, run_seconds
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.shields import stoppable_at
+from gpubroker_server.core.world.ledger import Book, Holding
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """When a run will be gone: one in two by the first instant, nine in ten by the second."""
+
+    p50_at: Instant
+    p90_at: Instant
+    n: int = 0
+    """Of how many runs this speaks; 0 if it was stated, or is certain."""
+    is_guess: bool = False
+    """Nobody knows how long such runs take, or this one has outlasted what was known."""
+
+    def within(self, now: Instant) -> Remaining | None:
+        """None if nobody can tell."""
+        if self.is_guess or self.p50_at == inf:
+            return None
+        return Remaining(Seconds(self.p50_at - now), Seconds(self.p90_at - now), self.n)
+
+
+class Departures:
+    """Of the runs in one draft, each worked out once."""
+
+    def __init__(self, draft: Draft, policy: Policy, now: Instant, as_of: Instant | None = None) -> None:
+        """`as_of`: how long runs of which that is not certain go on is judged by how long they had lasted
+        then, if they had begun. Each moment that such a run lasts moves its end on, and a plan would find
+        that everybody delays a forecast which was made a moment before. None: now."""
+        self.draft = draft
+        """May be replaced by another one of the same World."""
+        self.policy = policy
+        self.now = now
+        self._as_of = now if as_of is None else as_of
+        self._sketches = draft.world.learned.sketches
+        self._known: dict[tuple[TaskId, int, TaskState], Departure] = {}
+        self._learned: dict[tuple[str, str, str], Sketch | None] = {}
+        """By tenant, subject and kind what is known of how long such runs take."""
+
+    def of_holding(self, holding: Holding) -> Departure:
+        """What nobody can say anything about, like a quarantined lease, never leaves."""
+        run = self.draft.holder(holding.lease)
+        if holding.lease.state is LeaseState.RELEASING:
+            return Departure(self.now, self.now)
+        if holding.lease.state is LeaseState.QUARANTINED or run is None or not run.is_active:
+            return NEVER
+        if run.state is not TaskState.STOPPING and holding.stopping:  # one rank of a gang that goes on
+            run = part_of(run, holding.lease.rank)
+        return self.of(run)
+
+    def of(self, run: Task) -> Departure:
+        """Of a run that is ADMITTED, RUNNING or STOPPING."""
+        if run.state is TaskState.STOPPING:
+            at = max(self.now, run.stop_deadline_at or self.now)
+            return Departure(at, at)
+        key = run.id, run.fence, run.state
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._work_out(run)
+        return known
+
+    def _work_out(self, run: Task) -> Departure:
+        kind = self._kind_of(run)
+        known = self._seconds_of(run, kind)
+        at = max(self._as_of, run.started_at or run.admitted_at or self.now)
+        if known is None and run.expected_seconds is None:
+            return self._guessed(run, 0.0, at)
+        if run.started_at is None:
+            left = run_seconds(run, self._sketches, self.policy, kind=kind)
+        else:
+            left = remaining_seconds(run, self._sketches, at, kind=kind)
+        if left is not None:
+            p50_at, p90_at = at + left.p50_seconds, at + left.p90_seconds
+            return self._bounded(run, p50_at, p90_at, left.n, is_guess=False)
+        learned = 0.0 if known is None else known.quantile(1.0) or 0.0
+        return self._guessed(run, learned if run.expected_seconds is None else run.expected_seconds, at)
+
+    def _guessed(self, run: Task, known_seconds: float, at: Instant) -> Departure:
+        """`known_seconds`: what it was thought to take at most; 0 if nothing was. `at`: as of when."""
+        elapsed = 0.0 if run.started_at is None else at - run.started_at
+        guess = max(LEAST_GUESS_SECONDS, elapsed - known_seconds)
+        return self._bounded(run, at + guess, at + GUESS_P90 * guess, 0, is_guess=True)
+
+    def _bounded(self, run: Task, p50_at: float, p90_at: float, n: int, *, is_guess: bool) -> Departure:
+        """Whatever it would take, it is stopped at its time limit and at its deadline."""
+        latest = inf
+        if run.timeout_seconds is not None:
+            latest = (run.started_at or self.now) + run.timeout_seconds + run.grace_seconds
+        if run.deadline_at is not None and run.external is None:  # whose deadline each renewal moves on
+            latest = min(latest, run.deadline_at + run.grace_seconds)
+        latest = max(self.now, latest)
+        return Departure(Instant(min(latest, p50_at)), Instant(min(latest, p90_at)), n, is_guess)
+
+    def _seconds_of(self, run: Task, kind: str) -> Sketch | None:
+        about = run.tenant, run.subject, kind
+        if about not in self._learned:
+            self._learned[about] = self._sketches.get(Topic(*about, What.SECONDS))
+        return self._learned[about]
+
+    def _kind_of(self, run: Task) -> str:
+        """Of its devices, by which run times are told apart; empty if it has none."""
+        known = [lease.device for lease in self.draft.world.leases_of(run)]
+        if not known and run.demand.gpus and run.node is not None:  # this draft has admitted it
+            known = [d for d in self.draft.given_to(run.id) if self.draft.book(d).device.node == run.node]
+        if len(known) == 1:
+            return self.draft.book(known[0]).device.kind
+        return min((self.draft.book(device).device.kind for device in known), default="")
+
+
+LATE_SECONDS = Seconds(30.0)
+"""So much longer than it takes anything new, a device counts of which nothing is heard: what is kept of it
+must still be kept when its samples come again, which the first plan sees before any forecast does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What one node will have for one sort of task, as those leave who are there now."""
+
+    devices: dict[DeviceKey, list[tuple[float, int]]]
+    """Its usable devices: (from when on, MiB that the task could then have), in order of time."""
+    room: list[tuple[float, Headroom]]
+    """The same of everything else that the node has."""
+
+    def mb(self, device: DeviceKey, at: float) -> int:
+        steps = self.devices.get(device)
+        return 0 if steps is None else steps[bisect_right(steps, at, key=_time) - 1][1]
+
+    def headroom(self, at: float) -> Headroom:
+        return self.room[bisect_right(self.room, at, key=_time) - 1][1]
+
+
+class _Waiter(NamedTuple):
+    """Of a task that is to start on a node, what matters for when others are out of its way."""
+
+    priority: int
+    stops: bool
+    """It may have runs stopped for it."""
+    since: Instant
+    """When it came."""
+    spared: frozenset[str] = frozenset()
+    """Tenants whose runs with GPUs it may not have stopped."""
+
+
+class Leaving:
+    """What the nodes of one draft have, and who leaves them when. What `Supplies` remembers refers to this,
+    and not to `Supplies`: else it would stay until the collector of cycles comes."""
+
+    def __init__(self, departures: Departures, *, for_plans: bool) -> None:
+        self._departures = departures
+        self._for_plans = for_plans
+        self._heard_until = Instant(departures.now - LATE_SECONDS)
+
+    @property
+    def draft(self) -> Draft:
+        return self._departures.draft
+
+    def usable_devices(self, node: NodeName) -> list[DeviceKey]:
+        period = self._departures.policy.sample_period_seconds
+        return [
+            book.device.key
+            for book in self.draft.books_on(node)
+            if not book.is_stale(self._heard_until, period)
+        ]
+
+    def leaves_at(self, run: Task, waiter: _Waiter) -> float:
+        """By when a run is no obstacle any more to the task."""
+        return self._out_of_the_way_at(run, self._departures.of(run), waiter)
+
+    def mb_now(self, device: DeviceKey, waiter: _Waiter) -> int:
+        book = self.draft.book(device)
+        if self._is_unheard_of(book):
+            return 0
+        kept = sum(pledge.mb for pledge in book.pledges.values() if pledge.priority >= waiter.priority)
+        return book.unheld_mb() - kept
+
+    def room_now(self, node: NodeName, waiter: _Waiter) -> Headroom:
+        return self.draft.headroom(node, priority=waiter.priority)
+
+    def of_device(self, device: DeviceKey, waiter: _Waiter) -> Iterator[tuple[float, int]]:
+        """(when, MiB) of all who hold memory of it. What is heard of no more brings nothing."""
+        book = self.draft.book(device)
+        for holding in () if self._is_unheard_of(book) else book.holdings.values():
+            departure = self._departures.of_holding(holding)
+            run = self.draft.holder(holding.lease)
+            at: float = departure.p50_at
+            if at < inf and run is not None and not holding.stopping:  # of whom the deadline is known
+                at = self._out_of_the_way_at(run, departure, waiter)
+            yield at, holding.takes_mb
+
+    def of_node(self, node: NodeName, waiter: _Waiter) -> Iterator[tuple[float, Task]]:
+        """(when, run) of all who are there."""
+        return ((self.leaves_at(run, waiter), run) for run in self.draft.active_on(node))
+
+    def _is_unheard_of(self, book: Book) -> bool:
+        return book.is_stale(self._heard_until, self._departures.policy.sample_period_seconds)
+
+    def _out_of_the_way_at(self, run: Task, departure: Departure, waiter: _Waiter) -> float:
+        now, policy = self._departures.now, self._departures.policy
+        came_after = (run.admitted_at or now) > waiter.since
+        stays = departure.is_guess and came_after and not self._for_plans
+        leaves_at = inf if stays else departure.p50_at
+        is_spared = run.tenant in waiter.spared and asks_for_gpus(run.demand)
+        if not waiter.stops or is_spared or run.state is TaskState.STOPPING:
+            return leaves_at
+        grace = run.grace_seconds if self._for_plans else 0.0
+        return min(leaves_at, stoppable_at(run, waiter.priority, policy, now) + grace)
+
+
+class Later:
+    """What one node of a draft will have at one moment, for one sort of task. Added up when asked for: often
+    there is enough of everything before anybody has left."""
+
+    def __init__(self, leaving: Leaving, node: NodeName, waiter: _Waiter, at: float) -> None:
+        self._leaving = leaving
+        self._node = node
+        self._waiter = waiter
+        self._at = at
+        self._room: Headroom | None = None
+        self._mb: dict[DeviceKey, int] = {}
+        self.revision = leaving.draft.changes.at(node)
+        """Of the node's changes."""
+
+    def has_room(self, planned: Iterable[Task], parts: Sequence[Task]) -> bool:
+        """Whether all these parts fit beside those that are planned."""
+        before = list(planned)
+        now = self._leaving.room_now(self._node, self._waiter)
+        return _fit(now, before, parts) or _fit(self.room(), before, parts)
+
+    def has_mb(self, device: DeviceKey, mb: int) -> bool:
+        return mb <= self._leaving.mb_now(device, self._waiter) or mb <= self.mb(device)
+
+    def room(self) -> Headroom:
+        if self._room is None:
+            self._room = self._leaving.room_now(self._node, self._waiter)
+            for at, run in self._leaving.of_node(self._node, self._waiter):
+                if at <= self._at:
+                    self._room = self._room.with_room_of(run)
+        return self._room
+
+    def mb(self, device: DeviceKey) -> int:
+        mb = self._mb.get(device)
+        if mb is None:
+            leavers = self._leaving.of_device(device, self._waiter)
+            mb = self._leaving.mb_now(device, self._waiter)
+            mb = self._mb[device] = mb + sum(more for at, more in leavers if at <= self._at)
+        return mb
+
+    def took(self, run: Task, place: Placement) -> None:
+        self.revision = self._leaving.draft.changes.at(self._node)
+        if self._leaving.leaves_at(run, self._waiter) <= self._at:
+            return
+        if self._room is not None:
+            self._room = self._room.with_room_of(run, sign=-1)
+        for device, mb in place.devices:
+            if device in self._mb:
+                self._mb[device] -= mb
+
+
+class Supplies:
+    """What the nodes of one draft will have. Worked out when asked for, and again when a node changed.
+
+    `for_plans`: to work out when a task can start. Otherwise it is for asking whether somebody else may take
+    something before it starts: then runs that the task may stop are no obstacle at all, and who came after
+    it, for nobody knows how long, is taken to stay.
+    """
+
+    def __init__(
+        self,
+        departures: Departures,
+        *,
+        for_plans: bool,
+        spared_from: Callable[[Task], frozenset[str]] = lambda _: frozenset(),
+    ) -> None:
+        """`spared_from`: the tenants of which no run with GPUs is stopped for a task."""
+        self._spared_from = spared_from
+        self._departures = departures
+        self._for_plans = for_plans
+        self._leaving = Leaving(departures, for_plans=for_plans)
+        self._known: dict[tuple[NodeName, _Waiter], tuple[int, Supply]] = {}
+        self._later: dict[NodeName, dict[tuple[_Waiter, float], Later]] = {}
+
+    def of(self, node: NodeName, task: Task) -> Supply:
+        """At all times, for a task of this priority."""
+        waiter, revision = self._waiter(task), self._departures.draft.changes.at(node)
+        known = self._known.get((node, waiter))
+        if known is None or known[0] != revision:
+            known = self._known[node, waiter] = revision, self._work_out(node, waiter)
+        return known[1]
+
+    def later(self, node: NodeName, task: Task, at: float) -> Later:
+        """At one moment."""
+        waiter, there = self._waiter(task), self._later.setdefault(node, {})
+        known = there.get((waiter, at))
+        if known is None or known.revision != self._departures.draft.changes.at(node):
+            known = there[waiter, at] = Later(self._leaving, node, waiter, at)
+        return known
+
+    def took(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
+        """A place on the node was given, which stood at revision `since` before."""
+        for later in self._later.get(node, {}).values():
+            if later.revision == since:
+                later.took(run, place)
+
+    def _waiter(self, task: Task) -> _Waiter:
+        """Only one that asks for GPUs may have runs stopped for it."""
+        stops = self._departures.policy.preemption and asks_for_gpus(task.demand)
+        since = self._departures.now if self._for_plans else task.submitted_at
+        return _Waiter(task.priority, stops, since, self._spared_from(task) if stops else frozenset())
+
+    def _work_out(self, node: NodeName, waiter: _Waiter) -> Supply:
+        leaving, devices = self._leaving, dict[DeviceKey, list[tuple[float, int]]]()
+        for key in leaving.usable_devices(node):
+            free = leaving.mb_now(key, waiter)
+            steps = devices[key] = [(-inf, free)]
+            for at, mb in sorted(leaving.of_device(key, waiter)):
+                free += mb
+                steps.append((at, free))
+        room = leaving.room_now(node, waiter)
+        rooms = [(-inf, room)]
+        for at, run in sorted(leaving.of_node(node, waiter), key=lambda leaver: (leaver[0], leaver[1].id)):
+            room = room.with_room_of(run)
+            rooms.append((at, room))
+        return Supply(devices, rooms)
+
+
+def _fit(room: Headroom, planned: Iterable[Task], parts: Iterable[Task]) -> bool:
+    for part in planned:
+        room = room.with_room_of(part, sign=-1)
+    for part in parts:
+        if not room.fits(part):
+            return False
+        room = room.with_room_of(part, sign=-1)
+    return True
+
+
+def _time(step: tuple[float, object]) -> float:
+    return step[0]
+
+
+LEAST_GUESS_SECONDS = 60.0
+
+
+GUESS_P90 = 9.0
+"""Of runs whose length may be anything, half of those that have lasted so long last as long again, and nine
+in ten at most nine times as long (a Pareto distribution of exponent 1)."""
+
+
+NEVER = Departure(Instant(inf), Instant(inf))

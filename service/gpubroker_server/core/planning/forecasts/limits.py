@@ -1,0 +1,178 @@
+"""When limits of the whole cluster and quotas leave enough for a task, as those leave who are there now."""
+
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import asks_for_gpus
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+from gpubroker_server.core.planning.forecasts.future_capacity import Departure, Departures
+from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.forecasts.run_estimates import whole_run_seconds
+from gpubroker_server.core.planning.forecasts.waiting import line_of_quota
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.tenants.quota import Needs, Quotas
+from gpubroker_server.core.world.queue import OrderKey, reserves_before
+
+
+class Leaver(NamedTuple):
+    at: float
+    run: Task
+    departure: Departure
+
+
+def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
+    """Whether what the first takes of a limit or of a quota may be lacking to the second."""
+    if task.demand.counted and taker.demand.counted:
+        names = {name for name, _ in task.demand.counted}
+        if any(name in names for name, _ in taker.demand.counted):
+            return True
+    mine = policy.tenant(task.tenant)
+    if mine.guaranteed_mb is None or not (asks_for_gpus(task.demand) and asks_for_gpus(taker.demand)):
+        return False
+    cohort = policy.tenant(taker.tenant).cohort
+    return taker.tenant == task.tenant or (bool(mine.cohort) and mine.cohort == cohort)
+
+
+class Limits:
+    """When they open for one task after another, as things are at one moment."""
+
+    def __init__(self, draft: Draft, departures: Departures, needs: Needs) -> None:
+        """`draft`: of that moment; whoever was admitted since an older one is not counted in that."""
+        self._draft = draft
+        self._departures = departures
+        self._policy = departures.policy
+        self._quotas = Quotas(draft, departures.policy, needs)
+
+    def opening(self, task: Task, planned: Iterable[Leaver] = ()) -> list[Leaver] | None:
+        """Who must have left before none of them stands in its way, in order; empty if none does now, None if
+        that is not in sight. What runs that are over still hold counts as given back. `planned`: those who
+        start before it."""
+        balance = _Balance(self._draft, self._policy, self._quotas, task)
+        others = [one for one in planned if share_a_limit(one.run, task, self._policy)]
+        for other in others:
+            balance.change(other.run, +1)
+        gone: list[Leaver] = []
+        if balance.is_short:
+            balance.receive()
+        for leaver in sorted((*self._leavers(task), *others), key=_in_order) if balance.is_short else ():
+            gone.append(leaver)
+            balance.change(leaver.run, -1)
+            if not balance.is_short:
+                break
+        return None if balance.is_short or (gone and gone[-1].at == inf) else gone
+
+    def _leavers(self, task: Task) -> Iterator[Leaver]:
+        """Those who count against what the task counts against."""
+        for run in self._draft.active():
+            if share_a_limit(run, task, self._policy):
+                departure = self._departures.of(run)
+                yield Leaver(departure.p50_at, run, departure)
+
+
+class _Balance:
+    """What a task lacks of limits and of its quota while others come and go."""
+
+    def __init__(self, draft: Draft, policy: Policy, quotas: Quotas, task: Task) -> None:
+        self._draft = draft
+        self._quotas = quotas
+        self._task = task
+        self._left = draft.left_of(task, policy.custom_limits)
+        self._given: dict[str, int] = {}
+
+    def change(self, other: Task, sign: int) -> None:
+        """It comes (+1) or goes (-1)."""
+        for name, amount in other.demand.counted:
+            if name in self._left:
+                self._left[name] -= sign * amount
+        leases = self._draft.world.leases_of(other) if other.is_active else ()
+        held = sum(lease.mb for lease in leases if lease.state is not LeaseState.RELEASING)
+        self._give(other.tenant, sign * (held or self._quotas.need_mb(other.demand)))
+
+    def receive(self) -> None:
+        """What runs that are over still hold."""
+        for lease in self._draft.leaving():
+            if lease.state is LeaseState.RELEASING:
+                self._give(lease.tenant, -lease.mb)
+
+    def _give(self, tenant: str, mb: int) -> None:
+        self._given[tenant] = self._given.get(tenant, 0) + mb
+
+    @property
+    def is_short(self) -> bool:
+        asked = self._task.demand.counted
+        return any(amount > round(self._left[name], 6) for name, amount in asked) or self._quotas.is_short(
+            self._task, self._given
+        )
+
+
+def _in_order(leaver: Leaver) -> tuple[float, str]:
+    return leaver.at, leaver.run.id
+
+
+class First(NamedTuple):
+    """Of those who are in a line: it takes no room yet."""
+
+    forecast: Forecast
+    task: Task
+
+
+class Lines:
+    """In one draft those lines of which forecasts tell who are the first."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        policy: Policy,
+        now: Instant,
+        order: Callable[[Task], OrderKey],
+        forecasts: Iterable[Forecast],
+    ) -> None:
+        """`order`: a task's place in the queue now."""
+        self._draft = draft
+        self._policy = policy
+        self._now = now
+        self._order = order
+        self._first: dict[str, list[First]] = {}
+        """Limit or quota -> who are the first to wait for it."""
+        self._longest: dict[tuple[object, ...], Seconds] = {}
+        """Of tasks that differ in nothing by which run times are told."""
+        for forecast in forecasts:
+            task = draft.world.tasks.get(forecast.task)
+            if forecast.first_in and task is not None and task.state is TaskState.PENDING:
+                for name in forecast.first_in:
+                    self._first.setdefault(name, []).append(First(forecast, task))
+
+    def started(self, task: TaskId) -> None:
+        """The task is admitted, and stands in no line any more: whoever comes next in it is the first."""
+        for name, line in self._first.items():
+            self._first[name] = [first for first in line if first.task.id != task]
+
+    def ahead_of(self, task: Task) -> list[First]:
+        """Those ahead of the task who wait for a limit, or for the quota, of which it would take, if it might
+        not be done by the time at which they are to start."""
+        if not self._first:
+            return []
+        names = [name for name, _ in task.demand.counted]
+        if asks_for_gpus(task.demand):
+            names.append(line_of_quota(task.tenant))
+        ahead = [first for name in names for first in self._first.get(name, ())]
+        mine = self._order(task) if ahead else None
+        ahead = [first for first in ahead if mine and reserves_before(self._order(first.task), mine)]
+        ends_at = self._now + (self._longest_seconds(task) if ahead else 0.0)
+        return [first for first in ahead if ends_at > first.forecast.start_at]
+
+    def _longest_seconds(self, task: Task) -> Seconds:
+        """Nine in ten of its runs are over by then, wherever it comes to; infinite if nobody knows."""
+        said = task.expected_seconds, task.timeout_seconds, task.grace_seconds
+        likes = task.tenant, task.subject, asks_for_gpus(task.demand), *said
+        if likes not in self._longest:
+            kinds = {
+                kind for node in self._draft.usable_nodes() for kind in self._draft.kinds_for(node, task)
+            }
+            sketches = self._draft.world.learned.sketches
+            self._longest[likes] = whole_run_seconds(task, sketches, self._policy, kinds)[1]
+        return self._longest[likes]

@@ -1,0 +1,106 @@
+"""Who waits for room, and who are the first to wait for a limit or a quota."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.planning.budget import ProbeBudget
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.queue_order import Agenda
+from gpubroker_server.core.planning.tenants.fair_share import Shares
+from gpubroker_server.core.planning.tenants.quota import Quotas
+from gpubroker_server.core.world.queue import Group, Kin
+
+FIRST = 2
+"""So many of a line have forecasts: when the first starts, there is one for the next already."""
+
+GROUPS_AT_A_TIME = 50
+"""So many looks at nodes, of which a group takes less than one, before the caller gets its turn again."""
+
+
+def waiting(
+    draft: Draft, policy: Policy, now: Instant, most: int, *, lines_too: bool = True
+) -> Iterator[tuple[Task, frozenset[str]] | None]:
+    """In order of the queue the first so many who wait for room alone, and the first `FIRST` of so many
+    lines, with the limits and quotas (`line_of_quota`) for which they do. Whoever has pledges waits for
+    neither. None in between, whenever many were passed over."""
+    world = draft.world
+    are_lines = lines_too and (policy.has_quotas or bool(policy.custom_limits))
+    lines = _Lines(draft, policy, most, most if are_lines else 0)
+    agenda = Agenda(world, policy, now, None, Shares(world, policy, now))
+    while not (lines.are_done or agenda.is_done):
+        lines.budget.allow(GROUPS_AT_A_TIME)
+        head = agenda.next(lines)
+        if head is not None and head.task not in world.pledges:
+            task = world.tasks[head.task]
+            yield task, lines.let_in(task)
+        elif lines.budget.calls_for_a_pause:
+            yield None
+
+
+def first_of_queue(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[Task]:
+    """Those who wait for room alone."""
+    found = filter(None, waiting(draft, policy, now, most, lines_too=False))
+    return (task for task, _ in found)
+
+
+class _Lines:
+    """Doubts about everybody who stands further back."""
+
+    def __init__(self, draft: Draft, policy: Policy, most: int, most_lines: int) -> None:
+        self.budget = ProbeBudget(may_pause=True)
+        self._draft = draft
+        self._policy = policy
+        self._quotas = Quotas(draft, policy)
+        self._left = most
+        """So many more wait for room alone."""
+        self._lines_left = most_lines
+        """So many who stand first in a line."""
+        self._waiting: Counter[str] = Counter()
+        """For limits and quotas, so far."""
+
+    @property
+    def are_done(self) -> bool:
+        is_next_known = all(count >= FIRST for count in self._waiting.values())
+        return not (self._left or self._lines_left) and is_next_known
+
+    def let_in(self, task: Task) -> frozenset[str]:
+        """In which lines it is one of the first; none if it waits for room alone."""
+        awaited = set(self._draft.short_of(task, self._policy.custom_limits))
+        if self._quotas.is_short(task):
+            awaited.add(line_of_quota(task.tenant))
+        if not awaited:
+            self._left -= 1
+        elif not awaited <= self._waiting.keys():
+            self._lines_left = max(0, self._lines_left - 1)
+        first_in = frozenset(name for name in awaited if self._waiting[name] < FIRST)
+        self._waiting.update(awaited)
+        return first_in
+
+    def hopeless(self, kins: Iterable[Kin], band: int) -> Iterable[Kin]:  # noqa: ARG002
+        return ()  # each group may be the first in a line
+
+    def is_refused(self, group: Group) -> bool:
+        if self._falls_short(group):  # it waits for its quota, whatever room there is
+            return not self._may_wait({line_of_quota(group.tenant)})
+        awaited: set[str] = set()
+        if group.demand.counted:
+            probe = self._draft.world.tasks[group.member(0)[1]]
+            awaited.update(self._draft.short_of(probe, self._policy.custom_limits))
+        return not (self._may_wait(awaited) if awaited else self._left)
+
+    def _falls_short(self, group: Group) -> bool:
+        return self._quotas.falls_short(group.tenant, group.demand, group.priority)
+
+    def _may_wait(self, awaited: set[str]) -> bool:
+        """As one of the first."""
+        if self._lines_left > 0 and not awaited <= self._waiting.keys():
+            return True
+        return any(0 < self._waiting[name] < FIRST for name in awaited)
+
+
+def line_of_quota(tenant: str) -> str:
+    """What its tasks wait for who wait for its quota."""
+    return f"quota:{tenant}"

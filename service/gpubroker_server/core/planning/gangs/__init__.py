@@ -1,0 +1,1 @@
+"""Places for all ranks of a gang at once."""

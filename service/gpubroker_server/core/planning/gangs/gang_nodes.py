@@ -1,0 +1,142 @@
+"""Nodes and their devices as the search for places of a gang sees them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from gpubroker_server.core.domain.demand import Demand, need_mb, unwanted_device
+from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.node_capacity import Headroom
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.placement_scores import Spot, Worth, rows
+
+Chosen = tuple[tuple[DeviceKey, Mib], ...]
+
+
+@dataclass(slots=True)
+class Ground:
+    """One node as the search sees it: what is left there while ranks are put down and taken away again."""
+
+    node: Node
+    room: Headroom
+    free: dict[DeviceKey, int]
+    """MiB that the gang could have of each usable device."""
+    devices: Mapping[DeviceKey, Device]
+    worth: Worth | None = None
+    """Of places, by what is usual; None: by room left."""
+    ranks: list[int] = field(default_factory=list)
+    """Those put down here."""
+    _spots: dict[Demand, Spot | None] = field(default_factory=dict, init=False)
+    """As long as nothing is put down or taken away."""
+
+    @property
+    def room_left(self) -> tuple[float, float]:
+        return sum(self.free.values()), self.room.cpu
+
+    def put(self, rank: int, part: Task, chosen: Chosen) -> None:
+        self.room = self.room.with_room_of(part, sign=-1)
+        for key, mb in chosen:
+            self.free[key] -= mb
+        self.ranks.append(rank)
+        self._spots.clear()
+
+    def take(self, part: Task, chosen: Chosen) -> None:
+        self.room = self.room.with_room_of(part)
+        for key, mb in chosen:
+            self.free[key] += mb
+        self.ranks.pop()
+        self._spots.clear()
+
+    def score(self, part: Task) -> int:
+        """How little a rank strands here of what is usual, 0..100; 0 also where nobody asks for that."""
+        spot = self._spot(part)
+        return 0 if spot is None else spot.score
+
+    def choices(self, part: Task) -> Iterator[Chosen]:
+        """Every choice of devices for a rank, the best first; of equal ones only one.
+
+        Preferred kinds before others, then, of single devices, the one on which it strands the least; then
+        `pack` fills devices that are in use, `spread` takes the emptiest.
+        """
+        demand = part.demand
+        if not self.room.fits(part):
+            return
+        if not demand.gpus:
+            yield ()
+            return
+        sign = -1 if demand.placement == "spread" else 1
+        spot = self._spot(part) if demand.gpus == 1 else None
+        best = spot.devices if spot is not None else ()
+        options = sorted(
+            (unwanted_device(demand, device), key not in best, sign * (free - need), key, need)
+            for key, device in self.devices.items()
+            if (need := need_mb(demand, device)) is not None and need <= (free := self.free[key])
+        )
+        tried = set()
+        for some in combinations(options, demand.gpus):
+            alike = tuple((unwanted, left, need) for unwanted, _, left, _, need in some)
+            if alike not in tried:
+                tried.add(alike)
+                yield tuple(sorted((key, need) for *_, key, need in some))
+
+    def _spot(self, part: Task) -> Spot | None:
+        demand = part.demand
+        if self.worth is None or demand.placement == "spread" or demand.where.devices:
+            return None
+        if demand not in self._spots:
+            left = [(self.devices[key], free) for key, free in self.free.items()]
+            there = rows(left, self.room.cpu) if self.room.fits(part) else ()
+            self._spots[demand] = self.worth.spot(demand, there) if there else None
+        return self._spots[demand]
+
+    def signature(self) -> object:
+        """Equal for nodes of which one is as good as the other for what is left to place."""
+        devices = ((self.devices[key].sort, free) for key, free in self.free.items())
+        return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
+
+
+def grounds_of(
+    draft: Draft, task: Task, policy: Policy, now: Instant, worth: Worth | None = None
+) -> list[Ground]:
+    """What each usable node could give a task of this id and priority now."""
+    found = []
+    for name in sorted(draft.usable_nodes()):
+        books = list(draft.usable_books(name, policy, now))
+        found.append(
+            Ground(
+                draft.world.nodes[name],
+                draft.headroom(name, task=task.id, priority=task.priority),
+                {book.device.key: _free_mb(book, task) for book in books},
+                {book.device.key: book.device for book in books},
+                worth,
+            )
+        )
+    return found
+
+
+def _free_mb(book: Book, task: Task) -> int:
+    return min(book.unheld_mb(), book.free_mb(task=task.id, priority=task.priority))
+
+
+def empty_grounds(nodes: Iterable[Node], devices: Iterable[Device]) -> list[Ground]:
+    """What each node could give if nothing ran anywhere, whether it is ready or not."""
+    there: dict[NodeName, list[Device]] = {}
+    for device in devices:
+        there.setdefault(device.node, []).append(device)
+    return [
+        Ground(
+            node,
+            Headroom(node.cpu, node.memory_mb, node.max_runs, node.custom, node),
+            {device.key: device.allocatable_mb for device in there.get(node.name, ())},
+            {device.key: device for device in there.get(node.name, ())},
+        )
+        for node in sorted(nodes, key=lambda node: node.name)
+    ]
+
+
+def copy_of(ground: Ground) -> Ground:
+    return Ground(ground.node, ground.room, dict(ground.free), ground.devices, ground.worth)

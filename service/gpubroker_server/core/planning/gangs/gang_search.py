@@ -1,0 +1,288 @@
+"""Where all ranks of a gang can run at the same time, or nothing: a search over nodes and devices."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+
+from gpubroker_server.core.domain.demand import Demand, unwanted_node
+from gpubroker_server.core.domain.ranks import part_of
+from gpubroker_server.core.domain.task import Placement, Task
+from gpubroker_server.core.domain.units import NodeName
+from gpubroker_server.core.planning.gangs.gang_nodes import Chosen, Ground, copy_of
+
+MOST_STEPS = 4_000
+"""After so many tries the search gives up: the gang waits, though there may be room for it."""
+
+Gang = tuple[Placement, ...]
+"""One place for each rank, in order of rank."""
+
+
+def place_gang(task: Task, grounds: Sequence[Ground], most: int | None = None) -> Gang | None:
+    """A place for every rank, by the gang's strategy; of an elastic one for as many as there is room for,
+    at most so many, and at least for `min_ranks`. None if there is none, or if none was found in MOST_STEPS
+    tries.
+
+    The same grounds give the same places. Changes nothing of the grounds.
+    """
+    demand = task.demand
+    count = len(demand.bundles) if most is None else most
+    found = place_ranks(task, count, grounds)
+    least = demand.least_ranks
+    if found is not None or least == count:
+        return found
+    found, too_many = place_ranks(task, least, grounds), count
+    while found is not None and too_many - len(found) > 1:
+        some = (len(found) + too_many) // 2
+        more = place_ranks(task, some, grounds)
+        found, too_many = (found, some) if more is None else (more, too_many)
+    return found
+
+
+def place_ranks(task: Task, count: int, grounds: Sequence[Ground]) -> Gang | None:
+    """Places for the first `count` ranks."""
+    tried = (search.places() for search in _searches(task, count, grounds))
+    return next((found for found in tried if found is not None), None)
+
+
+def may_fit(task: Task, count: int, grounds: Sequence[Ground]) -> bool:
+    """Whether there are places for the first `count` ranks, or the search gave up before it knew."""
+    searches = _searches(task, count, grounds)
+    return any(search.places() is not None or search.gave_up for search in searches)
+
+
+def _searches(task: Task, count: int, grounds: Sequence[Ground]) -> Iterator["_Search"]:
+    """One for all nodes; one for each, the fullest first, where all ranks must be on one."""
+    if task.demand.strategy != "strict_pack":
+        yield _Search(task, count, [copy_of(ground) for ground in grounds])
+        return
+    sorts = {part.demand: part for part in (part_of(task, rank) for rank in range(count))}
+    for ground in sorted(grounds, key=lambda ground: _tightness(ground, sorts.values())):
+        yield _Search(task, count, [copy_of(ground)])
+
+
+def _tightness(ground: Ground, sorts: Collection[Task]) -> tuple[int, int, float, float, NodeName]:
+    """For a gang that lies on one node: preferred labels, then where one rank of each sort strands the least,
+    then the one that is fullest already."""
+    unwanted = max(unwanted_node(part.demand, ground.node) for part in sorts)
+    return unwanted, -sum(map(ground.score, sorts)), *ground.room_left, ground.node.name
+
+
+class _Search:
+    """Depth first, the ranks that are hardest to place first, cut where an equal node has failed already."""
+
+    def __init__(self, task: Task, count: int, grounds: list[Ground]) -> None:
+        self._strategy = task.demand.strategy
+        self._grounds = grounds
+        parts = [part_of(task, rank) for rank in range(count)]
+        self._parts = parts
+        self._order = sorted(range(count), key=lambda rank: (*_hardness(parts[rank].demand), rank))
+        self._steps = 0
+        self._places: dict[int, Placement] = {}
+        self._most = self._count_most()
+
+    def places(self) -> Gang | None:
+        found = (self._filled() or self._searched()) if self._may_fit() else None
+        return found and self._side_by_side(found)
+
+    def _side_by_side(self, found: Gang) -> Gang:
+        """The same places; on each node like ranks go device by device, so that the last ones, which
+        an elastic gang gives back first, free whole devices."""
+        alike: dict[tuple[Demand, NodeName], list[int]] = {}
+        for rank, place in enumerate(found):
+            alike.setdefault((self._parts[rank].demand, place.node), []).append(rank)
+        places = list(found)
+        for ranks in alike.values():
+            first: dict[object, int] = {}
+            for rank in ranks:
+                first.setdefault(found[rank].devices, rank)
+            together = sorted((found[rank] for rank in ranks), key=lambda place: first[place.devices])
+            for rank, place in zip(ranks, together, strict=True):
+                places[rank] = place
+        return tuple(places)
+
+    def _filled(self) -> Gang | None:
+        """Of ranks that are all alike."""
+        first = self._parts[0]
+        if any(part.demand != first.demand for part in self._parts):
+            return None
+        most = {node: counts[first.demand] for node, counts in self._most.items()}
+        filled = fill(self._strategy, first, len(self._parts), self._grounds, most)
+        return None if filled is None else tuple(filled)
+
+    def _searched(self) -> Gang | None:
+        found = self._search(0)
+        return tuple(self._places[rank] for rank in range(len(self._parts))) if found else None
+
+    @property
+    def gave_up(self) -> bool:
+        return self._steps > MOST_STEPS
+
+    def _may_fit(self) -> bool:
+        """Whether there is room for the ranks of each sort, if they were alone."""
+        wanted: dict[Demand, int] = {}
+        for part in self._parts:
+            wanted[part.demand] = wanted.get(part.demand, 0) + 1
+        if self._strategy == "strict_spread":
+            enough = {demand: sum(most[demand] > 0 for most in self._most.values()) for demand in wanted}
+        else:
+            enough = {demand: sum(most[demand] for most in self._most.values()) for demand in wanted}
+        return all(enough[demand] >= count for demand, count in wanted.items())
+
+    def _count_most(self) -> dict[NodeName, dict[Demand, int]]:
+        """How many ranks of each sort each node could have if it had no others."""
+        samples = {part.demand: part for part in self._parts}
+        known: dict[object, dict[Demand, int]] = {}
+        counts = {}
+        for ground in self._grounds:
+            signature = ground.signature()
+            if signature not in known:
+                by_room = replace(
+                    ground, worth=None
+                )  # how many there are does not depend on which come first
+                known[signature] = {
+                    demand: _count(by_room, part, len(self._parts)) for demand, part in samples.items()
+                }
+            counts[ground.node.name] = known[signature]
+        return counts
+
+    def _search(self, at: int) -> bool:
+        if at == len(self._order):
+            return True
+        rank = self._order[at]
+        part = self._parts[rank]
+        failed = set()
+        for ground in self._in_order(part, len(self._order) - at):
+            signature = ground.signature()
+            if signature in failed:
+                continue
+            failed.add(signature)
+            for chosen in ground.choices(part):
+                self._steps += 1
+                if self.gave_up:
+                    return False
+                ground.put(rank, part, chosen)
+                self._places[rank] = Placement(ground.node.name, chosen)
+                if self._search(at + 1):
+                    return True
+                ground.take(part, chosen)
+        return False
+
+    def _in_order(self, part: Task, left: int) -> list[Ground]:
+        """The nodes for a rank, the best first: preferred labels, then as the strategy says; of those that it
+        finds as good, where the rank strands the least; then by name."""
+        demand = part.demand
+        by: dict[str, Callable[[Ground], tuple[float, ...]]] = {
+            "pack": lambda ground: self._packed(ground, part, left),
+            "strict_pack": lambda ground: self._packed(ground, part, left),
+            "spread": lambda ground: (len(ground.ranks), *self._apart(ground, part)),
+            "strict_spread": lambda ground: self._apart(ground, part),
+        }
+        key = by[self._strategy]
+        usable = (g for g in self._grounds if not (self._strategy == "strict_spread" and g.ranks))
+        return sorted(usable, key=lambda g: (unwanted_node(demand, g.node), *key(g), g.node.name))
+
+    def _packed(self, ground: Ground, part: Task, left: int) -> tuple[float, ...]:
+        """Nodes that the gang has already; then those that take all the others; then the largest. Of these
+        where it strands the least, then the fullest."""
+        most = self._most[ground.node.name][part.demand]
+        return (not ground.ranks, -min(most, left), -ground.score(part), *ground.room_left)
+
+    def _apart(self, ground: Ground, part: Task) -> tuple[float, ...]:
+        """Where it strands the least, then the largest."""
+        return -ground.score(part), -self._most[ground.node.name][part.demand]
+
+
+def _hardness(demand: Demand) -> tuple[float, ...]:
+    """The smallest is the hardest to place."""
+    size = float("inf") if demand.takes_whole_devices else (demand.gpu_mb or (demand.gpu_fraction or 0) * 1e9)
+    return (-demand.gpus, -size, -demand.cpu, -demand.memory_mb)
+
+
+def _count(ground: Ground, part: Task, most: int) -> int:
+    """How many such ranks the node could have; of several devices each, at least so many."""
+    put: list[Chosen] = []
+    while len(put) < most and (chosen := next(ground.choices(part), None)) is not None:
+        ground.put(len(put), part, chosen)
+        put.append(chosen)
+    for chosen in reversed(put):
+        ground.take(part, chosen)
+    return len(put)
+
+
+Counts = Mapping[NodeName, int]
+"""How many of the ranks each node could have if it had no others."""
+
+
+def fill(
+    strategy: str, part: Task, count: int, grounds: Sequence[Ground], most: Counts
+) -> list[Placement] | None:
+    """A place for each of `count` ranks: where the search would put them, if it never had to turn back.
+
+    As no rank is in the way of another sort of rank, it never has to: a node takes as many as were counted
+    there, whatever lies elsewhere. None, and nothing of the grounds is changed, if it does not after all.
+    """
+    put: list[tuple[Ground, Chosen]] = []
+    for ground in _turns(strategy, part, count, grounds, most):
+        chosen = next(ground.choices(part), None)
+        if chosen is None:
+            break
+        ground.put(len(put), part, chosen)
+        put.append((ground, chosen))
+    if len(put) == count:
+        return [Placement(ground.node.name, chosen) for ground, chosen in put]
+    for ground, chosen in reversed(put):
+        ground.take(part, chosen)
+    return None
+
+
+def _turns(
+    strategy: str, part: Task, count: int, grounds: Sequence[Ground], most: Counts
+) -> Iterator[Ground]:
+    """The node of each rank, in order of rank, as far as there are any; preferred labels come first."""
+    able = [ground for ground in grounds if most[ground.node.name]]
+    wishes = {ground.node.name: unwanted_node(part.demand, ground.node) for ground in able}
+    match strategy:
+        case "spread":
+            yield from _one_each_in_turn(part, count, able, wishes, most)
+        case "strict_spread":
+            able.sort(key=lambda g: (wishes[g.node.name], -g.score(part), -most[g.node.name], g.node.name))
+            yield from able[:count]
+        case _:
+            yield from _one_after_the_other(part, count, able, wishes, most)
+
+
+def _one_each_in_turn(
+    part: Task, count: int, grounds: Sequence[Ground], wishes: Counts, most: Counts
+) -> Iterator[Ground]:
+    """Always the node with the fewest ranks; of these where a rank strands the least, then the largest."""
+    known = {ground.node.name: ground for ground in grounds}
+    turns = [(wishes[name], 0, -ground.score(part), -most[name], name) for name, ground in known.items()]
+    heapify(turns)
+    for _ in range(count):
+        if not turns:
+            return
+        wish, has, _, room, name = heappop(turns)
+        yield known[name]
+        if has + 1 < -room:
+            heappush(turns, (wish, has + 1, -known[name].score(part), room, name))
+
+
+def _one_after_the_other(
+    part: Task, count: int, grounds: Sequence[Ground], wishes: Counts, most: Counts
+) -> Iterator[Ground]:
+    """The largest nodes, each until it is full; for the rest, of those that take all of it, the one where a
+    rank strands the least, then the fullest."""
+    order = [
+        (wishes[g.node.name], -most[g.node.name], -g.score(part), g.room_left, g.node.name, g)
+        for g in grounds
+    ]
+    order.sort(key=lambda place: place[:5])
+    left = count
+    for at, (wish, room, *_, ground) in enumerate(order):
+        if left <= -room:
+            enough = (place for place in order[at:] if place[0] == wish and left <= -place[1])
+            *_, ground = min(enough, key=lambda place: place[2:5])
+            yield from [ground] * left
+            return
+        left += room
+        yield from [ground] * -room

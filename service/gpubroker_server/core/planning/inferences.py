@@ -1,0 +1,193 @@
+"""Queued inferences: tasks that a server of models answers. When their turn comes, and how they end.
+
+Such a task has no node and holds no memory: its model does, and is there before it is asked. So it is not
+placed; it runs from the moment in which its request is handed to the desk that sends it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.decisions import Decision, Request, write_move
+from gpubroker_server.core.domain.model_orders import InferOrder
+from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.orders import Ended, Report
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, TaskId
+from gpubroker_server.core.lifecycle import model_lifecycle
+from gpubroker_server.core.lifecycle.stopping import after_stop, off_the_nodes
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.tenants.fair_share import Shares
+from gpubroker_server.core.world.queue import Group, Member, OwnKey, Rank
+from gpubroker_server.core.world.world import World
+
+PROCESS_GONE = "model_process_gone"
+"""That of one whose model has no process any more, which its server has not missed."""
+
+
+def servers_of(world: World, policy: Policy, model: str) -> tuple[str, ...]:
+    """Which may be asked for this model now. None while it is nowhere, and while it is to come."""
+    held = holders(world, policy, model)
+    if not held:
+        return policy.serving.others
+    there = (task.model for task in held if task.state is TaskState.RUNNING)
+    return tuple(terms.server for terms in there if terms is not None)
+
+
+def holders(world: World, policy: Policy, model: str) -> list[Task]:
+    """The tasks that the model is, on whichever server: wanted, or in memory."""
+    found = (world.homes.of(Home(server, model)) for server in policy.serving.ledger)
+    return [task for task in found if task is not None]
+
+
+def waiting(world: World) -> dict[str, list[Group]]:
+    """Those that may be sent as soon as it is their turn, by model."""
+    by_model: dict[str, list[Group]] = {}
+    for kin in world.queue.kin.values():
+        if kin.demand.answered_by:
+            likes = (likes for band in kin.bands.values() for likes in band.values())
+            groups = (group for alike in likes for group in alike.values())
+            by_model.setdefault(kin.demand.answered_by, []).extend(groups)
+    return by_model
+
+
+def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
+    """Those whose turn it is: of each model that can be asked as many as its server is given at once."""
+    by_model = waiting(world)
+    if not by_model:
+        return []
+    draft, shares = Draft(world), Shares(world, policy, now)
+    decisions: list[Decision] = []
+    for model in sorted(by_model):
+        servers = servers_of(world, policy, model)
+        left = policy.serving.at_once - len(world.homes.asking(model))
+        if not servers or left <= 0:
+            continue
+        line = _Line(world, model, by_model[model], shares, policy, now)
+        while left and (head := line.next()) is not None:
+            task = world.tasks[head.member[1]]
+            if draft.short_of(task, policy.custom_limits):
+                continue  # and so are all others of its group
+            decision = _admit(task, servers, now)
+            draft.replace_task(task, decision.tasks[0].task)
+            decisions.append(decision)
+            line.take(head)
+            left -= 1
+    return decisions
+
+
+class _Head(NamedTuple):
+    place: tuple[int, Rank, int, OwnKey]
+    """1. higher band 2. rank of the tenant 3. fewer of the tenant that are being answered 4. the order of the
+    queue among its own"""
+    member: Member
+    group: Group
+
+
+class _Line:
+    """Those who wait for one model, the next one first, while they are let in."""
+
+    def __init__(
+        self, world: World, model: str, groups: list[Group], shares: Shares, policy: Policy, now: Instant
+    ) -> None:
+        self._given = Counter(task.tenant for task in world.homes.asking(model).values())
+        self._shares = shares
+        self._policy = policy
+        self._now = now
+        self._heads = [self._head(group, group.member(0)) for group in groups]
+        heapify(self._heads)
+
+    def next(self) -> _Head | None:
+        """Its group has no other turn unless it is taken."""
+        while self._heads:
+            head = heappop(self._heads)
+            fresh = self._head(head.group, head.member)
+            if fresh.place == head.place:
+                return head
+            heappush(self._heads, fresh)  # its tenant was given something since
+        return None
+
+    def take(self, head: _Head) -> None:
+        self._given[head.group.tenant] += 1
+        behind = head.group.after(head.member)
+        if behind is not None:
+            heappush(self._heads, self._head(head.group, behind))
+
+    def _head(self, group: Group, member: Member) -> _Head:
+        own, tenant = group.own_key(member, self._now, self._policy), group.tenant
+        return _Head((own[0], self._shares.rank(tenant), self._given[tenant], own), member, group)
+
+
+def _admit(task: Task, servers: Sequence[str], now: Instant) -> Decision:
+    """Where several may be asked, each attempt goes to the next one."""
+    fence = Fence(task.fence + 1)
+    server = servers[task.fence % len(servers)]
+    forgotten = {} if task.not_before is None else {"not_before": None}
+    write = write_move(task, Move.STARTED, fence=fence, admitted_at=now, started_at=now, **forgotten)
+    order = InferOrder(task.id, fence, server, task.demand.answered_by)
+    return Decision(task.id, "infer", tasks=(write,), orders=(order,))
+
+
+def kept_wanted(world: World, policy: Policy, now: Instant) -> list[Decision]:
+    """While inferences wait for a model, or are being answered by it, it is wanted at the highest of their
+    priorities: it waits for its room, and keeps what it has."""
+    if not policy.serving.ledger:
+        return []
+    urgency = {
+        model: max(task.priority for task in world.homes.asking(model).values())
+        for model in world.homes.asked()
+    }
+    for model, groups in waiting(world).items():
+        urgency[model] = max(urgency.get(model, 0), *(group.standing for group in groups))
+    decisions = []
+    for model in sorted(urgency):
+        for holder in holders(world, policy, model):
+            if model_lifecycle.needs_want_request(holder, urgency[model], now, queued=True):
+                said = {"priority": urgency[model], "queued": True}
+                asked = Request("", holder.id, holder.tenant, "want", said, now)
+                decisions.append(
+                    model_lifecycle.want(world, holder, asked, now, Decision(holder.id, "wanted"))
+                )
+    return decisions
+
+
+def doubts(world: World, reports: Iterable[Report], policy: Policy, now: Instant) -> list[Decision]:
+    """Models of which answers tell that their process is gone: their servers are to look, and to load them
+    anew if it is."""
+    models = {
+        task.demand.answered_by
+        for report in reports
+        if isinstance(report, Ended) and report.failure is not None and report.failure.kind == PROCESS_GONE
+        if (task := world.holder(report.task, report.fence)) is not None
+    }
+    decisions = []
+    for holder in (holder for model in sorted(models) for holder in holders(world, policy, model)):
+        assert holder.model is not None
+        said = {"priority": holder.model.asked_priority, "uses": 0, "doubted": True}
+        doubt = Request("", holder.id, holder.tenant, "want", said, now)
+        decisions.append(model_lifecycle.want(world, holder, doubt, now, Decision(holder.id, "doubted")))
+    return decisions
+
+
+def left_behind(world: World) -> frozenset[tuple[TaskId, Fence]]:
+    """The claims that a leader finds when it begins: whoever led before has taken their answers with it."""
+    active = (task for model in world.homes.asked() for task in world.homes.asking(model).values())
+    return frozenset((task.id, task.fence) for task in active)
+
+
+def taken_back(
+    world: World, claims: frozenset[tuple[TaskId, Fence]], now: Instant, policy: Policy
+) -> list[Decision]:
+    """Those of them that are as they were: they wait again, and have used up no retry."""
+    decisions = []
+    for name, fence in sorted(claims):
+        task = world.holder(name, fence)
+        if task is None or not task.is_active:
+            continue
+        what, changes = Move.REQUEUED, off_the_nodes(task)
+        if task.state is TaskState.STOPPING:
+            what, changes = after_stop(task, now, policy)
+        decisions.append(Decision(name, "left_behind", tasks=(write_move(task, what, **changes),)))
+    return decisions

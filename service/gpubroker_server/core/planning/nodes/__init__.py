@@ -1,0 +1,1 @@
+"""What each node has, would have, and could have if runs left."""

@@ -1,0 +1,144 @@
+"""Which nodes changed since the last plan: by what the log told, and by the passing of time."""
+
+from collections.abc import Iterable
+from math import inf
+
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.planning.nodes.shields import (
+    first_up_to,
+    is_shielded,
+    shielded_seconds,
+    turn_ends_at,
+)
+from gpubroker_server.core.planning.nodes.victims import is_old_enough
+from gpubroker_server.core.world.revisions import Changes
+from gpubroker_server.core.world.world import World
+
+EARLY_SECONDS = 0.001
+"""A node whose state changes with time is probed again a little early rather than late."""
+
+
+class NodeRevisions:
+    """Revisions of the nodes of one World, for everything the planner remembers about a node.
+
+    Marks come from the World, from drafts that share `changes` and `growth`, and from the clock: a sample
+    goes stale, a run leaves its shield, a run admitted in the last cycle becomes a possible victim.
+    """
+
+    def __init__(self, world: World, policy: Policy) -> None:
+        self.changes = Changes()
+        self.growth = Changes()
+        """Nodes on which a task may now find what it did not find before."""
+        self._world = world
+        self._policy = policy
+        self._now = self._cycle_at = Instant(-inf)
+        self._world_changes = self._world_growth = 0
+        """Revisions of the World's marks that are included."""
+        self._opened = 0
+        """Revision of `changes` when the last slice began."""
+        self._decided: tuple[Decision, ...] = ()
+        self._due: dict[NodeName, Instant] = {}
+        """Node -> when time next makes a difference to it."""
+        self._turned: dict[NodeName, frozenset[str]] = {}
+        """Node -> what was stale or shielded there."""
+        self._young: dict[NodeName, Instant] = {}
+        """Node -> when the newest run there was admitted that was too young to be a victim."""
+
+    def are_of(self, world: World, policy: Policy, now: Instant) -> bool:
+        """Whether what was found before this moment still says anything."""
+        return world is self._world and policy == self._policy and now >= self._now
+
+    def close(self, decisions: Iterable[Decision]) -> None:
+        """Remember what a slice decided; the next `open` checks whether it was committed."""
+        self._decided = tuple(decisions)
+
+    def open(self, now: Instant, cycle_at: Instant) -> tuple[frozenset[NodeName], frozenset[NodeName]]:
+        """Mark the nodes that changed since the last slice; returns them, and those of them that grew.
+
+        `cycle_at`: when the cycle began.
+        """
+        world = self._world
+        grown = set(world.marks.growth.since(self._world_growth))
+        if cycle_at != self._cycle_at:
+            grown |= {node for node, at in self._young.items() if at < cycle_at}
+        self._now, self._cycle_at = now, cycle_at
+        grown |= {node for node, at in self._due.items() if at <= now and self._has_turned(node)}
+        if not all(_is_committed(world, decision) for decision in self._decided):
+            grown |= set(self.changes.since(self._opened))
+        changed = grown | set(world.marks.changes.since(self._world_changes))
+        probed = changed - grown
+        grown |= {node for node in probed if self._lets_go(node)}
+        self._world_changes, self._world_growth = world.marks.changes.revision, world.marks.growth.revision
+        self._decided = ()
+        for node in sorted(changed):
+            self.changes.mark(node)
+            if node in grown:
+                self.growth.mark(node)
+            if node not in probed:
+                self._look_ahead(node)
+        self._opened = self.changes.revision
+        return frozenset(changed), frozenset(grown)
+
+    def _has_turned(self, node: NodeName) -> bool:
+        before = self._turned.get(node)
+        self._look_ahead(node)
+        return self._turned[node] != before
+
+    def _lets_go(self, node: NodeName) -> bool:
+        """Whether something stale or shielded there no longer is: a start may be reported late."""
+        before = self._turned.get(node, frozenset())
+        self._look_ahead(node)
+        return not before <= self._turned[node]
+
+    def _look_ahead(self, node: NodeName) -> None:
+        """Note what is stale or shielded on a node, and when that may change."""
+        world = self._world
+        period, at = self._policy.sample_period_seconds, inf
+        turned: list[str] = []
+        for key in world.by_node.get(node, ()):
+            book = world.books[key]
+            if book.sample is None or book.is_stale(self._now, period):  # a sample may come at any time
+                turned.append(key)
+                at = self._now
+            else:
+                at = min(at, book.sample.at + 3 * period)
+        self._young.pop(node, None)
+        for run in self._time_matters_to(node):
+            if not is_old_enough(run, self._cycle_at):
+                self._young[node] = max(self._young.get(node, Instant(0.0)), run.admitted_at or Instant(0.0))
+            if is_shielded(run, self._policy, self._cycle_at):
+                turned.append(run.id)
+                if run.started_at is not None:
+                    at = min(at, run.started_at + shielded_seconds(run, self._policy))
+            if self._has_its_turn(run):
+                turned.append(f"turn of {run.id}")
+                at = min(at, turn_ends_at(run, self._policy))
+        self._due[node] = Instant(at - EARLY_SECONDS)
+        self._turned[node] = frozenset(turned)
+
+    def _time_matters_to(self, node: NodeName) -> list[Task]:
+        """The runs that may be too young or shielded: few of the thousands that a node may have."""
+        least, budget = self._policy.min_run_seconds, self._policy.preemption_budget
+        return [
+            run
+            for run in (self._world.tasks[name] for name in self._world.runs.get(node, ()))
+            if run.preemptions >= budget
+            or run.started_at is None
+            or run.model is not None
+            or self._cycle_at - run.started_at < least
+            or not is_old_enough(run, self._cycle_at)
+            or self._has_its_turn(run)
+        ]
+
+    def _has_its_turn(self, run: Task) -> bool:
+        """Before some task of its band whose priority is higher."""
+        is_early = self._cycle_at < turn_ends_at(run, self._policy)
+        return is_early and first_up_to(run, self._policy, self._cycle_at) > run.priority
+
+
+def _is_committed(world: World, decision: Decision) -> bool:
+    """Whether the World shows it; a decision that only gave pledges back counts as not committed."""
+    return bool(decision.tasks) and all(world.tasks.get(w.task.id) == w.task for w in decision.tasks)

@@ -1,0 +1,205 @@
+"""What a node has for a task: now, soon and at most, told at a glance and without saying at whose cost."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
+
+from gpubroker_server.core.domain.demand import Ceiling, ceiling, need_mb
+from gpubroker_server.core.domain.device import Device, DeviceSample
+from gpubroker_server.core.domain.node_capacity import Headroom
+from gpubroker_server.core.domain.policy import BANDS, Policy
+from gpubroker_server.core.domain.task import Placement, Task
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.shields import first_up_to
+from gpubroker_server.core.planning.nodes.victims import Stoppable, after, gives_way, stoppable
+from gpubroker_server.core.world.placement_scores import Row, rows
+
+CRITICAL = BANDS[0][1]
+"""From this priority on no shield counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What could be had of each device of a node, and of the node beside them."""
+
+    devices: tuple[tuple[Device, int], ...]
+    """(device, MiB), in key order."""
+    ceiling: Ceiling
+    beside: Headroom
+    alike: Device | None
+    """One of them, if they differ in nothing that a demand looks at but their names."""
+
+    def with_amounts(self, devices: tuple[tuple[Device, int], ...], beside: Headroom) -> "Room":
+        """Of the same devices."""
+        return Room(devices, ceiling(devices), beside, self.alike)
+
+    def rows(self) -> tuple[Row, ...]:
+        """The same by sorts of devices."""
+        return rows(self.devices, self.beside.cpu)
+
+    def may_fit(self, task: Task) -> bool:
+        """False: there is not enough for such a task. True: perhaps there is."""
+        return self.ceiling.may_fit(task.demand) and self.beside.fits(task)
+
+    def fits(self, task: Task) -> bool:
+        """Whether there is enough."""
+        demand = task.demand
+        if not (demand.gpus and self.may_fit(task)):
+            return not demand.gpus and self.beside.fits(task)
+        if self.alike is not None and not demand.where.devices:
+            need = need_mb(demand, self.alike)
+            return need is not None and need <= self.ceiling.amounts[demand.gpus - 1]
+        needs = ((need_mb(demand, device), mb) for device, mb in self.devices)
+        return sum(need is not None and need <= mb for need, mb in needs) >= demand.gpus
+
+
+@dataclass(slots=True)
+class _Facts:
+    """Of one node, since its newest mark. By how many of its steps a priority is above: for all between the
+    same two steps it is the same."""
+
+    revision: int
+    pledges: list[int]
+    """The priorities of its pledges."""
+    now: dict[int, Room] = field(default_factory=dict)
+    rows: dict[int, tuple[Room, tuple[Row, ...]]] = field(default_factory=dict)
+    """Of `now`, by sorts of devices."""
+    soon: dict[int, Room] = field(default_factory=dict)
+    runs: Mapping[TaskId, Sequence[Stoppable]] | None = None
+    """Who may be stopped for somebody, once somebody asks."""
+    before: Mapping[TaskId, Sequence[Stoppable]] = field(default_factory=dict)
+    """The same as it was found before that mark, and what was measured then."""
+    samples: list[DeviceSample | None] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    """The priorities of its pledges, of all its runs, and by which these went first."""
+    most: dict[int, Room] = field(default_factory=dict)
+
+
+Known = dict[NodeName, _Facts]
+
+
+class Outlooks:
+    """Of the nodes of one draft, for tasks without pledges of their own. What is known of a node holds until
+    it is marked as changed."""
+
+    def __init__(self, draft: Draft, policy: Policy, now: Instant, began_at: Instant, known: Known) -> None:
+        self._draft = draft
+        self._policy = policy
+        self._now = now
+        self._began_at = began_at
+        self._known = known
+
+    def now(self, node: NodeName, priority: int) -> Room:
+        facts = self._facts(node)
+        above = bisect_left(facts.pledges, priority)
+        room = facts.now.get(above)
+        if room is None:
+            room = facts.now[above] = self._look(node, None, priority)
+        return room
+
+    def rows(self, node: NodeName, priority: int) -> tuple[Row, ...]:
+        """What `now` tells, by sorts of devices."""
+        room, facts = self.now(node, priority), self._facts(node)
+        above = bisect_left(facts.pledges, priority)
+        known = facts.rows.get(above)
+        if known is None or known[0] is not room:
+            known = facts.rows[above] = room, room.rows()
+        return known[1]
+
+    def now_of(self, node: NodeName, task: Task) -> Room:
+        """For a task that has pledges."""
+        return self._look(node, task.id, task.priority)
+
+    def _look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
+        books = self._draft.usable_books(node, self._policy, self._now)
+        devices = [(book.device, book.free_mb(task=task, priority=priority)) for book in books]
+        return _room(devices, self._draft.headroom(node, task=task, priority=priority))
+
+    def soon(self, node: NodeName, priority: int) -> Room:
+        """Once everybody who is leaving has left."""
+        facts = self._facts(node)
+        above = bisect_left(facts.pledges, priority)
+        room = facts.soon.get(above)
+        if room is None:
+            books = self._draft.usable_books(node, self._policy, self._now)
+            devices = [(book.device, book.soon_mb(priority=priority)) for book in books]
+            room = facts.soon[above] = _room(devices, self._draft.headroom_soon(node, priority=priority))
+        return room
+
+    def most(self, node: NodeName, priority: int) -> Room:
+        """Once everybody who may be stopped for such a task has left as well."""
+        priorities = self._draft.use(node).priorities
+        if not priorities or min(priorities) >= priority:
+            return self.soon(node, priority)
+        facts = self._facts(node)
+        above = bisect_left(self.steps(node), priority)
+        room = facts.most.get(above)
+        if room is None:
+            leavers = self.leavers(node, priority)
+            freed: dict[DeviceKey, int] = {}
+            for run in leavers:
+                for key, mb in run.frees.items():
+                    freed[key] = freed.get(key, 0) + mb
+            soon = self.soon(node, priority)
+            devices = tuple((device, mb + freed.get(device.key, 0)) for device, mb in soon.devices)
+            room = soon.with_amounts(devices, after(soon.beside, node, leavers)) if leavers else soon
+            facts.most[above] = room
+        return room
+
+    def steps(self, node: NodeName) -> Sequence[int]:
+        """The priorities above each of which a task may have more there than up to it; not to be changed."""
+        facts = self._facts(node)
+        if not facts.steps:
+            first = (first_up_to(one.task, self._policy, self._began_at) for one in self.stoppable(node))
+            facts.steps = sorted({*facts.pledges, *self._draft.use(node).priorities, *first, CRITICAL - 1})
+        return facts.steps
+
+    def took(self, node: NodeName, since: int, task: Task, placement: Placement) -> None:
+        """A task was given this place, and that is all that changed on the node since that mark."""
+        facts = self._known.get(node)
+        if facts is None or facts.revision != since:
+            return
+        facts.revision = self._draft.changes.at(node)
+        taken = dict(placement.devices)
+        for rooms in (facts.now, facts.soon, facts.most):
+            for above, room in rooms.items():
+                devices = tuple((device, mb - taken.get(device.key, 0)) for device, mb in room.devices)
+                rooms[above] = room.with_amounts(devices, room.beside.with_room_of(task, sign=-1))
+
+    def leavers(self, node: NodeName, priority: int) -> list[Stoppable]:
+        """Who may be stopped for such a task, in no particular order."""
+        began_at, policy = self._began_at, self._policy
+        runs = self.stoppable(node)
+        return [run for run in runs if gives_way(run, priority, policy, began_at)]
+
+    def stoppable(self, node: NodeName) -> Iterable[Stoppable]:
+        """Every task with a run there that could be stopped for somebody, in no particular order."""
+        facts = self._facts(node)
+        if facts.runs is None:
+            facts.runs = stoppable(self._draft, node, self._began_at, facts.before)
+        return chain.from_iterable(facts.runs.values())
+
+    def _facts(self, node: NodeName) -> _Facts:
+        facts = self._known.get(node)
+        if facts is None or facts.revision != self._draft.changes.at(node):
+            books = list(self._draft.books_on(node))
+            pledges = sorted({pledge.priority for book in books for pledge in book.pledges.values()})
+            samples = [book.sample for book in books]
+            before: Mapping[TaskId, Sequence[Stoppable]] = {}
+            if facts is not None and _are_same(facts.samples, samples):
+                before = facts.before if facts.runs is None else facts.runs
+            facts = _Facts(self._draft.changes.at(node), pledges, before=before, samples=samples)
+            self._known[node] = facts
+        return facts
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _room(devices: Sequence[tuple[Device, int]], beside: Headroom) -> Room:
+    sorts = {device.sort for device, _ in devices}
+    return Room(tuple(devices), ceiling(devices), beside, devices[0][0] if len(sorts) == 1 else None)

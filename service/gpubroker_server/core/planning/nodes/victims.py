@@ -1,0 +1,243 @@
+"""Who may be asked to leave, what that would cost, and the cheapest set of them that makes room."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from gpubroker_server.core.domain.models import expected_seconds
+from gpubroker_server.core.domain.node_capacity import Headroom
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import gpus_of, part_of, ranks_of, surplus_of
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.shields import may_be_stopped
+
+EXACT_LIMIT = 8
+"""Up to so many candidates every subset is considered; above, cheapest first and then filled back."""
+
+Cost = tuple[float, int, int]
+"""(lost GPU-seconds, number of tasks stopped, number of ranks stopped that their gangs can do without)"""
+
+NO_COST: Cost = (0.0, 0, 0)
+WITHOUT_LIMIT: Cost = (inf, 0, 0)
+
+Suffices = Callable[[Sequence["Candidate"]], bool]
+"""Whether there is room once these have left. Monotone: more leavers never mean less room."""
+
+Together = Callable[[Sequence["Candidate"]], Sequence["Candidate"]]
+"""Of these, in their order, each who may leave beside those before it. If so many may, fewer of them may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stoppable:
+    """What may be stopped for somebody, and what that would give back: a task, or one rank of a gang that
+    goes on without it. Where a gang has such ranks, the gang is what is left of it without them."""
+
+    task: Task
+    frees: dict[DeviceKey, int]
+    """MiB by device, wherever it is."""
+    runs: tuple[tuple[NodeName, Task], ...]
+    """Each as a task of its own, wherever it is."""
+    rank: int | None = None
+    """Which rank, if it is only one."""
+
+    @property
+    def key(self) -> tuple[TaskId, int]:
+        return self.task.id, -1 if self.rank is None else self.rank
+
+    def parts(self, node: NodeName) -> Iterator[Task]:
+        """What is on one node."""
+        return (part for there, part in self.runs if there == node)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate(Stoppable):
+    lost: float = 0.0
+    """GPU-seconds of work since its start or newest checkpoint; of a rank alone none, the gang goes on."""
+
+    @property
+    def order(self) -> tuple[float, bool, int, int, TaskId, int]:
+        """See `cheapest_first`."""
+        id, rank = self.key
+        return self.lost, self.rank is None, self.task.priority, -sum(self.frees.values()), id, -rank
+
+
+def stoppable(
+    draft: Draft, node: NodeName, began_at: Instant, known: Mapping[TaskId, Sequence[Stoppable]]
+) -> dict[TaskId, Sequence[Stoppable]]:
+    """By task everything with a run on a node that could be stopped for somebody, in no particular order.
+
+    What was admitted in this very cycle, which began then, may begin first. `known`: what was found here
+    before; it holds for a task that has not changed if nothing was measured meanwhile.
+    """
+    found: dict[TaskId, Sequence[Stoppable]] = {}
+    for run in draft.runs_on(node):
+        if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at):
+            before = known.get(run.id)
+            if not before or before[0].task is not run:
+                if run.members:
+                    before = [one for one in _of_gang(draft, run) if any(one.parts(node))]
+                else:
+                    before = (Stoppable(run, _frees(draft, run, (0,)), ((node, run),)),)
+            if before:
+                found[run.id] = before
+    return found
+
+
+def _of_gang(draft: Draft, run: Task) -> Iterator[Stoppable]:
+    """Every rank that it can do without, and the rest of it. Who is leaving already gives nothing more."""
+    surplus = surplus_of(run)
+    for rank in surplus:
+        alone = ((run.members[rank].node, part_of(run, rank)),)
+        yield Stoppable(run, _frees(draft, run, (rank,)), alone, rank)
+    rest = [
+        (rank, node) for rank, node in ranks_of(run) if rank not in surplus and run.members[rank].takes_part
+    ]
+    parts = tuple((node, part_of(run, rank)) for rank, node in rest)
+    yield Stoppable(run, _frees(draft, run, [rank for rank, _ in rest]), parts)
+
+
+def cheapest_first(runs: Iterable[Stoppable], now: Instant) -> list[Candidate]:
+    """In the order in which they are considered:
+
+    1. fewer lost GPU-seconds
+    2. ranks that their gangs can do without before whole tasks
+    3. lower priority
+    4. more memory given back
+    5. smaller id, higher rank
+    """
+    found = []
+    for run in runs:
+        lost = lost_gpu_seconds(run.task, now) if run.rank is None else 0.0
+        found.append(Candidate(run.task, run.frees, run.runs, run.rank, lost))
+    return sorted(found, key=lambda candidate: candidate.order)
+
+
+def is_old_enough(run: Task, began_at: Instant) -> bool:
+    """It was admitted before the cycle that began then."""
+    return (run.admitted_at or 0.0) < began_at
+
+
+def gives_way(one: Stoppable, for_priority: int, policy: Policy, now: Instant) -> bool:
+    """Shields are for work that would be lost: a rank alone has none."""
+    if one.rank is not None:
+        return one.task.priority < for_priority
+    return may_be_stopped(one.task, for_priority, policy, now)
+
+
+def lost_gpu_seconds(run: Task, now: Instant) -> float:
+    """Work that stopping would throw away, or of a model the loading that is expected to be needed again. A
+    run without GPU counts as if it had one."""
+    if run.started_at is None:
+        return 0.0
+    if run.model is not None:
+        return expected_seconds(run.model.load_seconds, run.model.usage, now) * max(1, gpus_of(run))
+    saved_at = max(run.started_at, run.checkpoint_at or run.started_at)
+    return max(0.0, now - saved_at) * max(1, gpus_of(run))
+
+
+def after(room: Headroom, node: NodeName, leavers: Iterable[Stoppable]) -> Headroom:
+    """What a node has left beside its devices once these have left."""
+    return room.with_room_of(*(run for leaver in leavers for there, run in leaver.runs if there == node))
+
+
+def cost_of(victims: Sequence[Candidate]) -> Cost:
+    ranks = sum(victim.rank is not None for victim in victims)
+    return sum(victim.lost for victim in victims), len(victims) - ranks, ranks
+
+
+def named(victims: Iterable[Candidate]) -> tuple[tuple[Task, ...], dict[TaskId, tuple[int, ...]]]:
+    """The tasks in id order, and of those that are to go on the ranks that leave."""
+    chosen = list(victims)
+    whole = {victim.task.id for victim in chosen if victim.rank is None}
+    ranks: dict[TaskId, tuple[int, ...]] = {}
+    for id, rank in sorted(victim.key for victim in chosen if victim.task.id not in whole):
+        ranks[id] = (*ranks.get(id, ()), rank)
+    tasks = {victim.task.id: victim.task for victim in chosen}
+    return tuple(tasks[id] for id in sorted(tasks)), ranks
+
+
+def anybody(_gone: Sequence[Candidate]) -> bool:
+    """All may leave together."""
+    return True
+
+
+def all_of(together: Together) -> Suffices:
+    """Whether all of some may leave together."""
+    return lambda gone: len(together(gone)) == len(gone)
+
+
+def cheapest(
+    found: Sequence[Candidate],
+    suffices: Suffices,
+    below: Cost = WITHOUT_LIMIT,
+    may_leave: Suffices = anybody,
+) -> list[Candidate] | None:
+    """The set with the least lost work, then the fewest victims; None if none suffices and costs less.
+
+    `found` is in order of cost. Exact up to EXACT_LIMIT candidates; above, minimal by inclusion.
+    """
+    if not suffices(found):
+        return None
+    if len(found) <= EXACT_LIMIT:
+        return _exact(found, suffices, below, may_leave)
+    victims = filled_back(found, suffices, may_leave)
+    return victims if suffices(victims) and cost_of(victims) < below else None
+
+
+def filled_back(
+    found: Sequence[Candidate], suffices: Suffices, may_leave: Suffices = anybody
+) -> list[Candidate]:
+    """Take candidates in the given order until it suffices, then put back whoever is not needed after all.
+
+    The costliest is put back first. `suffices` being monotone, one pass leaves a set that is minimal by
+    inclusion. After Kueue's fill-back.
+    """
+    taken: list[Candidate] = []
+    for candidate in found:
+        if suffices(taken):
+            break
+        if may_leave([*taken, candidate]):
+            taken.append(candidate)
+    for candidate in costliest_first(taken):
+        rest = [other for other in taken if other is not candidate]
+        if suffices(rest):
+            taken = rest
+    return taken
+
+
+def costliest_first(taken: Iterable[Candidate]) -> list[Candidate]:
+    """The order in which they are put back."""
+    return sorted(taken, key=lambda c: (c.lost, c.rank is None, c.key), reverse=True)
+
+
+def _exact(
+    found: Sequence[Candidate], suffices: Suffices, below: Cost, may_leave: Suffices
+) -> list[Candidate] | None:
+    """Depth first over all subsets, cut where it costs too much or where the rest cannot suffice."""
+    best: list[Candidate] | None = None
+    branches: list[tuple[list[Candidate], int]] = [([], 0)]
+    while branches:  # (those taken, how many were decided on), the next one last
+        taken, at = branches.pop()
+        cost = cost_of(taken)
+        if cost >= below or not may_leave(taken):
+            continue
+        if suffices(taken):
+            best, below = taken, cost
+            continue
+        candidate = found[at]  # there is one: with all that are left it suffices
+        if suffices([*taken, *found[at + 1 :]]):
+            branches.append((taken, at + 1))
+        branches.append(([*taken, candidate], at + 1))
+    return best
+
+
+def _frees(draft: Draft, run: Task, ranks: Collection[int]) -> dict[DeviceKey, int]:
+    """What is coming back anyway is not counted."""
+    freed: dict[DeviceKey, int] = {}
+    for key, lease in draft.world.leases.get((run.id, run.fence), {}).items():
+        holding = draft.book(lease.device).holdings.get(key)  # none if it has left in this draft
+        if holding is not None and lease.rank in ranks and not holding.is_leaving:
+            freed[lease.device] = freed.get(lease.device, 0) + holding.takes_mb
+    return freed

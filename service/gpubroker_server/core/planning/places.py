@@ -1,0 +1,234 @@
+"""Where a task can run now: one node, and on it as many devices as it asks for."""
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from math import inf
+from types import MappingProxyType
+
+from gpubroker_server.core.domain.demand import Demand, need_mb, unwanted_device, unwanted_node
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Placement, Task
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.planning.budget import ProbeBudget, Steps
+from gpubroker_server.core.planning.forecasts.reservations import Guards
+from gpubroker_server.core.planning.gangs.gang_nodes import grounds_of
+from gpubroker_server.core.planning.gangs.gang_search import Gang, place_gang
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.node_room import Outlooks, Room
+from gpubroker_server.core.planning.tenants.quota import Quotas
+from gpubroker_server.core.world.placement_scores import Row, Worth, rows
+from gpubroker_server.core.world.world import World
+
+Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
+"""((what is left on its devices, CPU left on the node, names), placement): the smallest is the best."""
+
+Option = tuple[float, DeviceKey, Mib]
+"""(MiB left on the device afterwards, negated for `spread`; the device; MiB to lease)"""
+
+CLOSE_LOOK = 5
+"""A look at a node's devices costs as much as so many at what the node has at most."""
+
+Allows = Callable[[DeviceKey, Mib], bool]
+"""Whether a task may have so much of a device."""
+
+FAR_MB = 2**40
+"""A place that is less wanted comes after all that are more so, as if more were left there than GPUs have."""
+
+
+def worth_of(world: World, policy: Policy) -> Worth | None:
+    """What places are worth now to what is usual; None if the policy does not ask, or nothing is known."""
+    return world.mix.worth(world.books, world.inventory_version, policy.placement)
+
+
+@dataclass(slots=True)
+class PlaceTable:
+    """The best place of equal tasks on each node that has one."""
+
+    seen: int = -1
+    """Revision of the draft's changes up to which it holds; -1: no node was probed yet."""
+    found: dict[NodeName, Found] = field(default_factory=dict)
+
+
+PlaceTables = dict[tuple[Demand, int] | TaskId, PlaceTable]
+"""(demand, priority) -> places of such tasks; a task with pledges has a table of its own."""
+
+NOWHERE: Mapping[NodeName, Found] = MappingProxyType({})
+
+
+class Places:
+    """The places of one draft. For equal tasks only nodes that changed are probed again."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        policy: Policy,
+        now: Instant,
+        *,
+        scores: Worth | None = None,
+        budget: ProbeBudget | None = None,
+        rooms: Outlooks | None = None,
+        tables: PlaceTables | None = None,
+    ) -> None:
+        """`scores` of places, as they were when the cycle began; None: by room left on the devices.
+        `tables`: of earlier drafts that share this draft's changes."""
+        self._budget = ProbeBudget(inf) if budget is None else budget
+        self._rooms = Outlooks(draft, policy, now, now, {}) if rooms is None else rooms
+        self._tables: PlaceTables = {} if tables is None else tables
+        self._draft = draft
+        self._policy = policy
+        self._now = now
+        self._scores = scores
+        self._nodes = frozenset(draft.usable_nodes())
+
+    def best(self, task: Task) -> Placement | None:
+        """The best place for a task. Total order, smallest first:
+
+        1. unmet preferences: of kinds, device by device, and of nodes
+        2. what it strands of what is usually asked for, in steps of one in a hundred; or, if the task or the
+           policy says `spread` or `best_fit`, if the task names its devices, or nothing is usual yet: room
+           left on its devices, then CPU left on the node (`spread`: most first)
+        3. names of node and devices
+        """
+        if self._draft.short_of(task, self._policy.custom_limits):
+            return None
+        found = [place for node in self._nodes if (place := self.on(node, task)) is not None]
+        return min(found)[1] if found else None
+
+    def table(self, task: Task, nodes: Set[NodeName] | None = None) -> Steps[Mapping[NodeName, Found]]:
+        """The best place on each node that has one; what is reserved counts as free. `nodes`: the others are
+        known to have none."""
+        self._budget.spent += 1
+        if self._draft.short_of(task, self._policy.custom_limits):
+            return NOWHERE
+        key = task.id if self._draft.pledges_of(task.id) else (task.demand, task.priority)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = PlaceTable()
+        changes = self._draft.changes
+        for node in self._nodes if table.seen < 0 else changes.since(table.seen):
+            place = self.on(node, task) if nodes is None or node in nodes else None
+            if place is not None:
+                table.found[node] = place
+            else:
+                table.found.pop(node, None)
+            if self._budget.calls_for_a_pause:
+                yield
+        table.seen = changes.revision
+        return table.found
+
+    def kept(self, task: Task) -> Placement | None:
+        """On the devices that are pledged to it, and on no others; None if it cannot start there now."""
+        if self._draft.short_of(task, self._policy.custom_limits):
+            return None
+        mine = self._draft.pledges_of(task.id)
+        node = self._draft.book(min(mine)).device.node
+        found = self.on(node, task, lambda device, _mb: device in mine)
+        return None if found is None else found[1]
+
+    def best_beside(
+        self, guards: Guards, task: Task, table: Mapping[NodeName, Found], *, everybody: bool
+    ) -> Placement | None:
+        """The best of these places where the task delays no reservation ahead of it, or none at all."""
+        places = [place for node, place in table.items() if node not in guards.on]
+        if not guards.is_tired:
+            for node in guards.on.keys() & table.keys():
+                place = self.on_beside(guards, node, task, everybody=everybody)
+                if place is not None:
+                    places.append(place)
+        return min(places)[1] if places else None
+
+    def on_beside(self, guards: Guards, node: NodeName, task: Task, *, everybody: bool) -> Found | None:
+        """The same on one node."""
+        leeway = guards.leeway(task, node, everybody=everybody)
+        return self.on(node, task, leeway.allows) if leeway.fits((task,)) else None
+
+    def gang(self, task: Task, guards: Guards | None = None) -> Gang | None:
+        """Places for the ranks of a gang, all at once, and for no more than its quota leaves. `guards`: so
+        that it delays nobody who stands ahead of it."""
+        self._budget.spent += CLOSE_LOOK * len(self._nodes)
+        if self._draft.short_of(task, self._policy.custom_limits):
+            return None
+        scores = self._scores
+        before = 0 if scores is None else scores.worked_out
+        grounds = grounds_of(self._draft, task, self._policy, self._now, scores)
+        most = Quotas(self._draft, self._policy).most_ranks(task)
+        found = place_gang(task, grounds if guards is None else list(guards.beside(task, grounds)), most)
+        if scores is not None:
+            self._budget.spent += CLOSE_LOOK * (scores.worked_out - before)
+        return found
+
+    def on(self, node: NodeName, task: Task, allows: Allows | None = None) -> Found | None:
+        """The best place for a task on one node, of the devices that are allowed."""
+        demand = task.demand
+        self._budget.spent += 1
+        if node not in self._nodes:
+            return None
+        is_kept = self._is_kept_for(node, task)
+        room = self._rooms.now_of(node, task) if is_kept else self._rooms.now(node, task.priority)
+        self._budget.spent += CLOSE_LOOK * is_kept
+        if not room.may_fit(task):
+            return None
+        self._budget.spent += CLOSE_LOOK
+        far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
+        if self._scores is None or demand.placement == "spread" or demand.where.devices:
+            return self._by_room(node, task, room.beside.cpu, far, allows)
+        if allows:
+            there = _allowed(room, task, allows)
+        else:
+            there = room.rows() if is_kept else self._rooms.rows(node, task.priority)
+        return self._by_worth(node, task, far, self._scores, there)
+
+    def _by_room(
+        self, node: NodeName, task: Task, cpu: float, far: int, allows: Allows | None
+    ) -> Found | None:
+        demand = task.demand
+        sign = -1 if "spread" in (demand.placement, self._policy.placement) else 1
+        options = self._devices(node, task, sign)
+        if allows is not None:
+            options = (option for option in options if allows(option[1], option[2]))
+        chosen = nsmallest(demand.gpus, options)
+        if len(chosen) < demand.gpus:
+            return None
+        devices = tuple(sorted((key, mb) for _, key, mb in chosen))
+        names = (node, *(key for key, _ in devices))
+        return (far + sum(left for left, _, _ in chosen), sign * cpu, names), Placement(node, devices)
+
+    def _by_worth(
+        self, node: NodeName, task: Task, far: int, worth: Worth, there: tuple[Row, ...]
+    ) -> Found | None:
+        before = worth.worked_out
+        spot = worth.spot(task.demand, there)
+        self._budget.spent += CLOSE_LOOK * (worth.worked_out - before)
+        if spot is None:
+            return None
+        devices = []
+        for key in spot.devices:
+            need = need_mb(task.demand, self._draft.book(key).device)
+            assert need is not None, "it was found to fit"
+            devices.append((key, need))
+        rank = far + FAR_MB * spot.unwanted - spot.score
+        return (rank, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
+
+    def _is_kept_for(self, node: NodeName, task: Task) -> bool:
+        """Whether there is room on the node that only this task may have."""
+        pledges = self._draft.pledges_of(task.id)
+        return any(self._draft.book(device).device.node == node for device in pledges)
+
+    def _devices(self, node: NodeName, task: Task, sign: int) -> Iterator[Option]:
+        for book in self._draft.usable_books(node, self._policy, self._now):
+            need = need_mb(task.demand, book.device)
+            if need is not None and need <= book.unheld_mb():
+                left = book.free_mb(task=task.id, priority=task.priority) - need
+                if left >= 0:
+                    far = FAR_MB * unwanted_device(task.demand, book.device)
+                    yield sign * left + far, book.device.key, need
+
+
+def _allowed(room: Room, task: Task, allows: Allows) -> tuple[Row, ...]:
+    """Of devices that are not allowed there is nothing left."""
+    left = []
+    for device, mb in room.devices:
+        need = need_mb(task.demand, device) if task.demand.gpus else None
+        left.append((device, mb if need is None or allows(device.key, need) else 0))
+    return rows(left, room.beside.cpu)

@@ -1,0 +1,1 @@
+"""Which runs are stopped so that a task can start."""

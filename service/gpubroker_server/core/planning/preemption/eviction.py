@@ -1,0 +1,258 @@
+"""Whom to stop so that a task of higher priority can run: the node, the devices and the victims."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.demand import need_mb
+from gpubroker_server.core.domain.ranks import asks_for_gpus, stop_deadline_of
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.planning.budget import ProbeBudget, Steps
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.offers import Offer, Offers, Site
+from gpubroker_server.core.planning.nodes.victims import (
+    EXACT_LIMIT,
+    NO_COST,
+    WITHOUT_LIMIT,
+    Candidate,
+    Cost,
+    Suffices,
+    after,
+    cheapest,
+    cost_of,
+    filled_back,
+    named,
+)
+
+CLOSE_LOOK = 10
+"""A look at all who may be stopped on a node costs as much as so many at what the node has at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Runs to stop, and the room that will then be there for the preemptor."""
+
+    node: NodeName
+    devices: tuple[tuple[DeviceKey, Mib], ...]
+    """(device, the whole need on it), in key order."""
+    victims: tuple[Task, ...]
+    """In id order."""
+    deadline_at: Instant
+    """When the last of the victims, and of those who leave anyway and are counted on, must be gone."""
+    ranks: Mapping[DeviceKey, tuple[int, ...]] = field(default_factory=dict)
+    """Which ranks of a gang will have a device."""
+    surplus: Mapping[TaskId, tuple[int, ...]] = field(default_factory=dict)
+    """Of victims that go on without them, the ranks that leave."""
+
+
+Target = tuple[Site, Mib]
+"""A device that the preemptor might get, and its need there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    offer: Offer
+    targets: tuple[Target, ...]
+    victims: tuple[Candidate, ...]
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Enough room is being given back: no run need be stopped."""
+
+    nodes: tuple[NodeName, ...]
+
+
+NO_LESS: Cost = (0.0, 0, 1)
+"""Any victim costs at least this."""
+
+
+class _Way(NamedTuple):
+    least: Cost
+    """It costs no less to make room there."""
+    node: NodeName
+    is_close: bool
+    """That comes of a close look."""
+
+
+def may_preempt(offers: Offers, task: Task) -> bool:
+    """Only demands for GPUs preempt, because freed memory can be kept for the preemptor and a freed CPU
+    cannot; and nobody is stopped for a task that a limit of the whole cluster keeps from running."""
+    policy = offers.policy
+    if not policy.preemption or not asks_for_gpus(task.demand):
+        return False
+    return not offers.draft.short_of(task, policy.custom_limits)
+
+
+def is_coming(offers: Offers, task: Task, node: NodeName) -> bool:
+    """Whether the task could run there if only those left who are leaving."""
+    return node in offers.nodes and offers.outlooks.soon(node, task.priority).fits(task)
+
+
+def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
+    """Whether it could if everybody left who is leaving or may be stopped for it."""
+    return node in offers.nodes and offers.outlooks.most(node, task.priority).fits(task)
+
+
+def search_eviction(
+    offers: Offers, task: Task, nodes: Iterable[NodeName], now: Instant, budget: ProbeBudget
+) -> Steps[Eviction | Coming | None]:
+    """The eviction that costs least: lost GPU-seconds, number of victims, then node and devices.
+
+    Only runs of strictly lower priority are victims, and only if the task fits once they have left. Room
+    that is being given back and promised to no other task counts first: if it is enough, no run is stopped.
+    Nodes are tried in the order of what a victim there costs at least, until no other can be better.
+    """
+    ways: list[_Way] = []
+    for node in sorted(nodes):
+        budget.spent += 1
+        if could_make_room(offers, task, node):
+            if is_coming(offers, task, node):
+                return Coming((node,))
+            ways.append(_Way(NO_LESS, node, False))
+        if budget.calls_for_a_pause:
+            yield
+    best: Option | None = None
+    while ways and not _is_settled(best, ways[0]):
+        way = heappop(ways)
+        offer = offers.of(way.node, task.priority)
+        budget.spent += CLOSE_LOOK
+        if not way.is_close:
+            heappush(ways, _Way(_least_cost(offer, task), way.node, True))
+        else:
+            best = _cheaper(offer, task, best)
+        if budget.calls_for_a_pause:
+            yield
+    return None if best is None else eviction_of(best, offers.draft, now)
+
+
+def _is_settled(best: Option | None, way: _Way) -> bool:
+    """Neither this way nor one that costs more is better than the best so far."""
+    return best is not None and way[:2] >= (best.cost, best.offer.node)
+
+
+def _cheaper(offer: Offer, task: Task, best: Option | None) -> Option | None:
+    """The best way on this node if it is better than the best so far, else that."""
+    below = WITHOUT_LIMIT
+    if best is not None:  # of two that cost the same, the one whose node comes first by name
+        below = best.cost if best.offer.node < offer.node else (*best.cost[:2], best.cost[2] + 1)
+    find = _on_one if task.demand.gpus == 1 else _on_several
+    return find(offer, task, below) or best
+
+
+def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
+    victims, surplus = named(best.victims)
+    deadlines = [now + victim.grace_seconds for victim in victims]
+    for site, need in best.targets:
+        if site.after_mb(best.victims) - site.soon_mb + site.free_mb < need:
+            deadlines += deadlines_of_leavers(draft, site.device.key)
+    devices = sorted((site.device.key, need) for site, need in best.targets)
+    return Eviction(best.offer.node, tuple(devices), victims, Instant(max(deadlines)), surplus=surplus)
+
+
+def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) -> Option | None:
+    """The better of the best so far and the cheapest way on this node with such victims only."""
+    targets = _targets(offer, task)
+    if len(targets) < task.demand.gpus:
+        return best
+    below = WITHOUT_LIMIT if best is None else best.cost
+    victims = cheapest(offer.found, _suffices(offer, task, targets), below, may_leave)
+    return best if victims is None else _option(offer, task, targets, victims)
+
+
+def _least_cost(offer: Offer, task: Task) -> Cost:
+    """No way to make room on this node costs less: at least so many devices have to be cleared one by one."""
+    costs = sorted(site.least_cost(need - site.soon_mb) for site, need in _targets(offer, task))
+    least = NO_COST if offer.room.fits(task) else cost_of(offer.found[:1])
+    return max(least, costs[task.demand.gpus - 1])
+
+
+def _targets(offer: Offer, task: Task) -> list[Target]:
+    return [
+        (site, need)
+        for site in offer.sites
+        if (need := need_mb(task.demand, site.device)) is not None and need <= site.most_mb
+    ]
+
+
+def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
+    """The best way to one device of this node; None if there is none that costs less than this."""
+    best: Option | None = None
+    has_room = offer.room.fits(task)
+    for target in _targets(offer, task):
+        site, need = target
+        victims: Sequence[Candidate] | None = None
+        if not has_room:
+            victims = cheapest(offer.found, _suffices(offer, task, [target]), below)
+        elif site.least_cost(need - site.soon_mb) < below:
+            victims = cheapest(site.holders, partial(_clears, site, need), below)
+        if victims is not None:
+            best, below = _option(offer, task, [target], victims), cost_of(victims)
+    return best
+
+
+def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:
+    """The same for several devices: exact for few candidates; above, device by device and filled back."""
+    targets = _targets(offer, task)
+    if len(offer.found) <= EXACT_LIMIT:
+        victims = cheapest(offer.found, _suffices(offer, task, targets), below)
+    else:
+        targets, order = _cheapest_devices(targets, task.demand.gpus, offer.found)
+        suffices = _suffices(offer, task, targets)
+        victims = filled_back(order, suffices) if suffices(order) else None
+    if victims is None or cost_of(victims) >= below:
+        return None
+    return _option(offer, task, targets, victims)
+
+
+def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
+    """Whether the task fits on as many of these devices as it asks for once such candidates have left."""
+
+    def suffices(gone: Sequence[Candidate]) -> bool:
+        roomy = sum(site.after_mb(gone) >= need for site, need in targets)
+        return roomy >= task.demand.gpus and after(offer.room, offer.node, gone).fits(task)
+
+    return suffices
+
+
+def _option(offer: Offer, task: Task, targets: Sequence[Target], victims: Sequence[Candidate]) -> Option:
+    """To stop these; of the devices that are then free, the fullest."""
+    left = [(site.after_mb(victims) - need, site.device.key, (site, need)) for site, need in targets]
+    roomy = sorted(option for option in left if option[0] >= 0)
+    chosen = tuple(target for _, _, target in roomy[: task.demand.gpus])
+    return Option(offer, chosen, tuple(victims), cost_of(victims))
+
+
+def _cheapest_devices(
+    targets: Sequence[Target], gpus: int, found: Sequence[Candidate]
+) -> tuple[list[Target], list[Candidate]]:
+    """The devices that are cheapest to clear one by one, and all candidates, those who must leave first."""
+    priced = []
+    for site, need in targets:
+        victims = cheapest(site.holders, partial(_clears, site, need))
+        assert victims is not None, "a device that cannot be cleared is no target"
+        priced.append((cost_of(victims), site.device.key, (site, need), victims))
+    priced.sort(key=lambda price: price[:2])
+    wanted = {victim.key for *_, victims in priced[:gpus] for victim in victims}
+    first = [candidate for candidate in found if candidate.key in wanted]
+    # Beyond them somebody must leave only if CPU, host memory or run slots are short as well.
+    rest = [candidate for candidate in found if candidate.key not in wanted]
+    rest.sort(key=lambda one: (one.lost, one.rank is None, -one.task.demand.cpu, one.key))
+    return [target for _, _, target, _ in priced[:gpus]], first + rest
+
+
+def _clears(site: Site, need: Mib, gone: Sequence[Candidate]) -> bool:
+    return site.after_mb(gone) >= need
+
+
+def deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:
+    """Until when they must be gone who are leaving a device anyway."""
+    for holding in draft.book(device).leaving():
+        run = draft.holder(holding.lease)
+        until = None if run is None else stop_deadline_of(run, holding.lease.rank)
+        if until is not None:
+            yield until

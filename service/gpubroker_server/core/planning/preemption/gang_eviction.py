@@ -1,0 +1,192 @@
+"""Whom to stop, on several nodes, so that all ranks of a gang can run, or so that a quota has room."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from gpubroker_server.core.domain.ranks import part_of
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
+from gpubroker_server.core.planning.gangs.gang_nodes import Ground
+from gpubroker_server.core.planning.gangs.gang_search import Gang, place_ranks
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.offers import Offer, Offers
+from gpubroker_server.core.planning.nodes.victims import (
+    EXACT_LIMIT,
+    Candidate,
+    Suffices,
+    Together,
+    all_of,
+    cheapest,
+    costliest_first,
+    named,
+)
+from gpubroker_server.core.planning.preemption.eviction import (
+    Coming,
+    Eviction,
+    deadlines_of_leavers,
+    may_preempt,
+)
+
+EXACT_NODES = 4_096
+"""Every subset of the candidates is considered if that is a look at no more nodes than so many."""
+
+
+def choose_for_gang(
+    offers: Offers, task: Task, now: Instant, nodes: Collection[NodeName], together: Together = tuple
+) -> Eviction | Coming | None:
+    """Runs of strictly lower priority whose memory lets all ranks run, on these nodes, that the gang needs at
+    least.
+
+    Nobody is named if it would still not fit. One gang gives way as a whole, everywhere.
+    """
+    if not may_preempt(offers, task):
+        return None
+    there = [offers.of(node, task.priority) for node in sorted(nodes)]
+    return choose_among(there, offers.draft, task, now, together=together)
+
+
+def choose_among(
+    there: Sequence[Offer],
+    draft: Draft,
+    task: Task,
+    now: Instant,
+    *,
+    together: Together = tuple,
+    gives_enough: Suffices | None = None,
+) -> Eviction | Coming | None:
+    """The same of those that these nodes offer, with such sets of victims only (and all their subsets), and
+    with so many that they give enough. A task that is no gang is one of one rank."""
+    site = _Site(there, draft, task, gives_enough)
+    if (coming := site.places(())) is not None:
+        return Coming(tuple(sorted({place.node for place in coming})))
+    way = site.cheapest(together)
+    return None if way is None else site.eviction(*way, now)
+
+
+class _Site:
+    """What all usable nodes together could offer the gang."""
+
+    def __init__(
+        self, there: Sequence[Offer], draft: Draft, task: Task, gives_enough: Suffices | None
+    ) -> None:
+        self._gives_enough = gives_enough
+        self._task = task
+        self._draft = draft
+        self._offers = {offer.node: offer for offer in there}
+        self._devices = {
+            offer.node: {site.device.key: site.device for site in offer.sites} for offer in there
+        }
+        names = {candidate.key: candidate for offer in there for candidate in offer.found}
+        self._found = sorted(names.values(), key=lambda candidate: candidate.order)
+        """Who may be stopped, cheapest first."""
+
+    def cheapest(self, together: Together) -> tuple[list[Candidate], Gang] | None:
+        """Whom to stop, and where the gang then runs. Of few candidates on few nodes the set that costs
+        least, as for one node. Of more, the fewest in order of cost, of which then whoever is not needed is
+        put back: minimal by inclusion."""
+        found = self._found
+        if len(found) <= EXACT_LIMIT and len(self._offers) << len(found) <= EXACT_NODES:
+            found = (
+                cheapest(found, lambda gone: self.places(gone) is not None, may_leave=all_of(together)) or []
+            )
+            gang = self.places(found) if found else None
+            return None if gang is None else (found, gang)
+        leavers = together(found)
+        gang = self.places(leavers)
+        few, many = 0, len(leavers)
+        while gang is not None and many - few > 1:
+            some = (few + many) // 2
+            fewer = self.places(leavers[:some])
+            few, many, gang = (some, many, gang) if fewer is None else (few, some, fewer)
+        return None if gang is None else self._only_needed(leavers[:many], gang)
+
+    def places(self, gone: Sequence[Candidate]) -> Gang | None:
+        """Where the gang could run once these, and everybody who is leaving, have left."""
+        if self._gives_enough is not None and not self._gives_enough(gone):
+            return None
+        grounds = self._grounds(self._offers, gone)
+        return place_ranks(self._task, self._task.demand.least_ranks or 1, grounds)
+
+    def _grounds(self, nodes: Iterable[NodeName], gone: Iterable[Candidate]) -> list[Ground]:
+        """These nodes once such candidates have left."""
+        room = {node: self._offers[node].room for node in nodes}
+        free = {node: {site.device.key: site.soon_mb for site in self._offers[node].sites} for node in room}
+        for candidate in gone:
+            for node, part in candidate.runs:
+                if node in room:
+                    room[node] = room[node].with_room_of(part)
+            for key, mb in candidate.frees.items():
+                there = free.get(self._draft.book(key).device.node, {})
+                if key in there:
+                    there[key] += mb
+        nodes_of = self._draft.world.nodes
+        return [Ground(nodes_of[node], room[node], free[node], self._devices[node]) for node in room]
+
+    def _only_needed(self, gone: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
+        """Those without whom the gang has no place: first none that these places do not need, then, where
+        that is little work, none without whom there are others."""
+        victims = self._needed_for(gang, gone)
+        if len(victims) > EXACT_LIMIT:
+            return victims, gang
+        for victim in costliest_first(victims):
+            rest = [other for other in victims if other is not victim]
+            if (other_places := self.places(rest)) is not None:
+                victims, gang = rest, other_places
+        return victims, gang
+
+    def _needed_for(self, gang: Gang, gone: Sequence[Candidate]) -> list[Candidate]:
+        """Those without whom these very places would not be free; the costliest is put back first. Only the
+        nodes of whoever is put back are looked at again: there may be thousands."""
+        ranks: dict[NodeName, list[int]] = {}
+        for rank, place in enumerate(gang):
+            ranks.setdefault(place.node, []).append(rank)
+        there: dict[NodeName, list[Candidate]] = {node: [] for node in ranks}
+        for one in gone:
+            for node in {node for node, _ in one.runs} & ranks.keys():
+                there[node].append(one)
+        helpers = gone if self._gives_enough else [c for c in gone if any(n in ranks for n, _ in c.runs)]
+        taken = {one.key: one for one in helpers}
+
+        def put_back(one: Candidate) -> bool:
+            del taken[one.key]
+            for node in {node for node, _ in one.runs} & ranks.keys():
+                leave = [other for other in there[node] if other.key in taken]
+                if not self._has_room(gang, node, ranks[node], leave):
+                    break
+            else:
+                if self._gives_enough is None or self._gives_enough(tuple(taken.values())):
+                    return True
+            taken[one.key] = one
+            return False
+
+        for one in costliest_first(taken.values()):
+            put_back(one)
+        return list(taken.values())
+
+    def _has_room(self, gang: Gang, node: NodeName, ranks: Iterable[int], gone: Iterable[Candidate]) -> bool:
+        """Whether these very places on a node are free once such candidates have left."""
+        [ground] = self._grounds((node,), gone)
+        for rank in ranks:
+            place, part = gang[rank], part_of(self._task, rank)
+            if not ground.room.fits(part) or any(ground.free[key] < mb for key, mb in place.devices):
+                return False
+            ground.put(rank, part, place.devices)
+        return True
+
+    def eviction(self, victims: Sequence[Candidate], gang: Gang, now: Instant) -> Eviction:
+        needs: dict[DeviceKey, Mib] = {}
+        ranks: dict[DeviceKey, tuple[int, ...]] = {}
+        for rank, place in enumerate(gang):
+            for key, mb in place.devices:
+                needs[key] = Mib(needs.get(key, 0) + mb)
+                if self._task.demand.bundles:
+                    ranks[key] = (*ranks.get(key, ()), rank)
+        runs, surplus = named(victims)
+        deadlines = [now + run.grace_seconds for run in runs]
+        for site in (
+            site for offer in self._offers.values() for site in offer.sites if site.device.key in needs
+        ):
+            if site.after_mb(victims) - site.soon_mb + site.free_mb < needs[site.device.key]:
+                deadlines += deadlines_of_leavers(self._draft, site.device.key)
+        return Eviction(
+            gang[0].node, tuple(sorted(needs.items())), runs, Instant(max(deadlines)), ranks, surplus
+        )

@@ -1,0 +1,99 @@
+"""How room is made by preemption where guarantees have a say in it."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from gpubroker_server.core.domain.policy import band_of
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.planning.nodes.offers import Offer, Offers
+from gpubroker_server.core.planning.nodes.shields import is_spared
+from gpubroker_server.core.planning.nodes.victims import Stoppable, Together, all_of
+from gpubroker_server.core.planning.preemption.eviction import (
+    Coming,
+    Eviction,
+    best_of,
+    eviction_of,
+    may_preempt,
+)
+from gpubroker_server.core.planning.preemption.gang_eviction import choose_among
+from gpubroker_server.core.planning.tenants.guarantees import Restraint, Surplus, above_guarantees, leased_mb
+
+
+def reclaim(
+    offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
+) -> Eviction | None:
+    """The cheapest way to room for a task by stopping borrowers on these nodes; None if there is none.
+
+    Borrowers of the same band or a lower one may be stopped, whatever their priority, but for what spares
+    any run; and none so that it is left with less than it is guaranteed.
+    """
+    there = (offer for offer in _borrowers_on(offers, task, surplus, nodes) if offer.found)
+    return _cheapest_of(
+        there, offers, task, now, partial(above_guarantees, surplus=surplus, draft=offers.draft)
+    )
+
+
+def evict_with_restraint(
+    offers: Offers, task: Task, restraint: Restraint, now: Instant, nodes: Iterable[NodeName]
+) -> Eviction | None:
+    """The same for a task that would borrow, by stopping runs of lower priority; none of the nodes has room
+    that is coming."""
+    there = (offers.of(node, task.priority) for node in sorted(nodes))
+    return _cheapest_of(there, offers, task, now, restraint.together)
+
+
+def _cheapest_of(
+    there: Iterable[Offer], offers: Offers, task: Task, now: Instant, together: Together
+) -> Eviction | None:
+    best = None
+    for offer in there:
+        best = best_of(offer, task, best, all_of(together))
+    return None if best is None else eviction_of(best, offers.draft, now)
+
+
+def reclaim_for_gang(
+    offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
+) -> Eviction | Coming | None:
+    """As `reclaim`, for a gang, on all these nodes at once."""
+    if not may_preempt(offers, task):
+        return None
+    there = list(_borrowers_on(offers, task, surplus, nodes))
+    together = partial(above_guarantees, surplus=surplus, draft=offers.draft)
+    return choose_among(there, offers.draft, task, now, together=together)
+
+
+def make_room_in_quota(
+    offers: Offers, task: Task, lacks_mb: int, now: Instant, nodes: Iterable[NodeName]
+) -> Eviction | None:
+    """The cheapest way to room for a task, or a gang, above the quota of its tenant: runs of that tenant are
+    stopped, of strictly lower priority, until the quota has room for it as well. None if there is none, or
+    if they need only be waited for who are leaving."""
+    if not lacks_mb or not may_preempt(offers, task):
+        return None
+    there = []
+    for node in sorted(nodes):
+        mine = (run for run in offers.outlooks.leavers(node, task.priority) if run.task.tenant == task.tenant)
+        there.append(offers.among(node, task.priority, mine))
+    found = choose_among(
+        there, offers.draft, task, now, gives_enough=lambda gone: leased_mb(gone, offers.draft) >= lacks_mb
+    )
+    assert not isinstance(found, Coming), "who is stopped by nobody gives back nothing"
+    return found
+
+
+def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[NodeName]) -> Iterator[Offer]:
+    """What the nodes offer if just those of their runs may be stopped that are asked to give back."""
+    for node in sorted(nodes):
+        runs = offers.stoppable(node)
+        asked = [run for run in runs if run.task.tenant in surplus and _may_be_asked(run, task, offers)]
+        yield offers.among(node, task.priority, asked)
+
+
+def _may_be_asked(run: Stoppable, task: Task, offers: Offers) -> bool:
+    """Nothing spares a rank that its gang can do without: no work is lost. Who went before whom does not
+    matter: what was borrowed is given back."""
+    same_or_lower = band_of(run.task.priority)[2] <= band_of(task.priority)[2]
+    is_alone = run.rank is not None
+    spared = not is_alone and is_spared(run.task, task.priority, offers.policy, offers.began_at)
+    return same_or_lower and not spared

@@ -1,0 +1,203 @@
+"""What guarantees ask of preemption: what may be taken back from borrowers, what left alone."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.policy import Policy, band_of
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.nodes.victims import Candidate
+from gpubroker_server.core.planning.tenants.quota import NOBODY, Quotas
+from gpubroker_server.core.world.queue import OrderKey
+
+Surplus = Mapping[str, int]
+"""Borrower -> MiB beyond its guarantee that are not leaving yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restraint:
+    """Of a task whose tenant would borrow: nobody of its cohort that has no more than it is guaranteed is
+    stopped for it. Else the two would stop each other in turn, the one by right of its guarantee, the other
+    by its priority."""
+
+    tenant: str
+    surplus: Surplus
+    draft: Draft
+    policy: Policy
+
+    def spares(self, tenant: str) -> bool:
+        """Whether runs of that tenant are only stopped while it has more than it is guaranteed."""
+        mine, whose = self.policy.tenant(self.tenant), self.policy.tenant(tenant)
+        return tenant != self.tenant and whose.cohort == mine.cohort and whose.guaranteed_mb is not None
+
+    def together(self, found: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Of these, each who may leave beside those before it: there is an order in which each of them is
+        beyond the guarantee when it is its turn."""
+        taken = _Taken(self.draft, self._lets_go)
+        return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
+
+    def allows(self, tasks: Collection[Task], ranks: Mapping[TaskId, tuple[int, ...]]) -> bool:
+        """The same of all of them, and of those that are to go on the ranks that leave."""
+        taken = _Taken(self.draft, self._lets_go)
+        return all(taken.takes(task, rank) for task in tasks for rank in ranks.get(task.id, (None,)))
+
+    def _lets_go(self, tenant: str, total_mb: int, largest_mb: int) -> bool:
+        return not self.spares(tenant) or total_mb - largest_mb < self.surplus.get(tenant, 0)
+
+
+class Claims:
+    """Of the tenants of one draft."""
+
+    def __init__(self, draft: Draft, policy: Policy, quotas: Quotas) -> None:
+        self._draft = draft
+        self._policy = policy
+        self._quotas = quotas
+        self._revision = -1
+        self._surplus: dict[str, dict[str, int]] = {}
+        self._within: dict[str, set[str]] = {}
+        """Cohort -> those who hold something, and no more than they are guaranteed."""
+        self._lowest: dict[str, int] | None = None
+        """Tenant -> the lowest priority of its runs."""
+
+    def surplus(self, tenant: str) -> Surplus:
+        """Of those from whom this tenant could take back, were it below its guarantee."""
+        cohort = self._policy.tenant(tenant).cohort
+        if not cohort:
+            return {}
+        if self._revision != self._draft.changes.revision:
+            self._revision = self._draft.changes.revision
+            self._measure()
+        found = self._surplus.get(cohort, {})
+        return {name: mb for name, mb in found.items() if name != tenant}
+
+    def of(self, task: Task) -> Surplus:
+        """From whom this task may take back, and how much; empty if its tenant has what it is guaranteed, or
+        would have more with this task, or if nobody borrows."""
+        return self.of_any(task.tenant, task.demand, task.priority, task.id)
+
+    def of_any(self, tenant: str, demand: Demand, priority: int, task: TaskId = NOBODY) -> Surplus:
+        """The same for a task that is not named, or has no pledges."""
+        return self.surplus(tenant) if self._is_entitled(tenant, demand, priority, task) else {}
+
+    def restraint_on(self, task: Task) -> Restraint | None:
+        """None if its tenant would not borrow for it, or could not."""
+        return self.restraint(task.tenant, task.demand, task.priority, task.id)
+
+    def restraint(
+        self, tenant: str, demand: Demand, priority: int, task: TaskId = NOBODY
+    ) -> Restraint | None:
+        """The same for a task that is not named, or has no pledges."""
+        borrows = self._is_entitled(tenant, demand, priority, task) is False
+        if not (borrows and self._policy.tenant(tenant).cohort):
+            return None
+        return Restraint(tenant, self.surplus(tenant), self._draft, self._policy)
+
+    def spared_from(self, task: Task) -> frozenset[str]:
+        """The tenants of which no run with GPUs is stopped for it now, whatever its priority."""
+        if self.restraint_on(task) is None:
+            return frozenset()
+        return frozenset(self._within.get(self._policy.tenant(task.tenant).cohort, ())) - {task.tenant}
+
+    def would_be_spared(self, waiting: Task, task: Task) -> bool:
+        """Whether one that waits, if it ran, would not be stopped for the other."""
+        restraint = self.restraint_on(task)
+        if restraint is None or not restraint.spares(waiting.tenant):
+            return False
+        return self._is_entitled(waiting.tenant, waiting.demand, waiting.priority, waiting.id) is True
+
+    def may_yield(self, tenant: str, priority: int) -> bool:
+        """Whether the tenant has runs of lower priority that might be stopped for its own task."""
+        if self._lowest is None:
+            self._lowest = {}
+            for run in map(self._draft.world.tasks.__getitem__, self._draft.world.active):
+                self._lowest[run.tenant] = min(run.priority, self._lowest.get(run.tenant, run.priority))
+        return self._policy.preemption and self._lowest.get(tenant, priority) < priority
+
+    def kept_up_to(self, task: Task, place: OrderKey, *, is_shared: bool) -> int:
+        """Up to which priority nobody takes what is freed for the task: nobody of its band that stands behind
+        it may. `is_shared`: the order within a band goes by tenants before it goes by priority and age."""
+        top = band_of(task.priority)[2]
+        if is_shared or self._is_lent_back(task):
+            return top
+        aged = -place[3]
+        return min(top, aged)
+
+    def _is_lent_back(self, task: Task) -> bool:
+        """Within its tenant's guarantee: who borrows might take it before the task can start, and be made to
+        give it back."""
+        is_owner = self._is_entitled(task.tenant, task.demand, task.priority, task.id)
+        return bool(is_owner and self._policy.tenant(task.tenant).cohort)
+
+    def _is_entitled(self, tenant: str, demand: Demand, priority: int, task: TaskId) -> bool | None:
+        """Whether with such a task the tenant has no more than it is guaranteed; None if it has no quota."""
+        if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
+            return None
+        allowance = self._quotas.of(tenant, priority, task)
+        if allowance is None:
+            return None
+        return allowance.claimed_mb + self._quotas.need_mb(demand) <= allowance.guaranteed_mb
+
+    def _measure(self) -> None:
+        held = dict(self._quotas.held_mb())
+        for lease in self._draft.leaving():
+            held[lease.tenant] = held.get(lease.tenant, 0) - lease.mb
+        self._surplus, self._within = {}, {}
+        for tenant, mb in held.items():
+            whose = self._policy.tenant(tenant)
+            if whose.guaranteed_mb is None:
+                continue
+            if mb > whose.guaranteed_mb:
+                self._surplus.setdefault(whose.cohort, {})[tenant] = mb - whose.guaranteed_mb
+            else:
+                self._within.setdefault(whose.cohort, set()).add(tenant)
+
+
+def above_guarantees(found: Sequence[Candidate], surplus: Surplus, draft: Draft) -> Sequence[Candidate]:
+    """Of borrowers, each who may leave beside those before it: nobody is left with less than it is
+    guaranteed."""
+    taken = _Taken(draft, lambda tenant, total_mb, _largest_mb: total_mb <= surplus[tenant])
+    return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
+
+
+def leased_mb(gone: Iterable[Candidate], draft: Draft) -> int:
+    """What they have of quotas."""
+    taken = _Taken(draft, lambda *_: True)
+    for one in gone:
+        taken.takes(one.task, one.rank)
+    return sum(total for total, _ in taken.by_tenant.values())
+
+
+class _Taken:
+    """What runs take from their tenants by leaving, one after the other; ranks of a gang before the gang."""
+
+    def __init__(self, draft: Draft, may: Callable[[str, int, int], bool]) -> None:
+        """`may`: whether so much may be taken from a tenant in all, of which so much at once."""
+        self._draft = draft
+        self._may = may
+        self._alone: dict[TaskId, int] = {}
+        """Gang -> MiB of those of its ranks that leave already."""
+        self.by_tenant: dict[str, tuple[int, int]] = {}
+        """(MiB in all, the most at once)"""
+
+    def takes(self, run: Task, rank: int | None) -> bool:
+        """Whether it leaves as well. Who holds nothing may."""
+        mb = _held_mb(run, rank, self._draft)
+        before, largest = self.by_tenant.get(run.tenant, (0, 0))
+        total = before + mb - (self._alone.get(run.id, 0) if rank is None else 0)
+        largest = max(largest, mb)
+        if mb and not self._may(run.tenant, total, largest):
+            return False
+        self.by_tenant[run.tenant] = total, largest
+        if rank is not None:
+            self._alone[run.id] = self._alone.get(run.id, 0) + mb
+        return True
+
+
+def _held_mb(run: Task, rank: int | None, draft: Draft) -> int:
+    """What it holds, or one of its ranks, but for what leaves anyway."""
+    leases = draft.world.leases_of(run)
+    holdings = [draft.book(lease.device).holdings.get(lease.key) for lease in leases]
+    stay = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]
+    return sum(lease.mb for lease in stay if rank is None or lease.rank == rank)
