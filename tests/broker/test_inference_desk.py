@@ -14,13 +14,14 @@ from gpubroker_server.core.domain.policy import Serving
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
 from gpubroker_server.core.serving.batching import InferenceRequest, InferenceResponse, packed, response_in
-from gpubroker_server.core.serving.tensors import Tensor, tensor_of, values_of
+from gpubroker_server.core.serving.tensors import Tensor, tensor_of
 from gpubroker_server.ports.inferences import Batching, InferenceClient, InferenceFailed, InferenceFault
 
 from tests.broker.stage import Hands, Stage, a_stage
 from tests.builders import NOW
 from tests.gateway.harness import until
 from tests.patience import PATIENCE_SECONDS
+from tests.tensor_values import values_of
 
 LONG = Seconds(3600.0)
 TOGETHER = BatchRules(delay_seconds=Seconds(0.05))

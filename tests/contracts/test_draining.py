@@ -80,7 +80,7 @@ async def let_go(leader: Gateway, claim: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_model_is_let_go_of_when_the_last_gateway_has_its_answers(postgres_url: str) -> None:
+async def test_a_model_is_drained_when_the_last_gateway_has_its_answers(postgres_url: str) -> None:
     async with a_gateway(postgres_url, "one") as one, a_gateway(postgres_url, "two") as two:
         have_let_go = partial(gateways_have_let_go, one.store, one.picture.clock)
         two.has_older = True
@@ -96,7 +96,7 @@ async def test_a_model_is_let_go_of_when_the_last_gateway_has_its_answers(postgr
         assert not await have_let_go(claim_name(task.id, Fence(task.fence + 1)))
 
 
-async def test_who_is_gone_or_says_nothing_is_not_waited_for(postgres_url: str) -> None:
+async def test_gateways_that_are_gone_or_silent_are_not_waited_for(postgres_url: str) -> None:
     async with a_gateway(postgres_url, "one") as one:
         have_let_go, now = (
             partial(gateways_have_let_go, one.store, one.picture.clock),
@@ -111,7 +111,7 @@ async def test_who_is_gone_or_says_nothing_is_not_waited_for(postgres_url: str) 
         await let_go(one, claim)
 
 
-async def test_what_gateways_say_is_no_word_of_a_leader(postgres_url: str) -> None:
+async def test_reports_of_gateways_are_not_those_of_a_leader(postgres_url: str) -> None:
     async with opened(postgres_url) as store:
         said = LastValues(leader=LeaderSeen(Term(1), "one:1", Instant(1.0), {}))
         await store.publish(Term(1), 1, said)
@@ -130,7 +130,7 @@ async def test_a_word_that_arrives_late_takes_no_newer_ones_place(postgres_url: 
         assert await store.presences() == [newer]
 
 
-async def test_who_is_stopped_while_he_says_something_ends_when_it_is_said(postgres_url: str) -> None:
+async def test_a_gateway_that_is_stopped_during_a_report_ends_after_it(postgres_url: str) -> None:
     async with opened(postgres_url) as store:
         with psycopg.connect(postgres_url) as other:
             other.execute("LOCK TABLE last_value")

@@ -29,7 +29,7 @@ async def test_a_load_is_over_when_the_index_says_ready() -> None:
     assert (await host.index(SOON)).models["llm"].stage is Stage.READY
 
 
-async def test_loading_what_is_there_and_unloading_what_is_not_are_no_faults() -> None:
+async def test_loading_a_loaded_model_and_unloading_an_absent_one_are_no_faults() -> None:
     host = new_host()
     await host.load("llm", (), SOON)
     await host.load("llm", (), SOON)
@@ -56,7 +56,7 @@ async def test_a_load_that_fails_says_why_and_so_does_the_index() -> None:
     assert (await host.index(SOON)).models["broken"].reason == "CUDA out of memory"
 
 
-async def test_what_is_not_in_the_repository_is_not_found() -> None:
+async def test_a_model_that_is_not_in_the_repository_is_not_found() -> None:
     with pytest.raises(HostRefused) as refused:
         await new_host().load("nothing", (), SOON)
     assert refused.value.fault is HostFault.NOT_FOUND
@@ -109,7 +109,7 @@ async def test_a_server_that_is_away_is_not_reached_and_comes_back_as_it_was() -
     assert (await host.index(SOON)).models["llm"].stage is Stage.READY
 
 
-async def test_a_model_whose_process_was_killed_is_ready_answers_nothing_and_is_cured_by_leaving() -> None:
+async def test_a_model_whose_process_was_killed_is_ready_without_answering_until_it_is_unloaded() -> None:
     host = new_host()
     await host.load("llm", (), SOON)
     host.models["llm"].dead = True

@@ -113,7 +113,9 @@ async def test_the_next_leader_counts_what_gateways_hold(postgres_url: str) -> N
         assert scene.divider.divided == {}, "which gives nobody anything, and takes nothing"
 
 
-async def test_who_ended_leaves_his_slots_at_once_and_who_was_killed_after_a_while(postgres_url: str) -> None:
+async def test_a_gateway_that_ends_frees_its_slots_at_once_and_a_killed_one_later(
+    postgres_url: str,
+) -> None:
     async with a_scene(postgres_url) as scene:
         await scene.rounds(10)
         await scene.leases.pop("b").drop()

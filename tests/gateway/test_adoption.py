@@ -29,7 +29,7 @@ async def looking(*models: SimulatedModel, **rules: Any) -> AsyncIterator[tuple[
         yield there, Adoption(there.gateway.parts.residencies)
 
 
-async def test_a_model_that_is_there_at_two_looks_is_entered_and_stays_where_it_is() -> None:
+async def test_a_model_that_is_there_at_two_checks_gets_a_holder_and_stays_where_it_is() -> None:
     async with looking() as (there, looks):
         await there.host.load("any", (), Seconds(1.0))
         await looks.check()
@@ -44,7 +44,7 @@ async def test_a_model_that_is_there_at_two_looks_is_entered_and_stays_where_it_
         assert there.of() == task
 
 
-async def test_steps_of_an_ensemble_and_what_has_left_are_not_entered() -> None:
+async def test_steps_of_an_ensemble_and_models_that_have_left_get_no_holder() -> None:
     models = (SimulatedModel("any", steps=("step",)), SimulatedModel("step", Mib(10)), SimulatedModel("gone"))
     async with looking(*models) as (there, looks):
         await there.host.load("any", (), Seconds(1.0))
@@ -56,7 +56,7 @@ async def test_steps_of_an_ensemble_and_what_has_left_are_not_entered() -> None:
         assert [task.name for task in there.gateway.world.homes.live()] == ["any"]
 
 
-async def test_what_a_server_itself_takes_is_held_while_the_settings_say_so() -> None:
+async def test_the_base_cost_of_a_server_is_held_while_the_settings_say_so() -> None:
     async with looking(base_mb=Mib(500)) as (there, looks):
         await looks.check()
         base = there.gateway.world.homes.of(Home("main", ""))
@@ -68,7 +68,7 @@ async def test_what_a_server_itself_takes_is_held_while_the_settings_say_so() ->
         await until(lambda: there.gateway.world.homes.of(Home("main", "")) is None)
 
 
-async def test_what_cannot_be_entered_is_tried_again() -> None:
+async def test_a_holder_that_cannot_be_made_is_tried_again() -> None:
     async with looking(models={}) as (there, looks):
         await there.host.load("any", (), Seconds(1.0))
         await looks.check()
@@ -80,7 +80,7 @@ async def test_what_cannot_be_entered_is_tried_again() -> None:
         assert there.of() is not None
 
 
-async def test_one_of_which_nothing_can_be_told_keeps_no_other_out() -> None:
+async def test_a_model_that_cannot_be_described_keeps_no_other_out() -> None:
     odd = SimulatedModel("a", unreadable=True)
     async with looking(odd, SimulatedModel("b", Mib(8)), models={}) as (there, looks):
         for model in ("a", "b"):
@@ -91,7 +91,7 @@ async def test_one_of_which_nothing_can_be_told_keeps_no_other_out() -> None:
         assert there.of("b") is not None
 
 
-async def test_the_history_of_what_was_adopted_and_has_left_is_one_that_may_be() -> None:
+async def test_the_history_of_an_adopted_model_that_has_left_is_valid() -> None:
     async with looking(base_mb=Mib(500)) as (there, looks):
         await there.host.load("any", (), Seconds(1.0))
         for _ in range(2):
@@ -105,7 +105,7 @@ async def test_the_history_of_what_was_adopted_and_has_left_is_one_that_may_be()
         assert violations(await log_of(there.gateway.store)) == []
 
 
-async def test_one_whose_last_holder_was_given_up_is_entered_and_has_what_that_one_left() -> None:
+async def test_a_model_whose_holder_was_given_up_is_adopted_with_the_memory_of_that_holder() -> None:
     async with looking() as (there, looks):
         gateway, [residency] = there.gateway, there.gateway.parts.residencies or ()
         asked = asyncio.ensure_future(residency.ready("any", 50))

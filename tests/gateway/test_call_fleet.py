@@ -69,7 +69,7 @@ async def test_a_call_that_was_not_sent_goes_to_the_next_server() -> None:
         assert (main.grpc.faults, main.http.faults, main.in_flight) == (1, 0, 0)
 
 
-async def test_what_broke_off_goes_on_elsewhere_only_if_it_may_be_done_twice() -> None:
+async def test_a_call_that_broke_off_goes_to_another_server_only_if_it_may_be_done_twice() -> None:
     async with a_stage(ending(Status.UNAVAILABLE), others=[b := Heard()]) as stage:
         _, other = have(stage, {b"any"}, {b"any"})
         other.in_flight = 1
@@ -83,7 +83,7 @@ async def test_what_broke_off_goes_on_elsewhere_only_if_it_may_be_done_twice() -
         assert error.code() is Status.UNAVAILABLE
 
 
-async def test_what_a_server_says_itself_is_told_by_no_other() -> None:
+async def test_an_error_of_a_server_is_passed_on_without_asking_another() -> None:
     async with a_stage(ending(Status.NOT_FOUND), others=[b := Heard()]) as stage:
         have(stage, set(), set())
         error = await stage.refusal(INFER, field(1, "any"), metadata=(*stage.own, ("x-idempotent", "true")))
@@ -141,7 +141,7 @@ async def test_the_index_is_that_of_all() -> None:
         assert list(answer.models) == [ready, cold]
 
 
-async def test_a_server_is_looked_after_over_grpc_as_well() -> None:
+async def test_a_server_is_checked_over_grpc_as_well() -> None:
     live = messages.ServerLiveResponse(live=True).SerializeToString()
     async with a_stage(answering(live), others=[None]) as stage:
         watch = HealthChecks(stage.fleet.servers, SHORT)

@@ -80,7 +80,7 @@ async def test_a_client_that_leaves_is_one_that_the_server_hears_of(method: str)
         await gone.wait()
 
 
-async def test_how_a_call_ends_is_told_as_the_server_tells_it() -> None:
+async def test_the_status_of_a_call_is_passed_on_unchanged() -> None:
     async def ends(_messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         await context.abort(Status.ALREADY_EXISTS, "wörtlich: so", (("x-why", "w"),))
 
@@ -91,7 +91,7 @@ async def test_how_a_call_ends_is_told_as_the_server_tells_it() -> None:
             assert dict(error.trailing_metadata())["x-why"] == "w"
 
 
-async def test_a_stream_that_the_server_ends_while_the_client_writes_is_told_its_status() -> None:
+async def test_the_client_gets_the_status_of_a_stream_that_the_server_ends_while_it_writes() -> None:
     async def ends(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         await anext(messages)
         await context.abort(Status.NOT_FOUND, "no such model")
@@ -109,7 +109,7 @@ async def test_a_stream_that_the_server_ends_while_the_client_writes_is_told_its
             assert await asyncio.to_thread(how_it_ends, stage) == (Status.NOT_FOUND, "no such model")
 
 
-async def test_who_has_no_token_is_refused_before_a_message_is_read() -> None:
+async def test_a_call_without_a_token_is_refused_before_a_message_is_read() -> None:
     async with a_stage(heard := Heard()) as stage:
         for method in (INFER, STREAM, SERVICE + "ServerMetadata", "/any.Other/Call"):
             error = await stage.refusal(method, b"x" * 10_000_000, metadata=())
@@ -167,7 +167,7 @@ async def test_a_load_brings_files_only_where_that_is_allowed(what: str) -> None
         assert await stage.ask(method, message) == message
 
 
-async def test_a_server_that_cannot_be_reached_is_told_as_one_that_was_sent_nothing() -> None:
+async def test_an_unreachable_server_is_reported_as_one_that_was_sent_nothing() -> None:
     async with a_stage(None) as stage:
         for method in (INFER, STREAM):
             error = await stage.refusal(method)
@@ -285,7 +285,7 @@ async def test_calls_wait_for_a_slot_of_the_model_that_their_message_names() -> 
     assert not list(lanes.figures())
 
 
-async def test_a_call_that_gets_no_slot_in_time_is_told_when_to_come_again() -> None:
+async def test_a_call_that_gets_no_slot_in_time_says_when_to_retry() -> None:
     model = Model()
     async with a_stage(model, lanes=Lanes(LaneOptions(slots={b"m": 1}))) as stage:
         first = stage.ask(INFER, naming("m"))
@@ -304,6 +304,6 @@ async def test_a_call_that_gets_no_slot_in_time_is_told_when_to_come_again() -> 
         assert await first == naming("m")
 
 
-async def test_what_is_no_message_names_no_model() -> None:
+async def test_bytes_that_are_no_message_name_no_model() -> None:
     async with a_stage(Heard()) as stage:
         assert await stage.ask(INFER, b"\xff") == b"\xff"

@@ -56,7 +56,7 @@ async def test_calls_wait_for_their_model_to_come_and_for_its_end() -> None:
         assert gateway.world.homes.of(home) is None
 
 
-async def test_who_has_waited_long_enough_is_told_when_to_come_again() -> None:
+async def test_a_request_that_has_waited_long_enough_says_when_to_retry() -> None:
     async with a_stage(Heard(), homes=homes(cold_seconds=0.0)) as stage:
         error = await stage.refusal(INFER, field(1, "any"))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -78,7 +78,7 @@ async def test_a_stream_waits_for_the_model_of_its_first_message_and_is_under_wa
     assert heard.messages == [message]
 
 
-async def test_a_stream_that_has_waited_long_enough_is_told_when_to_come_again() -> None:
+async def test_a_stream_that_has_waited_long_enough_says_when_to_retry() -> None:
     async with a_stage(heard := Heard(), homes=homes(cold_seconds=0.0)) as stage:
         call = stage.open()
         await call.write(field(1, "any"))
@@ -88,7 +88,7 @@ async def test_a_stream_that_has_waited_long_enough_is_told_when_to_come_again()
     assert heard.messages == []
 
 
-async def test_what_names_no_model_is_its_server_s_affair() -> None:
+async def test_a_message_that_names_no_model_is_passed_on() -> None:
     async with a_stage(heard := Heard(), homes=homes()) as stage:
         for message in (b"", b"\xff", field(1, 7)):
             assert await stage.ask(INFER, message) == message

@@ -30,7 +30,7 @@ async def test_a_request_for_a_cold_model_waits_until_it_is_loaded_and_is_sent_a
         assert task.demand.where.nodes == (("node", ("n1",)),)
 
 
-async def test_many_who_want_it_share_one_load() -> None:
+async def test_many_requests_for_a_model_share_one_load() -> None:
     async with homes(heard := Heard()) as there:
         clients = [await there.stage.connect() for _ in range(3)]
         for client in clients:
@@ -51,7 +51,7 @@ async def test_a_large_body_is_held_up_while_its_model_is_loaded() -> None:
         assert heard.bodies == [body]
 
 
-async def test_who_has_waited_long_enough_is_told_when_to_come_again_and_the_model_stays_wanted() -> None:
+async def test_a_request_that_has_waited_long_enough_says_when_to_retry_and_the_model_stays_wanted() -> None:
     async with homes(Heard(), cold_seconds=Seconds(0.0)) as there:
         status, headers, body = await there.stage.ask("POST", INFER, b"x")
         told = json.loads(body)
@@ -71,7 +71,7 @@ async def test_the_priority_of_a_request_is_that_of_its_model_up_to_what_its_tok
         assert (await there.wanted()).priority == 50, "the token may no more"
 
 
-async def test_a_load_that_failed_is_told_in_the_words_of_the_server() -> None:
+async def test_a_failed_load_is_reported_in_the_words_of_the_server() -> None:
     async with homes(Heard()) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
@@ -91,7 +91,7 @@ async def test_a_load_that_failed_is_told_in_the_words_of_the_server() -> None:
         assert "no such layer" in json.loads(body)["error"]
 
 
-async def test_a_model_of_which_nothing_is_said_is_taken_for_a_quarter_more_than_its_files() -> None:
+async def test_the_size_of_an_unknown_model_is_estimated_as_a_quarter_more_than_its_files() -> None:
     async with homes(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
@@ -99,7 +99,7 @@ async def test_a_model_of_which_nothing_is_said_is_taken_for_a_quarter_more_than
         assert (await client.answer())[0] == 200
 
 
-async def test_a_model_that_was_seen_loaded_takes_what_it_took_then_and_a_margin() -> None:
+async def test_a_model_that_was_measured_before_takes_that_size_and_a_margin() -> None:
     async with homes(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
         world = there.gateway.world
         kinds = {book.device.kind for book in world.books.values()}
@@ -110,7 +110,7 @@ async def test_a_model_that_was_seen_loaded_takes_what_it_took_then_and_a_margin
         assert (await client.answer())[0] == 200
 
 
-async def test_the_metrics_tell_by_server_how_true_the_sizes_of_models_are() -> None:
+async def test_the_metrics_show_by_server_how_accurate_the_sizes_of_models_are() -> None:
     async with homes(Heard()) as there:
         client, asked = await there.stage.connect(), there.gateway.admin
         client.ask("POST", INFER, b"x")
@@ -125,7 +125,7 @@ async def test_the_metrics_tell_by_server_how_true_the_sizes_of_models_are() -> 
         assert 'gpubroker_model_size_enough_ratio{server="main"} 1.0' in told
 
 
-async def test_what_the_server_does_not_have_it_answers_itself() -> None:
+async def test_a_model_that_the_server_does_not_have_is_answered_by_it() -> None:
     async with homes(heard := Heard(), models={}) as there:
         status, _, _ = await there.stage.ask("POST", "/v2/models/nothing/infer", b"x")
         assert status == 200, "whatever it says"
@@ -133,13 +133,13 @@ async def test_what_the_server_does_not_have_it_answers_itself() -> None:
         assert len(heard.bodies) == 1
 
 
-async def test_what_the_operator_named_and_the_server_does_not_have_takes_nobody_s_room() -> None:
+async def test_a_named_model_that_the_server_does_not_have_takes_no_memory() -> None:
     async with homes(Heard(), models={"lost": ModelRules(Mib(50 * GIB))}) as there:
         assert (await there.stage.ask("POST", "/v2/models/lost/infer", b"x"))[0] == 200, "whatever it says"
         assert there.of("lost") is None
 
 
-async def test_what_is_no_work_for_a_model_waits_for_none() -> None:
+async def test_requests_that_are_no_work_for_a_model_do_not_wait() -> None:
     async with homes(Heard()) as there:
         for path in ("/v2/models/any/config", "/v2/models/any/ready", "/v2/models/stats"):
             assert (await there.stage.ask("GET", path))[0] == 200
@@ -160,7 +160,7 @@ async def test_a_load_over_the_protocol_of_triton_goes_through_the_ledger_and_so
         assert there.of() is None
 
 
-async def test_who_goes_away_while_his_model_is_loaded_is_not_sent_on() -> None:
+async def test_a_request_whose_client_leaves_during_the_load_is_not_sent() -> None:
     async with homes(heard := Heard()) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")

@@ -51,7 +51,7 @@ def server(stage: Stage, name: str) -> Server:
     return next(one for one in stage.fleet.servers if one.name == name)
 
 
-async def test_a_model_is_asked_where_it_is() -> None:
+async def test_a_request_goes_to_the_server_that_has_the_model() -> None:
     async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
         have(stage, {b"other"}, {b"any", b"any/2"})
         for path in (INFER, "/v2/models/any/versions/2/infer"):
@@ -59,7 +59,7 @@ async def test_a_model_is_asked_where_it_is() -> None:
         assert (len(main.heads), len(b.heads)) == (0, 2)
 
 
-async def test_of_several_who_has_least_to_do_is_asked_and_else_they_take_turns() -> None:
+async def test_the_server_with_fewest_requests_is_asked_and_equal_ones_take_turns() -> None:
     async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"any"})
         for _ in range(4):
@@ -72,7 +72,7 @@ async def test_of_several_who_has_least_to_do_is_asked_and_else_they_take_turns(
         assert server(stage, "b").in_flight == 0
 
 
-async def test_a_model_that_no_server_has_is_asked_at_the_first_which_says_so() -> None:
+async def test_a_model_that_no_server_has_is_answered_by_the_first() -> None:
     async with a_stage(main := answering(b"{}", b"404 Not Found"), others=[b := Heard()]) as stage:
         have(stage, set(), set())
         watched = server(stage, "b").http
@@ -81,7 +81,7 @@ async def test_a_model_that_no_server_has_is_asked_at_the_first_which_says_so() 
         assert watched.check_wanted.is_set(), "it may have been loaded a moment ago"
 
 
-async def test_a_server_that_does_not_tell_what_it_has_is_asked_for_what_no_other_has() -> None:
+async def test_a_server_that_does_not_say_what_it_has_gets_requests_for_unknown_models() -> None:
     async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
         server(stage, "main").contents = Contents(frozenset(), frozenset({b"other"}))
         await stage.ask("POST", INFER, b"{}")
@@ -110,7 +110,7 @@ async def test_a_model_is_asked_where_it_was_loaded_a_moment_ago_and_no_more_onc
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_what_was_not_sent_goes_to_the_next_server_with_all_of_its_body(chunked: bool) -> None:
+async def test_an_unsent_request_goes_to_the_next_server_with_all_of_its_body(chunked: bool) -> None:
     async with a_stage(None, others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"any"})
         server(stage, "b").in_flight = 1
@@ -134,7 +134,7 @@ async def test_a_large_body_goes_on_at_the_next_server_when_the_first_was_not_th
         assert b.bodies == [body]
 
 
-async def test_what_changes_nothing_is_asked_again_where_the_answer_did_not_come() -> None:
+async def test_a_request_that_changes_nothing_is_sent_again_if_no_answer_came() -> None:
     async with a_stage(breaking_off(), others=[b := Heard()]) as stage:
         assert (await stage.ask("GET", "/v2"))[0] == 200
         assert len(b.heads) == 1
@@ -152,7 +152,7 @@ async def test_an_inference_that_broke_off_is_sent_again_only_if_its_client_says
         assert b"x-idempotent" not in b.heads[0].lower()
 
 
-async def test_what_has_begun_to_be_answered_is_never_sent_again() -> None:
+async def test_a_request_whose_answer_has_begun_is_never_sent_again() -> None:
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
     async with a_stage(breaking_off(half), others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"any"})
@@ -174,7 +174,7 @@ async def test_each_server_has_its_own_trust_and_its_own_credentials_also_when_a
         assert b"theirs" not in b.heads[0]
 
 
-async def test_a_server_whose_certificate_is_not_believed_gets_nothing() -> None:
+async def test_a_server_with_an_untrusted_certificate_gets_nothing() -> None:
     async with a_stage(Heard(), others=[b := Heard()], certificate=CERTIFICATE) as stage:
         have(stage, {b"any"}, {b"any"})
         stage.fleet.servers[0].backend = HttpBackend(
@@ -186,7 +186,7 @@ async def test_a_server_whose_certificate_is_not_believed_gets_nothing() -> None
         assert "CERTIFICATE_VERIFY_FAILED" in server(stage, "main").http.breaker.fault
 
 
-async def test_when_nobody_is_there_the_last_trouble_is_told() -> None:
+async def test_if_no_server_answers_the_last_failure_is_reported() -> None:
     async with a_stage(None, others=[None]) as stage:
         have(stage, {b"any"}, {b"any"})
         status, _, told = await stage.ask("POST", INFER, b"{}")
@@ -194,7 +194,7 @@ async def test_when_nobody_is_there_the_last_trouble_is_told() -> None:
         assert [one.http.faults for one in stage.fleet.servers] == [1, 1]
 
 
-async def test_a_server_that_failed_three_times_is_asked_nothing_until_it_answers_again() -> None:
+async def test_a_server_that_failed_three_times_gets_nothing_until_it_answers_again() -> None:
     async with a_stage(breaking_off(times=3), others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"any"})
         with capture_logs() as logs:
@@ -221,7 +221,7 @@ async def test_a_model_is_not_asked_elsewhere_because_its_only_server_does_not_a
         assert b.heads == []
 
 
-async def test_a_service_that_ends_has_nothing_to_say_of_its_servers() -> None:
+async def test_a_service_that_ends_reports_no_faults_of_its_servers() -> None:
     began: list[bytes] = []
 
     async def silent(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
@@ -238,7 +238,7 @@ async def test_a_service_that_ends_has_nothing_to_say_of_its_servers() -> None:
         assert (server(stage, "main").http.faults, server(stage, "main").is_up) == (0, True)
 
 
-async def test_who_goes_away_is_no_longer_counted() -> None:
+async def test_a_request_whose_client_leaves_is_no_longer_counted() -> None:
     began = asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
@@ -281,7 +281,7 @@ async def test_the_index_is_that_of_all() -> None:
         assert b"gzip" not in b.heads[0]
 
 
-async def test_what_cannot_be_put_together_is_told_as_the_servers_fault() -> None:
+async def test_answers_that_cannot_be_merged_are_reported_as_the_servers_fault() -> None:
     async with a_stage(answering(b"nonsense"), others=[answering(b"[]")]) as stage:
         status, _, body = await stage.ask("POST", "/v2/repository/index", b"")
         assert (status, json.loads(body)["code"]) == (502, "model-server-failed")
@@ -303,12 +303,12 @@ async def test_an_unload_goes_to_every_server_that_has_the_model_and_settings_to
         assert [len(one.heads) for one in (main, b, c)] == [5, 4, 2]
 
 
-async def test_what_all_servers_are_asked_may_not_be_large() -> None:
+async def test_a_request_to_all_servers_may_not_be_large() -> None:
     async with a_stage(Heard(), others=[Heard()]) as stage:
         assert (await stage.ask("POST", "/v2/logging", b"x" * (1024 * 1024 + 1)))[0] == 413
 
 
-async def test_a_server_is_looked_after_with_its_credentials_and_says_what_it_has() -> None:
+async def test_a_server_is_checked_with_its_credentials_and_says_what_it_has() -> None:
     index = [{"name": "m", "version": "1", "state": "READY"}, {"name": "n"}]
     async with a_stage(main := answering(json.dumps(index).encode()), others=[None]) as stage:
         watch = HealthChecks(stage.fleet.servers, SHORT)
@@ -324,7 +324,7 @@ async def test_a_server_is_looked_after_with_its_credentials_and_says_what_it_ha
         assert not server(stage, "main").is_up
 
 
-async def test_a_server_all_of_whose_connections_are_in_use_is_no_dead_one() -> None:
+async def test_a_server_whose_connections_are_all_in_use_is_not_down() -> None:
     """Long answers and streams keep them for minutes."""
     ended, asked = asyncio.Event(), []
 
@@ -344,13 +344,13 @@ async def test_a_server_all_of_whose_connections_are_in_use_is_no_dead_one() -> 
         for _ in range(4):
             await HealthChecks(stage.fleet.servers, SHORT).check_all()
         assert (server(stage, "main").http.faults, server(stage, "main").is_up) == (0, True)
-        await until(lambda: len(stage.backend._lines) == 1)
+        await until(lambda: len(stage.backend._connections) == 1)
         assert len(asked) == 1, "the other request has waited for its own connection"
         ended.set()
         assert [(await client.answer())[0] for client in clients] == [200, 200]
 
 
-def test_what_is_no_index_says_nothing() -> None:
+def test_a_body_that_is_no_index_says_nothing() -> None:
     for body in (b"", b"{}", b"[1]", b'[{"name": 1}]'):
         assert rows_in(body) is None
 

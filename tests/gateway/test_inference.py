@@ -141,7 +141,7 @@ async def test_interim_answers_are_not_taken_for_the_answer() -> None:
             assert (await client.answer())[0] == 200
 
 
-async def test_who_asks_for_leave_to_send_gets_it_once_and_the_server_is_not_asked_for_it() -> None:
+async def test_expect_100_continue_is_answered_once_and_not_passed_on() -> None:
     async with a_stage(heard := Heard()) as stage:
         client = await stage.connect()
         client.send(client.head("POST", INFER, 3, Expect="100-continue"))
@@ -151,7 +151,7 @@ async def test_who_asks_for_leave_to_send_gets_it_once_and_the_server_is_not_ask
     assert b"expect" not in heard.heads[0].lower()
 
 
-async def test_who_asks_for_leave_and_is_refused_sends_nothing() -> None:
+async def test_a_refused_request_with_expect_100_continue_sends_no_body() -> None:
     async with a_stage(heard := Heard()) as stage:
         client = await stage.connect()
         client.send(client.head("POST", INFER, 10**6, Expect="100-continue", Authorization=""))
@@ -183,7 +183,7 @@ async def test_an_answer_to_head_has_no_body_and_says_how_long_one_would_be() ->
         assert (await client.answer())[0] == 200
 
 
-async def test_a_client_that_has_gone_is_asked_for_no_longer() -> None:
+async def test_a_request_whose_client_has_gone_is_cancelled() -> None:
     came, gone = asyncio.Event(), asyncio.Event()
 
     async def waits(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -241,7 +241,7 @@ async def test_a_server_that_takes_nothing_holds_the_client_up_and_then_gets_eve
         assert (await client.answer())[0] == 200
 
 
-async def test_a_client_that_asks_on_and_reads_nothing_is_not_answered_on() -> None:
+async def test_a_client_that_sends_on_and_reads_nothing_is_paused() -> None:
     written = 0
 
     async def pours(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -13,7 +13,7 @@ async def told(gateway: Gateway, *lines: str) -> None:
     assert not set(lines) - set(found), [line for line in found if "_inference" in line]
 
 
-async def test_queued_inferences_are_told_as_they_wait_are_asked_and_end() -> None:
+async def test_queued_inferences_are_counted_as_they_wait_run_and_end() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         good, bad = await ask(gateway, 1), await ask(gateway, 2)
         await told(gateway, "gpubroker_inferences_waiting 2.0", "gpubroker_inferences_running 0.0")

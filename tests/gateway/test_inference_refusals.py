@@ -29,7 +29,7 @@ def refused(answered: Answered, status: int, code: str) -> dict[str, Any]:
     return document
 
 
-async def test_who_has_no_token_is_refused_and_told_which_one_to_send() -> None:
+async def test_a_request_without_a_token_is_refused_and_says_which_one_to_send() -> None:
     async with a_stage(heard := Heard()) as stage:
         answered = await stage.ask("GET", "/v2", Authorization="")
         assert "Authorization: Bearer" in refused(answered, 401, "unauthenticated")["error"]
@@ -93,7 +93,7 @@ async def test_asking_and_managing_models_need_a_scope_each() -> None:
         "/v2/",
     ],
 )
-def test_what_triton_would_not_match_names_no_model(path: str) -> None:
+def test_paths_that_triton_does_not_match_name_no_model(path: str) -> None:
     target = http_target(b"POST", path.encode())
     assert (target.model, target.operation.name) == (b"", "/v2/unmatched")
 
@@ -172,7 +172,7 @@ async def test_two_requests_in_one_cannot_be_smuggled() -> None:
     assert heard.heads == []
 
 
-async def test_a_server_that_is_away_is_told_at_once_and_nothing_was_sent() -> None:
+async def test_an_unreachable_server_is_reported_at_once_and_nothing_was_sent() -> None:
     async with a_stage(None) as stage:
         with capture_logs() as logs:
             error = refused(await stage.ask("POST", INFER, b"{}"), 503, "model-server-unavailable")
@@ -267,7 +267,7 @@ async def test_an_answer_before_the_end_of_the_request_counts_and_its_connection
         assert (await client.answer())[0] == 404
 
 
-async def test_too_many_that_wait_for_a_connection_are_told_to_come_again() -> None:
+async def test_too_many_requests_that_wait_for_a_connection_are_refused() -> None:
     came, go_on = asyncio.Event(), asyncio.Event()
 
     async def waits(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -306,7 +306,7 @@ async def test_a_connection_that_the_server_closed_meanwhile_is_replaced() -> No
             await until(lambda: not stage.backend._lines)
 
 
-async def test_a_mistake_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_internal_error_is_reported_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_stage(Heard()) as stage:
         monkeypatch.setattr(stage.backend, "ask", None)
         with capture_logs() as logs:

@@ -18,12 +18,13 @@ from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.planning.inferences import admissions, kept_wanted
 from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, packed, request_in
-from gpubroker_server.core.serving.tensors import tensor_of, values_of
+from gpubroker_server.core.serving.tensors import tensor_of
 from gpubroker_server.gateway.proxy.residency.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, fault, problem
+from tests.tensor_values import values_of
 
 RULES = ServerRules(
     "main",

@@ -81,7 +81,7 @@ class Scene:
         return headers
 
 
-async def test_what_is_more_important_goes_first_and_is_told_how_long_it_waited() -> None:
+async def test_a_higher_priority_goes_first_and_the_answer_says_how_long_it_waited() -> None:
     scene = Scene()
     async with a_stage(scene.model, lanes=scene.lanes) as stage:
         [first] = await scene.busy(stage, b"first")
@@ -100,7 +100,7 @@ async def test_what_is_more_important_goes_first_and_is_told_how_long_it_waited(
     assert not list(scene.lanes.figures())
 
 
-async def test_a_model_type_goes_first_as_its_priority_says_and_that_is_nobody_elses_business() -> None:
+async def test_a_model_type_has_its_priority_and_the_header_is_not_passed_on() -> None:
     scene = Scene()
     async with a_stage(scene.model, lanes=scene.lanes) as stage:
         [first] = await scene.busy(stage, b"first")
@@ -113,7 +113,7 @@ async def test_a_model_type_goes_first_as_its_priority_says_and_that_is_nobody_e
     assert not [head for head in scene.model.heads if b"x-model-type" in head.lower()]
 
 
-async def test_only_what_makes_a_model_work_takes_a_slot() -> None:
+async def test_only_requests_that_make_a_model_work_take_a_slot() -> None:
     scene = Scene()
     async with a_stage(scene.model, lanes=scene.lanes) as stage:
         await scene.busy(stage, b"first")
@@ -139,7 +139,7 @@ async def test_however_its_name_is_encoded_a_model_has_one_lane() -> None:
         assert [(one.model, one.waiting) for one in scene.lanes.figures()] == [("any", 2)]
 
 
-async def test_who_has_waited_as_long_as_it_may_is_told_when_to_come_again() -> None:
+async def test_a_request_that_has_waited_as_long_as_it_may_says_when_to_retry() -> None:
     scene = Scene()
     async with a_stage(scene.model, lanes=scene.lanes) as stage:
         [first] = await scene.busy(stage, b"first")
@@ -160,7 +160,7 @@ async def test_who_has_waited_as_long_as_it_may_is_told_when_to_come_again() -> 
     assert b"late" not in scene.model.began
 
 
-async def test_nobody_waits_longer_than_the_operator_allows() -> None:
+async def test_no_request_waits_longer_than_the_operator_allows() -> None:
     scene = Scene(queue_seconds=0.01)
     async with a_stage(scene.model, lanes=scene.lanes) as stage:
         await scene.busy(stage, b"first")
@@ -213,7 +213,7 @@ async def test_in_a_full_lane_the_least_important_loses_its_place() -> None:
         await scene.ends(b"high", high)
 
 
-async def test_a_priority_above_the_tokens_is_lowered_to_it_and_said() -> None:
+async def test_a_priority_above_the_tokens_is_lowered_and_the_answer_says_so() -> None:
     scene = Scene()
     async with a_stage(scene.model, lanes=scene.lanes) as stage:
         weak = await stage.of_tenant("weak", max_priority=20)
@@ -227,7 +227,7 @@ async def test_a_priority_above_the_tokens_is_lowered_to_it_and_said() -> None:
         assert "x-priority" not in await scene.ends(b"unsaid", unsaid)
 
 
-def test_who_states_no_priority_has_that_of_the_model_type() -> None:
+def test_a_request_without_a_priority_has_that_of_its_model_type() -> None:
     lanes = Lanes(LaneOptions(type_priorities={"llm": 79, "chat": 100}))
     weak = Identity("weak", "weak", frozenset(), 90)
     assert lanes.wish_in(weak, None, None, "llm") == QueueWish(79)
@@ -282,7 +282,7 @@ async def test_a_body_in_chunks_that_becomes_too_large_while_it_waits_leaves_its
         assert scene.figures() == 0
 
 
-async def test_the_slot_of_what_the_server_breaks_off_is_free() -> None:
+async def test_the_slot_of_a_request_that_the_server_breaks_off_is_free() -> None:
     scene = Scene()
 
     async def breaks(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
@@ -302,7 +302,7 @@ async def test_the_slot_of_what_the_server_breaks_off_is_free() -> None:
         assert not list(scene.lanes.figures())
 
 
-async def test_a_mistake_of_ours_at_its_turn_is_told_and_the_next_one_goes(
+async def test_an_internal_error_when_its_slot_is_free_is_reported_and_the_next_request_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene()
@@ -335,7 +335,7 @@ async def test_slots_waiting_and_waits_are_measured() -> None:
 SOMEBODY = Identity("me", "default", frozenset("*"), 50)
 
 
-async def test_of_models_that_nobody_asks_so_many_are_remembered() -> None:
+async def test_the_number_of_idle_lanes_is_limited() -> None:
     lanes = Lanes(LaneOptions())
     kept = lanes.enter(b"kept", SOMEBODY, NO_WISH)
     for number in range(MOST_LANES + 10):
@@ -347,7 +347,7 @@ async def test_of_models_that_nobody_asks_so_many_are_remembered() -> None:
     assert not list(lanes.figures())
 
 
-async def test_whoever_leaves_when_it_has_just_gone_or_lost_gives_back_what_it_has_once() -> None:
+async def test_an_entry_that_leaves_as_it_starts_or_loses_gives_its_slot_back_once() -> None:
     lanes = Lanes(LaneOptions(LaneRules(1), slots={b"m": 1}))
     first = lanes.enter(b"m", SOMEBODY, NO_WISH)
     goes = lanes.enter(b"m", SOMEBODY, NO_WISH)
@@ -361,7 +361,7 @@ async def test_whoever_leaves_when_it_has_just_gone_or_lost_gives_back_what_it_h
     loses = lanes.enter(b"m", SOMEBODY, QueueWish(priority=1))
     wins = lanes.enter(b"m", SOMEBODY, NO_WISH)
     loses.leave()
-    with pytest.raises(Problem, match="a more important request took the place"):
+    with pytest.raises(Problem, match="a request of higher priority took the place"):
         await loses.granted()
     assert [figures[1:] for figures in lanes.figures()] == [(1, 1, 1)]
     again.leave()

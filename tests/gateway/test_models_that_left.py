@@ -86,7 +86,7 @@ async def test_a_name_that_triton_does_not_decode_is_not_asked_for_again() -> No
         assert (status, heard.bodies) == (404, [b"first", b"xyz"])
 
 
-async def test_what_else_is_not_found_is_told_as_it_came() -> None:
+async def test_other_errors_of_the_server_are_passed_on() -> None:
     async with homes(heard := Heard()) as there:
         await resident(there)
         for answer in (NO_VERSION, saying("no such tensor"), saying("x" * 5000), saying("")):
@@ -104,7 +104,7 @@ async def test_a_body_that_was_too_long_to_be_kept_is_not_sent_again() -> None:
         assert status == 404
 
 
-async def test_who_waits_in_vain_for_a_model_that_left_is_told_when_to_come_again() -> None:
+async def test_a_request_that_waits_too_long_for_a_model_that_left_says_when_to_retry() -> None:
     async with homes(heard := Heard(), cold_seconds=Seconds(0.0)) as there:
         assert (await there.stage.ask("POST", INFER, b"x"))[0] == 503
         await there.load()
@@ -114,9 +114,7 @@ async def test_who_waits_in_vain_for_a_model_that_left_is_told_when_to_come_agai
         assert (status, json.loads(body)["code"]) == (503, "model-not-ready")
 
 
-async def test_a_model_that_answers_as_one_whose_process_is_gone_is_told_to_the_leader_once_in_a_while() -> (
-    None
-):
+async def test_a_model_whose_process_is_gone_is_reported_to_the_leader_once_in_a_while() -> None:
     dead = saying("Stub process 'any_0_0' is not healthy.", "500 Internal Server Error")
     async with homes(heard := Heard()) as there:
         await resident(there)
@@ -146,7 +144,7 @@ class Slow(Heard):
             writer.write(self.answer)
 
 
-async def test_a_model_is_let_go_of_when_what_it_was_sent_before_is_answered() -> None:
+async def test_a_model_is_drained_when_its_earlier_requests_are_answered() -> None:
     async with homes(heard := Slow()) as there:
         draining = Draining(there.gateway.world, there.lanes.has_older, there.lanes.now)
         await resident(there)
@@ -165,7 +163,7 @@ async def test_a_model_is_let_go_of_when_what_it_was_sent_before_is_answered() -
         assert draining.drained() == frozenset()
 
 
-async def test_what_is_sent_to_a_copy_elsewhere_keeps_no_model_from_leaving() -> None:
+async def test_requests_to_a_copy_elsewhere_keep_no_model_from_leaving() -> None:
     async with homes(Heard()) as there:
         draining = Draining(there.gateway.world, there.lanes.has_older, there.lanes.now)
         await resident(there)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.serving.batching import request_in
-from gpubroker_server.core.serving.tensors import values_of
 
 from tests.gateway.harness import Client, Gateway, fault, problem
 from tests.gateway.test_inferences_queued import OPEN, a_gateway
+from tests.tensor_values import values_of
 
 DAY = 86400.0
 FLOATS = bytes.fromhex("0000003f 00000040")

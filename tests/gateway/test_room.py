@@ -103,7 +103,7 @@ async def test_one_tenant_leaves_room_for_others() -> None:
         await scene.waits(stage, bytes(300), Authorization=await stage.of_tenant("b"))
 
 
-async def test_whoever_has_given_up_holds_nothing() -> None:
+async def test_a_request_that_gave_up_holds_nothing() -> None:
     scene = Scene(queue_seconds=Seconds(0.01))
     async with a_stage(scene.model, lanes=scene.lanes, most_waiting_bytes=1000) as stage:
         await scene.busy(stage, b"first")

@@ -36,7 +36,7 @@ async def test_a_model_says_that_the_node_of_its_server_has_not_joined() -> None
         problem(await gateway.admin.post("/models/llm/load", json={}), 422, "no-matching-device")
 
 
-async def test_who_asks_before_any_node_has_joined_reads_that() -> None:
+async def test_a_request_before_any_node_has_joined_says_so() -> None:
     async with Gateway() as gateway:
         await a_gateway(gateway, node="n1e", cold_seconds=0.0)
         for known in (gateway.world.nodes, gateway.world.books, gateway.world.by_node):
@@ -57,7 +57,7 @@ async def test_a_gpu_that_its_node_does_not_have_is_named() -> None:
         assert listed["reason"].startswith("its node n1 has no GPU GPU-nowhere; there are ")
 
 
-async def test_the_log_says_it_once_when_it_is_so_still_after_others_have_answered() -> None:
+async def test_a_missing_place_is_logged_once_when_it_persists() -> None:
     async with Gateway() as gateway:
         rules = [RULES, replace(RULES, name="lost", node="n1e"), replace(RULES, name="late", node="n2")]
         checks = PlaceChecks(gateway.world, rules)

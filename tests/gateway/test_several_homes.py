@@ -100,7 +100,7 @@ async def test_a_server_whose_gpus_are_too_small_is_passed_over() -> None:
         problem(refused, 422, "exceeds-capacity")
 
 
-async def test_whose_copy_is_meant_must_be_said_where_there_are_two() -> None:
+async def test_a_request_must_name_the_server_if_two_have_the_model() -> None:
     async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
         for server in ("a", "b"):
             await gateway.admin.post("/models/llm/load", json={}, params={"server": server})
@@ -119,7 +119,7 @@ async def test_whose_copy_is_meant_must_be_said_where_there_are_two() -> None:
         assert [(one["server"], one["state"]) for one in items] == [("a", "draining"), ("b", "resident")]
 
 
-async def test_a_server_that_does_not_exist_is_told_with_those_that_do() -> None:
+async def test_an_unknown_server_is_reported_with_those_that_exist() -> None:
     async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
         for answer in (
             await gateway.admin.get("/models/llm?server=c"),
@@ -129,7 +129,7 @@ async def test_a_server_that_does_not_exist_is_told_with_those_that_do() -> None
         problem(await gateway.admin.get("/models/none"), 404, "not-found")
 
 
-async def test_use_is_told_of_each_copy() -> None:
+async def test_use_is_reported_for_each_copy() -> None:
     async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
         for server in ("a", "b"):
             await gateway.admin.post("/models/llm/load", json={}, params={"server": server})

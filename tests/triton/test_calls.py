@@ -44,7 +44,7 @@ def proxied(service: ServiceProcess, call_port: int) -> Side:
     return Side(f"127.0.0.1:{call_port}", {"authorization": f"Bearer {service.token}"})
 
 
-def test_the_blocking_client_is_told_the_same(direct: Side, proxied: Side) -> None:
+def test_the_blocking_client_gets_the_same_answers(direct: Side, proxied: Side) -> None:
     kit: ModuleType = tritonclient.grpc
     answers = []
     for side in (direct, proxied):
@@ -63,7 +63,7 @@ def _now(coroutine: Any) -> Any:
     raise AssertionError
 
 
-async def test_the_asynchronous_client_is_told_the_same(direct: Side, proxied: Side) -> None:
+async def test_the_asynchronous_client_gets_the_same_answers(direct: Side, proxied: Side) -> None:
     kit: ModuleType = tritonclient.grpc.aio
     answers = []
     for side in (direct, proxied):
@@ -135,7 +135,7 @@ def _told(channel: grpc.Channel, path: str, message: bytes, side: Side) -> objec
         return error.code(), error.details()
 
 
-def test_a_call_that_triton_does_not_know_is_told_so_by_triton(stubs: Stubs) -> None:
+def test_an_unknown_call_is_answered_by_triton(stubs: Stubs) -> None:
     for path in ("/inference.GRPCInferenceService/Unheard", "/other.Service/Call"):
         answers = [_told(channel, path, b"", side) for side, channel in stubs]
         assert answers[1] == answers[0]
@@ -234,7 +234,7 @@ def test_tensors_of_64_mib_pass(stubs: Stubs) -> None:
             assert np.array_equal(answer.as_numpy("OUTPUT0"), array)
 
 
-def test_memory_is_not_shared_and_the_client_is_told_so_in_tritons_words(proxied: Side) -> None:
+def test_shared_memory_is_refused_in_tritons_words(proxied: Side) -> None:
     with tritonclient.grpc.InferenceServerClient(proxied.address) as client:
         with pytest.raises(InferenceServerException, match="Client shared memory is disabled") as refused:
             client.register_system_shared_memory("in0", "/in0", 16, headers=proxied.token)

@@ -16,7 +16,7 @@ def address(url: str) -> str:
     return url.removeprefix("http://")
 
 
-async def test_the_blocking_client_is_told_the_same(triton: Triton, service: ServiceProcess) -> None:
+async def test_the_blocking_client_gets_the_same_answers(triton: Triton, service: ServiceProcess) -> None:
     kit: ModuleType = tritonclient.http
     with (
         kit.InferenceServerClient(address(triton.url)) as direct,
@@ -28,7 +28,7 @@ async def test_the_blocking_client_is_told_the_same(triton: Triton, service: Ser
     assert sum(1 for answer in expected if answer[0] == "infer" and len(answer) == 3) > 10  # type: ignore[index, arg-type]
 
 
-async def test_the_asynchronous_client_is_told_the_same(triton: Triton, service: ServiceProcess) -> None:
+async def test_the_asynchronous_client_gets_the_same_answers(triton: Triton, service: ServiceProcess) -> None:
     kit: ModuleType = tritonclient.http.aio
     async with (
         kit.InferenceServerClient(address(triton.url)) as direct,

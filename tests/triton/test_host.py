@@ -92,7 +92,7 @@ async def test_a_load_that_fails_says_why_and_so_does_the_index(host: TritonHost
     assert "cannot allocate 12345 bytes" in found.reason
 
 
-async def test_a_load_that_fails_of_something_else_than_memory_is_told_apart(
+async def test_a_load_that_fails_for_another_reason_than_memory_is_distinguished(
     host: TritonHost, own_triton: Triton
 ) -> None:
     code = own_triton.repository / "fails_at_load" / "1" / "model.py"
@@ -106,7 +106,7 @@ async def test_a_load_that_fails_of_something_else_than_memory_is_told_apart(
     assert refused.value.fault is HostFault.FAILED
 
 
-async def test_what_is_not_in_the_repository_is_not_found(host: TritonHost) -> None:
+async def test_a_model_that_is_not_in_the_repository_is_not_found(host: TritonHost) -> None:
     for call in (host.load("nope", (), SOON), host.describe("nope", SOON), host.answers("nope", SOON)):
         with pytest.raises(HostRefused) as refused:
             await call
@@ -203,7 +203,7 @@ async def until_answered(host: TritonHost) -> object:
             await asyncio.sleep(0.02)
 
 
-async def test_a_server_that_loads_by_itself_says_that_it_may_not_be_told(tmp_path: Path) -> None:
+async def test_a_server_that_loads_by_itself_refuses_loads(tmp_path: Path) -> None:
     with Triton(tmp_path, mode="none", options=["--exit-on-error=false"]) as other:
         host = TritonHost(TritonRpcServer("main", f"127.0.0.1:{other.grpc_port}"))
         with pytest.raises(HostRefused) as refused:

@@ -78,7 +78,7 @@ def test_an_array_is_uploaded_once_and_asked_about_as_often_as_one_likes(service
     assert [answered(broker, task)["OUTPUT0"] for task in tasks] == [[2, 4], [1, 8], [2, 4]]
 
 
-def test_what_the_model_does_not_take_is_its_error_in_triton_s_words(service: ServiceProcess) -> None:
+def test_input_that_the_model_refuses_is_its_error_in_tritons_words(service: ServiceProcess) -> None:
     tasks = [
         service.broker.infer_later("doubles", {"OTHER": np.zeros((1, 1), np.float32)}, max_retries=3),
         service.broker.infer_later(
@@ -139,7 +139,7 @@ def test_none_is_lost_when_the_server_or_the_process_of_the_model_is_killed(
 
 
 @pytest.mark.evidence
-def test_a_standby_on_postgresql_has_those_answered_again_whose_leader_was_killed(
+def test_a_standby_on_postgresql_sends_the_inferences_of_a_killed_leader_again(
     own_triton: Triton, postgres_url: str, tmp_path: Path
 ) -> None:
     shared = {"database_url": postgres_url, "blob_dir": str(tmp_path / "blobs"), "drain_seconds": 2.0}

@@ -92,7 +92,7 @@ def waited(asked: Future[Answer]) -> float:
     return float(dict(answer.headers)["x-queue-seconds"])
 
 
-def test_what_is_more_important_overtakes_what_waits(scene: Scene) -> None:
+def test_a_higher_priority_overtakes_waiting_requests(scene: Scene) -> None:
     first = scene.holds()
     low = scene.asks(1, x_priority="background")
     high = scene.asks(2, x_priority="critical")

@@ -122,7 +122,7 @@ def leased_mb(broker: Broker) -> list[int]:
     return [sum(holder.gpu_mb for holder in gpu.holders) for gpu in broker.gpus()]
 
 
-def test_a_model_is_loaded_for_the_first_who_asks_and_makes_room_for_the_next(
+def test_a_model_is_loaded_for_its_first_request_and_makes_room_for_the_next_model(
     service: ServiceProcess, own_triton: Triton
 ) -> None:
     assert infer(service, "identity_fp32") == [1, 2, 3]
@@ -133,9 +133,7 @@ def test_a_model_is_loaded_for_the_first_who_asks_and_makes_room_for_the_next(
     assert leased_mb(service.broker) == [20 * GIB]
 
 
-def test_a_model_that_nobody_wants_any_more_is_unloaded_so_that_a_task_can_run(
-    own_triton: Triton, tmp_path: Path
-) -> None:
+def test_an_unused_model_is_unloaded_so_that_a_task_can_run(own_triton: Triton, tmp_path: Path) -> None:
     with ForkedService(tmp_path / "data", **settings(own_triton, "simulated", wanted_seconds=5.0)) as service:
         assert infer(service, "identity_fp32") == [1, 2, 3]
         task = service.broker.submit("tests.e2e.work:add", gpu_mb=20 * GIB, priority=10)
@@ -143,9 +141,7 @@ def test_a_model_that_nobody_wants_any_more_is_unloaded_so_that_a_task_can_run(
         assert ready(own_triton) == []
 
 
-def test_who_asks_for_a_model_without_room_is_told_when_to_come_again(
-    own_triton: Triton, tmp_path: Path
-) -> None:
+def test_a_request_for_a_model_without_room_says_when_to_retry(own_triton: Triton, tmp_path: Path) -> None:
     chosen = settings(own_triton, "simulated", cold_seconds=0.2)
     with ForkedService(tmp_path / "data", **chosen) as service:
         kwargs = {"seconds": 600}
@@ -219,7 +215,7 @@ def test_a_service_that_is_killed_while_a_model_waits_comes_or_goes_brings_it_th
     assert (ready(own_triton), leased_mb(service.broker)) == ([], [0])
 
 
-def test_nobody_reads_of_a_model_that_somebody_has_unloaded_by_hand(
+def test_a_model_that_was_unloaded_by_hand_causes_no_errors(
     own_triton: Triton, service: ServiceProcess, call_port: int
 ) -> None:
     assert infer(service, "identity_fp32") == [1, 2, 3]
@@ -235,7 +231,9 @@ def test_nobody_reads_of_a_model_that_somebody_has_unloaded_by_hand(
     assert [answer.result() for answer in answers] == [[1, 2, 3]] * 3
 
 
-def test_a_model_whose_process_was_killed_is_loaded_anew(own_triton: Triton, service: ServiceProcess) -> None:
+def test_a_model_with_a_killed_process_is_loaded_again(
+    own_triton: Triton, service: ServiceProcess
+) -> None:
     assert infer(service, "identity_fp32") == [1, 2, 3]
     before = service.broker.model("identity_fp32").task
     [stub] = psutil.Process(own_triton.pid).children()

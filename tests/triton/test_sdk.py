@@ -73,7 +73,7 @@ def test_a_model_is_asked_by_its_version_and_for_some_outputs(infer: Infer) -> N
     assert (unknown.value.status, unknown.value.code) == (404, "")
 
 
-def test_what_a_model_does_not_take_is_refused_in_tritons_words(infer: Infer) -> None:
+def test_input_that_a_model_refuses_is_an_error_in_tritons_words(infer: Infer) -> None:
     with pytest.raises(Refused, match="unexpected inference input 'NOPE'") as wrong:
         infer("identity_fp32", {"NOPE": np.ones((1, 2), np.float32)})
     assert wrong.value.status == 400
@@ -96,7 +96,7 @@ def test_a_wish_that_is_none_and_a_token_that_may_not_have_their_codes(
     assert (forbidden.value.status, forbidden.value.code) == (403, "forbidden")
 
 
-def test_a_function_asks_and_makes_what_its_caller_wants(
+def test_a_function_runs_an_inference_and_converts_the_result(
     service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUBROKER_URL", service.url)

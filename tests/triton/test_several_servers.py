@@ -137,7 +137,7 @@ def test_tritons_load_generator_measures_both_as_one(scene: Scene, tmp_path: Pat
         assert measure(scene.service, libraries, folder, *way, *IDENTITY) >= REQUESTS
 
 
-def test_a_server_killed_under_load_costs_only_what_it_was_at(scene: Scene) -> None:
+def test_a_server_killed_under_load_costs_only_its_requests_in_flight(scene: Scene) -> None:
     """Half of the clients say that their requests may be done twice: those lose nothing. The others lose what
     was at it, and what was sent to it until so many had failed that it is asked no more."""
     killed, clients, asked = [False], 4, 20

@@ -189,7 +189,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("mistake", ERRORS)
-def test_mistakes_are_told_in_tritons_words_and_the_connection_goes_on(doors: Doors, mistake: str) -> None:
+def test_errors_are_in_tritons_words_and_the_connection_goes_on(doors: Doors, mistake: str) -> None:
     status, tensor = ERRORS[mistake]
     assert same(doors, "POST", IDENTITY, *infer(False, inputs=[tensor])).status == status
     assert same(doors, "POST", IDENTITY, *fp32(1)).status == 200
@@ -218,7 +218,7 @@ def test_odd_statuses_stay_odd(
     assert same(doors, "POST", path, body, headers).status == status
 
 
-def test_a_full_queue_is_told_by_triton(service: ServiceProcess) -> None:
+def test_a_full_queue_of_triton_is_its_answer(service: ServiceProcess) -> None:
     inputs: list[dict[str, object]] = [
         {"name": "INPUT0", "datatype": "FP32", "shape": [1, 1], "data": [1]},
         {"name": "SLEEP_MS", "datatype": "INT32", "shape": [1, 1], "data": [600]},

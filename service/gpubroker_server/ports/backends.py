@@ -11,15 +11,15 @@ JOINED_BYTES = 16 * 1024
 
 
 class RequestHead(NamedTuple):
-    """What is passed on of a request's head. The backend adds what only concerns the next connection: Host,
-    how long the body is, and its own credentials."""
+    """What is passed on of a request's head. The backend adds what concerns its own connection: Host, the
+    length of the body, and credentials."""
 
     method: bytes
     target: bytes
     """Path and query as they came, still encoded."""
     headers: Sequence[Header]
     body_bytes: int | None
-    """None: nobody knows before its end."""
+    """None: it is not known before its end."""
 
 
 class Trouble(StrEnum):
@@ -97,7 +97,7 @@ class UpstreamRequest(Protocol):
 
 
 def write_together(transport: asyncio.WriteTransport, parts: Sequence[bytes]) -> None:
-    """In one piece, unless a large one is last: of that no copy is made."""
+    """In one piece, unless the last part is large: that one is not copied."""
     if len(parts) == 1:
         transport.write(parts[0])
     elif len(parts[-1]) <= JOINED_BYTES:
@@ -107,17 +107,17 @@ def write_together(transport: asyncio.WriteTransport, parts: Sequence[bytes]) ->
 
 
 class ModelBackend(Protocol):
-    """One server of models."""
+    """One model server over HTTP."""
 
     @property
     def name(self) -> str: ...
 
     def ask(self, head: RequestHead, handler: ResponseHandler, *, is_check: bool = False) -> UpstreamRequest:
-        """`is_check`: it waits for no connection behind others."""
+        """`is_check`: it waits for no connection behind other requests."""
         ...
 
     async def close(self) -> None:
-        """All connections; what is under way on them ends in trouble."""
+        """All connections; requests on them end in trouble."""
         ...
 
 
@@ -126,20 +126,20 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class CallFailed(Exception):
-    """The call has ended, and not well. The texts are those of the server, or of the library that speaks to
-    it, as a client without us would see them."""
+    """The call has failed. The texts are those of the server, or of the library, as a client of the server
+    would see them."""
 
     def __init__(
         self, code: int, detail: str, metadata: Metadata, trouble: Trouble | None = None, server: str = ""
     ) -> None:
         super().__init__(detail)
         self.server = server
-        """That was called, by name."""
+        """The name of the one that was called."""
         self.code = code
         """As numbered by gRPC."""
         self.detail = detail
         self.metadata = metadata
-        """What came with the end."""
+        """Trailing metadata."""
         self.trouble = trouble
         """Set if the server itself has said nothing."""
 
@@ -151,7 +151,7 @@ class CallReply(NamedTuple):
 
 
 class CallStream(Protocol):
-    """Messages both ways, for as long as either side likes. Whoever waits in it may be cancelled."""
+    """Messages both ways, for as long as either side likes. Each call may be cancelled."""
 
     async def write(self, message: bytes) -> None:
         """Returns when the server can take it."""
@@ -170,12 +170,12 @@ class CallStream(Protocol):
     async def last(self) -> Metadata: ...
 
     def cancel(self) -> None:
-        """Nobody wants the rest. Without effect after the end."""
+        """The rest is not wanted. Without effect after the end."""
         ...
 
 
 class CallBackend(Protocol):
-    """One server of models over gRPC. Messages are bytes, and nobody looks into them."""
+    """One model server over gRPC. Messages pass as bytes."""
 
     @property
     def name(self) -> str: ...

@@ -17,7 +17,9 @@ from gpubroker_server.core.serving.batching import (
     response_in,
     split,
 )
-from gpubroker_server.core.serving.tensors import BadTensor, Tensor, tensor_of, values_of
+from gpubroker_server.core.serving.tensors import BadTensor, Tensor, tensor_of
+
+from tests.tensor_values import values_of
 
 
 def rows(*values: int, name: str = "x") -> Tensor:

@@ -1,4 +1,4 @@
-"""A server of models over gRPC: one channel, calls whose messages nobody looks into."""
+"""A model server over gRPC: one channel, and calls whose messages pass as bytes."""
 
 import asyncio
 import contextlib
@@ -14,21 +14,21 @@ from gpubroker_server.ports.backends import CallBackend, CallFailed, CallReply, 
 
 @dataclass(frozen=True, slots=True)
 class TritonRpcServer:
-    """Where a server is, and how it is spoken to."""
+    """Where a server is, and how to connect."""
 
     name: str
     address: str
     """`host:port`."""
     metadata: Metadata = ()
-    """Credentials, which only this server gets; they take the place of what a client calls the same."""
+    """Credentials, which only this server gets; they replace metadata of the client with the same names."""
     roots: bytes | None = None
-    """Certificates that are believed; None: it is spoken to in the clear."""
+    """Trusted certificates; None: without TLS."""
     connect_seconds: Seconds = Seconds(5.0)
     silence_seconds: Seconds = Seconds(300.0)
 
 
 class RpcBackend(CallBackend):
-    """What was sent is never sent again: the library's own second tries are off."""
+    """It never sends a call twice: the library's own retries are off."""
 
     def __init__(self, server: TritonRpcServer) -> None:
         self._server = server
@@ -60,7 +60,7 @@ class RpcBackend(CallBackend):
             await self._channel.close()
 
     def _open(self) -> grpc.aio.Channel:
-        """On the loop that uses it."""
+        """The channel, opened on the loop that uses it."""
         if self._channel is None:
             server = self._server
             reconnect_ms = int(1000 * server.connect_seconds)
@@ -79,7 +79,7 @@ class RpcBackend(CallBackend):
         return (*own, *(pair for pair in metadata if pair[0] not in self._replaced))
 
     def _failure(self, error: grpc.aio.AioRpcError, is_ours: bool = False) -> CallFailed:
-        """`is_ours`: no client had a deadline as early as that of the call."""
+        """`is_ours`: the deadline of the call was not the client's."""
         code, detail = error.code(), error.details() or ""
         trouble = None
         if code is grpc.StatusCode.UNAVAILABLE and detail.startswith(_NOT_REACHED):
@@ -91,7 +91,7 @@ class RpcBackend(CallBackend):
 
 
 _NOT_REACHED: Final = "failed to connect to all addresses"
-"""So the library begins where no connection was had, and nothing sent."""
+"""How the library's message begins if there was no connection, and nothing was sent."""
 
 _OVER: Final = (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
 
@@ -113,7 +113,7 @@ class _Stream(CallStream):
         self._answers = aiter(call)
 
     async def write(self, message: bytes) -> None:
-        """To a call that is over nothing can be written; whoever reads is told why it is.
+        """Without effect on a call that is over: `read` says why it is.
 
         The library's own `write` puts a mistake of its own in the place of the server's status then, if that
         is yet to come; hence the part below it.

@@ -1,12 +1,10 @@
-"""A server of models over HTTP: one pool of connections, and requests that wait for one of them."""
+"""A model server over HTTP: a pool of connections, and the requests that wait for one."""
 
 import asyncio
 import ssl
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
-
-import structlog
 
 from gpubroker_server.adapters.triton.http_connection import HttpRequest, ServerConnection
 from gpubroker_server.core.domain.units import Seconds
@@ -19,28 +17,26 @@ from gpubroker_server.ports.backends import (
     UpstreamRequest,
 )
 
-log = structlog.get_logger("gpubroker.triton")
-
 HEAD_BYTES: Final = 8000
-"""Triton closes the connection without a word when a head is longer than about this."""
+"""Triton closes the connection without an answer when a head is longer than about this."""
 
 IDLE_SECONDS: Final = Seconds(30.0)
-"""A line that nobody has used for so long is closed: sooner than proxies in between usually do, who would do
-it in the moment in which a request is on its way."""
+"""An unused connection is closed after so long: sooner than proxies in between usually do, which might close
+it while a request is on its way."""
 
 WAITING_PER_CONNECTION: Final = 16
-"""So many requests may wait for each connection; more are told to come again."""
+"""How many requests may wait for each connection; more are refused as BUSY."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonServer:
-    """Where a server is, and how it is spoken to."""
+    """Where a server is, and how to connect."""
 
     name: str
     host: str
     port: int
     authority: bytes
-    """What it is called in the Host header."""
+    """The Host header."""
     headers: tuple[Header, ...] = ()
     """Credentials, which only this server gets."""
     tls: ssl.SSLContext | None = None
@@ -50,19 +46,19 @@ class TritonServer:
 
 
 class HttpBackend(ModelBackend):
-    """It opens connections as they are needed, and keeps them. What was sent is never sent again."""
+    """Opens connections when they are needed, and keeps them. It never sends a request twice."""
 
     def __init__(self, server: TritonServer) -> None:
         self._server = server
         self._idle: deque[ServerConnection] = deque()
-        """Used last, last: those at the beginning grow old."""
-        self._lines: set[ServerConnection] = set()
+        """The one that was used last is last."""
+        self._connections: set[ServerConnection] = set()
         self._waiting: deque[HttpRequest] = deque()
         self._checks: deque[HttpRequest] = deque()
-        """Of those that wait, the ones for which a connection is opened beyond the limit."""
+        """They wait too; for these a connection is opened beyond the limit."""
         self._opening: set[asyncio.Task[None]] = set()
-        self._look: asyncio.TimerHandle | None = None
-        self._look_seconds = min(1.0, server.silence_seconds / 4)
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._sweep_seconds = min(1.0, server.silence_seconds / 4)
         own = [(b"Host", server.authority), *server.headers]
         self._own = b"".join(b"%b: %b\r\n" % header for header in own)
         self._replaced = {name.lower() for name, _ in own}
@@ -72,18 +68,18 @@ class HttpBackend(ModelBackend):
     def name(self) -> str:
         return self._server.name
 
-    def ask(self, head: RequestHead, answer: ResponseHandler, *, is_check: bool = False) -> UpstreamRequest:
+    def ask(self, head: RequestHead, handler: ResponseHandler, *, is_check: bool = False) -> UpstreamRequest:
         loop = self._loop = self._loop or asyncio.get_running_loop()
         is_chunked = head.body_bytes is None
         written = self._written(head)
-        request = HttpRequest(self, written, answer, is_head=head.method == b"HEAD", is_chunked=is_chunked)
+        request = HttpRequest(self, written, handler, is_head=head.method == b"HEAD", is_chunked=is_chunked)
         if len(written) > HEAD_BYTES:
             detail = f"the head of the request has {len(written)} bytes, of which Triton takes {HEAD_BYTES}"
             loop.call_soon(request.fail, Trouble.TOO_LARGE, detail)
             return request
-        if (line := self._idle_line()) is not None:
-            request.line = line
-            line.carry(request)
+        if (connection := self._idle_connection()) is not None:
+            request.connection = connection
+            connection.begin(request)
         elif is_check:
             self._checks.append(request)
             self._open_more(loop)
@@ -96,32 +92,32 @@ class HttpBackend(ModelBackend):
         return request
 
     async def close(self) -> None:
-        if self._look is not None:
-            self._look.cancel()
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
         for task in self._opening:
             task.cancel()
-        for line in list(self._lines):
-            line.give_up(Trouble.BROKEN, "the service ends")
+        for connection in list(self._connections):
+            connection.give_up(Trouble.BROKEN, "the service ends")
         for waiting in (self._checks, self._waiting):
             while waiting:
                 waiting.popleft().fail(Trouble.UNREACHABLE, "the service ends")
 
-    # What lines and requests call.
+    # What connections and requests call.
 
-    def on_free(self, line: ServerConnection) -> None:
+    def on_free(self, connection: ServerConnection) -> None:
         if self._checks:
-            self._checks.popleft().begin_on(line)
-        elif len(self._lines) > self._server.connections:
-            line.close()
+            self._checks.popleft().begin_on(connection)
+        elif len(self._connections) > self._server.connections:
+            connection.close()
         elif self._waiting:
-            self._waiting.popleft().begin_on(line)
+            self._waiting.popleft().begin_on(connection)
         else:
-            self._idle.append(line)
+            self._idle.append(connection)
 
-    def on_lost(self, line: ServerConnection) -> None:
-        self._lines.discard(line)
-        if line in self._idle:
-            self._idle.remove(line)
+    def on_lost(self, connection: ServerConnection) -> None:
+        self._connections.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
         if (self._waiting or self._checks) and self._loop is not None:
             self._open_more(self._loop)
 
@@ -143,28 +139,28 @@ class HttpBackend(ModelBackend):
             parts.append(b"\r\n")
         return b"".join(parts)
 
-    def _idle_line(self) -> ServerConnection | None:
+    def _idle_connection(self) -> ServerConnection | None:
         while self._idle:
-            line = self._idle.pop()
-            if not line.is_closing():
-                return line
+            connection = self._idle.pop()
+            if not connection.is_closing():
+                return connection
         return None
 
     def _open_more(self, loop: asyncio.AbstractEventLoop) -> None:
-        """As many as are waited for, within the limit; for checks beyond it."""
-        most = max(0, self._server.connections - len(self._lines))
+        """As many as requests wait for, within the limit; for checks beyond it."""
+        most = max(0, self._server.connections - len(self._connections))
         while len(self._opening) < min(len(self._waiting), most) + len(self._checks):
             task = loop.create_task(self._open(loop))
             self._opening.add(task)
             task.add_done_callback(self._on_opened)
-        if self._look is None:
-            self._look = loop.call_later(self._look_seconds, self._look_around, loop)
+        if self._sweep_timer is None:
+            self._sweep_timer = loop.call_later(self._sweep_seconds, self._sweep, loop)
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         server = self._server
         try:
             async with asyncio.timeout(server.connect_seconds):
-                _, line = await loop.create_connection(
+                _, connection = await loop.create_connection(
                     lambda: ServerConnection(self, loop), server.host, server.port, ssl=server.tls
                 )
         except (OSError, TimeoutError) as fault:
@@ -172,21 +168,22 @@ class HttpBackend(ModelBackend):
             if waiting := self._checks or self._waiting:
                 waiting.popleft().fail(Trouble.UNREACHABLE, why)
             return
-        self._lines.add(line)
-        self.on_free(line)
+        self._connections.add(connection)
+        self.on_free(connection)
 
     def _on_opened(self, task: asyncio.Task[None]) -> None:
         self._opening.discard(task)
         if (self._waiting or self._checks) and not task.cancelled():
             self._open_more(task.get_loop())
 
-    def _look_around(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Again and again while there are lines: for servers that say nothing, and for lines not used."""
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close connections of silent servers and unused ones. Repeats while there are connections."""
         now = loop.time()
         silence_seconds = self._server.silence_seconds
-        for line in [line for line in self._lines if line.is_silent(now - silence_seconds)]:
-            line.give_up(Trouble.SILENT, f"nothing came for {silence_seconds:g} s")
+        silent = [one for one in self._connections if one.is_silent(now - silence_seconds)]
+        for connection in silent:
+            connection.give_up(Trouble.SILENT, f"nothing came for {silence_seconds:g} s")
         while self._idle and self._idle[0].moved_at < now - IDLE_SECONDS:
             self._idle.popleft().close()
-        busy = self._lines or self._opening
-        self._look = loop.call_later(self._look_seconds, self._look_around, loop) if busy else None
+        busy = self._connections or self._opening
+        self._sweep_timer = loop.call_later(self._sweep_seconds, self._sweep, loop) if busy else None

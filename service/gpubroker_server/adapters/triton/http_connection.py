@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection to a server of models, and the request that is on it.
+"""One HTTP/1.1 connection to a model server, and the request that is on it.
 
-Heads are parsed, bodies are not: what has a stated length is counted and handed on as it came. Nothing is
-ever pipelined: Triton answers the first of several requests that come together, and forgets the others.
+Heads are parsed; a body of known length is counted and passed on as it came. Requests are never pipelined:
+Triton answers the first of several that come together, and forgets the others.
 """
 
 import asyncio
@@ -18,28 +18,28 @@ OF_THE_CONNECTION = frozenset(
 """Headers that concern this connection alone (RFC 9110, 7.6.1)."""
 
 WRITE_BUFFER_BYTES = 1024 * 1024
-"""So much may wait to be taken by the server before the client is held up."""
+"""How much may wait for the server to take it before the client is paused."""
 
-HELD_BYTES = 64 * 1024
+WAITING_BYTES = 64 * 1024
 """The same of a request that waits for a connection."""
 
 _BODYLESS = frozenset({204, 304})
 
 
-class Pool(Protocol):
-    """Where lines come from and go to."""
+class ConnectionPool(Protocol):
+    """Where connections come from and go to."""
 
-    def on_free(self, line: "ServerConnection") -> None: ...
+    def on_free(self, connection: "ServerConnection") -> None: ...
 
-    def on_lost(self, line: "ServerConnection") -> None: ...
+    def on_lost(self, connection: "ServerConnection") -> None: ...
 
     def forget(self, request: "HttpRequest") -> None:
-        """It no longer waits for a line."""
+        """It no longer waits for a connection."""
         ...
 
 
 class HttpRequest(UpstreamRequest):
-    """From the moment it is asked for until its answer has ended, whichever line it is on."""
+    """Until its answer has ended, whichever connection it is on."""
 
     __slots__ = (
         "_body",
@@ -47,25 +47,25 @@ class HttpRequest(UpstreamRequest):
         "_held_bytes",
         "_is_chunked",
         "_pool",
-        "answer",
+        "connection",
+        "handler",
         "is_head",
         "is_over",
         "is_sent",
-        "line",
     )
 
     def __init__(
-        self, pool: Pool, head: bytes, answer: ResponseHandler, *, is_head: bool, is_chunked: bool
+        self, pool: ConnectionPool, head: bytes, handler: ResponseHandler, *, is_head: bool, is_chunked: bool
     ) -> None:
         self._pool = pool
         self._is_chunked = is_chunked
-        self.answer = answer
+        self.handler = handler
         self.is_head = is_head
         self.is_sent = False
         self.is_over = False
-        self.line: ServerConnection | None = None
+        self.connection: ServerConnection | None = None
         self._held = [head]
-        """What goes out next, in one writing."""
+        """What is written next, together."""
         self._held_bytes = 0
         self._body: list[bytes] = []
         """The next chunk."""
@@ -80,10 +80,10 @@ class HttpRequest(UpstreamRequest):
     def flush(self) -> None:
         if self._body:
             self._hold_chunk()
-        if self.line is not None:
-            self._send(self.line)
-        elif self._held_bytes > HELD_BYTES and not self.is_over:
-            self.answer.pause_body()
+        if self.connection is not None:
+            self._send(self.connection)
+        elif self._held_bytes > WAITING_BYTES and not self.is_over:
+            self.handler.pause_body()
 
     def end(self) -> None:
         if self._is_chunked:
@@ -96,34 +96,34 @@ class HttpRequest(UpstreamRequest):
         if self.is_over:
             return
         self.is_over = True
-        line, self.line = self.line, None
-        if line is None:
+        connection, self.connection = self.connection, None
+        if connection is None:
             self._pool.forget(self)
         else:
-            line.abandon()
+            connection.abandon()
 
     def pause_answer(self) -> None:
-        if self.line is not None:
-            self.line.hold()
+        if self.connection is not None:
+            self.connection.pause()
 
     def resume_answer(self) -> None:
-        if self.line is not None:
-            self.line.go_on()
+        if self.connection is not None:
+            self.connection.resume()
 
-    def begin_on(self, line: "ServerConnection") -> None:
-        """Of those that waited, send what has been held."""
-        self.line = line
-        line.carry(self)
-        was_held_up = self._held_bytes > HELD_BYTES
-        self._send(line)
-        if was_held_up:
-            self.answer.resume_body()
+    def begin_on(self, connection: "ServerConnection") -> None:
+        """It has waited: send what is held."""
+        self.connection = connection
+        connection.begin(self)
+        was_paused = self._held_bytes > WAITING_BYTES
+        self._send(connection)
+        if was_paused:
+            self.handler.resume_body()
 
     def fail(self, trouble: Trouble, detail: str) -> None:
         if not self.is_over:
             self.is_over = True
-            self.line = None
-            self.answer.on_trouble(trouble, detail)
+            self.connection = None
+            self.handler.on_trouble(trouble, detail)
 
     def _hold_chunk(self) -> None:
         if data := b"".join(self._body):
@@ -131,32 +131,32 @@ class HttpRequest(UpstreamRequest):
             self._held += (b"%x\r\n" % len(data), data, b"\r\n")
             self._held_bytes += len(data)
 
-    def _send(self, line: "ServerConnection") -> None:
+    def _send(self, connection: "ServerConnection") -> None:
         held = self._held
         if held:
-            line.write(held)
+            connection.write(held)
             self._held = []
             self._held_bytes = 0
 
 
 class ServerConnection(asyncio.Protocol):
-    def __init__(self, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, pool: ConnectionPool, loop: asyncio.AbstractEventLoop) -> None:
         self._pool = pool
         self._loop = loop
         self._transport: asyncio.Transport
         self._parser = HttpResponseParser(self)
         self._request: HttpRequest | None = None
-        self._is_held = False
+        self._is_paused = False
         """The client takes no more."""
         self._is_full = False
         """The server takes no more."""
         self._headers: list[Header] = []
         self._length: int | None = None
         self.moved_at = loop.time()
-        """When bytes went over it last, either way."""
+        """When bytes last went over it, either way."""
         self._begin_answer()
 
-    def carry(self, request: HttpRequest) -> None:
+    def begin(self, request: HttpRequest) -> None:
         self._request = request
         self.moved_at = self._loop.time()
 
@@ -164,18 +164,18 @@ class ServerConnection(asyncio.Protocol):
         self.moved_at = self._loop.time()
         write_together(self._transport, parts)
 
-    def hold(self) -> None:
-        self._is_held = True
+    def pause(self) -> None:
+        self._is_paused = True
         self._transport.pause_reading()
 
-    def go_on(self) -> None:
-        if self._is_held:
-            self._is_held = False
+    def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
             self.moved_at = self._loop.time()
             self._transport.resume_reading()
 
     def abandon(self) -> None:
-        """Close it with all that is on its way: so the server hears that nobody waits any more."""
+        """Close it at once: this tells the server that the answer is no longer wanted."""
         self._request = None
         self._transport.abort()
 
@@ -186,11 +186,11 @@ class ServerConnection(asyncio.Protocol):
         return self._transport.is_closing()
 
     def is_silent(self, since: float) -> bool:
-        """Somebody waits for its server, and nothing has gone over it since then."""
+        """The server owes an answer or takes nothing, and no byte has gone over it since then."""
         request = self._request
-        if request is None or self._is_held or self.moved_at >= since:
+        if request is None or self._is_paused or self.moved_at >= since:
             return False
-        return request.is_sent or self._is_full  # else it is the client who is slow
+        return request.is_sent or self._is_full  # otherwise the client is slow
 
     def give_up(self, trouble: Trouble, detail: str) -> None:
         request = self._request
@@ -208,18 +208,18 @@ class ServerConnection(asyncio.Protocol):
         self.moved_at = self._loop.time()
         request = self._request
         if request is None:
-            self.abandon()  # nobody has asked for anything
+            self.abandon()  # no request is on it
             return
         if self._left_bytes:
-            self._take_uncut(request, data)
+            self._take_unparsed(request, data)
         else:
             self._parse(data)
         if not request.is_over:
-            request.answer.on_pause()
+            request.handler.on_pause()
 
     def connection_lost(self, error: Exception | None) -> None:
         request, self._request = self._request, None
-        self._is_held = False
+        self._is_paused = False
         self._pool.on_lost(self)
         if request is None:
             return
@@ -232,12 +232,12 @@ class ServerConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._is_full = True
         if self._request is not None:
-            self._request.answer.pause_body()
+            self._request.handler.pause_body()
 
     def resume_writing(self) -> None:
         self._is_full = False
         if self._request is not None:
-            self._request.answer.resume_body()
+            self._request.handler.resume_body()
 
     # What the parser calls.
 
@@ -268,12 +268,12 @@ class ServerConnection(asyncio.Protocol):
         self._length = length
         self._ends_with_connection = length is None and not is_chunked
         self._keeps_alive = self._parser.should_keep_alive()
-        self._request.answer.on_head(status, headers, length)
+        self._request.handler.on_head(status, headers, length)
 
     def on_body(self, data: bytes) -> None:
         self._seen_bytes += len(data)
         if self._request is not None:
-            self._request.answer.on_body(data)
+            self._request.handler.on_body(data)
 
     def on_message_complete(self) -> None:
         if self._is_interim:
@@ -291,7 +291,7 @@ class ServerConnection(asyncio.Protocol):
         request = self._request
         if request is None or not self._has_head:
             return
-        if request.is_head:  # whose answer says how long a body would be, and has none
+        if request.is_head:  # its answer says how long a body would be, and has none
             self._request = None
             self._keeps_alive = False
             self._finish(request)
@@ -299,32 +299,32 @@ class ServerConnection(asyncio.Protocol):
             self._left_bytes = self._length - self._seen_bytes
             self._parser = HttpResponseParser(self)
 
-    def _take_uncut(self, request: HttpRequest, data: bytes) -> None:
-        """The rest of a body of known length, past the parser."""
+    def _take_unparsed(self, request: HttpRequest, data: bytes) -> None:
+        """The rest of a body of known length goes past the parser."""
         self._left_bytes -= len(data)
         if self._left_bytes > 0:
-            request.answer.on_body(data)
+            request.handler.on_body(data)
         elif self._left_bytes == 0:
-            request.answer.on_body(data)
+            request.handler.on_body(data)
             self._request = None
             self._finish(request)
         else:
             self.give_up(Trouble.BROKEN, "the body was longer than its head had said")
 
     def _finish(self, request: HttpRequest) -> None:
-        """The answer is complete. What was not asked to the end is not answered to the end by everybody, so
-        that only a line on which all was sent is used again."""
+        """The answer is complete. The connection is used again only if all of the request was sent: not every
+        server reads the rest."""
         request.is_over = True
-        request.line = None
+        request.connection = None
         is_free = self._keeps_alive and request.is_sent and not self._transport.is_closing()
         self._begin_answer()
-        if self._is_held:
-            self.go_on()
+        if self._is_paused:
+            self.resume()
         if is_free:
             self._pool.on_free(self)
         else:
             self._transport.abort()
-        request.answer.on_end()
+        request.handler.on_end()
 
     def _begin_answer(self) -> None:
         self._headers = []

@@ -12,7 +12,6 @@ _FORMATS: Final = {
     "INT64": "q", "UINT64": "Q", "FP16": "e", "FP32": "f", "FP64": "d",
 }  # fmt: skip
 _BF16_BYTES: Final = 2
-DATATYPES: Final = (*_FORMATS, "BF16", "BYTES")
 
 _AT_ONCE: Final = 4096
 """How many values are converted at a time, so that other work gets the processor in between."""
@@ -46,15 +45,10 @@ def tensor_of(name: str, datatype: str, shape: Sequence[int], values: Sequence[A
         raise BadTensor(f"not all values are {datatype}: {fault}") from None
 
 
-def values_of(tensor: Tensor) -> list[Any]:
-    """Flat, as JSON has them: bytes that are no UTF-8 as Latin-1, NaN and infinities as None. Raises
-    BadTensor if the data does not have the length that its shape says."""
-    return [value for some in values_in_steps(tensor) for value in some]
-
-
 def values_in_steps(tensor: Tensor) -> Iterator[list[Any]]:
-    """The same in parts: all values together take many times the memory of their bytes. Raises BadTensor
-    before the first part."""
+    """Flat, as JSON has them, in parts: all values together take many times the memory of their bytes. Bytes
+    that are no UTF-8 are read as Latin-1, NaN and infinities as None. Raises BadTensor before the first part
+    if the data does not have the length that its shape says."""
     count, data = prod(tensor.shape), tensor.data
     if tensor.datatype == "BYTES":
         found = sum(1 for _ in elements_of(data))

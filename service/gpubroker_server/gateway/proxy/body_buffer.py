@@ -63,7 +63,7 @@ class WaitingBytes:
             raise Problem(
                 "model-queue-full",
                 f"requests that wait for a model hold {held_bytes} bytes of the {self._most_bytes} that "
-                f"they may, and this one has {size} more, of which nothing was sent; come again later, or "
+                f"they may, and this one has {size} more, of which nothing was sent; send it again later, or "
                 "have the operator raise triton.waiting_bytes",
             )
         if mine and mine + size > self._most_each:

@@ -41,9 +41,9 @@ class InferenceConnection(HttpToolsProtocol):
         self._offers_upgrade = False
         """It is ours, and offers to change the protocol."""
         self._incoming: HttpExchange | None = None
-        """The one whose request is coming in."""
+        """The request that is coming in."""
         self._current: HttpExchange | None = None
-        """The one that is being answered."""
+        """The request that is being answered."""
         self._unparsed_bytes = 0
         """Of a body, that are passed on without being parsed."""
         self._is_between = True

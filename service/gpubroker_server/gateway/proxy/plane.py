@@ -112,8 +112,8 @@ class Plane:
         takes_files: bool = False,
         residencies: Residencies | None = None,
     ) -> None:
-        """`takes_files`: a load of a model may bring files with it. `residencies`: of the servers whose
-        models are in the ledger."""
+        """`takes_files`: a load of a model may bring files with it. `residencies`: of the servers with
+        models in the ledger."""
         self.residencies = residencies
         self.ids = ids
         self.on_request = on_request
@@ -126,7 +126,7 @@ class Plane:
         self._callers = callers
 
     def check(self, head: ClientHead) -> Identity | None:
-        """Whose token it is, if one is needed. Raises Problem."""
+        """The identity of the token, if one is needed. Raises Problem."""
         identity, operation = None, head.target.operation
         self._callers.check_host(head.to_us.get(b"host", b""))
         if operation.scope is not None:
@@ -141,7 +141,7 @@ class Plane:
         return identity
 
     def authorize(self, scope: Scope, what: str, authorization: bytes | None) -> Identity:
-        """Whose token it is, if it has that scope. Raises Problem."""
+        """The identity of the token, if it has that scope. Raises Problem."""
         identity = self._callers.identify(authorization)
         self.check_scope(identity, scope, what)
         return identity

@@ -53,8 +53,8 @@ def no_files() -> Problem:
     )
 
 
-class NoTurn(Problem):
-    """A request gets no slot of its model now; when it might is told with it."""
+class NoSlot(Problem):
+    """A request gets no slot of its model now; says when it might."""
 
     def __init__(self, code: str, detail: str, estimate: QueueEstimate) -> None:
         eta = None if estimate.eta_seconds is None else round(estimate.eta_seconds, 3)
@@ -68,36 +68,36 @@ class NoTurn(Problem):
         super().__init__(code, detail, headers=headers)
 
 
-def queue_full(full: LaneFull, tenant: str) -> NoTurn:
+def queue_full(full: LaneFull, tenant: str) -> NoSlot:
     if full.is_share:
-        return NoTurn(
+        return NoSlot(
             "model-queue-share",
-            f'tenant "{tenant}" has all the waiting places it may have at this model; send less at once, or '
+            f'tenant "{tenant}" has all the waiting places it may have at this model; send fewer at once, or '
             "have the operator raise triton.waiting or triton.tenant_share",
             full.estimate,
         )
-    return NoTurn(
+    return NoSlot(
         "model-queue-full",
-        "all waiting places of this model are taken by requests that are no less important; come again "
+        "all waiting places of this model are taken by requests of equal or higher priority; send it again "
         "later, or have the operator raise triton.waiting",
         full.estimate,
     )
 
 
-def displaced(estimate: QueueEstimate) -> NoTurn:
-    return NoTurn(
+def displaced(estimate: QueueEstimate) -> NoSlot:
+    return NoSlot(
         "model-queue-full",
-        "all waiting places of this model are taken, and a more important request took the place of this "
-        "one, of which nothing was sent; come again later",
+        "all waiting places of this model are taken, and a request of higher priority took the place of this "
+        "one, of which nothing was sent; send it again later",
         estimate,
     )
 
 
-def queue_timeout(estimate: QueueEstimate, seconds: float) -> NoTurn:
-    return NoTurn(
+def queue_timeout(estimate: QueueEstimate, seconds: float) -> NoSlot:
+    return NoSlot(
         "model-queue-timeout",
-        f"the request waited {seconds:.1f} s for its turn at this model, as long as it may, and nothing was "
-        "sent; come again later, or allow more by x-timeout-seconds, up to the operator's "
+        f"the request waited {seconds:.1f} s for a slot of this model, as long as it may, and nothing was "
+        "sent; send it again later, or allow more with x-timeout-seconds, up to the operator's "
         "triton.queue_seconds",
         estimate,
     )
@@ -120,7 +120,7 @@ def rendered(problem: Problem, request_id: str) -> tuple[int, list[Header], byte
             "code": problem.code,
             "request_id": request_id,
             "retryable": kind.retryable,
-            **(problem.facts if isinstance(problem, NoTurn) else {}),
+            **(problem.facts if isinstance(problem, NoSlot) else {}),
         }
     )
     headers = {"Content-Type": "application/json", **headers_of(problem)}

@@ -127,7 +127,7 @@ class Fleet:
     """All model servers, and the choice among them."""
 
     def __init__(self, servers: Sequence[Server], residencies: Residencies | None = None) -> None:
-        """`servers`: one at least. `residencies`: of those whose models are in the ledger."""
+        """`servers`: one at least. `residencies`: of those with models in the ledger."""
         self.servers = tuple(servers)
         self._only = servers[0] if len(servers) == 1 else None
         self._residencies = residencies
@@ -142,7 +142,7 @@ class Fleet:
         return self._only is None and len(self._able(over_grpc)) > 1
 
     def is_outside_ledger(self, model: str) -> bool:
-        """A server whose models are not in the ledger has it ready."""
+        """A server without models in the ledger has it ready."""
         if self._only is not None:
             return False
         key = model.encode()

@@ -1,5 +1,5 @@
-"""What the operator says of model servers whose models are in the ledger, and whether their nodes and GPUs
-exist: a name may be misspelled."""
+"""The settings of model servers with models in the ledger, and whether their nodes and GPUs exist: a name may
+be misspelled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
