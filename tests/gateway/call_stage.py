@@ -88,7 +88,7 @@ async def a_stage(
     silence_seconds: float = 60.0,
     takes_files: bool = False,
     certificate: bytes | None = None,
-    homes: tuple[ServerRules, ModelHost] | None = None,
+    served: tuple[ServerRules, ModelHost] | None = None,
     lanes: Lanes | None = None,
     others: Sequence[Handler | None] = (),
     most_body_bytes: int = 10**9,
@@ -97,14 +97,14 @@ async def a_stage(
     """`server` is what stands for Triton; None: there is nobody. `others`: more of them, as in NAMES.
     `certificate`: with its key; the server shows it, and it is believed."""
     async with Gateway() as gateway:
-        if homes is not None:
-            gateway.change(served=[homes])
+        if served is not None:
+            gateway.change(served=[served])
         upstreams, servers = [], []
         for name, handler in zip(NAMES, (server, *others), strict=False):
             upstream, port = await _upstream(handler, certificate)
             upstreams.append(upstream)
             nowhere = HttpBackend(TritonServer(name, "localhost", 1, b"localhost:1"))
-            servers.append(Server(name, nowhere, is_managed=homes is not None))
+            servers.append(Server(name, nowhere, is_managed=served is not None))
             servers[-1].calls = RpcBackend(
                 TritonRpcServer(
                     name, f"localhost:{port}", metadata, certificate, silence_seconds=Seconds(silence_seconds)

@@ -149,26 +149,26 @@ async def a_stage(
     silence_seconds: float = 60.0,
     connections: int = 4,
     certificate: Path | None = None,
-    homes: tuple[ServerRules, ModelHost] | None = None,
+    served: tuple[ServerRules, ModelHost] | None = None,
     lanes: Lanes | None = None,
     others: Sequence[Handler | None] = (),
     plain: Collection[str] = (),
 ) -> AsyncIterator[Stage]:
     """`server` is called with each connection to what stands for Triton; None: there is nobody.
 
-    `certificate`: with its key; the server shows it, and it is believed. `homes`: its models are in
+    `certificate`: with its key; the server shows it, and it is believed. `served`: its models are in
     the ledger. `others`: more servers, called as in NAMES. `plain`: those that show none all the same.
     """
     async with Gateway() as gateway:
-        if homes is not None:
-            gateway.change(served=[homes])
+        if served is not None:
+            gateway.change(served=[served])
         upstreams, servers = [], []
         for name, handler in zip(NAMES, (server, *others), strict=False):
             shown = None if name in plain else certificate
             upstream, behind = await _upstream(name, handler, shown)
             upstreams.append(upstream)
             behind = replace(behind, connections=connections, silence_seconds=Seconds(silence_seconds))
-            servers.append(Server(name, HttpBackend(behind), is_managed=homes is not None))
+            servers.append(Server(name, HttpBackend(behind), is_managed=served is not None))
         secret = await a_token(gateway, "me", "*")
         fleet = Fleet(servers, gateway.parts.residencies)
         plane = _plane(gateway, fleet, lanes or Lanes(LaneOptions()), most_body_bytes, most_waiting_bytes)

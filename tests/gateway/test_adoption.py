@@ -18,13 +18,13 @@ from tests.builders import GIB, NOW
 from tests.chaos.history import violations
 from tests.contracts.scenes import log_of
 from tests.gateway.harness import until
-from tests.gateway.homes import Homes, homes
 from tests.gateway.inference_stage import Heard
+from tests.gateway.resident_models import ResidentModels, resident_models
 
 
 @asynccontextmanager
-async def looking(*models: SimulatedModel, **rules: Any) -> AsyncIterator[tuple[Homes, Adoption]]:
-    async with homes(Heard(), *models, **rules) as there:
+async def looking(*models: SimulatedModel, **rules: Any) -> AsyncIterator[tuple[ResidentModels, Adoption]]:
+    async with resident_models(Heard(), *models, **rules) as there:
         assert there.gateway.parts.residencies is not None
         yield there, Adoption(there.gateway.parts.residencies)
 

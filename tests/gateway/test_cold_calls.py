@@ -16,14 +16,14 @@ from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, Se
 from tests.builders import GIB, a_sample
 from tests.gateway.call_stage import INFER, Heard, a_stage
 from tests.gateway.harness import Gateway, until
-from tests.gateway.homes import doubts_told
 from tests.gateway.protobuf import field
+from tests.gateway.resident_models import doubts_told
 
 LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
 UNLOAD = "/inference.GRPCInferenceService/RepositoryModelUnload"
 
 
-def homes(cold_seconds: float = 55.0) -> tuple[ServerRules, SimulatedHost]:
+def a_host(cold_seconds: float = 55.0) -> tuple[ServerRules, SimulatedHost]:
     models = {"any": ModelRules(Mib(50 * GIB))}
     rules = ServerRules("main", "n1", models=models, cold_seconds=Seconds(cold_seconds))
     return rules, SimulatedHost("main", (SimulatedModel("any"),))
@@ -38,7 +38,7 @@ async def index(gateway: Gateway, stage: Stage) -> None:
 
 
 async def test_calls_wait_for_their_model_to_come_and_for_its_end() -> None:
-    async with a_stage(heard := Heard(), homes=homes()) as stage:
+    async with a_stage(heard := Heard(), served=a_host()) as stage:
         gateway, home = stage.gateway, Home("main", "any")
         call = asyncio.ensure_future(stage.ask(INFER, field(1, "any"), (*stage.own, ("x-priority", "20"))))
         await until(lambda: gateway.world.homes.of(home) is not None)
@@ -57,7 +57,7 @@ async def test_calls_wait_for_their_model_to_come_and_for_its_end() -> None:
 
 
 async def test_a_request_that_has_waited_long_enough_says_when_to_retry() -> None:
-    async with a_stage(Heard(), homes=homes(cold_seconds=0.0)) as stage:
+    async with a_stage(Heard(), served=a_host(cold_seconds=0.0)) as stage:
         error = await stage.refusal(INFER, field(1, "any"))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         told = dict(error.trailing_metadata() or ())
@@ -65,8 +65,10 @@ async def test_a_request_that_has_waited_long_enough_says_when_to_retry() -> Non
 
 
 async def test_a_stream_waits_for_the_model_of_its_first_message_and_is_under_way_until_it_ends() -> None:
-    rules, host = homes()
-    async with a_stage(heard := Heard(), homes=(rules, host), lanes=(lanes := Lanes(LaneOptions()))) as stage:
+    rules, host = a_host()
+    async with a_stage(
+        heard := Heard(), served=(rules, host), lanes=(lanes := Lanes(LaneOptions()))
+    ) as stage:
         call, message = stage.open(), field(1, "any")
         await call.write(message)
         reading = asyncio.ensure_future(call.read())
@@ -79,7 +81,7 @@ async def test_a_stream_waits_for_the_model_of_its_first_message_and_is_under_wa
 
 
 async def test_a_stream_that_has_waited_long_enough_says_when_to_retry() -> None:
-    async with a_stage(heard := Heard(), homes=homes(cold_seconds=0.0)) as stage:
+    async with a_stage(heard := Heard(), served=a_host(cold_seconds=0.0)) as stage:
         call = stage.open()
         await call.write(field(1, "any"))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -89,7 +91,7 @@ async def test_a_stream_that_has_waited_long_enough_says_when_to_retry() -> None
 
 
 async def test_a_message_that_names_no_model_is_passed_on() -> None:
-    async with a_stage(heard := Heard(), homes=homes()) as stage:
+    async with a_stage(heard := Heard(), served=a_host()) as stage:
         for message in (b"", b"\xff", field(1, 7)):
             assert await stage.ask(INFER, message) == message
     assert len(heard.messages) == 3
@@ -110,8 +112,8 @@ class Leaving(Heard):
 
 
 async def test_a_call_that_finds_its_model_gone_waits_until_it_is_loaded_again() -> None:
-    rules, host = homes()
-    async with a_stage(heard := Leaving(), homes=(rules, host)) as stage:
+    rules, host = a_host()
+    async with a_stage(heard := Leaving(), served=(rules, host)) as stage:
         gateway, message = stage.gateway, field(1, "any")
         await brought(gateway, host, asyncio.ensure_future(stage.ask(INFER, message)))
         heard.gone = True

@@ -15,12 +15,12 @@ from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules
 
 from tests.builders import GIB, a_sample, a_sketch
 from tests.gateway.harness import until
-from tests.gateway.homes import homes
 from tests.gateway.inference_stage import INFER, Heard
+from tests.gateway.resident_models import resident_models
 
 
 async def test_a_request_for_a_cold_model_waits_until_it_is_loaded_and_is_sent_as_it_came() -> None:
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"xyz")
         task = await there.load()
@@ -31,7 +31,7 @@ async def test_a_request_for_a_cold_model_waits_until_it_is_loaded_and_is_sent_a
 
 
 async def test_many_requests_for_a_model_share_one_load() -> None:
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         clients = [await there.stage.connect() for _ in range(3)]
         for client in clients:
             client.ask("POST", INFER, b"x")
@@ -43,7 +43,7 @@ async def test_many_requests_for_a_model_share_one_load() -> None:
 
 async def test_a_large_body_is_held_up_while_its_model_is_loaded() -> None:
     body = bytes(range(256)) * 4096 * 6
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, body)
         await there.load()
@@ -52,7 +52,7 @@ async def test_a_large_body_is_held_up_while_its_model_is_loaded() -> None:
 
 
 async def test_a_request_that_has_waited_long_enough_says_when_to_retry_and_the_model_stays_wanted() -> None:
-    async with homes(Heard(), cold_seconds=Seconds(0.0)) as there:
+    async with resident_models(Heard(), cold_seconds=Seconds(0.0)) as there:
         status, headers, body = await there.stage.ask("POST", INFER, b"x")
         told = json.loads(body)
         assert (status, told["code"], told["retryable"]) == (503, "model-not-ready", True)
@@ -64,7 +64,7 @@ async def test_a_request_that_has_waited_long_enough_says_when_to_retry_and_the_
 
 
 async def test_the_priority_of_a_request_is_that_of_its_model_up_to_what_its_token_may() -> None:
-    async with homes(Heard(), cold_seconds=Seconds(0.0)) as there:
+    async with resident_models(Heard(), cold_seconds=Seconds(0.0)) as there:
         await there.stage.ask("POST", INFER, b"x", X_Priority="20")
         assert (await there.wanted()).priority == 20
         await there.stage.ask("POST", INFER, b"x", X_Priority="90")
@@ -72,7 +72,7 @@ async def test_the_priority_of_a_request_is_that_of_its_model_up_to_what_its_tok
 
 
 async def test_a_failed_load_is_reported_in_the_words_of_the_server() -> None:
-    async with homes(Heard()) as there:
+    async with resident_models(Heard()) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
         task = await there.wanted()
@@ -92,7 +92,7 @@ async def test_a_failed_load_is_reported_in_the_words_of_the_server() -> None:
 
 
 async def test_the_size_of_an_unknown_model_is_estimated_as_a_quarter_more_than_its_files() -> None:
-    async with homes(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
+    async with resident_models(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
         assert (await there.load()).demand.gpu_mb == 10 * GIB
@@ -100,7 +100,7 @@ async def test_the_size_of_an_unknown_model_is_estimated_as_a_quarter_more_than_
 
 
 async def test_a_model_that_was_measured_before_takes_that_size_and_a_margin() -> None:
-    async with homes(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
+    async with resident_models(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
         world = there.gateway.world
         kinds = {book.device.kind for book in world.books.values()}
         world.learned.put(topic_of("default", "any", *kinds), a_sketch([20 * GIB]))
@@ -111,7 +111,7 @@ async def test_a_model_that_was_measured_before_takes_that_size_and_a_margin() -
 
 
 async def test_the_metrics_show_by_server_how_accurate_the_sizes_of_models_are() -> None:
-    async with homes(Heard()) as there:
+    async with resident_models(Heard()) as there:
         client, asked = await there.stage.connect(), there.gateway.admin
         client.ask("POST", INFER, b"x")
         await there.load()
@@ -126,7 +126,7 @@ async def test_the_metrics_show_by_server_how_accurate_the_sizes_of_models_are()
 
 
 async def test_a_model_that_the_server_does_not_have_is_answered_by_it() -> None:
-    async with homes(heard := Heard(), models={}) as there:
+    async with resident_models(heard := Heard(), models={}) as there:
         status, _, _ = await there.stage.ask("POST", "/v2/models/nothing/infer", b"x")
         assert status == 200, "whatever it says"
         assert there.of("nothing") is None
@@ -134,20 +134,20 @@ async def test_a_model_that_the_server_does_not_have_is_answered_by_it() -> None
 
 
 async def test_a_named_model_that_the_server_does_not_have_takes_no_memory() -> None:
-    async with homes(Heard(), models={"lost": ModelRules(Mib(50 * GIB))}) as there:
+    async with resident_models(Heard(), models={"lost": ModelRules(Mib(50 * GIB))}) as there:
         assert (await there.stage.ask("POST", "/v2/models/lost/infer", b"x"))[0] == 200, "whatever it says"
         assert there.of("lost") is None
 
 
 async def test_requests_that_are_no_work_for_a_model_do_not_wait() -> None:
-    async with homes(Heard()) as there:
+    async with resident_models(Heard()) as there:
         for path in ("/v2/models/any/config", "/v2/models/any/ready", "/v2/models/stats"):
             assert (await there.stage.ask("GET", path))[0] == 200
         assert there.of() is None
 
 
 async def test_a_load_over_the_protocol_of_triton_goes_through_the_ledger_and_so_does_an_unload() -> None:
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         client = await there.stage.connect()
         client.ask("POST", "/v2/repository/models/any/load", b"")
         task = await there.load()
@@ -161,7 +161,7 @@ async def test_a_load_over_the_protocol_of_triton_goes_through_the_ledger_and_so
 
 
 async def test_a_request_whose_client_leaves_during_the_load_is_not_sent() -> None:
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
         await there.wanted()
@@ -175,7 +175,7 @@ async def test_names_that_clients_invent_leave_nothing_behind() -> None:
     def locks() -> int:
         return sum(isinstance(known, asyncio.Lock) for known in gc.get_objects())
 
-    async with homes(Heard(), models={}) as there:
+    async with resident_models(Heard(), models={}) as there:
         gc.collect()
         before = locks()
         for n in range(20):

@@ -12,7 +12,7 @@ from gpubroker_server.gateway.proxy.lanes import MOST_LANES, NO_WISH, LaneOption
 
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, OK, Connection, Stage, a_request, a_stage
-from tests.gateway.test_inference_refusals import refused
+from tests.gateway.test_exchange_refusals import refused
 
 
 class Model:

@@ -231,9 +231,7 @@ def test_a_model_that_was_unloaded_by_hand_causes_no_errors(
     assert [answer.result() for answer in answers] == [[1, 2, 3]] * 3
 
 
-def test_a_model_with_a_killed_process_is_loaded_again(
-    own_triton: Triton, service: ServiceProcess
-) -> None:
+def test_a_model_with_a_killed_process_is_loaded_again(own_triton: Triton, service: ServiceProcess) -> None:
     assert infer(service, "identity_fp32") == [1, 2, 3]
     before = service.broker.model("identity_fp32").task
     [stub] = psutil.Process(own_triton.pid).children()

@@ -10,8 +10,8 @@ from gpubroker_server.gateway.proxy.lanes import NO_WISH
 from gpubroker_server.gateway.proxy.residency.draining import Draining
 
 from tests.gateway.harness import until
-from tests.gateway.homes import Homes, doubts_told, homes
 from tests.gateway.inference_stage import INFER, OK, Heard, a_request
+from tests.gateway.resident_models import ResidentModels, doubts_told, resident_models
 
 
 def saying(text: str, status: str = "404 Not Found") -> bytes:
@@ -31,7 +31,7 @@ NOT_READY = saying(
 NO_VERSION = saying("Request for unknown model: 'any' version 9 is not found")
 
 
-async def resident(there: Homes) -> None:
+async def resident(there: ResidentModels) -> None:
     """Somebody has asked for it, it is there, and it has answered."""
     client = await there.stage.connect()
     client.ask("POST", INFER, b"first")
@@ -40,7 +40,7 @@ async def resident(there: Homes) -> None:
 
 
 async def test_a_request_that_finds_its_model_gone_waits_until_it_is_loaded_again() -> None:
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         await resident(there)
         for gone, asked in ((GONE, 2), (NOT_THERE, 4), (NOT_READY, 6)):
             heard.answer = gone
@@ -57,7 +57,7 @@ async def test_a_request_that_finds_its_model_gone_waits_until_it_is_loaded_agai
 
 
 async def test_a_model_that_is_back_before_the_leader_has_missed_it_is_asked_again_at_once() -> None:
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         await resident(there)
         there.host.restart()
         heard.answer = GONE
@@ -70,7 +70,7 @@ async def test_a_model_that_is_back_before_the_leader_has_missed_it_is_asked_aga
 
 
 async def test_a_server_that_says_so_again_and_again_is_believed() -> None:
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         await resident(there)
         heard.answer = GONE
         status, headers, body = await there.stage.ask("POST", INFER, b"xyz")
@@ -79,7 +79,7 @@ async def test_a_server_that_says_so_again_and_again_is_believed() -> None:
 
 
 async def test_a_name_that_triton_does_not_decode_is_not_asked_for_again() -> None:
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         await resident(there)
         heard.answer = NOT_THERE
         status, _, _ = await there.stage.ask("POST", "/v2/models/%61ny/infer", b"xyz")
@@ -87,7 +87,7 @@ async def test_a_name_that_triton_does_not_decode_is_not_asked_for_again() -> No
 
 
 async def test_other_errors_of_the_server_are_passed_on() -> None:
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         await resident(there)
         for answer in (NO_VERSION, saying("no such tensor"), saying("x" * 5000), saying("")):
             heard.answer = answer
@@ -97,7 +97,7 @@ async def test_other_errors_of_the_server_are_passed_on() -> None:
 
 
 async def test_a_body_that_was_too_long_to_be_kept_is_not_sent_again() -> None:
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         await resident(there)
         heard.answer = GONE
         status, _, _ = await there.stage.ask("POST", INFER, b"x" * (1024 * 1024 + 1))
@@ -105,7 +105,7 @@ async def test_a_body_that_was_too_long_to_be_kept_is_not_sent_again() -> None:
 
 
 async def test_a_request_that_waits_too_long_for_a_model_that_left_says_when_to_retry() -> None:
-    async with homes(heard := Heard(), cold_seconds=Seconds(0.0)) as there:
+    async with resident_models(heard := Heard(), cold_seconds=Seconds(0.0)) as there:
         assert (await there.stage.ask("POST", INFER, b"x"))[0] == 503
         await there.load()
         there.host.restart()
@@ -116,7 +116,7 @@ async def test_a_request_that_waits_too_long_for_a_model_that_left_says_when_to_
 
 async def test_a_model_whose_process_is_gone_is_reported_to_the_leader_once_in_a_while() -> None:
     dead = saying("Stub process 'any_0_0' is not healthy.", "500 Internal Server Error")
-    async with homes(heard := Heard()) as there:
+    async with resident_models(heard := Heard()) as there:
         await resident(there)
         doubts = doubts_told(there.gateway)
         for answer, told in ((saying("no such tensor", "500 No"), 0), (dead, 1), (dead, 1)):
@@ -145,7 +145,7 @@ class Slow(Heard):
 
 
 async def test_a_model_is_drained_when_its_earlier_requests_are_answered() -> None:
-    async with homes(heard := Slow()) as there:
+    async with resident_models(heard := Slow()) as there:
         draining = Draining(there.gateway.world, there.lanes.has_older, there.lanes.now)
         await resident(there)
         assert draining.drained() == frozenset()
@@ -164,7 +164,7 @@ async def test_a_model_is_drained_when_its_earlier_requests_are_answered() -> No
 
 
 async def test_requests_to_a_copy_elsewhere_keep_no_model_from_leaving() -> None:
-    async with homes(Heard()) as there:
+    async with resident_models(Heard()) as there:
         draining = Draining(there.gateway.world, there.lanes.has_older, there.lanes.now)
         await resident(there)
         await there.unload()
@@ -176,7 +176,7 @@ async def test_requests_to_a_copy_elsewhere_keep_no_model_from_leaving() -> None
 
 
 async def test_a_request_that_waits_for_its_turn_waits_again_if_its_model_leaves_meanwhile() -> None:
-    async with homes(heard := Slow(), slots=1) as there:
+    async with resident_models(heard := Slow(), slots=1) as there:
         await resident(there)
         heard.may_answer.clear()
         first, second = await there.stage.connect(), await there.stage.connect()

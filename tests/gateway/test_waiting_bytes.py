@@ -14,8 +14,8 @@ from tests.gateway.call_stage import a_stage as a_call_stage
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, a_stage
 from tests.gateway.protobuf import field
-from tests.gateway.test_cold_calls import brought, homes
-from tests.gateway.test_inference_refusals import refused
+from tests.gateway.test_cold_calls import a_host, brought
+from tests.gateway.test_exchange_refusals import refused
 from tests.gateway.test_lanes import Scene
 
 
@@ -55,9 +55,9 @@ async def test_calls_that_wait_in_lanes_hold_no_more_than_they_may() -> None:
 
 
 async def test_calls_that_wait_for_their_model_to_come_hold_no_more_than_they_may() -> None:
-    rules, host = homes()
+    rules, host = a_host()
     message = field(1, "any") + field(5, bytes(600))
-    async with a_call_stage(Heard(), homes=(rules, host), most_waiting_bytes=500) as stage:
+    async with a_call_stage(Heard(), served=(rules, host), most_waiting_bytes=500) as stage:
         alone = asyncio.ensure_future(stage.ask(CALL, message))
         await until(lambda: stage.gateway.world.homes.of(Home("main", "any")) is not None)
         error = await stage.refusal(CALL, message)

@@ -303,7 +303,7 @@ async def test_a_connection_that_the_server_closed_meanwhile_is_replaced() -> No
         for _ in range(5):
             client.ask("POST", INFER, b"{}")
             assert (await client.answer())[0] == 200
-            await until(lambda: not stage.backend._lines)
+            await until(lambda: not stage.backend._connections)
 
 
 async def test_an_internal_error_is_reported_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

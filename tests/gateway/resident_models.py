@@ -26,16 +26,16 @@ RULES = ServerRules("main", "n1", models={"any": ModelRules(Mib(50 * GIB))})
 
 
 @asynccontextmanager
-async def homes(
+async def resident_models(
     heard: Handler, *models: SimulatedModel, slots: int | None = None, **rules: Any
-) -> AsyncIterator["Homes"]:
+) -> AsyncIterator["ResidentModels"]:
     host = SimulatedHost("main", models or (SimulatedModel("any"),))
     lanes = Lanes(LaneOptions(slots={} if slots is None else {b"any": slots}))
-    async with a_stage(heard, homes=(replace(RULES, **rules), host), lanes=lanes) as stage:
-        yield Homes(stage, host, lanes)
+    async with a_stage(heard, served=(replace(RULES, **rules), host), lanes=lanes) as stage:
+        yield ResidentModels(stage, host, lanes)
 
 
-class Homes:
+class ResidentModels:
     def __init__(self, stage: Stage, host: SimulatedHost, lanes: Lanes) -> None:
         self.stage = stage
         self.host = host

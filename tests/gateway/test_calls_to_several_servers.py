@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2 as messages
 
 from tests.gateway.call_stage import INFER, SERVICE, STREAM, Handler, Heard, Stage, a_stage
 from tests.gateway.protobuf import field
-from tests.gateway.test_fleet import SHORT
+from tests.gateway.test_several_servers import SHORT
 
 Status = grpc.StatusCode
 ANY = field(1, "any") + field(2, "2")
