@@ -29,11 +29,11 @@ from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.app import create_app, openapi_document
+from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
-from gpubroker_server.gateway.http.limits import RequestLimits
 from gpubroker_server.gateway.parts import AppParts, OperatorRules
+from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, ModelType
-from gpubroker_server.gateway.submission.permission import Permissions
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import BlobMissing, CommitVerdict, Progress
 from jsonschema import Draft202012Validator

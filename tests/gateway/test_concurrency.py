@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.explain.parts import ExplainParts
-from gpubroker_server.gateway.http.concurrency import OneAtATime, run_in_thread
+from gpubroker_server.gateway.explain.routes import ExplainParts
 from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.http.waiters import OneAtATime, run_in_thread
 
 from tests.gateway.harness import Client, Gateway, before, problem, until
 

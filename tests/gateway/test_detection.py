@@ -2,7 +2,7 @@
 
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.gateway.http.limits import RequestLimits
+from gpubroker_server.gateway.http.bodies import RequestLimits
 
 from tests.builders import NOW
 from tests.gateway.harness import Client, Gateway

@@ -7,7 +7,7 @@ import pytest
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.gateway.tasks.parts import TaskParts
+from gpubroker_server.gateway.tasks.routes import TaskParts
 
 from tests.builders import GIB
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, before, fault, problem, until

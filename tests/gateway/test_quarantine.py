@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import Gone, NodeLost
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId
-from gpubroker_server.gateway.http.limits import RequestLimits
+from gpubroker_server.gateway.http.bodies import RequestLimits
 
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Client, Gateway

@@ -5,7 +5,7 @@ import tracemalloc
 
 from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, packed
 from gpubroker_server.core.serving.tensors import Tensor, tensor_of
-from gpubroker_server.gateway.status.results import result_member
+from gpubroker_server.gateway.status.records import result_member
 from gpubroker_server.ports.store import StoredResult
 
 

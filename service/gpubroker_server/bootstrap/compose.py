@@ -22,7 +22,7 @@ from gpubroker_server.core.domain.policy import (
 )
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
-from gpubroker_server.gateway.http.limits import RequestLimits
+from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.submission.demand import Defaults, ModelType
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import Clock, Executor

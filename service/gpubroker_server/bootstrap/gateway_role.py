@@ -32,7 +32,7 @@ from gpubroker_server.gateway.proxy.residency.draining import Draining
 from gpubroker_server.gateway.proxy.residency.holders import Adoption, QueuedModels
 from gpubroker_server.gateway.proxy.servers import Fleet
 from gpubroker_server.gateway.proxy.slot_leases import SlotLeases
-from gpubroker_server.gateway.submission.permission import Permissions
+from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.metrics import Telemetry

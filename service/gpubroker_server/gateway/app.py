@@ -6,17 +6,17 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
+from gpubroker_server.core.planning.fragmentation import Fragmentation, Scattered, fragmentation, scattered
 from gpubroker_server.gateway.admin import operations, tokens
 from gpubroker_server.gateway.admin.operations import OperationParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
-from gpubroker_server.gateway.cluster import detection, devices, policy, quarantine, stats, tenants
-from gpubroker_server.gateway.cluster.fragmentation import FragmentationCache
+from gpubroker_server.gateway.cluster import devices, policy, quarantine, stats
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.events.routes import EventParts
-from gpubroker_server.gateway.explain import plan_routes, simulate
+from gpubroker_server.gateway.explain import plan_routes
 from gpubroker_server.gateway.explain import routes as explain
-from gpubroker_server.gateway.explain.parts import ExplainParts
+from gpubroker_server.gateway.explain.routes import ExplainParts
 from gpubroker_server.gateway.http.identity import Callers
 from gpubroker_server.gateway.http.middleware import RequestMiddleware
 from gpubroker_server.gateway.http.openapi import complete
@@ -29,20 +29,19 @@ from gpubroker_server.gateway.leases.routes import LeaseParts
 from gpubroker_server.gateway.models import routes as models
 from gpubroker_server.gateway.models.models import ModelParts
 from gpubroker_server.gateway.objects import routes as objects
-from gpubroker_server.gateway.objects.routes import ObjectParts
-from gpubroker_server.gateway.objects.storage import ObjectStorage
+from gpubroker_server.gateway.objects.routes import ObjectParts, ObjectStorage
 from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.gateway.status.pending import PendingReasons
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.submissions import Submissions
-from gpubroker_server.gateway.tasks import batch, changes, estimates
+from gpubroker_server.gateway.tasks import batch, estimates
 from gpubroker_server.gateway.tasks import routes as tasks
-from gpubroker_server.gateway.tasks.parts import TaskParts
+from gpubroker_server.gateway.tasks.routes import TaskParts
 from gpubroker_server.telemetry.metrics import Sources, Telemetry
 
-_ROUTES = (
-    *(batch, tasks, changes, inferences, objects, leases, explain, simulate, plan_routes, estimates, events),
-    *(devices, models, quarantine, detection, stats, policy, tenants, tokens, operations),
+_RESOURCES = (
+    *(batch, tasks, inferences, objects, leases, explain, plan_routes, estimates, events),
+    *(devices, models, quarantine, stats, policy, tokens, operations),
 )
 """In the order in which paths are matched and documented; the busiest first."""
 
@@ -54,13 +53,17 @@ def create_app(parts: AppParts) -> FastAPI:
     """The application. It starts nothing: the composition root feeds `follower` and `waiters`."""
     app = _routed()
     world, clock, policy = parts.follower.world, parts.follower.clock, parts.rules.policy
-    fragmentation = FragmentationCache(world, policy, clock)
+
+    def fragmented() -> tuple[Fragmentation, Scattered | None]:
+        state = world, policy, clock.now()
+        return fragmentation(*state), scattered(*state)
+
     sources = Sources(
-        world, parts.follower.age_seconds, parts.standing, policy, clock.now, fragmentation,
+        world, parts.follower.age_seconds, parts.standing, policy, clock.now, fragmented,
         parts.leadership.paused,
     )  # fmt: skip
     app.state.telemetry = telemetry = Telemetry(sources)
-    app.state.parts = {type(of): of for of in _parts_of_resources(parts, fragmentation, telemetry)}
+    app.state.parts = {type(of): of for of in _parts_of_resources(parts, telemetry)}
     # This middleware is the whole stack. FastAPI's own layers serve dependencies and uploads, which no route
     # has, and turn exceptions into answers, which the middleware does.
     app.middleware_stack = RequestMiddleware(
@@ -74,9 +77,7 @@ def create_app(parts: AppParts) -> FastAPI:
     return app
 
 
-def _parts_of_resources(
-    parts: AppParts, fragmentation: FragmentationCache, telemetry: Telemetry
-) -> Iterator[object]:
+def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[object]:
     """What the routes of each resource get."""
     store, blobs, waiters, leadership = parts.store, parts.blobs, parts.waiters, parts.leadership
     world, clock = parts.follower.world, parts.follower.clock
@@ -99,7 +100,7 @@ def _parts_of_resources(
         world, clock, rules.policy, freshness, leadership, records, submissions, parts.tokens, rules.kinds
     )
     yield ClusterParts(
-        world, clock, freshness, leadership, requests, fragmentation, rules.policy, limits, rules.defaults,
+        world, clock, freshness, leadership, requests, rules.policy, limits, rules.defaults,
         rules.kinds, servers, parts.residencies,
     )  # fmt: skip
     yield EventParts(records)
@@ -114,7 +115,7 @@ def openapi_document() -> dict[str, Any]:
 
 def _routed() -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TRACES)
-    for module in _ROUTES:
+    for module in _RESOURCES:
         # Flat rather than included: FastAPI matches the routes of an included router twice per request.
         app.router.routes.extend(module.resource.routes)
     app.openapi = lambda: complete(app)  # type: ignore[method-assign]  # the documented way to extend it

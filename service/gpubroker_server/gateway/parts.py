@@ -6,18 +6,17 @@ from dataclasses import dataclass, field
 from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.identity import Tokens
 from gpubroker_server.gateway.http.ids import Ids
-from gpubroker_server.gateway.http.limits import RequestLimits
 from gpubroker_server.gateway.http.times import Follower
 from gpubroker_server.gateway.http.waiters import Leadership, Waiters
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import ResidencyParts
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.servers import Server
-from gpubroker_server.gateway.submission.capacity import Capacity
+from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults
-from gpubroker_server.gateway.submission.permission import Permissions
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import BlobStore, TaskStore
 

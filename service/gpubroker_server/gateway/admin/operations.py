@@ -12,9 +12,8 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.gateway.http.bodies import Body
-from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import PARTS, Resource
+from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Freshness
 from gpubroker_server.gateway.http.waiters import Leadership, Waiters
 from gpubroker_server.ports.store import StoreUnavailable, TaskStore

@@ -9,10 +9,9 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.gateway.http.bodies import NAME, Body
-from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope, Tokens, new_token
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import PARTS, Resource
+from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
 from gpubroker_server.ports.store import Clock, TaskStore, TokenRow
 

@@ -11,13 +11,12 @@ from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.node_capacity import NodeUse
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.planning.fragmentation import Sum
+from gpubroker_server.core.planning.fragmentation import Sum, fragmentation
 from gpubroker_server.core.world.ledger import Book, Holding
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
-from gpubroker_server.gateway.http.call import Call, answer, view_of
 from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.routing import Resource
+from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339, rfc3339_or_none
 from gpubroker_server.gateway.status.quarantine import AwaitedView, awaited_by_lease
 from gpubroker_server.gateway.status.task_view import priority_now
@@ -144,7 +143,8 @@ class NodeList(AsOf):
 async def list_gpus(call: Call, parts: Parts) -> Response:
     """List all devices: what is leased, used and unaccounted for, by whom, and what is free."""
     as_of, world = parts.freshness.as_of(), parts.world
-    sums, awaited = parts.fragmentation()[0].devices, awaited_by_lease(world)
+    awaited = awaited_by_lease(world)
+    sums = fragmentation(world, parts.policy, parts.clock.now()).devices
     items: list[GpuView] = []
     for key in sorted(world.books):
         book, sample = world.books[key], world.books[key].sample

@@ -6,8 +6,7 @@ from typing import Annotated
 from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.fragmentation import FragmentationCache
-from gpubroker_server.gateway.http.limits import RequestLimits
+from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.routing import PARTS
 from gpubroker_server.gateway.http.times import Freshness
 from gpubroker_server.gateway.http.waiters import LeaderRequests, Leadership
@@ -24,7 +23,6 @@ class ClusterParts:
     freshness: Freshness
     leadership: Leadership
     requests: LeaderRequests
-    fragmentation: FragmentationCache
     policy: Policy
     limits: RequestLimits
     defaults: Defaults

@@ -1,4 +1,4 @@
-"""Memory whose holders are not confirmed to be gone, and an operator's statement that they are."""
+"""What waits for an operator's statement: memory in quarantine, and silent nodes that are held back."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -9,13 +9,13 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.lifecycle.quarantine import Quarantined, quarantined, seen_in_use
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.bodies import Body, line
-from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import STORED, Resource
-from gpubroker_server.gateway.http.times import AsOf
+from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
+from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339
 from gpubroker_server.gateway.status.quarantine import QuarantinedView, quarantined_view
 
 resource = Resource("cluster")
@@ -147,3 +147,59 @@ def _may_release(viewer: Identity, tenant: str) -> bool:
 
 def _uuid(parts: Parts, lease: Lease) -> str:
     return parts.world.books[lease.device].device.uuid
+
+
+SUBJECT = "detection"
+
+
+class DetectionView(TypedDict):
+    """Whether the leader gives up silent nodes."""
+
+    state: Annotated[str, Field(description="watching, or paused.")]
+    since: Annotated[Time | None, Field(description="While paused.")]
+    message: Annotated[str, Field(description="Why it is paused; otherwise empty.")]
+    nodes: Annotated[list[str], Field(description="Silent, and not given up.")]
+    runs: Annotated[int, Field(description="On these nodes, and on those that were given up just before.")]
+    of_runs: int
+
+
+class Resume(Body):
+    """Let the leader give up the silent nodes that it holds back."""
+
+    reason: Reason
+
+
+@resource.route(
+    "POST /detection/resume",
+    "detection_resume",
+    Scope.CLUSTER_WRITE,
+    DetectionView,
+    "malformed-json nothing-paused validation-failed",
+    accepted=STORED,
+    response_description="What was paused. The leader gives these nodes up, unless it hears from them first.",
+)
+async def resume_detection(call: Call, parts: Parts, body: Resume) -> Response:
+    """State that the silent nodes are lost, so that their runs start elsewhere.
+
+    The leader pauses when too many nodes fall silent at once. Memory on lost nodes is quarantined until it is
+    proven free. The name of your token and your reason are recorded.
+    """
+    paused = parts.leadership.paused()
+    if paused is None:
+        raise Problem("nothing-paused")
+    fields = {"nodes": list(paused.nodes), "by": call.identity.name, "reason": body.reason}
+    settled = await parts.requests.ask(SUBJECT, call.identity.tenant, "resume", fields)
+    return answer(detection_view(paused), 200 if settled else 202)
+
+
+def detection_view(paused: PausedDetection | None) -> DetectionView:
+    if paused is None:
+        return {"state": "watching", "since": None, "message": "", "nodes": [], "runs": 0, "of_runs": 0}
+    return {
+        "state": "paused",
+        "since": rfc3339(paused.since),
+        "message": paused.message,
+        "nodes": list(paused.nodes),
+        "runs": paused.runs,
+        "of_runs": paused.of_runs,
+    }

@@ -1,4 +1,4 @@
-"""Totals: GPU memory, tasks by state, executor, leader and model servers."""
+"""Totals: GPU memory and its fragmentation, tasks by state, executor, leader and model servers."""
 
 from collections import Counter
 from typing import Annotated
@@ -8,18 +8,80 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.planning.fragmentation import (
+    Scattered,
+    Sum,
+    fragmentation,
+    scattered,
+)
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.detection import DetectionView, detection_view
-from gpubroker_server.gateway.cluster.fragmentation import FragmentationView, fragmentation_view
 from gpubroker_server.gateway.cluster.parts import Parts
-from gpubroker_server.gateway.http.call import answer
+from gpubroker_server.gateway.cluster.quarantine import DetectionView, detection_view
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import Resource
+from gpubroker_server.gateway.http.routing import Resource, answer
 from gpubroker_server.gateway.http.times import AsOf
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
 from gpubroker_server.gateway.proxy.servers import Endpoint, Server
 from gpubroker_server.gateway.status.task_view import forecasts_views
 from gpubroker_server.gateway.status.views import ForecastsView
+
+
+class KindPiecesView(TypedDict):
+    kind: str
+    free_mb: int
+    stranded_mb: int
+    share: float | None
+
+
+class ScatteredView(TypedDict):
+    """What most waiting GPU tasks ask for is free in total, but on no GPU in one piece."""
+
+    gpus: int
+    gpu_mb: Annotated[int, Field(description="Needed on each, with the cost of a process.")]
+    waiting: Annotated[int, Field(description="How many tasks ask for exactly this.")]
+    free_mb: Annotated[int, Field(description="On all GPUs that could host it.")]
+    largest_mb: Annotated[int, Field(description="The largest piece of that.")]
+
+
+class FragmentationView(TypedDict):
+    """Of the GPUs that take tasks now: what is free, and what of that the usual demands cannot use."""
+
+    free_mb: int
+    stranded_mb: Annotated[int, Field(description="Each usual demand counts by its share of recent submits.")]
+    share: Annotated[float | None, Field(description="Of what is free, 0 to 1; null if nothing is.")]
+    kinds: list[KindPiecesView]
+    scattered: ScatteredView | None
+
+
+def _fragmentation_view(parts: Parts) -> FragmentationView:
+    state = parts.world, parts.policy, parts.clock.now()
+    found, spread = fragmentation(*state), scattered(*state)
+    total = found.total
+    return {
+        "free_mb": total.free_mb,
+        "stranded_mb": total.stranded_mb,
+        "share": _rounded(total),
+        "kinds": [
+            {"kind": kind, "free_mb": of.free_mb, "stranded_mb": of.stranded_mb, "share": _rounded(of)}
+            for kind, of in found.kinds.items()
+        ],
+        "scattered": None if spread is None else _scattered_view(spread),
+    }
+
+
+def _rounded(of: Sum) -> float | None:
+    return None if of.share is None else round(of.share, 4)
+
+
+def _scattered_view(scattered: Scattered) -> ScatteredView:
+    return {
+        "gpus": scattered.demand.gpus,
+        "gpu_mb": scattered.need_mb,
+        "waiting": scattered.waiting,
+        "free_mb": scattered.free_mb,
+        "largest_mb": scattered.largest_mb,
+    }
+
 
 resource = Resource("cluster")
 
@@ -94,7 +156,7 @@ async def get_stats(parts: Parts) -> Response:
     view: Stats = {
         **parts.freshness.as_of(),
         "gpu": _gpu_totals(parts.world),
-        "fragmentation": fragmentation_view(*parts.fragmentation()),
+        "fragmentation": _fragmentation_view(parts),
         "forecasts": forecasts_views(parts.world),
         "tasks": _task_counts(parts.world),
         "executor": {

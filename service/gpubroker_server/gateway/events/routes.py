@@ -11,10 +11,9 @@ from typing_extensions import TypedDict
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.world.events import Event, task_of
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
-from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import PARTS, Resource
+from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.status.records import TaskRecords
 

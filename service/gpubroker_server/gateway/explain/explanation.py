@@ -132,18 +132,21 @@ UNEXPLAINED: ExplainedFields = {
 }
 
 
-class ExplanationView(ExplainedFields):
+class EvaluatedFields(ExplainedFields):
+    evaluated_at: Time
+    queue_length: int
+    as_of: Time
+    age_seconds: float
+    log_position: Annotated[int, Field(description="Position of the newest event behind this answer.")]
+
+
+class ExplanationView(EvaluatedFields):
     """Why a task waits, or what it is doing. `blockers` has everything that it waits for, `remedies` what
     would help, each found by planning the task again with that change."""
 
     id: str
     state: str
-    evaluated_at: Time
-    queue_length: int
     inherits: Annotated[InheritsView | None, Field(description="Null if it has its own priority.")]
-    as_of: Time
-    age_seconds: float
-    log_position: Annotated[int, Field(description="Position of the newest event behind this answer.")]
 
 
 def blocker_view(blocker: Blocker) -> BlockerView:

@@ -10,8 +10,8 @@ from gpubroker_server.core.domain.units import Instant, in_gib
 from gpubroker_server.core.explain.fit import Component, Displaced, FleetPlan, Missing, Placed
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.advice import PlacementView, RunHolder, place_views, run_view
-from gpubroker_server.gateway.http.call import view_of
 from gpubroker_server.gateway.http.identity import Identity
+from gpubroker_server.gateway.http.routing import view_of
 
 
 class ComponentView(TypedDict):

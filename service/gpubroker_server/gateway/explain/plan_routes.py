@@ -13,15 +13,14 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.explain.fit import Component, Machine, fleet_of, planning
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.explain.parts import Parts
 from gpubroker_server.gateway.explain.plan import FleetPlanView, plan_view
+from gpubroker_server.gateway.explain.routes import Parts
 from gpubroker_server.gateway.http.bodies import NAME, Body, KindName, Labels, line
-from gpubroker_server.gateway.http.call import Call, answer
-from gpubroker_server.gateway.http.concurrency import run_in_thread
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.http.routing import Resource
+from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.gateway.http.waiters import run_in_thread
 from gpubroker_server.gateway.submission.demand import demand_of
 from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, Resources
 from gpubroker_server.gateway.submission.task_body import Placement, Priority, SimulateTask

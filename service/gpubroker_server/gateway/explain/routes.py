@@ -1,29 +1,89 @@
-"""Why a task waits, and what would help."""
+"""Why a task waits, what would help, and what would happen to one that is not submitted yet."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from fastapi import Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
+from gpubroker_server.core.domain.device import GpuKind
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.explain.advice import advise
+from gpubroker_server.core.explain.advice import Advice, advise
 from gpubroker_server.core.explain.blockers import Blocker, sent_at
-from gpubroker_server.core.explain.explain import Explanation, ended_message, explain, explain_waiting
-from gpubroker_server.core.explain.verdicts import Look
-from gpubroker_server.gateway.explain.advice import NO_ADVICE, start_fields
+from gpubroker_server.core.explain.explain import (
+    Explanation,
+    ended_message,
+    explain,
+    explain_waiting,
+    stands_aside,
+)
+from gpubroker_server.core.explain.survey import Asking
+from gpubroker_server.core.explain.verdicts import Look, look
+from gpubroker_server.core.planning.find_way import Wait
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.explain.advice import (
+    NO_ADVICE,
+    PlacementView,
+    RunHolder,
+    advice_fields,
+    place_views,
+    run_view,
+    start_fields,
+)
 from gpubroker_server.gateway.explain.explanation import (
     UNEXPLAINED,
+    EvaluatedFields,
     ExplainedFields,
     ExplanationView,
     blocker_view,
     explained_fields,
     unadvised_fields,
 )
-from gpubroker_server.gateway.explain.parts import Parts
-from gpubroker_server.gateway.http.call import Call, answer
-from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.routing import Resource
-from gpubroker_server.gateway.http.times import rfc3339
+from gpubroker_server.gateway.http.identity import Identity, Scope, Tokens
+from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
+from gpubroker_server.gateway.http.times import Freshness, rfc3339
+from gpubroker_server.gateway.http.waiters import Leadership, OneAtATime
 from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, inherits_view, no_leader
-from gpubroker_server.ports.store import TaskRecord
+from gpubroker_server.gateway.status.records import TaskRecords
+from gpubroker_server.gateway.status.task_view import demand_view, sizing_of
+from gpubroker_server.gateway.status.views import DemandView, SizingView
+from gpubroker_server.gateway.submission.submissions import PreparedTask, Submissions
+from gpubroker_server.gateway.submission.task_body import SimulateTask
+from gpubroker_server.ports.store import Clock, TaskRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainParts:
+    world: World
+    clock: Clock
+    policy: Policy
+    freshness: Freshness
+    leadership: Leadership
+    records: TaskRecords
+    submissions: Submissions
+    tokens: Tokens
+    kinds: tuple[GpuKind, ...]
+    """The kinds of GPU that the operator has ranked, strongest first."""
+    asking: Asking = field(default_factory=Asking)
+    """What one answer keeps of the World for the next."""
+    plans: OneAtATime = field(default_factory=lambda: OneAtATime("plans", max_waiting=0))
+    answers: OneAtATime = field(
+        default_factory=lambda: OneAtATime("explanations and simulations", max_waiting=16, on_the_loop=True)
+    )
+    """The leader may share the event loop; between two answers it gets the loop for as long as one took."""
+
+    def look(self, task: Task) -> Look:
+        """All nodes and devices, judged for this task."""
+        forecasts = self.leadership.forecasts()
+        return look(self.asking.survey(self.world, task, self.policy, self.clock.now(), forecasts))
+
+
+Parts = Annotated[ExplainParts, PARTS]
+
 
 resource = Resource("tasks")
 
@@ -97,15 +157,21 @@ def _without_leader(
 
 def _bare(parts: Parts, task: Task) -> ExplanationView:
     """Of a task that does not wait."""
-    age = parts.freshness.as_of()
     return {
+        **_evaluated(parts),
         "id": task.id,
         "state": task.state.value,
-        **UNEXPLAINED,
         "message": _ended(task),
+        "inherits": None,
+    }
+
+
+def _evaluated(parts: Parts) -> EvaluatedFields:
+    age = parts.freshness.as_of()
+    return {
+        **UNEXPLAINED,
         "evaluated_at": rfc3339(parts.clock.now()),
         "queue_length": len(parts.world.queue),
-        "inherits": None,
         "as_of": age["as_of"],
         "age_seconds": age["age_seconds"],
         "log_position": age["position"],
@@ -130,3 +196,134 @@ def _not_yet_seen(view: ExplanationView) -> ExplanationView:
     reason, message = Reason.PENDING_EVALUATION, NOT_YET_SEEN["message"]
     blockers = [blocker_view(Blocker(reason, message))]
     return {**view, "reason": reason.value, "message": message, "blockers": blockers}
+
+
+_REFUSED = 422
+"""Problems of this status are part of the answer; any other problem ends the request."""
+
+
+class RefusalView(TypedDict):
+    """The problem with which a submit would be refused."""
+
+    code: str
+    detail: str
+    errors: list[Fault]
+
+
+class SimulationView(EvaluatedFields):
+    """What would happen to a task if it were submitted now."""
+
+    verdict: Annotated[
+        str,
+        Field(description="refused; starts: there is room; preempts: `victims` are stopped first; or waits."),
+    ]
+    refusal: RefusalView | None
+    priority: int | None
+    resources: Annotated[DemandView | None, Field(description="With all defaults; null if refused early.")]
+    sizing: Annotated[SizingView | None, Field(description="How `gpu_mb: learned` would be settled.")]
+    places: Annotated[list[PlacementView], Field(description="Where it would start now.")]
+    victims: Annotated[list[RunHolder], Field(description="Runs that would be asked to leave.")]
+
+
+@resource.route(
+    "POST /tasks/simulate",
+    "tasks_simulate",
+    Scope.TASKS_READ,
+    SimulationView,
+    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
+    "follower-stale too-many-requests",
+)
+async def simulate_task(call: Call, parts: Parts, body: SimulateTask) -> Response:
+    """Say what would happen to a task if it were submitted now, without doing anything.
+
+    The body is that of a submit, or one without `run`: then only its demand is judged. With `run`, the token
+    needs the same scopes as for the submit.
+    """
+    if body.run is not None:
+        call.identity.require(Scope.TASKS_WRITE, f"{call.method} {call.url.path}")
+    await parts.freshness.catch_up()
+    try:
+        new = await parts.submissions.new_task(body, call.identity.tenant)
+    except Problem as problem:
+        if problem.code == "validation-failed" or problem.kind.status != _REFUSED:
+            raise
+        return answer(_refused(parts, call.identity, problem))
+    async with parts.answers.slot():
+        return answer(_judged(parts, call.identity, body, new))
+
+
+def _judged(parts: Parts, viewer: Identity, body: SimulateTask, new: PreparedTask) -> SimulationView:
+    try:
+        parts.submissions.check_allowed(viewer, body, new.task)
+        parts.submissions.check_possible(new.task)
+    except Problem as problem:
+        if problem.kind.status != _REFUSED:
+            raise
+        return _refused(parts, viewer, problem, new)
+    return _simulated(parts, viewer, new)
+
+
+def _simulated(parts: Parts, viewer: Identity, new: PreparedTask) -> SimulationView:
+    task, world, now = new.task, parts.world, parts.clock.now()
+    looked = parts.look(task)
+    found, advice = explain_waiting(looked), advise(looked, _highest_priority(parts, viewer))
+    eviction = advice.way.eviction
+    victims = eviction.victims if eviction else ()
+    return {
+        **_unjudged(parts, new),
+        "verdict": _verdict(task, advice),
+        **explained_fields(world, found, advice, viewer, now),
+        "message": _message(task, found, advice),
+        "places": place_views(world, advice.way.places),
+        "victims": [run_view(world, run, viewer, now) for run in victims],
+    }
+
+
+def _verdict(task: Task, advice: Advice) -> str:
+    if stands_aside(task) or isinstance(advice.way, Wait):
+        return "waits"
+    return "starts" if advice.way.places is not None else "preempts"
+
+
+def _message(task: Task, found: Explanation, advice: Advice) -> str:
+    places, eviction = advice.way.places, advice.way.eviction
+    if stands_aside(task):
+        return found.message
+    if places is not None:
+        return f"it would start now on {', '.join(sorted({one.node for one in places}))}"
+    if eviction is not None:
+        return f"{advice.spared.message}, and it would start on {eviction.node}; until then: {found.message}"
+    return found.message
+
+
+def _refused(
+    parts: Parts, viewer: Identity, problem: Problem, new: PreparedTask | None = None
+) -> SimulationView:
+    """Of a valid task that a submit would refuse, with what would help."""
+    view: SimulationView = {
+        **_unjudged(parts, new),
+        "verdict": "refused",
+        "refusal": {"code": problem.code, "detail": problem.detail, "errors": list(problem.errors)},
+        "message": problem.detail,
+    }
+    if new is None:
+        return view
+    advice = advise(parts.look(new.task), _highest_priority(parts, viewer))
+    return {**view, "remedies": advice_fields(parts.world, advice, viewer, parts.clock.now())["remedies"]}
+
+
+def _highest_priority(parts: Parts, viewer: Identity) -> int:
+    return parts.submissions.permissions.highest_priority(viewer)
+
+
+def _unjudged(parts: Parts, new: PreparedTask | None) -> SimulationView:
+    return {
+        **_evaluated(parts),
+        "verdict": "waits",
+        "refusal": None,
+        "priority": None if new is None else new.task.priority,
+        "resources": None if new is None else demand_view(new.task.demand),
+        "sizing": None if new is None else sizing_of(new.learned),
+        "places": [],
+        "victims": [],
+    }

@@ -1,9 +1,42 @@
-"""What bodies and query strings have in common: strict models, and the text fields that several share."""
+"""Bodies, queries and pages: strict models, fields that several share, and the limits of requests."""
 
+import base64
+import hashlib
+import json
 import re
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.http.ids import is_task_id
+from gpubroker_server.gateway.http.problems import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    body_bytes: int = 8 * 1024 * 1024
+    batch_body_bytes: int = 16 * 1024 * 1024
+    object_bytes: int = 16 * 1024 * 1024
+    """The largest object that may be uploaded, and the most that all objects of one inference may have."""
+    tenant_object_bytes: int = 4 * 1024**3
+    tenant_objects: int = 10_000
+    """Both limits are for all objects of a tenant."""
+    object_seconds: Seconds = Seconds(86400.0)
+    """An object is kept this long after its last use."""
+    inline_bytes: int = 64 * 1024
+    """Arguments up to this size stay in the task's row; larger ones become objects."""
+    stale_seconds: Seconds = Seconds(30.0)
+    """Overviews older than this are refused."""
+    wait_seconds: Seconds = Seconds(60.0)
+    """No answer is held back longer than this."""
+    settle_seconds: Seconds = Seconds(1.0)
+    """How long the answer to a cancel or a change waits for the leader to carry it out."""
+    page_items: int = 500
+    """The most items on a page."""
+
 
 LINE = r"^[^\x00-\x1f\x7f]*$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
@@ -64,3 +97,39 @@ class WaitQuery(Query):
     timeout_seconds: Annotated[
         float, Field(ge=0, description="The answer comes after 60 seconds at most, whatever is asked.")
     ] = 30.0
+
+
+class PageQuery(Query):
+    limit: Annotated[int, Field(ge=1, description="Values above the server's maximum mean the maximum.")] = (
+        100
+    )
+    cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of the page before.")] = (
+        None
+    )
+
+
+def filter_hash(filters: Mapping[str, Any]) -> str:
+    """A few characters that differ for different filters."""
+    text = json.dumps(filters, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def write_cursor(last_id: str, filtered_by: str) -> str:
+    return base64.urlsafe_b64encode(f"{filtered_by}{last_id}".encode()).decode().rstrip("=")
+
+
+def read_cursor(cursor: str, filtered_by: str, is_id: Callable[[str], bool] = is_task_id) -> str:
+    """The id after which the next page begins. Raises Problem."""
+    try:
+        text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode("ascii")
+    except ValueError:
+        text = ""
+    made_for, last_id = text[: len(filtered_by)], text[len(filtered_by) :]
+    if not is_id(last_id):
+        raise Problem("cursor-invalid", "the cursor is not one of this service; start without a cursor")
+    if made_for != filtered_by:
+        raise Problem(
+            "cursor-invalid",
+            "the cursor belongs to a list with other filters; send the same ones, or start without a cursor",
+        )
+    return last_id

@@ -10,9 +10,9 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.identity import Callers
 from gpubroker_server.gateway.http.ids import Ids
-from gpubroker_server.gateway.http.limits import RequestLimits
 from gpubroker_server.gateway.http.problems import Problem, problem_response
 from gpubroker_server.gateway.http.routing import DirectRoute
 from gpubroker_server.ports.store import Outgrown, StoreUnavailable, Unstorable

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.limits import RequestLimits
+from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.ports.store import Clock, Progress, TaskStore

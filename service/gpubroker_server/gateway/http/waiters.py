@@ -1,9 +1,12 @@
-"""Requests that wait for the end of a task, or for the leader to do something. The event log wakes them."""
+"""Requests that wait: for their turn, for the end of a task, or for the leader to do something."""
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import threading
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from time import monotonic
+from typing import Any, Protocol, TypeVar
 
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.task import TERMINAL
@@ -12,8 +15,70 @@ from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.gateway.http.ids import Ids
+from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import Clock, TaskStore
+
+T = TypeVar("T")
+
+
+class OneAtATime:
+    """A lock with a bounded queue, first come, first served."""
+
+    def __init__(self, what: str, max_waiting: int, *, on_the_loop: bool = False) -> None:
+        """`what` names the answers in a refusal: "plans". `on_the_loop`: the computation blocks the event
+        loop, so the lock stays taken for as long again, and other requests get that time."""
+        self._what = what
+        self._max_waiting = max_waiting
+        self._on_the_loop = on_the_loop
+        self._waiting = 0
+        self._busy = asyncio.Lock()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold the lock for one answer. Raises Problem too-many-requests if the queue is full."""
+        if (self._busy.locked() or self._waiting) and self._waiting >= self._max_waiting:
+            more = f" and {self._waiting} more are waiting" if self._waiting else ""
+            raise Problem("too-many-requests", what=self._what, more=more)
+        self._waiting += 1
+        try:
+            await self._busy.acquire()
+        finally:
+            self._waiting -= 1
+        began = monotonic()
+        try:
+            yield
+        finally:
+            if self._on_the_loop:
+                asyncio.get_running_loop().call_later(monotonic() - began, self._busy.release)
+            else:
+                self._busy.release()
+
+
+async def run_in_thread(steps: Generator[None, None, T], limit_seconds: Seconds) -> T:
+    """The return value of `steps`, which must share nothing mutable with the event loop.
+
+    Raises TimeoutError after `limit_seconds`. Cancelling ends the thread after its next step.
+    """
+    cancelled = threading.Event()
+    try:
+        return await asyncio.to_thread(_run_steps, steps, limit_seconds, cancelled)
+    finally:
+        cancelled.set()
+
+
+def _run_steps(steps: Generator[None, None, T], limit_seconds: Seconds, cancelled: threading.Event) -> T:
+    until = monotonic() + limit_seconds
+    with closing(steps):
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: T = end.value
+                return found
+            if cancelled.is_set() or monotonic() > until:
+                raise TimeoutError
+
 
 _WAKING = frozenset({*(f"task.{state}" for state in TERMINAL), "request.done"})
 """Kinds of events that a request may wait for. The key is the id of the task or of the request."""

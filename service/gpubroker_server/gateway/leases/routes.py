@@ -9,12 +9,10 @@ from pydantic import Field
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.http.bodies import Name, WaitQuery
-from gpubroker_server.gateway.http.call import Call, answer
+from gpubroker_server.gateway.http.bodies import Name, PageQuery, WaitQuery
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.pages import PageQuery
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import PARTS, STORED, Resource
+from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import LeaderRequests, moves_of
 from gpubroker_server.gateway.leases.leases import (
     AskLease,

@@ -21,7 +21,7 @@ from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import DESCRIBE_SECONDS, Residency
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
 from gpubroker_server.gateway.proxy.servers import Server
-from gpubroker_server.gateway.submission.permission import Permissions
+from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.ports.store import TaskStore
 
 ModelState = Literal["cold", "waiting", "loading", "resident", "draining"]

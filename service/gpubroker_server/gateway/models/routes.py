@@ -10,10 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import TOP_PRIORITY
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
-from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import Resource
+from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.models.models import (
     ModelList,
     ModelView,

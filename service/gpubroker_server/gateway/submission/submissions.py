@@ -16,16 +16,15 @@ from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.explain.admission import ranks_in_words
 from gpubroker_server.core.planning.forecasts.run_estimates import Size, learned_size, size_of_ranks
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.call import Call
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.http.routing import Call
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.status.task_view import ROLES_VARIABLE
-from gpubroker_server.gateway.submission.capacity import Capacity
+from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, demand_of, subject_of
-from gpubroker_server.gateway.submission.permission import Permissions
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
 from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
 from gpubroker_server.ports.store import (
@@ -56,7 +55,7 @@ _NO_ARGUMENTS = b'{"args":[],"kwargs":{}}'
 _STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-class NewTask(NamedTuple):
+class PreparedTask(NamedTuple):
     task: Task
     learned: Size | None
     """How its size was learned, if it asks for that; of a gang, that of its ranks."""
@@ -82,7 +81,7 @@ class Submissions:
     records: TaskRecords
     inline_bytes: int
 
-    async def new_task(self, body: SubmitTask, tenant: str) -> NewTask:
+    async def new_task(self, body: SubmitTask, tenant: str) -> PreparedTask:
         """The task that this body asks for. Raises Problem if the body is invalid; see also `check_allowed`
         and `check_possible`."""
         stands, now = await stands_for(self.store, body), self.clock.now()
@@ -90,7 +89,7 @@ class Submissions:
 
     def task_of(
         self, body: SubmitTask, tenant: str, id: TaskId, stands: Mapping[TaskId, Stand], now: Instant
-    ) -> NewTask:
+    ) -> PreparedTask:
         """As `new_task`. `stands`: the states of the tasks that it runs after, as far as they exist."""
         self.permissions.check_stream(body.stream)
         demand, learned = self.demand_of(body, tenant)
@@ -121,7 +120,7 @@ class Submissions:
             stream=body.stream,
             subject=subject_of(body),
         )
-        return NewTask(task, learned)
+        return PreparedTask(task, learned)
 
     def demand_of(
         self, body: SubmitTask, tenant: str, *, at: str = "/resources"

@@ -16,11 +16,10 @@ from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.planning.forecasts.run_estimates import Size
 from gpubroker_server.gateway.http.bodies import ListBody
-from gpubroker_server.gateway.http.call import Call, json_answer
 from gpubroker_server.gateway.http.faults import body_faults, invalid
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem, ProblemDocument, problem_document
-from gpubroker_server.gateway.http.routing import Resource
+from gpubroker_server.gateway.http.routing import Call, Resource, json_answer
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Submissions,
@@ -30,7 +29,7 @@ from gpubroker_server.gateway.submission.submissions import (
     run_spec,
 )
 from gpubroker_server.gateway.submission.task_body import SubmitTask
-from gpubroker_server.gateway.tasks.parts import Parts
+from gpubroker_server.gateway.tasks.routes import Parts
 from gpubroker_server.gateway.tasks.run_text import (
     EntrypointCall,
     Surroundings,

@@ -10,10 +10,9 @@ from typing_extensions import TypedDict
 from gpubroker_server.core.domain.estimates import Sketch, Topic, What
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
-from gpubroker_server.gateway.http.call import Call, answer
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.routing import Resource
-from gpubroker_server.gateway.tasks.parts import Parts
+from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.gateway.tasks.routes import Parts
 
 resource = Resource("tasks")
 

@@ -28,7 +28,7 @@ from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.waiters import Waiters, moves_of
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules, place_fault
-from gpubroker_server.gateway.submission.capacity import Capacity
+from gpubroker_server.gateway.submission.admission import Capacity
 from gpubroker_server.ports.models import Described, HostFault, HostRefused, IndexedModel, ModelHost, Stage
 from gpubroker_server.ports.store import Clock, RunSpec, StoreUnavailable, Submission, TaskStore
 
