@@ -167,7 +167,7 @@ MUTANTS = (
     ),
     Mutant(
         "an agent starts a claim twice",
-        "service/gpubroker_server/adapters/ray/agent/run_table.py",
+        "service/gpubroker_server/adapters/ray/agent/runner_process.py",
         "return key.fence > self._fences.get((key.task, key.rank), 0)",
         "return True",
         "tests/e2e/lab/test_ray_executor.py::TestRayExecutor::test_a_claim_starts_once",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gpubroker.runtime.invoke import CannotOpen, called, opened
-from gpubroker.runtime.messages import Outcome, RunOrder
+from gpubroker.runtime.messages import RunOrder, RunOutcome
 
 
 def double(number: int) -> int:
@@ -27,7 +27,7 @@ class Model:
         return double(number)
 
 
-def outcome_of(entrypoint: str, *args: Any) -> Outcome:
+def outcome_of(entrypoint: str, *args: Any) -> RunOutcome:
     arguments = json.dumps({"args": args}).encode()
     order = RunOrder("t", 1, "entrypoint", entrypoint=entrypoint, arguments=arguments)
     try:

@@ -4,6 +4,7 @@ import pytest
 from gpubroker.runtime.messages import (
     Report,
     RunKey,
+    carriable,
     checkpointed,
     ended,
     failed,
@@ -12,7 +13,6 @@ from gpubroker.runtime.messages import (
     progressed,
     ready,
     started,
-    tellable,
 )
 from gpubroker.runtime.outcome import succeeded
 
@@ -33,7 +33,7 @@ SAID: list[Report] = [
 @pytest.mark.parametrize("report", SAID)
 def test_what_the_runtime_says_is_a_report_and_told_as_it_is(report: Report) -> None:
     assert is_report(report)
-    assert tellable(report) == report
+    assert carriable(report) == report
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_what_the_runtime_says_is_a_report_and_told_as_it_is(report: Report) -> 
 )
 def test_anything_else_becomes_the_failure_of_its_run(report: Report) -> None:
     assert not is_report(report)
-    told = tellable(report)
+    told = carriable(report)
     assert (told[:4], told[5], is_report(told)) == (("ended", *KEY), "failed", True)
 
 
 @pytest.mark.parametrize("report", [None, (), ("started",), ("ended", "t", "1", 0, 1.0), ["a", "list"]])
 def test_what_names_no_run_tells_nothing(report: Report) -> None:
-    assert tellable(report) == ("nonsense",)
+    assert carriable(report) == ("nonsense",)
 
 
 def test_plain_text_keeps_what_every_database_takes() -> None:

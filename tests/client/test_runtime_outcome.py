@@ -5,13 +5,13 @@ import json
 import cloudpickle
 import pytest
 from gpubroker.runtime import Stopped
-from gpubroker.runtime.messages import Fault, Outcome
+from gpubroker.runtime.messages import RunFault, RunOutcome
 from gpubroker.runtime.outcome import raised, succeeded
 
 LIMIT = 1000
 
 
-def fault_of(outcome: Outcome) -> Fault:
+def fault_of(outcome: RunOutcome) -> RunFault:
     assert outcome.fault is not None
     return outcome.fault
 
@@ -55,7 +55,7 @@ def test_a_result_of_exactly_the_limit_is_carried_and_one_byte_more_is_not() -> 
 
 
 def test_giving_way_is_no_failure() -> None:
-    assert raised(Stopped()) == Outcome("stopped")
+    assert raised(Stopped()) == RunOutcome("stopped")
 
 
 def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:

@@ -12,8 +12,8 @@ import pytest
 from gpubroker import Stopped, current_task
 from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask
 from gpubroker.runtime.journal import START_OVER, Journal
-from gpubroker.runtime.meeting import MeetingPort, announce_meeting_place
 from gpubroker.runtime.messages import Report, RunOrder, is_report
+from gpubroker.runtime.process import RendezvousPort, announce_rendezvous
 
 ORDER = RunOrder(task="t", fence=2, kind="entrypoint", attempt=2, leases=(("GPU-a", 100), ("GPU-b", 100)))
 
@@ -201,8 +201,8 @@ def test_a_meeting_port_is_nobody_elses_until_it_is_left(
     host: str, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
-    meeting = MeetingPort(host)
-    announce_meeting_place(meeting.address)
+    meeting = RendezvousPort(host)
+    announce_rendezvous(meeting.address)
     place = host, int(os.environ["MASTER_PORT"])
     assert os.environ["MASTER_ADDR"] == shown
     with pytest.raises(OSError, match="in use"):

@@ -1,7 +1,7 @@
-"""One of everything that service, agents and run processes tell each other, as each form writes it.
+"""One of each message between service, agents and run processes, as each form writes it.
 
-`tests/contracts/forms` holds the bytes of each form that is in use. They are never written anew: an agent or
-a run of that release goes on telling them.
+`tests/contracts/forms` holds the bytes of each form that a release has spoken, and of the current one. Those
+of a release are never written again: its agents and runs go on sending them.
 """
 
 import json
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from gpubroker.runtime.messages import RunOrder
-from gpubroker_server.adapters.ray.agent.run_records import Card
-from gpubroker_server.adapters.ray.agent.runs import own_start
+from gpubroker_server.adapters.ray.agent.run_files import RunRecord
+from gpubroker_server.adapters.ray.agent.runner_process import own_start
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.wire import OrderForm, pack, write_reports
+from gpubroker_server.adapters.ray.wire import OrderWriter, pack, write_reports
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
@@ -76,6 +76,7 @@ ORDERS: tuple[Order, ...] = (
 
 SAMPLES = [("GPU-a", 5, 1, {"t:3": 4}, 0.5)]
 NODE = {"name": "n1", "cpu": 2.0, "memory_mb": 10, "max_runs": 4, "incarnation": "a.1", "boot_id": "b"}
+NODE |= {"release": "0.1.0"}
 NEWS: tuple[tuple[Any, ...], ...] = (
     ("started", "t", 3, 1, 1000.0, 42),
     ("ready", "t", 3, 1, 1000.0, "10.0.0.1:4711"),
@@ -84,13 +85,14 @@ NEWS: tuple[tuple[Any, ...], ...] = (
     ("ended", "t", 3, 1, 1000.0, "failed", None, "json", ("exception", "no", "Trace"), b"log"),
 )
 """What a run's process says and its agent passes on."""
+NODE_SEEN = ("node_seen", 1000.0, NODE, [("GPU-a", "sim", 0, 9, True, "", False)], [("t", 3, 1)])
 OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
     ("gone", "t", 3, 1, 1000.0, "process_absent", SAMPLES),
     ("sampled", 1000.0, SAMPLES),
     ("beat", 1000.0),
     ("node_lost", 1000.0, "a.1", "dead"),
 )
-CARD = Card("t", 3, 1, (("GPU-a", 100),), "runner/n1/x", 42, 4711, "ray-node", 64)
+RECORD = RunRecord("t", 3, 1, (("GPU-a", 100),), "runner/n1/x", 42, 4711, "ray-node", 5, 64)
 CONFIG = AgentConfig(
     node="n1",
     instance="i",
@@ -111,16 +113,11 @@ CONFIG = AgentConfig(
 )
 
 
-def node_seen(agent: int) -> tuple[Any, ...]:
-    node = {**NODE, "release": "0.1.0"} if agent >= 7 else NODE
-    return ("node_seen", 1000.0, node, [("GPU-a", "sim", 0, 9, True, "", False)], [("t", 3, 1)])
-
-
-def items(runner: int) -> Sequence[tuple[Any, ...]]:
+def items() -> Sequence[tuple[Any, ...]]:
     config = replace(CONFIG, instance="instance")
     return (
         ("share", RUN.to_wire()),
-        own_start(RUN, runner, config, Path("/runs/t.log"), "10.0.0.1"),
+        own_start(RUN, config, Path("/runs/t.log"), "10.0.0.1"),
         ("go", ("t", 3, 1), "10.0.0.1:4711"),
         ("world", ("t", 3, 1), (0, 1)),
         ("retell", ("t", 3, 1)),
@@ -129,18 +126,17 @@ def items(runner: int) -> Sequence[tuple[Any, ...]]:
 
 
 def description(runner: int) -> Mapping[str, Any]:
-    who = {"pid": 42, "shared": False, "runs": [RUN.to_wire()]}
-    return {"protocol": 4, **who} if runner == 4 else {"protocol": 4, "speaks": (4, runner), **who}
+    return {"speaks": (runner,), "pid": 42, "shared": False, "runs": [RUN.to_wire()]}
 
 
 def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
-    form = OrderForm(1000, 500)
+    form = OrderWriter(1000, 500)
     yield f"agent-{agent}-orders.msgpack", pack([form.write(o, PAYLOAD) for o in ORDERS])
-    news = [node_seen(agent), *NEWS, *OF_AN_AGENT]
-    yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, news, 1.5, agent)
-    yield f"agent-{agent}-card.json", json.dumps(asdict(CARD)).encode()
+    reports = [NODE_SEEN, *NEWS, *OF_AN_AGENT]
+    yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
+    yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()
-    yield f"runner-{runner}-items.msgpack", pack(items(runner))
+    yield f"runner-{runner}-items.msgpack", pack(items())
     yield f"runner-{runner}-news.msgpack", pack(list(enumerate(NEWS)))
     yield f"runner-{runner}-description.msgpack", pack(description(runner))

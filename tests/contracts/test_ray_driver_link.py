@@ -1,4 +1,4 @@
-"""The executor and its driver process: what it does when that one is silent, slow, or tells nonsense."""
+"""The executor and its driver process: what it does when the driver is silent, slow, or sends nonsense."""
 
 import asyncio
 import socket
@@ -12,13 +12,12 @@ import ray
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver import executor
 from gpubroker_server.adapters.ray.driver import link as driver_link
-from gpubroker_server.adapters.ray.driver.executor import NOBODY, RayExecutor
+from gpubroker_server.adapters.ray.driver.executor import NO_TERM, RayExecutor
 from gpubroker_server.adapters.ray.driver.node_link import NodeLink
 from gpubroker_server.adapters.ray.driver.process import UNTAKEN_BYTES, Driver, Opening
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED
-from gpubroker_server.adapters.ray.frames import frame, read_frame
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.adapters.ray.wire import unpack, write_reports
+from gpubroker_server.adapters.ray.wire import frame, read_frame, unpack, write_reports
 from gpubroker_server.core.domain.leader_term import Tenure
 from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeSeen, StartOrder
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId, Term, Ticks
@@ -26,7 +25,15 @@ from gpubroker_server.ports.store import RunPayload, RunSpec
 from ray.exceptions import RayError
 from structlog.testing import capture_logs
 
-NODE = {"name": "n1", "cpu": 2.0, "memory_mb": 10, "max_runs": 4, "incarnation": "i.1", "boot_id": "b"}
+NODE = {
+    "name": "n1",
+    "cpu": 2.0,
+    "memory_mb": 10,
+    "max_runs": 4,
+    "incarnation": "i.1",
+    "boot_id": "b",
+    "release": "",
+}
 SEEN: tuple[Any, ...] = ("node_seen", 1.0, NODE, [], [])
 
 
@@ -45,20 +52,20 @@ class StandIn:
     async def meet(self) -> "StandIn":
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._channel)
         await self.next("127.0.0.1")
-        self.tell("connected")
+        self.say("connected")
         return self
 
-    def tell(self, *parts: Any) -> None:
+    def say(self, *parts: Any) -> None:
         self._writer.write(frame(*parts))
 
-    def tell_reports(self, *reports: tuple[Any, ...]) -> None:
-        self.tell("reports", write_reports("n1", 1.0, reports), boot_seconds(), 1)
+    def send_reports(self, *reports: tuple[Any, ...]) -> None:
+        self.say("reports", write_reports("n1", 1.0, reports), boot_seconds(), 1)
 
     async def next(self, kind: str | tuple[str, ...]) -> tuple[Any, ...]:
         """The next message of this kind, or of one of these; pings are answered meanwhile."""
         while (message := await read_frame(self._reader)) is not None:
             if message[0] == "ping":
-                self.tell("pong")
+                self.say("pong")
             if str(message[0]).startswith(kind):
                 return message
         raise AssertionError(f"the service left before it said {kind}")
@@ -122,9 +129,9 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         await bench.close()
 
 
-async def test_a_driver_that_falls_silent_is_killed_and_replaced(bench: Bench) -> None:
+async def test_a_silent_driver_is_killed_and_replaced(bench: Bench) -> None:
     silent = await bench.driver()
-    silent.tell_reports(SEEN)
+    silent.send_reports(SEEN)
     [seen] = await bench.executor.reports()
     assert isinstance(seen, NodeSeen)
     assert bench.executor.status()["state"] == "connected"
@@ -132,28 +139,28 @@ async def test_a_driver_that_falls_silent_is_killed_and_replaced(bench: Bench) -
     assert silent.child.poll() is not None
 
 
-async def test_a_driver_that_answers_is_left_alone_however_little_it_has_to_say(bench: Bench) -> None:
+async def test_a_driver_that_answers_pings_is_kept(bench: Bench) -> None:
     driver = await bench.driver()
-    for _ in range(2 * driver_link.LOOKS):
+    for _ in range(2 * driver_link.PINGS):
         await driver.next("ping")
     assert driver.child.poll() is None
 
 
-async def test_a_driver_that_ends_says_why_to_whoever_asks(bench: Bench) -> None:
+async def test_the_status_says_why_the_driver_ended(bench: Bench) -> None:
     driver = await bench.driver()
-    driver.tell("trouble", "Ray has other plans")
+    driver.say("trouble", "Ray has other plans")
     driver.leave()
     await bench.started()
     assert bench.executor.status()["state"] == "failed"
     assert bench.executor.status()["message"] == "Ray has other plans"
 
 
-async def test_sending_waits_for_nobody_and_what_is_too_much_has_never_started(
+async def test_send_never_waits_and_a_start_that_is_too_much_is_reported_as_never_started(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "UNANSWERED_BYTES", 2**20)
     driver = await bench.driver()
-    driver.tell_reports(SEEN)
+    driver.send_reports(SEEN)
     await bench.executor.reports()
     await bench.send("first", b"x" * 2**20)
     await bench.send("second", b"x")
@@ -164,16 +171,16 @@ async def test_sending_waits_for_nobody_and_what_is_too_much_has_never_started(
     assert gone.proof == "never_started"
     _, _, packed, _ = await driver.next("orders")
     assert [order[3]["task"] for order in unpack(packed)] == ["first"]
-    driver.tell_reports(("started", "first", 1, 0, 1.0, 42))
+    driver.send_reports(("started", "first", 1, 0, 1.0, 42))
     await bench.executor.reports()
     await bench.send("third", b"x")
     _, _, packed, _ = await driver.next("orders")
     assert [order[3]["task"] for order in unpack(packed)] == ["third"]
 
 
-async def test_a_run_that_tells_nonsense_has_failed_and_is_killed(bench: Bench) -> None:
+async def test_a_run_with_a_malformed_report_has_failed_and_is_killed(bench: Bench) -> None:
     driver = await bench.driver()
-    driver.tell_reports(SEEN, ("progressed", "t", 3, 0, 1.0, "half", ""))
+    driver.send_reports(SEEN, ("progressed", "t", 3, 0, 1.0, "half", ""))
     _, ended = await bench.executor.reports()
     assert isinstance(ended, Ended)
     assert ended.failure is not None
@@ -182,16 +189,16 @@ async def test_a_run_that_tells_nonsense_has_failed_and_is_killed(bench: Bench) 
     assert (node, unpack(packed)) == ("n1", (("stop", "t", 3, 0, "cancel", 0.0),))
 
 
-async def test_the_driver_hears_what_was_taken_when_it_was_taken(bench: Bench) -> None:
+async def test_the_driver_learns_when_reports_were_taken(bench: Bench) -> None:
     driver = await bench.driver()
-    driver.tell_reports(SEEN)
+    driver.send_reports(SEEN)
     await driver.next("ping")
     await bench.executor.reports()
     _, taken_bytes = await driver.next("taken")
     assert taken_bytes == len(write_reports("n1", 1.0, [SEEN]))
 
 
-async def test_nobody_is_asked_for_more_than_the_service_takes() -> None:
+async def test_agents_are_not_polled_while_the_service_has_too_much_to_take() -> None:
     ours, theirs = socket.socketpair()
     reader, _theirs = await asyncio.open_unix_connection(sock=theirs, limit=2 * UNTAKEN_BYTES)
     _reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -199,7 +206,7 @@ async def test_nobody_is_asked_for_more_than_the_service_takes() -> None:
         driver = Driver(Opening("", "", "", "", 1), writer, tasks)
         await driver.room()
         reading = tasks.create_task(read_frame(reader))
-        await driver.tell_reports(b"x" * (UNTAKEN_BYTES + 1), 0.0, 1)
+        await driver.send_reports(b"x" * (UNTAKEN_BYTES + 1), 0.0, 1)
         waiting = tasks.create_task(driver.room())
         await reading
         assert not waiting.done()
@@ -207,13 +214,13 @@ async def test_nobody_is_asked_for_more_than_the_service_takes() -> None:
     assert waiting.done()
 
 
-async def test_orders_say_until_when_they_hold_and_none_leaves_once_the_tenure_is_over(bench: Bench) -> None:
+async def test_orders_carry_the_end_of_the_tenure_and_none_is_sent_after_it(bench: Bench) -> None:
     driver = await bench.driver()
     tenure = Tenure(Term(2), Ticks(boot_seconds() + 600.0))
     bench.lead(tenure)
-    assert (await driver.next("term"))[1] == NOBODY
+    assert (await driver.next("term"))[1] == NO_TERM
     assert (await driver.next("term"))[1] == 2
-    driver.tell("reports", write_reports("n1", 1.0, [SEEN]), boot_seconds(), 2)
+    driver.say("reports", write_reports("n1", 1.0, [SEEN]), boot_seconds(), 2)
     await bench.executor.reports()
     await bench.send("in-time")
     *_, until = await driver.next("orders")
@@ -224,39 +231,39 @@ async def test_orders_say_until_when_they_hold_and_none_leaves_once_the_tenure_i
     assert (await driver.next(("orders", "term")))[0] == "term"
 
 
-async def test_what_agents_said_in_an_earlier_term_is_not_heard_in_a_later_one(bench: Bench) -> None:
+async def test_reports_of_an_earlier_term_are_dropped(bench: Bench) -> None:
     """It may say that runs are not there which another leader has started since."""
     driver = await bench.driver()
-    driver.tell_reports(SEEN)
+    driver.send_reports(SEEN)
     await bench.executor.reports()
     await driver.next("taken")
     bench.lead(Tenure(Term(3)))
     while (await driver.next("term"))[1] != 3:
         pass
-    driver.tell_reports(SEEN)
+    driver.send_reports(SEEN)
     _, taken_bytes = await driver.next("taken")
     assert taken_bytes == len(write_reports("n1", 1.0, [SEEN]))
     news: tuple[Any, ...] = ("node_seen", 2.0, {**NODE, "incarnation": "i.3"}, [], [])
-    driver.tell("reports", write_reports("n1", 2.0, [news]), boot_seconds(), 3)
+    driver.say("reports", write_reports("n1", 2.0, [news]), boot_seconds(), 3)
     [seen] = await bench.executor.reports()
     assert isinstance(seen, NodeSeen)
     assert seen.node.incarnation == "i.3"
 
 
-async def test_what_was_to_travel_with_the_next_order_leaves_when_all_is_flushed(bench: Bench) -> None:
+async def test_flush_sends_orders_that_wait_for_others(bench: Bench) -> None:
     driver = await bench.driver()
-    driver.tell_reports(SEEN)
+    driver.send_reports(SEEN)
     await bench.executor.reports()
     await bench.executor.send([ForgetOrder(TaskId("t"), Fence(1), NodeName("n1"), "i.1")], {})
     flushing = asyncio.create_task(bench.executor.flush())
     assert (await driver.next(("orders", "flush")))[0] == "orders"
     await driver.next("flush")
     assert not flushing.done()
-    driver.tell("flushed")
+    driver.say("flushed")
     await flushing
 
 
-async def test_nobody_waits_for_a_driver_that_is_gone_to_flush(bench: Bench) -> None:
+async def test_flush_does_not_wait_for_a_driver_that_is_gone(bench: Bench) -> None:
     driver = await bench.driver()
     flushing = asyncio.create_task(bench.executor.flush())
     await driver.next("flush")
@@ -264,21 +271,21 @@ async def test_nobody_waits_for_a_driver_that_is_gone_to_flush(bench: Bench) -> 
     await flushing
 
 
-async def test_an_executor_that_stood_back_is_ready_says_so_and_hears_nothing(bench: Bench) -> None:
+async def test_an_executor_that_stood_back_is_on_standby_and_drops_reports(bench: Bench) -> None:
     driver = await bench.driver()
-    driver.tell_reports(SEEN)
+    driver.send_reports(SEEN)
     await bench.executor.reports()
     await bench.executor.stand_back()
     assert bench.executor.status()["state"] == "standby"
     hearing = asyncio.create_task(bench.executor.reports())
-    driver.tell_reports(SEEN)
+    driver.send_reports(SEEN)
     await driver.next("taken")
     await driver.next("taken")
     assert not hearing.done()
     hearing.cancel()
 
 
-async def test_orders_that_reach_the_driver_too_late_are_dropped_and_asked_for_anew() -> None:
+async def test_orders_that_reach_the_driver_too_late_are_dropped_and_announced_again() -> None:
     ours, theirs = socket.socketpair()
     _reader, writer = await asyncio.open_unix_connection(sock=ours)
     with theirs:
@@ -307,7 +314,7 @@ class Link:
         self.asked.append(("announce_again",))
 
 
-async def test_that_two_nodes_have_one_name_is_told_once(
+async def test_two_nodes_with_one_name_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     looks = [[ray_node("a"), ray_node("b")]] * 3 + [[]]
@@ -320,7 +327,7 @@ async def test_that_two_nodes_have_one_name_is_told_once(
         async with asyncio.TaskGroup() as tasks:
             driver = Driver(Opening("", "", config, "", 1), writer, tasks)
             while looks:
-                await driver._follow(await driver._nodes())
+                await driver._update_links(await driver._nodes())
         writer.close()
     assert [line["node"] for line in logs if "one name" in line["event"]] == ["n1"]
 

@@ -1,4 +1,4 @@
-"""What agents and runs of this release and of the one before tell each other is understood by both."""
+"""Messages of every form that is spoken are read, and written as they were frozen."""
 
 import asyncio
 import json
@@ -10,12 +10,12 @@ import pytest
 from gpubroker.runtime import messages
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.messages import RunKey, RunOrder, is_report
-from gpubroker.runtime.process import Claim
+from gpubroker.runtime.process import ProcessSetup
 from gpubroker_server.adapters.ray import wire
 from gpubroker_server.adapters.ray.agent import runner as runner_module
-from gpubroker_server.adapters.ray.agent.handshake import describe
-from gpubroker_server.adapters.ray.agent.run_records import RunFiles
-from gpubroker_server.adapters.ray.driver.reports import ReportForm
+from gpubroker_server.adapters.ray.agent.run_files import RunFiles
+from gpubroker_server.adapters.ray.agent.runner_process import describe
+from gpubroker_server.adapters.ray.driver.reports import ReportReader
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import unpack
 from gpubroker_server.core.domain.device import DeviceSample, Node
@@ -36,7 +36,7 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
 
-from tests.contracts.form_samples import CARD, CONFIG, FORMS, NEWS, ORDERS, PAYLOAD, RUN, written
+from tests.contracts.form_samples import CONFIG, FORMS, NEWS, ORDERS, PAYLOAD, RECORD, RUN, written
 
 SPOKEN = list(zip(wire.SPOKEN, messages.SPOKEN, strict=True))
 AGENTS = pytest.mark.parametrize("agent", wire.SPOKEN)
@@ -52,7 +52,7 @@ def frozen(name: str) -> bytes:
 
 
 @pytest.mark.parametrize(("agent", "runner"), SPOKEN)
-def test_what_is_written_in_a_form_is_what_its_release_wrote(agent: int, runner: int) -> None:
+def test_each_form_is_written_as_it_was_frozen(agent: int, runner: int) -> None:
     """If this fails for the newest: it is a new form. Give it a number, and freeze it beside the others."""
     assert {name: data == frozen(name) for name, data in written(agent, runner)} == {
         name: True for name, _ in written(agent, runner)
@@ -64,12 +64,12 @@ def test_orders_are_read(agent: int) -> None:
     start, *others = unpack(frozen(f"agent-{agent}-orders.msgpack"))
     assert start[:3] == ("start", "a.1", False)
     assert RunOrder.from_wire(start[3]) == RUN
-    assert others == [unpack(wire.pack(wire.OrderForm(1000, 500).write(o, PAYLOAD))) for o in ORDERS[1:]]
+    assert others == [unpack(wire.pack(wire.OrderWriter(1000, 500).write(o, PAYLOAD))) for o in ORDERS[1:]]
 
 
 @AGENTS
 def test_reports_are_read(agent: int) -> None:
-    node, protocol, reports = ReportForm("c", lambda: 1000.0).read(
+    node, protocol, reports = ReportReader("c", lambda: 1000.0).read(
         frozen(f"agent-{agent}-reports.msgpack"), 0.0
     )
     assert (node, protocol) == ("n1", agent)
@@ -79,7 +79,7 @@ def test_reports_are_read(agent: int) -> None:
             (SeenDevice("GPU-a", "sim", 0, Mib(9), True),),
             ((T, F, 1),),
             AT,
-            release="0.1.0" if agent >= wire.RELEASE_SINCE else "",
+            release="0.1.0",
         ),
         Started(*OF_RUN, 42, 1),
         Ready(*OF_RUN, "10.0.0.1:4711", 1),
@@ -94,12 +94,12 @@ def test_reports_are_read(agent: int) -> None:
 
 
 @AGENTS
-def test_a_card_is_read(agent: int, tmp_path: Path) -> None:
+def test_a_record_is_read(agent: int, tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "n1", "boot")
-    files.write_card(CARD)
+    files.write_record(RECORD)
     [path] = (tmp_path / "n1").iterdir()
-    path.write_bytes(frozen(f"agent-{agent}-card.json"))
-    assert files.cards() == [CARD]
+    path.write_bytes(frozen(f"agent-{agent}-record.json"))
+    assert files.records() == [RECORD]
 
 
 @AGENTS
@@ -108,39 +108,39 @@ def test_a_configuration_is_read(agent: int) -> None:
 
 
 @RUNNERS
-def test_what_an_agent_orders_of_a_process_is_carried_out(runner: int) -> None:
+def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     done: list[tuple[Any, ...]] = []
-    methods = ("start_shared", "start_alone", "go", "tell_world", "retell", "stop")
+    methods = ("start_shared", "start_alone", "go", "change_world", "report_again", "stop")
     assert all(hasattr(RunHost, name) for name in methods)
     noted = {name: lambda *given, name=name: done.append((name, *given)) for name in methods}
     for item in unpack(frozen(f"runner-{runner}-items.msgpack")):
         runner_module._carry_out(SimpleNamespace(**noted), item)  # type: ignore[arg-type]
-    key, node = RunKey("t", 3, 1), "" if runner == 4 else "n1"
+    key = RunKey("t", 3, 1)
     assert done == [
         ("start_shared", RUN),
-        ("start_alone", RUN, Claim("instance", "nobody", "10.0.0.1", node), Path("/runs/t.log")),
+        ("start_alone", RUN, ProcessSetup("instance", "nobody", "10.0.0.1", "n1"), Path("/runs/t.log")),
         ("go", key, "10.0.0.1:4711"),
-        ("tell_world", key, (0, 1)),
-        ("retell", key),
+        ("change_world", key, (0, 1)),
+        ("report_again", key),
         ("stop", key),
     ]
 
 
 @RUNNERS
-def test_what_a_process_says_is_heard(runner: int) -> None:
+def test_the_reports_of_a_process_are_read(runner: int) -> None:
     told = unpack(frozen(f"runner-{runner}-news.msgpack"))
     assert [report for _, report in told if is_report(report)] == list(NEWS)
 
 
 @RUNNERS
-async def test_a_process_is_spoken_with_in_the_newest_form_that_both_speak(runner: int) -> None:
+async def test_agent_and_process_agree_on_the_newest_form_that_both_speak(runner: int) -> None:
     told = await describe(an_actor(frozen(f"runner-{runner}-description.msgpack")), 10.0)
     assert told["protocol"] == runner
     assert RunOrder.from_wire(told["runs"][0]) == RUN
 
 
-async def test_a_process_with_which_no_form_is_shared_is_refused() -> None:
-    strange = wire.pack({"protocol": 999, "speaks": (999, 1000), "pid": 1, "shared": False, "runs": ()})
+async def test_a_process_that_shares_no_form_is_refused() -> None:
+    strange = wire.pack({"speaks": (999, 1000), "pid": 1, "shared": False, "runs": ()})
     with pytest.raises(ValueError, match=r"\(999, 1000\)"):
         await describe(an_actor(strange), 10.0)
 
@@ -152,7 +152,9 @@ def an_actor(answer: bytes) -> Any:
     return SimpleNamespace(describe=SimpleNamespace(remote=lambda: asyncio.ensure_future(tell())))
 
 
-def test_what_another_release_adds_is_left_out_and_what_it_lacks_has_its_default(tmp_path: Path) -> None:
+def test_a_field_that_another_release_adds_is_left_out_and_one_that_it_lacks_has_its_default(
+    tmp_path: Path,
+) -> None:
     order = {**RUN.to_wire(), "colour": "grey"}
     del order["memory_mb"], order["priority"]
     read = RunOrder.from_wire(order)
@@ -162,9 +164,9 @@ def test_what_another_release_adds_is_left_out_and_what_it_lacks_has_its_default
     assert AgentConfig.from_json(json.dumps(config)) == CONFIG
 
     files = RunFiles(tmp_path / "n1", "boot")
-    files.write_card(CARD)
+    files.write_record(RECORD)
     [path] = (tmp_path / "n1").iterdir()
     card = {**json.loads(path.read_text()), "colour": "grey"}
     del card["memory_mb"]
     path.write_text(json.dumps(card))
-    assert [(found.key, found.memory_mb) for found in files.cards()] == [(CARD.key, 0)]
+    assert [(found.key, found.memory_mb) for found in files.records()] == [(RECORD.key, 0)]

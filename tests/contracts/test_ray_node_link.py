@@ -11,7 +11,7 @@ import ray
 from gpubroker_server.adapters.ray.driver import node_link
 from gpubroker_server.adapters.ray.driver.node_link import NodeLink
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.adapters.ray.wire import SPOKEN
+from gpubroker_server.adapters.ray.wire import PROTOCOL
 from ray.exceptions import RayError
 
 
@@ -41,17 +41,17 @@ class Agent:
 
 
 class Ears:
-    """Implements `node_link.Listener`."""
+    """Implements `node_link.ReportListener`."""
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         self.has_room = asyncio.Event()
         self.has_room.set()
 
-    async def tell(self, *parts: Any) -> None:
+    async def send(self, *parts: Any) -> None:
         self.told.put_nowait(parts)
 
-    async def tell_reports(self, packed: bytes, asked_at: float, term: int) -> None:
+    async def send_reports(self, packed: bytes, asked_at: float, term: int) -> None:
         self.told.put_nowait(("reports", packed))
 
     async def room(self) -> None:
@@ -186,17 +186,19 @@ async def test_who_has_stood_back_can_still_end_what_is_its_own_and_who_never_le
         assert scene.found.empty()
 
 
-async def test_an_agent_of_the_release_before_is_spoken_with_in_its_form_and_replaced_when_that_is_asked_for(
-    talking: Callable[..., Any],
+async def test_an_agent_of_the_release_before_gets_orders_in_its_form_and_is_replaced_on_request(
+    talking: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """This software stands in for a release that also speaks the form after this one."""
+    monkeypatch.setattr(node_link, "SPOKEN", (PROTOCOL, PROTOCOL + 1))
     async with talking() as (scene, link):
         old = await scene.found.get()
         await old.announce.answer(("outdated", "protocol 6"))
         await old.announce.answer(("welcome", "i.1"))
         link.send(b"orders")
         await old.orders.answer(None)
-        assert [said[0] for said in old.announce.said] == [*reversed(SPOKEN)]
-        assert old.orders.said == [(SPOKEN[0], 1, b"orders")]
+        assert [said[0] for said in old.announce.said] == [PROTOCOL + 1, PROTOCOL]
+        assert old.orders.said == [(PROTOCOL, 1, b"orders")]
         assert scene.killed == []
 
         await link.replace()
@@ -204,11 +206,10 @@ async def test_an_agent_of_the_release_before_is_spoken_with_in_its_form_and_rep
         await welcomed(scene)
 
 
-async def test_an_agent_with_which_no_form_is_shared_is_replaced(talking: Callable[..., Any]) -> None:
+async def test_an_agent_that_shares_no_form_is_replaced(talking: Callable[..., Any]) -> None:
     async with talking() as (scene, _link):
         stranger = await scene.found.get()
-        for _ in SPOKEN:
-            await stranger.announce.answer(("outdated", "protocol 1"))
+        await stranger.announce.answer(("outdated", "protocol 1"))
         await welcomed(scene)
         assert scene.killed == [stranger]
 

@@ -8,7 +8,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from gpubroker import current_task
-from gpubroker.runtime.messages import PROTOCOL, RunOrder
+from gpubroker.runtime.messages import PROTOCOL, SPOKEN, RunOrder
 from gpubroker_server.adapters.ray.agent.runner import Runner
 from gpubroker_server.adapters.ray.wire import unpack
 
@@ -48,7 +48,7 @@ async def test_it_says_who_it_is_in_bytes(runner: Runner) -> None:
     packed = await runner.describe()
     assert type(packed) is bytes
     who = {"pid": os.getpid(), "shared": False, "runs": ()}
-    assert unpack(packed) == {"protocol": PROTOCOL - 1, "speaks": (PROTOCOL - 1, PROTOCOL), **who}
+    assert unpack(packed) == {"speaks": SPOKEN, **who}
 
 
 async def test_an_address_that_is_a_path_ends_no_run(runner: Runner) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 from gpubroker.runtime.messages import RunOrder
-from gpubroker_server.adapters.ray.driver.reports import MALFORMED, ReportForm
-from gpubroker_server.adapters.ray.wire import PROTOCOL, OrderForm, pack, unpack, write_reports
+from gpubroker_server.adapters.ray.driver.reports import MALFORMED, ReportReader
+from gpubroker_server.adapters.ray.wire import PROTOCOL, OrderWriter, pack, unpack, write_reports
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
@@ -34,7 +34,15 @@ AT = Instant(1000.0)
 SAMPLE = (DeviceSample(DeviceKey("c/n1/GPU-a"), AT, Mib(5), Mib(1), {"t:3": Mib(4)}, 0.5),)
 WIRE_SAMPLE = [("GPU-a", 5, 1, {"t:3": 4}, 0.5)]
 DEVICE = SeenDevice("GPU-a", "sim", 0, Mib(9), True)
-NODE = {"name": "n1", "cpu": 2.0, "memory_mb": 10, "max_runs": 4, "incarnation": "i", "boot_id": "b"}
+NODE = {
+    "name": "n1",
+    "cpu": 2.0,
+    "memory_mb": 10,
+    "max_runs": 4,
+    "incarnation": "i",
+    "boot_id": "b",
+    "release": "",
+}
 
 
 def carried(
@@ -45,7 +53,7 @@ def carried(
     held_seconds: float = 0.0,
 ) -> list[Report]:
     data = write_reports("n1", sent_at, wire_reports, held_seconds)  # type: ignore[arg-type]  # also junk
-    told = ReportForm("c", lambda: now).read(data, asked_seconds_ago)
+    told = ReportReader("c", lambda: now).read(data, asked_seconds_ago)
     assert (told.node, told.protocol) == ("n1", PROTOCOL)
     return told.reports
 
@@ -188,14 +196,14 @@ def test_what_people_wrote_may_hold_any_letter() -> None:
 
 def test_reports_of_another_release_are_refused() -> None:
     with pytest.raises(ValueError, match="form 999"):
-        ReportForm("c", lambda: 0.0).read(pack((999, "n1", 0.0, 0.0, [])), 0.0)
+        ReportReader("c", lambda: 0.0).read(pack((999, "n1", 0.0, 0.0, [])), 0.0)
 
 
 def test_a_start_carries_what_the_run_needs_and_devices_by_uuid() -> None:
     spec = RunSpec(kind="function", python="3.11", env={"A": "b"}, result_format="cloudpickle")
     payload = RunPayload(spec, b"\x80args", b"state", None, 3, "name", "tenant", 60.0)
     order = StartOrder(T, F, N, "i", ((DeviceKey("c/n1/GPU-a"), Mib(100)),), shareable=False, priority=70)
-    written = unpack(pack(OrderForm(1000, 500).write(order, payload)))
+    written = unpack(pack(OrderWriter(1000, 500).write(order, payload)))
     assert written[:3] == ("start", "i", False)
     assert RunOrder(**written[3]) == RunOrder(
         task="t",
@@ -217,7 +225,7 @@ def test_a_start_carries_what_the_run_needs_and_devices_by_uuid() -> None:
 
 
 def test_stops_and_forgets_name_the_claim() -> None:
-    form = OrderForm(0, 0)
+    form = OrderWriter(0, 0)
     stop = StopOrder(T, F, N, "i", StopReason.PREEMPT, Seconds(2.5), rank=1)
     assert form.write(stop, None) == ("stop", "t", 3, 1, "preempt", 2.5)
     go = GoOrder(T, F, N, "i", "10.0.0.1:4711", rank=1)

@@ -210,7 +210,7 @@ class Broker:
             for order in told:
                 tell("sent", task=order.task, fence=order.fence, kind=type(order).__name__)
 
-        async def tell_reports() -> Sequence[Report]:
+        async def send_reports() -> Sequence[Report]:
             heard = await reports()
             for report in heard:
                 if isinstance(report, Ended):
@@ -218,7 +218,7 @@ class Broker:
             return heard
 
         replace(PostgresSession, require_term=require_and_stop, number=number_and_stop)
-        replace(role.executor, send=stop_and_send, reports=tell_reports)
+        replace(role.executor, send=stop_and_send, reports=send_reports)
 
     def _stop_at(self, moment: str) -> None:
         if moment and self._stops_at == moment:

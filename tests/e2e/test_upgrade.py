@@ -8,7 +8,7 @@ from gpubroker import Broker
 from gpubroker_server.adapters.ray import wire
 
 from tests.e2e.hands import Hands
-from tests.e2e.older_release import Installation
+from tests.e2e.next_release import Installation
 from tests.e2e.service_process import GIB, ServiceProcess, until
 
 
@@ -30,7 +30,7 @@ def test_runs_go_on_while_the_service_is_upgraded_and_new_ones_start_beside_them
     )
     with service:
         broker = service.broker
-        assert agent_of(broker)["protocol"] == wire.PROTOCOL - 1
+        assert agent_of(broker)["protocol"] == wire.PROTOCOL
         hands = Hands(broker, tmp_path)
         held = hands.at_work("held", gpu_mb=10 * GIB)
         small = hands.at_work("small", cpu=0.1)
@@ -44,7 +44,7 @@ def test_runs_go_on_while_the_service_is_upgraded_and_new_ones_start_beside_them
         hands.broker = broker = service.broker
         assert broker.result(ended) == 1
         assert agent_of(broker)["outdated"], "it is used as it is"
-        assert "goes on" in agent_of(broker)["message"]
+        assert "stays in use" in agent_of(broker)["message"]
         beside = [broker.submit("tests.e2e.work:add", n, n, gpu_mb=GIB) for n in (1, 2)]
         assert [broker.result(task) for task in beside] == [2, 4]
         until(lambda: sum(gpu.leased_mb for gpu in broker.gpus()) == 10 * GIB, "one run has memory")
@@ -52,7 +52,7 @@ def test_runs_go_on_while_the_service_is_upgraded_and_new_ones_start_beside_them
         witness = (tmp_path / "witness").read_text(encoding="utf-8").splitlines()
         assert sorted(witness) == sorted(f"{task.id} 1" for task in (held, small, ended))
 
-        until(lambda: not agent_of(broker).get("outdated", True), "its agent is of this release")
-        assert agent_of(broker)["protocol"] == wire.PROTOCOL
+        until(lambda: not agent_of(broker).get("outdated", True), "its agent is of the next release")
+        assert agent_of(broker)["protocol"] == wire.PROTOCOL + 1
         assert broker.result(broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20 * GIB)) == 42
         until(lambda: all(gpu.leased_mb == 0 for gpu in broker.gpus()), "all memory is free again")

@@ -1,4 +1,4 @@
-"""Runs tasks in threads of this process and keeps what they reported until it is acknowledged."""
+"""Runs tasks in threads of this process and keeps their reports until they are acknowledged."""
 
 import contextlib
 import os
@@ -7,14 +7,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpubroker.runtime.command import run_command
-from gpubroker.runtime.invoke import CannotOpen, called, opened
+from gpubroker.runtime.invoke import CannotOpen, called, opened, run_command
 from gpubroker.runtime.journal import SOON, Journal
-from gpubroker.runtime.meeting import MeetingPort, announce_meeting_place
-from gpubroker.runtime.messages import Outcome, RunKey, RunOrder, ended, failed, ready, started
+from gpubroker.runtime.messages import RunKey, RunOrder, RunOutcome, ended, failed, ready, started
 from gpubroker.runtime.outcome import describe, raised, trace_of
 from gpubroker.runtime.output import FileOutput, MemoryOutput, Output, enter_output, leave_output
-from gpubroker.runtime.process import Claim, claim
+from gpubroker.runtime.process import ProcessSetup, RendezvousPort, announce_rendezvous, take_process
 from gpubroker.runtime.task import RunningTask, enter_task, leave_task, own_process
 
 MOST_THREADS = 256
@@ -23,7 +21,7 @@ MOST_THREADS = 256
 class RunHost:
     """The runs of one process: many small ones side by side, or one that owns the process.
 
-    User code never runs in the thread that calls these methods. What it reports goes to the journal.
+    User code never runs in the thread that calls these methods. Its reports go to the journal.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -31,10 +29,10 @@ class RunHost:
         self.orders: dict[RunKey, RunOrder] = {}
         """Runs that have not ended."""
         self._tasks: dict[RunKey, RunningTask] = {}
-        self._meeting: MeetingPort | None = None
-        """Of a run that begins with others, and so has this process to itself."""
+        self._rendezvous: RendezvousPort | None = None
+        """Of a run with several ranks; such a run has the process to itself."""
         self._offer = ""
-        """Its address while it waits for them."""
+        """Its address, while the run waits for the other ranks."""
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
 
     @property
@@ -42,16 +40,16 @@ class RunHost:
         return bool(self.orders)
 
     def start_shared(self, order: RunOrder) -> None:
-        """Run it beside others: nothing of the process is its own but a thread."""
+        """Run it in a thread, beside others."""
         self._submit(order, RunningTask(order, self._journal), MemoryOutput())
 
-    def start_alone(self, order: RunOrder, given: Claim, log: Path) -> None:
+    def start_alone(self, order: RunOrder, setup: ProcessSetup, log: Path) -> None:
         """Give it the whole process; the process must not be used again."""
         try:
             output = FileOutput(log)
             output.take_over()
-            claim(order, given)
-            self._meeting = MeetingPort(given.host) if order.barrier else None
+            take_process(order, setup)
+            self._rendezvous = RendezvousPort(setup.host) if order.barrier else None
         except (OSError, KeyError) as fault:
             self._refuse(order, fault)
             return
@@ -60,25 +58,25 @@ class RunHost:
         self._submit(order, task, output)
 
     def stop(self, key: RunKey) -> None:
-        """Give notice; a run that is not here has ended."""
+        """Give notice. Nothing happens if the run has ended."""
         task = self._tasks.get(key)
         if task is not None:
             task.give_notice()
 
     def go(self, key: RunKey, rank_zero_address: str) -> None:
-        """All ranks are ready. Void for a run that has begun, or is not here."""
+        """All ranks are ready. Nothing happens if the run has begun or ended."""
         task = self._tasks.get(key)
         if task is not None:
             task.go(rank_zero_address)
 
-    def tell_world(self, key: RunKey, ranks: Iterable[int]) -> None:
-        """Ranks have left; void for a run that is not here."""
+    def change_world(self, key: RunKey, ranks: Iterable[int]) -> None:
+        """Ranks have left. Nothing happens if the run has ended."""
         task = self._tasks.get(key)
         if task is not None:
             task.shrink_world(ranks)
 
-    def retell(self, key: RunKey) -> None:
-        """Say again how far the run is: who was told before may not have passed it on."""
+    def report_again(self, key: RunKey) -> None:
+        """Repeat how far the run is: an earlier agent may not have forwarded it."""
         if key in self._tasks:
             self._journal.add(started(key, os.getpid()))
             if self._offer:
@@ -98,35 +96,35 @@ class RunHost:
         leave_task(entered)
         if printing is not None:
             leave_output(printing)
-        # Told before it is struck off: whoever sees no run left has been told of every end.
+        # Reported before it is removed: a reader that sees no run left has every end.
         self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
         del self.orders[key], self._tasks[key]
 
-    def _outcome_of(self, order: RunOrder, task: RunningTask) -> Outcome:
+    def _outcome_of(self, order: RunOrder, task: RunningTask) -> RunOutcome:
         try:
             call = None if order.kind == "command" else opened(order)
-            if order.barrier and not self._waits_for_all(task, order.key):
-                return Outcome("stopped")
+            if order.barrier and not self._wait_for_all(task, order.key):
+                return RunOutcome("stopped")
             return run_command(order, task) if call is None else called(call, order)
         except CannotOpen as refusal:
             return refusal.outcome
         except BaseException as fault:
             return raised(fault)
         finally:
-            # Buffers of streams that user code put in place of ours; they may be closed or broken.
+            # User code may have replaced our streams, and closed or broken its own.
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
 
-    def _waits_for_all(self, task: RunningTask, key: RunKey) -> bool:
-        """Back when all ranks are ready; False if it shall stop instead."""
-        assert self._meeting is not None
-        self._offer = self._meeting.address
+    def _wait_for_all(self, task: RunningTask, key: RunKey) -> bool:
+        """Back when all ranks are ready; False if the run has to stop instead."""
+        assert self._rendezvous is not None
+        self._offer = self._rendezvous.address
         self._journal.add(ready(key, self._offer))
         begins = task.wait_for_go()
         self._offer = ""
-        self._meeting.close()
+        self._rendezvous.close()
         if begins:
-            announce_meeting_place(task.rank_zero_address)
+            announce_rendezvous(task.rank_zero_address)
         return begins
 
     def _refuse(self, order: RunOrder, fault: Exception) -> None:

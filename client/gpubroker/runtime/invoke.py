@@ -1,47 +1,51 @@
-"""Open the function of a run, call it, and bring back its outcome, whatever user code does."""
+"""Run the function or the command of a run, and return its outcome, whatever user code does."""
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cloudpickle
 
-from gpubroker.runtime.messages import Outcome, RunOrder, failed
+from gpubroker.runtime.messages import RunOrder, RunOutcome, failed
 from gpubroker.runtime.outcome import describe, raised, succeeded, trace_of
+from gpubroker.runtime.task import RunningTask
 
 PLAIN_FUNCTION = "__gpubroker_function__"
 """Attribute under which a decorated task keeps the function itself."""
 
-
 _MOST_PLACES = 6
-"""So many directories are named, a line each, of those that are not Python's own."""
+"""An error names at most so many of the directories that are not Python's own."""
 
 
 class CannotOpen(Exception):
-    """The function or its arguments cannot be had; `outcome` is what the run ends with."""
+    """The function or its arguments cannot be opened; the run ends with `outcome`."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: RunOutcome) -> None:
         super().__init__(outcome.fault.message if outcome.fault else "")
         self.outcome = outcome
 
 
-class Call(NamedTuple):
+class Invocation(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def opened(order: RunOrder) -> Call:
+def opened(order: RunOrder) -> Invocation:
     """The function of an entrypoint, or a pickled one, with its arguments. Raises CannotOpen."""
     return _opened_function(order) if order.kind == "function" else _opened_entrypoint(order)
 
 
-def called(call: Call, order: RunOrder) -> Outcome:
-    """Run it to its end, in this thread."""
+def called(call: Invocation, order: RunOrder) -> RunOutcome:
+    """Call it in this thread and return its outcome."""
     try:
         value = call.function(*call.args, **call.kwargs)
         if inspect.isawaitable(value):
@@ -55,7 +59,7 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _opened_entrypoint(order: RunOrder) -> Call:
+def _opened_entrypoint(order: RunOrder) -> Invocation:
     module_name, _, path = order.entrypoint.partition(":")
     try:
         target: Any = importlib.import_module(module_name)
@@ -66,19 +70,19 @@ def _opened_entrypoint(order: RunOrder) -> Call:
     function = getattr(target, PLAIN_FUNCTION, target)
     if not callable(function):
         raise CannotOpen(
-            failed("import_failed", f"{order.entrypoint} is a {type(target).__name__}, no function")
+            failed("import_failed", f"{order.entrypoint} is a {type(target).__name__}, not a function")
         )
     _check_home(order.entrypoint, function)
     try:
         given = json.loads(order.arguments or b"{}")
-        return Call(function, tuple(given.get("args", ())), dict(given.get("kwargs", {})))
+        return Invocation(function, tuple(given.get("args", ())), dict(given.get("kwargs", {})))
     except (ValueError, TypeError, AttributeError) as fault:
         message = f"the arguments are not {{'args': [...], 'kwargs': {{...}}}}: {describe(fault)}"
         raise CannotOpen(failed("corrupt_order", message)) from None
 
 
 def _check_home(entrypoint: str, function: Any) -> None:
-    """An allowed module opens its own functions and those of its package, not all that it imports."""
+    """Permission for a module covers its own functions and those of its package, not what it imports."""
     module_name, _, path = entrypoint.partition(":")
     home = getattr(function, "__module__", None) or "builtins"
     if home == module_name or home.startswith(f"{module_name}."):
@@ -92,7 +96,7 @@ def _check_home(entrypoint: str, function: Any) -> None:
     )
 
 
-def _opened_function(order: RunOrder) -> Call:
+def _opened_function(order: RunOrder) -> Invocation:
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if order.python and order.python != here:
         raise CannotOpen(
@@ -104,7 +108,7 @@ def _opened_function(order: RunOrder) -> Call:
         )
     try:
         function, args, kwargs = cloudpickle.loads(order.arguments)
-        return Call(function, tuple(args), dict(kwargs))
+        return Invocation(function, tuple(args), dict(kwargs))
     except BaseException as fault:
         message = (
             f"the pickled function cannot be opened here: {describe(fault)}; put its module into the "
@@ -113,11 +117,43 @@ def _opened_function(order: RunOrder) -> Call:
         raise CannotOpen(failed("import_failed", message, trace_of(fault))) from None
 
 
-def _import_failed(entrypoint: str, fault: BaseException) -> Outcome:
+def _import_failed(entrypoint: str, fault: BaseException) -> RunOutcome:
     paths = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
     places = "".join(f"\n  {path}" for path in paths[:_MOST_PLACES])
     message = (
-        f"cannot import {entrypoint}: {describe(fault)}; modules are looked for in these directories, the "
-        f"operator's task_path first, and in those of Python itself:{places}"
+        f"cannot import {entrypoint}: {describe(fault)}; Python looks in these directories, the operator's "
+        f"task_path first, and in its own:{places}"
     )
     return failed("import_failed", message, trace_of(fault))
+
+
+def run_command(order: RunOrder, task: RunningTask) -> RunOutcome:
+    """Wait for the command's end. A stop notice reaches it as SIGTERM, with its whole process group."""
+    try:
+        # A group of its own, so that the notice reaches what the command itself started.
+        child = subprocess.Popen(order.command, stdin=subprocess.DEVNULL, process_group=0)  # noqa: S603  # its purpose
+    except (OSError, ValueError) as fault:
+        return failed("exit_code", f"cannot start {order.command[0]!r}: {fault}")
+    task.call_on_stop(lambda: _terminate(child))
+    code = child.wait()
+    if code == 0:
+        return RunOutcome("succeeded", result=b'{"exit_code":0}')
+    if task.should_stop:
+        return RunOutcome("stopped")
+    return failed("exit_code", _how_it_ended(order.command[0], code))
+
+
+def _terminate(child: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGTERM)
+
+
+def _how_it_ended(program: str, code: int) -> str:
+    if code > 0:
+        return f"{program!r} ended with exit code {code}; its last output is in the log"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = str(-code)
+    return f"{program!r} was ended by signal {name}; its last output is in the log"

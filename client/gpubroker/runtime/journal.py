@@ -1,4 +1,4 @@
-"""Reports that wait for their reader, in order and numbered, kept until acknowledged."""
+"""Reports that wait for their reader: in order, numbered, and kept until they are acknowledged."""
 
 import threading
 from collections import deque
@@ -8,19 +8,19 @@ from gpubroker.runtime.messages import Report
 
 AT_ONCE = 0.0
 SOON = 0.004
-"""A start may wait so long for its end, so that a short run costs one message."""
+"""The report of a start may wait so long for that of the end, so that a short run costs one message."""
 LAZILY = 0.1
-"""Progress is told at most so often; only the newest of a run is kept."""
+"""Progress is sent at most this often; only the newest of a run is kept."""
 
 START_OVER = -1
-"""What a reader acknowledges that does not know what the one before it read."""
+"""Acknowledged by a reader that does not know what the reader before it got."""
 
 
 class Journal:
     """Any thread may write; one reader at a time takes.
 
-    `wake(delay_seconds)` is called from the writing thread when somebody should take within that delay and
-    no earlier wake-up is due already.
+    `wake(delay_seconds)` is called from the writing thread when reports should be taken within that delay and
+    no earlier wake-up is due.
     """
 
     def __init__(self, wake: Callable[[float], None]) -> None:
@@ -28,13 +28,13 @@ class Journal:
         self._lock = threading.Lock()
         self._entries: deque[tuple[int, Report]] = deque()
         self._news: dict[Hashable, dict[str, Report]] = {}
-        """What was noted and not yet taken: key -> kind -> the newest."""
+        """Noted and not taken yet: key -> kind -> the newest."""
         self._last = 0
         self._taken = 0
         self._due: float | None = None
 
     def add(self, report: Report, delay_seconds: float = AT_ONCE, *, after_news_of: Hashable = None) -> None:
-        """Enter a report that must not be lost, after all news noted under the given key."""
+        """Enter a report that must not be lost, behind all news noted under the given key."""
         with self._lock:
             for news in self._news.pop(after_news_of, {}).values():
                 self._enter(news)
@@ -44,8 +44,8 @@ class Journal:
             self._wake(delay_seconds)
 
     def note(self, key: Hashable, report: Report, delay_seconds: float = LAZILY) -> None:
-        """Enter news of which only the newest matters: it replaces what was noted of the same kind and key
-        and not yet taken, so that a reader who stays away costs no memory."""
+        """Enter news of which only the newest matters. It replaces news of the same kind and key that was not
+        taken yet, so that memory stays bounded without a reader."""
         with self._lock:
             kinds = self._news.setdefault(key, {})
             kinds.pop(report[0], None)
@@ -55,10 +55,10 @@ class Journal:
             self._wake(delay_seconds)
 
     def take(self, acknowledged: int, limit_bytes: int) -> list[tuple[int, Report]]:
-        """What was not taken before, with its numbers; stops after the report that exceeds the limit.
+        """The reports that were not taken before, numbered; stops after the one that exceeds the limit.
 
-        Reports up to the number `acknowledged` are dropped. START_OVER acknowledges nothing and takes
-        everything that is still kept.
+        Reports up to the number `acknowledged` are dropped. START_OVER acknowledges none and takes all that
+        are kept.
         """
         with self._lock:
             while self._entries and self._entries[0][0] <= acknowledged:
@@ -84,7 +84,7 @@ class Journal:
         self._entries.append((self._last, report))
 
     def _untaken(self) -> Iterator[tuple[int, Report]]:
-        """News get their numbers only when somebody comes so far: until then a newer one replaces them."""
+        """News get their numbers when they are taken: until then newer ones replace them."""
         yield from [entry for entry in self._entries if entry[0] > self._taken]
         while self._news:
             key = next(iter(self._news))

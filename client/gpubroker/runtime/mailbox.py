@@ -21,8 +21,8 @@ class Mailbox:
     async def read(
         self, acknowledged: int, *, may_come: Callable[[], bool], timeout_seconds: float | None = None
     ) -> list[tuple[int, Report]]:
-        """Wait for reports. Empty if a later read takes this one's place, if the time is up, or if nothing
-        more may come."""
+        """Wait for reports. Empty if a later read replaces this one, if the time is up, or if no more reports
+        may come."""
         self._dismiss()
         self._ripe |= acknowledged == START_OVER
         while True:
@@ -36,7 +36,7 @@ class Mailbox:
                 return []
 
     def close(self) -> None:
-        """Send the reader home."""
+        """End a read that waits."""
         self._dismiss()
 
     async def _woken(self, timeout_seconds: float | None) -> bool:

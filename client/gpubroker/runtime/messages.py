@@ -1,7 +1,7 @@
-"""What a node agent says to the process of a run, and hears from it. Plain tuples, so any wire carries them.
+"""Orders of a node agent to the process of a run, and its reports. Plain tuples, so any wire carries them.
 
 Every report is a tuple `(kind, task, fence, rank, at, ...)`; `at` is seconds since 1970 on this machine's
-clock. The agent passes reports on as they are.
+clock. The agent forwards reports unchanged.
 """
 
 import math
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 PROTOCOL = 5
-"""Number of the form in which agent and run process speak; first value of what the agent says."""
-SPOKEN = (PROTOCOL - 1, PROTOCOL)
-"""Either may be of the release before: a run outlives the agent that made its process, and an agent makes
-processes of the software that is installed by then. The newest form that both speak is taken."""
+"""Number of the form in which agent and run process speak; first value of every call of the agent."""
+SPOKEN = (PROTOCOL,)
+"""The forms that this release speaks, the newest last. A run outlives the agent that started its process, and
+an agent starts processes of the software that is installed by then, so a release that changes the form also
+speaks the one before. Both sides take the newest that they share."""
 
 URI_CHARS = 2048
 ADDRESS_CHARS = 255
@@ -26,14 +27,14 @@ Report = tuple[Any, ...]
 
 
 class RunKey(NamedTuple):
-    """Names one run: a task's attempt, and its place in a gang."""
+    """Identifies one run: a task's attempt, and its place in a gang."""
 
     task: str
     fence: int
     rank: int
 
     def __str__(self) -> str:
-        """`task:fence`, and `:rank` behind it for all but the first: most tasks have no other."""
+        """`task:fence`, or `task:fence:rank` for a rank above 0."""
         return f"{self.task}:{self.fence}:{self.rank}" if self.rank else f"{self.task}:{self.fence}"
 
 
@@ -61,10 +62,10 @@ class RunOrder:
     result_limit_bytes: int = 64 * 1024 * 1024
     checkpoint_limit_bytes: int = 16 * 1024 * 1024
     priority: int = 0
-    """Of several that wait for a process the highest gets the next one."""
+    """The highest priority of those that wait for a process gets the next one."""
     world_size: int = 1
     barrier: bool = False
-    """Get ready, say so, and begin user code when all ranks are ready."""
+    """Report when ready, and begin user code when all ranks are ready."""
     memory_mb: int = 0
     """Host memory that it asked for."""
 
@@ -76,15 +77,13 @@ class RunOrder:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
-    def from_wire(cls, told: Mapping[str, Any]) -> "RunOrder":
-        """Of another release, perhaps: what is not known here is left out, what was not known there has its
-        default."""
-        return cls(**{f.name: told[f.name] for f in fields(cls) if f.name in told})
+    def from_wire(cls, given: Mapping[str, Any]) -> "RunOrder":
+        return cls(**known_fields(cls, given))
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Why a run failed. `kind` is a stable token, `message` says what to do where that is known."""
+class RunFault:
+    """Why a run failed. `kind` is a stable token; `message` says what to do, if that is known."""
 
     kind: str
     message: str
@@ -92,26 +91,31 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended: succeeded, failed or stopped."""
-
+class RunOutcome:
     ending: str
+    """succeeded, failed or stopped; an agent also writes lost and never_started."""
     result: bytes | None = None
     result_format: str = "json"
-    fault: Fault | None = None
+    fault: RunFault | None = None
 
 
-def agreed(spoken_there: Iterable[int]) -> int | None:
+def known_fields(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a constructor takes of a message that another release may have written: a field that this release
+    does not know is left out, and one that the other did not know gets its default."""
+    return {f.name: given[f.name] for f in fields(cls) if f.name in given}
+
+
+def newest_shared(spoken_there: Iterable[int]) -> int | None:
     """The newest form that both sides speak; None if there is none."""
     return max(set(SPOKEN).intersection(spoken_there), default=None)
 
 
-def failed(kind: str, message: str, traceback: str = "") -> Outcome:
-    return Outcome("failed", fault=Fault(kind, message, traceback))
+def failed(kind: str, message: str, traceback: str = "") -> RunOutcome:
+    return RunOutcome("failed", fault=RunFault(kind, message, traceback))
 
 
 def plain_text(text: str, limit: int) -> str:
-    """What every wire, database and screen takes: whole letters, no NUL, at most `limit` characters."""
+    """Text that every wire, database and screen takes: no surrogates, no NUL, at most `limit` characters."""
     return text[:limit].encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
@@ -120,7 +124,7 @@ def started(key: RunKey, pid: int) -> Report:
 
 
 def ready(key: RunKey, address: str) -> Report:
-    """`address`: ip:port on this node where nobody listens yet."""
+    """`address`: ip:port on this node, on which no process listens yet."""
     return ("ready", *key, time.time(), address)
 
 
@@ -132,7 +136,7 @@ def checkpointed(key: RunKey, sequence: int, digest: str, data: bytes | None, ur
     return ("checkpointed", *key, time.time(), sequence, digest, data, uri)
 
 
-def ended(key: RunKey, outcome: Outcome, log_tail: bytes) -> Report:
+def ended(key: RunKey, outcome: RunOutcome, log_tail: bytes) -> Report:
     failure, fault = None, outcome.fault
     if fault is not None:
         message = plain_text(fault.message, MESSAGE_CHARS)
@@ -143,7 +147,7 @@ def ended(key: RunKey, outcome: Outcome, log_tail: bytes) -> Report:
 
 
 def is_report(given: Any) -> bool:
-    """Whether a run's process may say this. User code shares that process and may have said it instead."""
+    """Whether this is a report of a run. User code runs in the same process and may have written anything."""
     if type(given) is not tuple or len(given) < 5 or type(given[0]) is not str:
         return False
     fields = _FIELDS.get(given[0])
@@ -156,8 +160,8 @@ def is_report(given: Any) -> bool:
     )
 
 
-def tellable(report: Any) -> Report:
-    """The report; or, if nothing could carry it, the end of its run, so that no other run is held up."""
+def carriable(report: Any) -> Report:
+    """The report; or the end of its run if it is malformed, so that it does not hold up other runs."""
     if is_report(report):
         return tuple(report)
     if not isinstance(report, tuple) or not _is_key(report[1:4]):
@@ -222,4 +226,4 @@ _FIELDS: Mapping[str, tuple[Fits, ...]] = {
     "checkpointed": (_is_number, _is_text(64), _or_none(_is_bytes), _or_none(_is_text(URI_CHARS))),
     "ended": (_is_ending, _or_none(_is_bytes), _is_format, _or_none(_is_failure), _is_bytes),
 }
-"""What follows kind, key and time in each report."""
+"""The values after kind, key and time in each report."""

@@ -1,4 +1,4 @@
-"""From what user code returned or raised to an outcome that can travel."""
+"""Turns what user code returned or raised into an outcome that can travel."""
 
 import json
 import sys
@@ -8,14 +8,14 @@ from typing import Any
 
 import cloudpickle
 
-from gpubroker.runtime.messages import MESSAGE_CHARS, TRACEBACK_BYTES, Outcome, failed
+from gpubroker.runtime.messages import MESSAGE_CHARS, TRACEBACK_BYTES, RunOutcome, failed
 from gpubroker.runtime.task import Stopped
 
 _OURS = str(Path(__file__).parent)
 
 
-def succeeded(value: Any, result_format: str, limit_bytes: int) -> Outcome:
-    """The value in its wire form, or a failure that says why it has none."""
+def succeeded(value: Any, result_format: str, limit_bytes: int) -> RunOutcome:
+    """The value in its wire form, or a failure that says why it cannot be written."""
     try:
         data = cloudpickle.dumps(value) if result_format == "cloudpickle" else _as_json(value)
     except Exception as fault:
@@ -26,18 +26,18 @@ def succeeded(value: Any, result_format: str, limit_bytes: int) -> Outcome:
             f"the result takes {len(data) / 2**20:.1f} MiB and the limit is {limit_bytes / 2**20:.1f} MiB; "
             "write it to a file or an object store and return its address",
         )
-    return Outcome("succeeded", result=data, result_format=result_format)
+    return RunOutcome("succeeded", result=data, result_format=result_format)
 
 
-def raised(fault: BaseException) -> Outcome:
-    """Every exception of user code is a failure of the run, SystemExit too; Stopped gives way."""
+def raised(fault: BaseException) -> RunOutcome:
+    """Every exception of user code fails the run, SystemExit too; `Stopped` ends it as stopped."""
     if isinstance(fault, Stopped):
-        return Outcome("stopped")
+        return RunOutcome("stopped")
     return failed("exception", describe(fault), trace_of(fault))
 
 
 def describe(fault: BaseException) -> str:
-    """`ValueError: text`, also where the exception's own `__str__` fails, in whatever way."""
+    """`ValueError: text`, even if the exception's own `__str__` raises."""
     name = type(fault).__qualname__
     try:
         text = str(fault)
@@ -63,7 +63,7 @@ def trace_of(fault: BaseException) -> str:
 
 
 def _as_json(value: Any) -> bytes:
-    # NaN and infinities are no JSON: other languages refuse the whole document.
+    # JSON has no NaN and no infinity: other languages refuse the whole document.
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
 

@@ -1,4 +1,4 @@
-"""What runs print: the newest bytes of each are kept, so that a failure can be read without a shell."""
+"""The output of runs: the newest bytes of each are kept, so that a failure can be read without a shell."""
 
 import contextlib
 import contextvars
@@ -22,7 +22,7 @@ class FileOutput:
     """Everything this process and its children print, in one file of mode 0600."""
 
     def __init__(self, path: Path) -> None:
-        # Kept open: the run may become a user who could not open it again.
+        # Kept open: the run may become a user that may not open it.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
     def take_over(self) -> None:
@@ -32,7 +32,7 @@ class FileOutput:
         sys.stdout, sys.stderr = _stream(1), _stream(2)
 
     def tail(self) -> bytes:
-        # User code may have closed every descriptor that it did not know.
+        # User code may have closed every descriptor.
         with contextlib.suppress(OSError):
             return _tail(self._descriptor)
         return b""
@@ -58,7 +58,7 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 
 
 class MemoryOutput:
-    """What one of many runs in this process printed through `sys.stdout` and `sys.stderr`."""
+    """What one of several runs in this process prints through `sys.stdout` and `sys.stderr`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ def leave_output(token: contextvars.Token[MemoryOutput | None]) -> None:
 
 
 class SortedStream(io.TextIOBase):
-    """Stands in for `sys.stdout`: what a run prints goes to that run, the rest where it went before."""
+    """Replaces `sys.stdout`: the output of a run goes to that run, all other output where it went before."""
 
     def __init__(self, otherwise: IO[str]) -> None:
         self._otherwise = otherwise
@@ -115,6 +115,6 @@ class SortedStream(io.TextIOBase):
 
 
 def sort_output_by_run() -> None:
-    """From now on `print` and logging of each run are kept apart. For a process that many runs share."""
+    """Separate the output of each run from now on. For a process that many runs share."""
     sys.stdout = SortedStream(sys.stdout)
     sys.stderr = SortedStream(sys.stderr)

@@ -1,8 +1,9 @@
-"""Make this process the property of one run: its devices, environment, directory and user."""
+"""Give this process to one run: its devices, environment, directory, user and rendezvous port."""
 
 import ctypes
 import os
 import pwd
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,23 +11,23 @@ from dataclasses import dataclass
 from gpubroker.runtime.messages import RunOrder
 
 RUN_MARK = "GPUBROKER_RUN"
-"""The run's key in the environment of everything that it starts; leftovers are found by it."""
+"""The run's key in the environment of every process that it starts; leftovers are found by it."""
 
 INSTANCE_MARK = "GPUBROKER_INSTANCE"
-"""Which broker's run it is: several may share a machine."""
+"""The broker whose run it is: several may share a machine."""
 
 NODE_MARK = "GPUBROKER_NODE"
-"""Which node's run it is: several may be on one machine."""
+"""The node whose run it is: several may be on one machine."""
 
-YIELDING = 5
-"""Niceness of a run: on a busy machine the agent and the service come first, or nobody could be told."""
+NICENESS = 5
+"""Of a run: on a busy machine the agent and the service get the CPU first."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """What a process is given besides its order."""
+class ProcessSetup:
+    """What a process gets besides its order."""
 
     instance: str
     user: str = ""
@@ -37,17 +38,17 @@ class Claim:
 
 
 def hide_devices() -> None:
-    """Until a run comes, no library here may see (and so occupy) a GPU."""
+    """Until a run comes, no library in this process may see a GPU, and so use its memory."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def look_for_modules_in(directories: Sequence[str]) -> None:
-    """Put the operator's directories before everything else that is imported from."""
+    """Put the operator's directories first in `sys.path`."""
     sys.path[:0] = [path for path in directories if path not in sys.path]
 
 
-def claim(order: RunOrder, given: Claim) -> None:
-    """Once per process, before user code. Raises OSError or KeyError if something of it cannot be had."""
+def take_process(order: RunOrder, given: ProcessSetup) -> None:
+    """Once per process, before user code. Raises OSError or KeyError if a part of it is refused."""
     os.environ.update(order.env)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuid for uuid, _mb in order.leases)
     os.environ[RUN_MARK] = str(order.key)
@@ -57,7 +58,7 @@ def claim(order: RunOrder, given: Claim) -> None:
     os.environ["GPUBROKER_ATTEMPT"] = str(order.attempt)
     if order.barrier:
         os.environ |= place_among_ranks(order)
-    os.nice(YIELDING)
+    os.nice(NICENESS)
     adopt_orphans()
     if given.user:
         become(given.user)
@@ -66,17 +67,17 @@ def claim(order: RunOrder, given: Claim) -> None:
 
 
 def place_among_ranks(order: RunOrder) -> dict[str, str]:
-    """What libraries for distributed work look for.
+    """The variables of libraries for distributed work.
 
-    Each rank sees only devices of its own, numbered from 0. So each is the first of its kind where it is,
-    whoever else is on the node: `torch.cuda.set_device(LOCAL_RANK)` is right.
+    Each rank sees only its own devices, numbered from 0. So each has local rank 0, even if several are on the
+    node: `torch.cuda.set_device(LOCAL_RANK)` is right.
     """
     ranks = {"RANK": order.rank, "WORLD_SIZE": order.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     return {name: str(number) for name, number in ranks.items()}
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process: none can slip out of its tree."""
+    """Descendants whose parent ends become children of this process, so none leaves its tree."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -89,3 +90,29 @@ def become(user: str) -> None:
     os.setgid(entry.pw_gid)
     os.setuid(entry.pw_uid)
     os.environ |= {"HOME": entry.pw_dir, "USER": user, "LOGNAME": user}
+
+
+class RendezvousPort:
+    """A port of this node where the ranks of a task meet, reserved until this rank listens on it."""
+
+    def __init__(self, host: str) -> None:
+        """`host` is where other nodes reach this one. Raises OSError if there is no free port."""
+        self._host = f"[{host}]" if ":" in host else host
+        # Bound and not listening: no other process gets the port, and nothing can connect to it.
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.bind(("", 0))
+
+    @property
+    def address(self) -> str:
+        return f"{self._host}:{self._socket.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Free the port for the code of the run."""
+        self._socket.close()
+
+
+def announce_rendezvous(address: str) -> None:
+    """Set the variables in which libraries for distributed work look for it, for child processes too."""
+    host, _, port = address.rpartition(":")
+    os.environ["MASTER_ADDR"] = host.strip("[]")
+    os.environ["MASTER_PORT"] = port

@@ -1,6 +1,8 @@
 """GPUs through NVIDIA's management library, and what each process group uses of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import DeviceProbe, MeasuredDevice, ProcessGroup
 
 MIB = 2**20
+MEASURE_SECONDS = 30.0
 
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The one that Linux starts with; its number is fixed (PROC_PID_INIT_INO)."""
@@ -178,3 +181,37 @@ class NvmlProbe:
 def _text(value: str | bytes) -> str:
     """Older bindings answer bytes."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+class NotMeasured(Exception):
+    """A device that a caller needs to know about could not be measured."""
+
+
+class DeviceMeter:
+    """One measurement at a time, in a thread of its own: a driver that hangs holds up nothing else."""
+
+    def __init__(self, probe: DeviceProbe) -> None:
+        self._probe = probe
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="meter")
+
+    def inventory(self) -> Sequence[SeenDevice]:
+        return self._probe.inventory()
+
+    async def measure(
+        self,
+        holders: Callable[[], Mapping[str, ProcessGroup]],
+        needed: Collection[str] = (),
+        timeout_seconds: float = MEASURE_SECONDS,
+    ) -> Sequence[MeasuredDevice]:
+        """`holders` is called in the thread.
+
+        Raises NotMeasured if one of the `needed` UUIDs is in this machine and gave no answer, TimeoutError,
+        and whatever the driver raises.
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(timeout_seconds):
+            measured = await loop.run_in_executor(self._thread, lambda: self._probe.sample(holders()))
+        silent = {device.uuid for device in self.inventory()} & set(needed) - {it.uuid for it in measured}
+        if silent:
+            raise NotMeasured(f"no answer of {', '.join(sorted(silent))}")
+        return measured

@@ -1,4 +1,4 @@
-"""What the executor is told at its start, and the part of it that travels to each node agent."""
+"""The settings of the executor on Ray, and the part of them that travels to each node agent."""
 
 import hashlib
 import json
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from gpubroker.runtime.messages import known_fields
 
 from gpubroker_server.core.domain.orders import SeenDevice
 from gpubroker_server.core.domain.units import Mib
@@ -22,14 +24,14 @@ class RayOptions:
     address: str | None = None
     """`host:port` of the cluster to join; None starts a local head."""
     node_name: str = "local"
-    """Name of the only node of a local head. Nodes of a joined cluster have names of their own."""
+    """The only node of a local head. Nodes of a joined cluster have names of their own."""
     cluster: str = "local"
     devices: tuple[SeenDevice, ...] | None = None
     """Simulated devices, the same on every node; None asks NVML."""
     spares: int = 2
     warm_runners: int = 1
     cpu: float | None = None
-    """What a node offers; None: what it has."""
+    """CPUs that a node offers; None: all that it has."""
     memory_mb: int | None = None
     max_runs: int = 256
     process_memory_mb: int = 81_920
@@ -44,9 +46,9 @@ class RayOptions:
     beat_seconds: float = 2.0
     idle_stop_seconds: float = 600.0
     driver_patience_seconds: float = 15.0
-    """A driver process that does not answer for so long is replaced."""
+    """A driver process that does not answer within this time is replaced."""
     inherit_env: tuple[str, ...] = ()
-    """Names of this process's environment variables that tasks get too, besides locale and paths."""
+    """Environment variables of this process that tasks inherit, besides locale and paths."""
 
     def __post_init__(self) -> None:
         if self.address is None:
@@ -54,8 +56,8 @@ class RayOptions:
         if "://" in self.address:
             bare = self.address.partition("://")[2].partition(":")[0] or "host"
             raise ValueError(
-                f"ray address {self.address!r} names a Ray client server, which cannot stream and does not "
-                f"survive; give the address of the head itself, such as {bare}:6379"
+                f"ray address {self.address!r} names a Ray Client server, which does not survive a lost "
+                f"connection; give the address of the head itself, such as {bare}:6379"
             )
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit():
@@ -67,12 +69,12 @@ class RayOptions:
 
     @property
     def home(self) -> str:
-        """Names a local Ray; empty for one that is joined."""
+        """Identifies a local Ray; empty for a joined cluster."""
         return f"{socket.gethostname()}:{self.data_dir.resolve()}" if self.is_local else ""
 
     @property
     def instance(self) -> str:
-        """Names this broker among others on the same machines; marks everything its runs start."""
+        """Identifies this broker among others on the same machines; marks every process of its runs."""
         where = str(self.data_dir.resolve()) if self.is_local else f"{self.address}/{self.cluster}"
         return hashlib.sha256(where.encode()).hexdigest()[:12]
 
@@ -80,32 +82,23 @@ class RayOptions:
         devices = None
         if self.devices is not None:
             devices = tuple((d.uuid, d.kind, d.index, int(d.physical_mb), d.parent) for d in self.devices)
-        runs = self.data_dir / "runs" if self.is_local else Path(tempfile.gettempdir())
-        return AgentConfig(
-            node=self.node_name,
-            instance=self.instance,
-            devices=devices,
-            spares=self.spares,
-            warm_runners=self.warm_runners,
-            cpu=self.cpu,
-            memory_mb=self.memory_mb,
-            max_runs=self.max_runs,
-            process_memory_mb=self.process_memory_mb,
-            task_path=tuple(self.task_path) or (os.getcwd(),),
-            task_user=self.task_user,
-            run_dir=str(runs if self.is_local else runs / f"gpubroker-{self.instance}"),
-            sample_period_seconds=self.sample_period_seconds,
-            beat_seconds=self.beat_seconds,
-            idle_stop_seconds=self.idle_stop_seconds,
-            keepalive=keepalive,
-        )
+        shared_dir = Path(tempfile.gettempdir()) / f"gpubroker-{self.instance}"
+        own: dict[str, Any] = {
+            "node": self.node_name,
+            "devices": devices,
+            "task_path": tuple(self.task_path) or (os.getcwd(),),
+            "run_dir": str(self.data_dir / "runs" if self.is_local else shared_dir),
+            "keepalive": keepalive,
+        }
+        same = {f.name: getattr(self, f.name) for f in fields(AgentConfig) if f.name not in own}
+        return AgentConfig(**own, **same)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
     """Plain values only: it travels as JSON. An agent whose configuration differs is replaced.
 
-    It may be read by software of another release, so a field that is added has a default.
+    An agent of another release may read it, so a field that is added has a default.
     """
 
     node: str
@@ -121,12 +114,12 @@ class AgentConfig:
     task_path: tuple[str, ...]
     task_user: str
     run_dir: str
-    """Cards and logs of runs, on the node itself."""
+    """Records and logs of runs, on the node itself."""
     sample_period_seconds: float
     beat_seconds: float
     idle_stop_seconds: float
     keepalive: str
-    """File that is touched while the node is of use to somebody; empty: the agent leaves by itself."""
+    """A file that the agent touches while it has a broker or a run; empty: the agent ends by itself."""
 
     @property
     def namespace(self) -> str:
@@ -141,16 +134,13 @@ class AgentConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "AgentConfig":
-        told: Mapping[str, Any] = json.loads(text)
-        given = {f.name: told[f.name] for f in fields(cls) if f.name in told}
+        given: Mapping[str, Any] = known_fields(cls, json.loads(text))
         devices = given["devices"]
-        return cls(
-            **{
-                **given,
-                "devices": None if devices is None else tuple(tuple(device) for device in devices),
-                "task_path": tuple(given["task_path"]),
-            }
-        )
+        lists = {
+            "devices": None if devices is None else tuple(map(tuple, devices)),
+            "task_path": tuple(given["task_path"]),
+        }
+        return cls(**{**given, **lists})
 
     @property
     def simulated(self) -> tuple[SeenDevice, ...] | None:

@@ -1,16 +1,18 @@
-"""Processes of this machine, by identity: a pid alone may name another process a moment later."""
+"""Processes of this machine, by identity: found, watched, killed. A pid alone is soon another process's."""
 
 import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from gpubroker.runtime.process import INSTANCE_MARK, NODE_MARK, RUN_MARK
 
+FIRST_PAUSE_SECONDS = 0.002
+LONGEST_PAUSE_SECONDS = 1.0
 _CHUNK = 65536
 _MARKS = frozenset(mark.encode() for mark in (INSTANCE_MARK, NODE_MARK, RUN_MARK))
 
@@ -28,7 +30,7 @@ class ProcessId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ProcessEntry:
     """One line of the process table."""
 
     id: ProcessId
@@ -38,18 +40,18 @@ class Entry:
 
     @property
     def has_ended(self) -> bool:
-        """Z waits to be buried, X is being buried; neither runs or holds anything."""
+        """A zombie (Z) or a dead process (X) neither runs nor holds memory."""
         return self.state in "ZX"
 
 
-def entry_of(pid: int) -> Entry | None:
+def entry_of(pid: int) -> ProcessEntry | None:
     """None if there is no such process."""
     try:
         stat = _read(f"/proc/{pid}/stat")
     except OSError:
         return None
     fields = stat[stat.rindex(b")") + 2 :].split(None, 20)  # the name before it may hold spaces
-    return Entry(ProcessId(pid, int(fields[19])), int(fields[1]), fields[0].decode())
+    return ProcessEntry(ProcessId(pid, int(fields[19])), int(fields[1]), fields[0].decode())
 
 
 def process_id(pid: int) -> ProcessId:
@@ -60,7 +62,7 @@ def process_id(pid: int) -> ProcessId:
     return entry.id
 
 
-def process_table() -> dict[int, Entry]:
+def process_table() -> dict[int, ProcessEntry]:
     """All processes that have not ended, by pid."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     entries = (entry_of(pid) for pid in pids)
@@ -68,23 +70,23 @@ def process_table() -> dict[int, Entry]:
 
 
 def name_of(pid: int) -> str:
-    """What the kernel calls it, at most 15 characters; empty if it is gone."""
+    """The kernel's name of it, at most 15 characters; empty if it is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
 
 
 def session_of(pid: int) -> int:
-    """Process id of its session's leader, dead or alive; 0 if it is gone."""
+    """Pid of its session's leader, alive or not; 0 if the process is gone."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
         return 0
 
 
-def descendants(root: int, table: dict[int, Entry]) -> list[ProcessId]:
+def descendants(root: int, table: dict[int, ProcessEntry]) -> list[ProcessId]:
     """Everything below `root`, without itself."""
-    children: dict[int, list[Entry]] = {}
+    children: dict[int, list[ProcessEntry]] = {}
     for entry in table.values():
         children.setdefault(entry.parent, []).append(entry)
     found: list[ProcessId] = []
@@ -96,7 +98,7 @@ def descendants(root: int, table: dict[int, Entry]) -> list[ProcessId]:
     return found
 
 
-def lineage(pid: int, table: dict[int, Entry]) -> set[int]:
+def ancestors(pid: int, table: dict[int, ProcessEntry]) -> set[int]:
     """A process and everything above it."""
     found: set[int] = set()
     while pid in table and pid not in found:
@@ -105,14 +107,9 @@ def lineage(pid: int, table: dict[int, Entry]) -> set[int]:
     return found
 
 
-def are_related(one: int, other: int, table: dict[int, Entry]) -> bool:
+def are_related(one: int, other: int, table: dict[int, ProcessEntry]) -> bool:
     """Whether one is the other, above it or below it."""
-    return one in lineage(other, table) or other in lineage(one, table)
-
-
-def is_marked(pid: int, instance: str) -> bool:
-    """Whether a run of this broker started it, even if it has left the run's tree since."""
-    return _has_marks(pid, {f"{INSTANCE_MARK}={instance}".encode()})
+    return one in ancestors(other, table) or other in ancestors(one, table)
 
 
 def is_alive(process: ProcessId) -> bool:
@@ -120,59 +117,69 @@ def is_alive(process: ProcessId) -> bool:
     return entry is not None and entry.id == process and not entry.has_ended
 
 
-def send_signal(process: ProcessId, number: signal.Signals) -> bool:
-    """False if it is gone. Never reaches another process that got its pid."""
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return False
-    try:
-        if not is_alive(process):
-            return False
-        signal.pidfd_send_signal(descriptor, number)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def leftovers(instance: str, mark: str, log: Path, since_ticks: int) -> list[ProcessId]:
-    """Everything a run of this broker started, after `since_ticks`, that is still there.
-
-    Found by the mark in its environment, or by the run's log being open: a child that was forked and never
-    executed anything shows the environment of the process that it was forked from.
-    """
-    marks = {f"{RUN_MARK}={mark}".encode(), f"{INSTANCE_MARK}={instance}".encode()}
-    young = (entry for entry in process_table().values() if entry.id.start_ticks >= since_ticks)
-    ids = (entry.id for entry in young)
-    return [id for id in ids if str(log) in opened_by(id.pid) or _has_marks(id.pid, marks)]
-
-
 def marks_of(pid: int) -> dict[str, str]:
-    """What its environment says of the run that it belongs to; empty if it is nobody's."""
+    """What its environment says about the run that started it; empty if no run did."""
     with contextlib.suppress(OSError):
-        told = (item.partition(b"=") for item in _read(f"/proc/{pid}/environ").split(b"\0"))
-        return {os.fsdecode(name): os.fsdecode(text) for name, _, text in told if name in _MARKS}
+        items = (item.partition(b"=") for item in _read(f"/proc/{pid}/environ").split(b"\0"))
+        return {os.fsdecode(name): os.fsdecode(text) for name, _, text in items if name in _MARKS}
     return {}
 
 
-def opened_by(pid: int) -> Iterator[str]:
-    """The files that it has open, by the names that they had then."""
+def files_opened_by(pid: int) -> Iterator[str]:
+    """The files that it has open, by the names that they had when it opened them."""
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
 
 
-def _has_marks(pid: int, marks: set[bytes]) -> bool:
+def private_mb(pid: int) -> int:
+    """Host memory in MiB that no file backs, so that the kernel cannot drop it. 0 if the process is gone."""
+    try:
+        fields = _read(f"/proc/{pid}/statm").split()
+    except OSError:
+        return 0
+    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE") // 2**20 if len(fields) > 2 else 0
+
+
+def trees_over(limits_mb: Mapping[int, int]) -> dict[int, int]:
+    """Of these processes those that use more host memory, or have one below them that does; and how much."""
+    table = process_table()
+    found: dict[int, int] = {}
+    for root, most_mb in limits_mb.items():
+        pids = [root, *(process.pid for process in descendants(root, table))]
+        largest = max(map(private_mb, pids))
+        if largest > most_mb:
+            found[root] = largest
+    return found
+
+
+def disjoint_trees(roots: Mapping[str, ProcessId]) -> dict[str, frozenset[int]]:
+    """Each process that is alive, with everything below it. What is below two of them is the first one's."""
+    table = process_table() if roots else {}
+    found: dict[str, frozenset[int]] = {}
+    taken: set[int] = set()
+    for name, root in roots.items():
+        if root.pid in table and table[root.pid].id == root:
+            tree = {root.pid, *(child.pid for child in descendants(root.pid, table))}
+            found[name] = frozenset(tree - taken)
+            taken |= tree
+    return found
+
+
+def has_stopped(pid: int) -> bool:
+    """Whether no thread of a process that got SIGSTOP runs user code any more."""
     with contextlib.suppress(OSError):
-        return marks <= set(_read(f"/proc/{pid}/environ").split(b"\0"))
-    return False
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                stat = _read(f"/proc/{pid}/task/{thread}/stat")
+                if stat[stat.rindex(b")") + 2 :].startswith((b"R", b"S")):
+                    return False
+    return True
 
 
 def _read(path: str) -> bytes:
-    """Small files of /proc, many at a time: a tenth of what `Path.read_bytes` takes."""
+    """For the many small files of /proc: ten times as fast as `Path.read_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.read(descriptor, _CHUNK)
@@ -183,7 +190,7 @@ def _read(path: str) -> bytes:
         os.close(descriptor)
 
 
-class Watched:
+class WatchedProcess:
     """A process whose end is noticed at once. Belongs to the running event loop."""
 
     def __init__(self, process: ProcessId, on_end: Callable[[], None] | None = None) -> None:
@@ -211,7 +218,7 @@ class Watched:
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def close(self) -> None:
-        """Look away; the end is not noticed any more."""
+        """Stop watching; the end is not noticed any more."""
         if not self.ended:
             self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)
@@ -223,17 +230,71 @@ class Watched:
             self._on_end()
 
 
+def send_signal(process: ProcessId, number: signal.Signals) -> None:
+    """Never reaches another process that got its pid. Nothing happens if it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(process.pid)
+        try:
+            if is_alive(process):
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+
+
 def kill_all(processes: Collection[ProcessId]) -> None:
     for process in processes:
         send_signal(process, signal.SIGKILL)
 
 
-def has_stopped(pid: int) -> bool:
-    """Whether every thread of a process that got SIGSTOP stands still (or is in the kernel, or gone)."""
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                stat = _read(f"/proc/{pid}/task/{thread}/stat")
-                if stat[stat.rindex(b")") + 2 :].startswith((b"R", b"S")):
-                    return False
-    return True
+async def kill_tree(root: WatchedProcess) -> None:
+    """Kill a run's process with everything below it; back when all of it has ended.
+
+    The process adopts its orphans, so all its descendants are below it while it lives. It is stopped first,
+    so that it starts no child while its tree is being emptied. Waits for ever on a process that the kernel
+    does not release.
+    """
+
+    def is_emptied() -> bool:
+        below = descendants(root.id.pid, process_table())
+        kill_all(below)
+        return not below
+
+    await _until(lambda: has_stopped(root.id.pid) and is_emptied(), stopping=root)
+    root.signal(signal.SIGKILL)
+    await root.wait()
+
+
+async def kill_leftovers(instance: str, mark: str, log: Path, since_ticks: int = 0) -> None:
+    """Kill everything that a run of this broker started after `since_ticks`; back when none of it is left.
+
+    Found by the mark in its environment, or by the run's log being open: a child that was forked and never
+    called exec shows the environment of the process that it was forked from.
+    """
+    marks = {RUN_MARK: mark, INSTANCE_MARK: instance}
+
+    def is_left(pid: int) -> bool:
+        return str(log) in files_opened_by(pid) or marks.items() <= marks_of(pid).items()
+
+    def are_gone() -> bool:
+        ids = [
+            e.id for e in process_table().values() if e.id.start_ticks >= since_ticks and is_left(e.id.pid)
+        ]
+        kill_all(ids)
+        return not ids
+
+    await _until(are_gone)
+
+
+async def _until(done: Callable[[], bool], stopping: WatchedProcess | None = None) -> None:
+    """Ask again, less and less often, in a thread: reading the process table of a large machine takes time.
+
+    `stopping` gets SIGSTOP before each look, since others may continue it; back at once when it has ended.
+    """
+    pause = FIRST_PAUSE_SECONDS
+    while stopping is None or not stopping.ended:
+        if stopping is not None:
+            stopping.signal(signal.SIGSTOP)
+        if await asyncio.to_thread(done):
+            return
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -1,5 +1,6 @@
 """Orders and reports as bytes: plain values in msgpack, with a number that names the form."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,19 +29,18 @@ from gpubroker_server.ports.store import RunPayload
 
 PROTOCOL = 7
 """Number of the form in which driver and agent speak; first value of every message between them."""
-SPOKEN = (PROTOCOL - 1, PROTOCOL)
-"""An agent outlives the service that made it, and services of two releases may stand by for one another: the
-newest form that both speak is taken. Orders are the same in both."""
-RELEASE_SINCE = 7
-"""Forms from this one on say which release an agent is of."""
-
+SPOKEN = (PROTOCOL,)
+"""The forms that this release speaks, the newest last. An agent outlives the service that started it, so a
+release that changes the form also speaks the one before. Both sides take the newest that they share."""
 
 WireSample = tuple[Any, ...]
 """(uuid, used_mb, foreign_mb or None, by_holder, utilization or None)"""
 
+_LENGTH_BYTES = 4
+
 
 def pack(value: Any) -> bytes:
-    # Text of runs may hold what no encoding knows; one such letter must not hold up a node's reports.
+    # Text from runs may hold lone surrogates, which must not hold up a node's reports.
     packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="replace")
     return packed
 
@@ -50,8 +50,24 @@ def unpack(data: bytes) -> Any:
     return msgpack.unpackb(data, use_list=False, raw=False, strict_map_key=False)
 
 
-class OrderForm:
-    """Writes orders; knows the limits that travel with each start."""
+def frame(*parts: Any) -> bytes:
+    """One message between the service and its driver process: msgpack behind its length."""
+    data = pack(parts)
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[Any, ...] | None:
+    """None when the other side is gone."""
+    try:
+        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+        parts: tuple[Any, ...] = unpack(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return parts
+
+
+class OrderWriter:
+    """Writes orders. The limits travel with each start."""
 
     def __init__(self, result_limit_bytes: int, checkpoint_limit_bytes: int) -> None:
         self._result_limit_bytes = result_limit_bytes
@@ -59,26 +75,21 @@ class OrderForm:
 
     def write(self, order: Order, payload: RunPayload | None) -> tuple[Any, ...]:
         """A start needs its payload."""
+        run = order.task, order.fence, order.rank
         match order:
             case StartOrder():
                 assert payload is not None
-                return (
-                    "start",
-                    order.incarnation,
-                    order.shareable,
-                    self._run_order(order, payload).to_wire(),
-                )
+                return "start", order.incarnation, order.shareable, self._run_order(order, payload).to_wire()
             case GoOrder():
-                return ("go", order.task, order.fence, order.rank, order.rank_zero_address)
+                return "go", *run, order.rank_zero_address
             case WorldOrder():
-                return ("world", order.task, order.fence, order.rank, order.ranks)
+                return "world", *run, order.ranks
             case WatchOrder():
-                return ("watch", order.task, order.fence, order.rank, order.pid, _by_uuid(order.devices))
+                return "watch", *run, order.pid, _by_uuid(order.devices)
             case StopOrder():
-                reason = order.reason.value
-                return ("stop", order.task, order.fence, order.rank, reason, order.grace_seconds)
+                return "stop", *run, order.reason.value, order.grace_seconds
             case ForgetOrder():
-                return ("forget", order.task, order.fence, order.rank)
+                return "forget", *run
 
     def _run_order(self, order: StartOrder, payload: RunPayload) -> RunOrder:
         spec = payload.spec
@@ -120,12 +131,12 @@ def write_reports(
     held_seconds: float = 0.0,
     protocol: int = PROTOCOL,
 ) -> bytes:
-    """`held_seconds`: how long the question that this answers had waited for something to be told."""
+    """`held_seconds`: for how long the poll that this answers waited for a report."""
     return pack((protocol, node, sent_at, held_seconds, reports))
 
 
-def key_of(report: Report) -> RunId | None:
-    """(task, fence, rank) of a report about a run; None for one about a node or a server."""
+def run_of(report: Report) -> RunId | None:
+    """The run that a report is about; None for one about a node or a server."""
     if isinstance(report, NodeSeen | NodeLost | Heartbeat | Sampled | ServerSeen):
         return None
     return report.task, report.fence, report.rank

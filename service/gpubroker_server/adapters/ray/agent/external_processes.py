@@ -1,21 +1,22 @@
 """Processes that others started and that hold a lease: measured and watched, never signalled."""
 
 import os
-import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from gpubroker.runtime.messages import Report, RunKey
+from gpubroker.runtime.process import INSTANCE_MARK
 
-from gpubroker_server.adapters.ray.agent.run_records import Card, RunFiles
+from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord
+from gpubroker_server.adapters.ray.agent.runner_process import gone
 from gpubroker_server.adapters.ray.processes import (
     ProcessId,
-    Watched,
+    WatchedProcess,
+    ancestors,
     are_related,
-    is_marked,
-    lineage,
+    marks_of,
     process_id,
     process_table,
 )
@@ -26,38 +27,38 @@ Leases = tuple[tuple[str, int], ...]
 
 
 @dataclass(slots=True, eq=False)
-class Outsider:
-    """Kept until its end is told and need not be told again."""
+class ExternalProcess:
+    """Kept until its end is reported and forgotten."""
 
     leases: Leases
-    watched: Watched | None = None
+    watched: WatchedProcess | None = None
     """None if it is gone."""
     gone: Report | None = None
 
 
-class Outsiders:
-    """Those of one node. A card of each lets a later agent go on with that process, not with its number."""
+class ExternalProcesses:
+    """Those of one node. Each has a record, so that a later agent watches the same process, not its pid."""
 
     def __init__(
         self,
         files: RunFiles,
         instance: str,
         ray_node: str,
-        runners: Callable[[], Iterable[int]],
-        say: Callable[[Report], None],
+        runner_pids: Callable[[], Iterable[int]],
+        report: Callable[[Report], None],
         measure: Callable[[Sequence[str]], Coroutine[Any, Any, list[WireSample]]],
         do: Callable[[str, Callable[[], Coroutine[Any, Any, None]]], None],
     ) -> None:
-        """`runners` are the processes that runs are in or will be. `do` carries something out in the
-        background, over and over until it succeeds."""
+        """`runner_pids`: the processes that runs are in or will be. `do` tries a job in the background until
+        it succeeds."""
         self._files = files
         self._instance = instance
         self._ray_node = ray_node
-        self._runners = runners
-        self._say = say
+        self._runner_pids = runner_pids
+        self._report = report
         self._measure = measure
         self._do = do
-        self._known: dict[RunKey, Outsider] = {}
+        self._known: dict[RunKey, ExternalProcess] = {}
 
     def __contains__(self, key: RunKey) -> bool:
         return key in self._known
@@ -65,85 +66,85 @@ class Outsiders:
     def __iter__(self) -> Iterator[RunKey]:
         return iter(self._known)
 
-    def everything_told(self) -> Iterator[Report]:
-        return (outsider.gone for outsider in self._known.values() if outsider.gone is not None)
+    def all_reports(self) -> Iterator[Report]:
+        return (external.gone for external in self._known.values() if external.gone is not None)
 
-    def processes(self) -> dict[str, tuple[ProcessId, dict[str, int]]]:
-        """As `Meter.measure` takes them."""
+    def alive(self) -> dict[str, tuple[ProcessId, Leases]]:
+        """By the key of the run."""
         return {
-            str(key): (outsider.watched.id, dict(outsider.leases))
-            for key, outsider in self._known.items()
-            if outsider.watched is not None
+            str(key): (external.watched.id, external.leases)
+            for key, external in self._known.items()
+            if external.watched is not None
         }
 
     def watch(self, key: RunKey, pid: int, leases: Leases) -> None:
-        """Asked again it changes nothing: a number may be another process's by now. One that is not there
-        is gone, and one that is not an outsider's is told to be none."""
+        """A second request changes nothing: the pid may be another process's by now. Reports a process that
+        is absent, or that is not external, as gone."""
         if key in self._known:
             return
-        outsider = Outsider(leases)
+        external = ExternalProcess(leases)
         try:
             process = process_id(pid)
             proof = "not_your_process" if self._is_taken(pid) else ""
         except ProcessLookupError:
             proof = "process_absent"
-        self._known[key] = outsider
+        self._known[key] = external
         if proof:
-            self._note_end(key, outsider, proof)
+            self._note_end(key, external, proof)
         else:
-            self._begin(outsider, Card(*key, leases, "", *process, self._ray_node))
+            self._begin(external, RunRecord(*key, leases, "", *process, self._ray_node, 0))
 
-    def adopt(self, card: Card) -> None:
-        """Go on with what an earlier agent watched."""
-        outsider = self._known[card.key] = Outsider(card.leases)
-        self._begin(outsider, card)
+    def adopt(self, record: RunRecord) -> None:
+        """Go on watching a process that an earlier agent watched."""
+        external = self._known[record.key] = ExternalProcess(record.leases)
+        self._begin(external, record)
 
     def forget(self, key: RunKey) -> None:
-        outsider = self._known.pop(key, None)
-        if outsider is not None:
-            self._files.remove_card(key)
-            if outsider.watched is not None:
-                outsider.watched.close()
+        external = self._known.pop(key, None)
+        if external is not None:
+            self._files.remove_record(key)
+            if external.watched is not None:
+                external.watched.close()
 
     def _is_taken(self, pid: int) -> bool:
-        """Whether it is accounted for already, or would be accounted for with those who are: what it uses
-        would be taken from another's account."""
+        """Whether the memory of this process counts, or would count, as that of another holder."""
         table = process_table()
         leased = (other.watched.id.pid for other in self._known.values() if other.watched is not None)
-        # This process starts nothing but the threads it measures in: only what is above it is not for lease.
+        # The agent starts no process of its own, so only its ancestors cannot hold a lease.
         return (
-            is_marked(pid, self._instance)
-            or pid in lineage(os.getpid(), table)
-            or any(are_related(pid, other, table) for other in (*self._runners(), *leased))
+            marks_of(pid).get(INSTANCE_MARK) == self._instance
+            or pid in ancestors(os.getpid(), table)
+            or any(are_related(pid, other, table) for other in (*self._runner_pids(), *leased))
         )
 
-    def _begin(self, outsider: Outsider, card: Card) -> None:
+    def _begin(self, external: ExternalProcess, record: RunRecord) -> None:
         try:
-            self._take_up(outsider, card)
+            self._watch(external, record)
         except OSError:  # the disk is full, or this process has too many files open
 
             async def again() -> None:
-                if self._known.get(card.key) is outsider:
-                    self._take_up(outsider, card)
+                if self._known.get(record.key) is external:
+                    self._watch(external, record)
 
-            self._do(f"watching the process of {card.key}", again)
+            self._do(f"watching the process of {record.key}", again)
 
-    def _take_up(self, outsider: Outsider, card: Card) -> None:
+    def _watch(self, external: ExternalProcess, record: RunRecord) -> None:
         """Raises OSError; then it is not watched."""
-        self._files.write_card(card)
+        self._files.write_record(record)
         try:
-            outsider.watched = Watched(card.process, partial(self._note_end, card.key, outsider))
+            external.watched = WatchedProcess(record.process, partial(self._note_end, record.key, external))
         except ProcessLookupError:
-            self._note_end(card.key, outsider)
+            self._note_end(record.key, external)
 
-    def _note_end(self, key: RunKey, outsider: Outsider, proof: str = "process_absent") -> None:
-        outsider.watched = None
-        self._do(f"telling that the process of {key} is gone", partial(self._say_gone, key, outsider, proof))
+    def _note_end(self, key: RunKey, external: ExternalProcess, proof: str = "process_absent") -> None:
+        external.watched = None
+        job = partial(self._report_gone, key, external, proof)
+        self._do(f"reporting that the process of {key} is gone", job)
 
-    async def _say_gone(self, key: RunKey, outsider: Outsider, proof: str) -> None:
-        """What it had is free: it is measured after its end."""
-        samples = await self._measure([uuid for uuid, _mb in outsider.leases])
-        if self._known.get(key) is outsider:
-            outsider.gone = ("gone", *key, time.time(), proof, tuple(samples))
-            self._say(outsider.gone)
-            self._files.remove_card(key)
+    async def _report_gone(self, key: RunKey, external: ExternalProcess, proof: str) -> None:
+        """Its devices are measured after its end."""
+        samples = await self._measure([uuid for uuid, _mb in external.leases])
+        if self._known.get(key) is external:
+            external.gone = gone(key, proof, samples)
+            self._report(external.gone)
+            self._files.remove_record(key)

@@ -1,6 +1,6 @@
 """The Ray actor around a process that runs tasks. What it does is in `gpubroker.runtime`.
 
-It answers with bytes of msgpack and nothing else: what Ray carries as an object, the agent would unpickle.
+It answers with bytes of msgpack and nothing else: the agent would unpickle any other object.
 """
 
 import contextlib
@@ -12,23 +12,23 @@ from typing import Any
 import msgpack
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.mailbox import Mailbox
-from gpubroker.runtime.messages import SPOKEN, RunKey, RunOrder, tellable
+from gpubroker.runtime.messages import SPOKEN, RunKey, RunOrder, carriable
 from gpubroker.runtime.output import sort_output_by_run
-from gpubroker.runtime.process import Claim, become, hide_devices, look_for_modules_in
+from gpubroker.runtime.process import ProcessSetup, become, hide_devices, look_for_modules_in
 
 
 class WrongProtocol(Exception):
-    """The agent and this process come from releases that do not understand each other."""
+    """The agent and this process share no form."""
 
 
 class Runner:
     """Blank until its first run. A spare takes one run and is killed after it; a shared one takes many.
 
-    All methods run on the actor's event loop, and user code never does.
+    All methods run on the actor's event loop; user code runs in threads.
     """
 
     def __init__(self, task_path: Sequence[str], *, shared: bool, user: str = "") -> None:
-        """`user` is who a shared one becomes. A spare becomes it with its run, whose log it opens before."""
+        """A shared one runs as `user`. A spare changes its user with its run, after it has opened the log."""
         hide_devices()
         look_for_modules_in(task_path)
         with contextlib.suppress(OSError):
@@ -42,13 +42,11 @@ class Runner:
         self._host: RunHost | None = None
 
     async def describe(self) -> bytes:
-        """Who this is, which forms it speaks, and which runs have not ended here: a dict."""
+        """A dict: the forms that it speaks, its pid, and the runs that have not ended."""
         host, _ = self._parts()
-        # A copy first: the threads of runs strike off what has ended.
+        # A copy first: the threads of runs remove those that have ended.
         runs = [order.to_wire() for order in list(host.orders.values())]
-        # Agents of before form 5 look at `protocol` alone, and speak no other.
-        forms = {"protocol": SPOKEN[0], "speaks": SPOKEN}
-        return _packed({**forms, "pid": os.getpid(), "shared": self._shared, "runs": runs})
+        return _packed({"speaks": SPOKEN, "pid": os.getpid(), "shared": self._shared, "runs": runs})
 
     async def exchange(self, protocol: int, acknowledged: int, items: Sequence[tuple[Any, ...]]) -> bytes:
         """Take orders, then wait for reports; see Mailbox.read. Back at once when no run is left.
@@ -60,8 +58,8 @@ class Runner:
         host, mailbox = self._parts()
         for item in items:
             _carry_out(host, item)
-        told = await mailbox.read(acknowledged, may_come=lambda: host.busy)
-        return _packed([(number, tellable(report)) for number, report in told])
+        reports = await mailbox.read(acknowledged, may_come=lambda: host.busy)
+        return _packed([(number, carriable(report)) for number, report in reports])
 
     def _parts(self) -> tuple[RunHost, Mailbox]:
         """Made at the first call: only then is there an event loop."""
@@ -75,16 +73,16 @@ def _carry_out(host: RunHost, item: tuple[Any, ...]) -> None:
     match item:
         case ("share", order):
             host.start_shared(RunOrder.from_wire(order))
-        case ("own", order, instance, log, user, address, *node):
-            # Agents of before form 5 do not say which node this is.
-            given = Claim(instance, user, address, *node)
-            host.start_alone(RunOrder.from_wire(order), given, Path(log))
+        case ("own", order, instance, log, user, address, node):
+            host.start_alone(
+                RunOrder.from_wire(order), ProcessSetup(instance, user, address, node), Path(log)
+            )
         case ("go", key, rank_zero_address):
             host.go(RunKey(*key), rank_zero_address)
         case ("world", key, ranks):
-            host.tell_world(RunKey(*key), ranks)
+            host.change_world(RunKey(*key), ranks)
         case ("retell", key):
-            host.retell(RunKey(*key))
+            host.report_again(RunKey(*key))
         case ("stop", key):
             host.stop(RunKey(*key))
         case _:

@@ -1,173 +1,224 @@
-"""Runner processes made ahead: blank spares for one run each, and warm ones that small runs share."""
+"""Runner processes started ahead: blank spares for one run each, and warm ones that small runs share."""
 
 import asyncio
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
+from uuid import uuid4
 
+import ray
 import structlog
 from gpubroker.runtime.messages import Report
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gpubroker_server.adapters.ray.agent.handshake import describe
-from gpubroker_server.adapters.ray.agent.runner_process import Lane
-from gpubroker_server.adapters.ray.agent.runners import Runners
+from gpubroker_server.adapters.ray.agent.runner import Runner
+from gpubroker_server.adapters.ray.agent.runner_process import RunnerProcess, describe
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import ProcessId, process_id
 
 log = structlog.get_logger("gpubroker.agent")
 
-MAKING_AT_ONCE = 2
+STARTING_AT_ONCE = 2
 REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
 RETRY_PAUSE_SECONDS = 1.0
-BIRTH_SECONDS = 60.0
-"""A process that has not answered by then never will: it makes room for the next try."""
+START_SECONDS = 60.0
+"""A process that has not answered by then never will; it is killed and another is started."""
 
 
-class Audience(Protocol):
-    """Who hears of the pool's lanes."""
+class RayRunners:
+    """The runner processes of one node: detached actors, which outlive the agent that started them.
 
-    def on_report(self, lane: Lane, report: Report) -> None: ...
+    Every call blocks for as long as Ray's control service does. Handles have the methods of `runner.Runner`,
+    each with a `remote(...)` to await.
+    """
 
-    def on_end(self, lane: Lane) -> None: ...
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._prefix = f"runner/{config.node}/"
+        self.node: str = ray.get_runtime_context().get_node_id()
+        """Another id means another Ray."""
+        self.host = _address_of(self.node)
+        """Where other nodes reach this one."""
 
-    def on_ready(self) -> None: ...
+    def make(self, *, shared: bool) -> tuple[str, Any]:
+        """Name and handle of a new one, which may still be starting."""
+        config = self._config
+        name = f"{self._prefix}{uuid4().hex[:8]}"
+        options = {
+            "name": name,
+            "namespace": config.namespace,
+            "lifetime": "detached",
+            "num_cpus": 0,
+            "num_gpus": 0,
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
+        }
+        actor = ray.remote(Runner).options(**options)
+        return name, actor.remote(config.task_path, shared=shared, user=config.task_user)
+
+    def names(self) -> list[str]:
+        """Of those that are alive."""
+        named = ray.util.list_named_actors(all_namespaces=True)
+        ours = (actor["name"] for actor in named if actor["namespace"] == self._config.namespace)
+        return [name for name in ours if name.startswith(self._prefix)]
+
+    def find(self, name: str) -> Any | None:
+        try:
+            return ray.get_actor(name, self._config.namespace)
+        except ValueError:
+            return None
+
+    def kill(self, runner: Any) -> None:
+        ray.kill(runner)
 
 
-class Pool:
+def _address_of(node_id: str) -> str:
+    list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+    [address] = (node["NodeManagerAddress"] for node in list_nodes() if node["NodeID"] == node_id)
+    return str(address)
+
+
+class RunnerPool:
+    """`on_ready` is called when a process that was missing is there."""
+
     def __init__(
-        self, config: AgentConfig, runners: Runners, audience: Audience, waiting_starts: Callable[[], int]
+        self,
+        config: AgentConfig,
+        runners: RayRunners,
+        on_report: Callable[[RunnerProcess, Report], None],
+        on_end: Callable[[RunnerProcess], None],
+        on_ready: Callable[[], None],
+        waiting_starts: Callable[[], int],
     ) -> None:
         self._config = config
         self._runners = runners
-        self._audience = audience
+        self._on_report = on_report
+        self._on_end = on_end
+        self._on_ready = on_ready
         self._waiting_starts = waiting_starts
-        self._spares: deque[Lane] = deque()
-        self._shared: list[Lane] = []
-        self._making: dict[asyncio.Task[None], bool] = {}
-        """Running makers -> whether they make a shared one."""
+        self._spares: deque[RunnerProcess] = deque()
+        self._shared: list[RunnerProcess] = []
+        self._starting: dict[asyncio.Task[None], bool] = {}
+        """Starts under way -> whether of a shared one."""
         self._refill: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
-    def ready(self) -> list[Lane]:
+    def ready(self) -> list[RunnerProcess]:
         return [*self._spares, *self._shared]
 
-    def take_spare(self) -> Lane | None:
+    def take_spare(self) -> RunnerProcess | None:
         """A blank process, never handed out again."""
-        lane = None
-        while self._spares and (lane is None or lane.watched.ended):
-            lane = self._spares.popleft()
-        self.keep_full()
-        return lane if lane is not None and not lane.watched.ended else None
+        process = None
+        while self._spares and (process is None or process.watched.ended):
+            process = self._spares.popleft()
+        self.refill()
+        return process if process is not None and not process.watched.ended else None
 
-    def give_back(self, lane: Lane) -> None:
-        """A spare that was taken and has heard of no run."""
-        self._spares.appendleft(lane)
+    def give_back(self, process: RunnerProcess) -> None:
+        """A spare that was taken and got no run."""
+        self._spares.appendleft(process)
 
-    def least_busy_shared(self) -> Lane | None:
-        lanes = [lane for lane in self._shared if not lane.retiring]
-        return min(lanes, key=lambda lane: len(lane.runs), default=None)
+    def least_busy_shared(self) -> RunnerProcess | None:
+        processes = [process for process in self._shared if not process.retiring]
+        return min(processes, key=lambda process: len(process.runs), default=None)
 
     def retire_shared(self) -> None:
-        """Let fresh processes take over, which import modules as they are on disk now."""
-        for lane in list(self._shared):
-            lane.retiring = True
-            self.dismiss_if_done(lane)
-        self.keep_full()
+        """Replace them by fresh processes, which import modules as they are on disk now."""
+        for process in list(self._shared):
+            process.retiring = True
+            self.dismiss_if_done(process)
+        self.refill()
 
-    def dismiss_if_done(self, lane: Lane) -> None:
-        if lane.retiring and not lane.runs:
-            lane.watched.signal(signal.SIGKILL)
+    def dismiss_if_done(self, process: RunnerProcess) -> None:
+        if process.retiring and not process.runs:
+            process.watched.signal(signal.SIGKILL)
 
-    def forget(self, lane: Lane) -> None:
-        """It ended; make another if it was one of those kept ready."""
-        if lane in self._shared:
-            self._shared.remove(lane)
-        if lane in self._spares:
-            self._spares.remove(lane)
-        self.keep_full()
+    def forget(self, process: RunnerProcess) -> None:
+        """It ended; start another if it was one of those kept ready."""
+        if process in self._shared:
+            self._shared.remove(process)
+        if process in self._spares:
+            self._spares.remove(process)
+        self.refill()
 
-    def keep_full(self) -> None:
-        """Make what is missing: at once if the next run would have to wait for it, else after a pause."""
+    def refill(self) -> None:
+        """Start what is missing: at once if the next run would have to wait for it, else after a pause."""
         if self._refill is not None:
             self._refill.cancel()
         pause = REFILL_PAUSE_SECONDS if self._spares else 0.0
-        self._refill = asyncio.get_running_loop().call_later(pause, self._make_missing)
+        self._refill = asyncio.get_running_loop().call_later(pause, self._start_missing)
 
     def adopt(
-        self, name: str, actor: Any, process: ProcessId, *, shared: bool, protocol: int | None = None
-    ) -> Lane:
-        """Take over a runner that an earlier agent made. Raises ProcessLookupError if it is gone.
+        self, name: str, actor: Any, process: ProcessId, *, shared: bool, protocol: int
+    ) -> RunnerProcess:
+        """Take over a runner that an earlier agent started. Raises ProcessLookupError if it is gone.
 
-        It finishes its runs and gets no new ones: the user and the paths it was made with may be others now.
+        It finishes its runs and gets no new ones: the configuration may have changed since it was started.
         """
-        lane = self._lane(name, actor, process, shared=shared, protocol=protocol)
-        lane.retiring = True
+        adopted = self._process(name, actor, process, shared, protocol)
+        adopted.retiring = True
         if shared:
-            self._shared.append(lane)
-        return lane
+            self._shared.append(adopted)
+        return adopted
 
     async def close(self) -> None:
-        """Kill all that are ready, and those that are being made when they are."""
+        """Kill all that are ready, and those that are starting once they are."""
         self._closed = True
-        for lane in self.ready:
-            lane.watched.signal(signal.SIGKILL)
-        await asyncio.gather(*self._making, return_exceptions=True)
+        for process in self.ready:
+            process.watched.signal(signal.SIGKILL)
+        await asyncio.gather(*self._starting, return_exceptions=True)
 
-    def _make_missing(self) -> None:
+    def _start_missing(self) -> None:
         if self._closed:
             return
         for shared in self._missing():
-            if len(self._making) >= MAKING_AT_ONCE:
+            if len(self._starting) >= STARTING_AT_ONCE:
                 return
-            maker = asyncio.create_task(self._make(shared))
-            self._making[maker] = shared
-            maker.add_done_callback(self._made)
+            start = asyncio.create_task(self._start(shared))
+            self._starting[start] = shared
+            start.add_done_callback(self._on_started)
 
     def _missing(self) -> Iterator[bool]:
-        """One entry per process that is missing: whether it shall be shared. Shared ones come first."""
-        making_shared = sum(self._making.values())
-        warm = sum(not lane.retiring for lane in self._shared)
-        yield from [True] * (self._config.warm_runners - warm - making_shared)
-        spare_making = len(self._making) - making_shared
+        """One entry per process that is missing: whether it is a shared one. Shared ones come first."""
+        starting_shared = sum(self._starting.values())
+        warm = sum(not process.retiring for process in self._shared)
+        yield from [True] * (self._config.warm_runners - warm - starting_shared)
+        starting_spares = len(self._starting) - starting_shared
         wanted = self._config.spares + self._waiting_starts()
-        yield from [False] * (wanted - len(self._spares) - spare_making)
+        yield from [False] * (wanted - len(self._spares) - starting_spares)
 
-    def _made(self, maker: "asyncio.Task[None]") -> None:
-        del self._making[maker]
-        self._make_missing()
+    def _on_started(self, start: "asyncio.Task[None]") -> None:
+        del self._starting[start]
+        self._start_missing()
 
-    async def _make(self, shared: bool) -> None:
+    async def _start(self, shared: bool) -> None:
         try:
-            self._take_in(await self._made_lane(shared))
+            self._add(await self._started(shared))
         except Exception as fault:
             log.warning("cannot start a runner process; trying again", fault=repr(fault))
             await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
-    async def _made_lane(self, shared: bool) -> Lane:
+    def _add(self, process: RunnerProcess) -> None:
+        if self._closed:
+            process.watched.signal(signal.SIGKILL)
+            return
+        (self._shared if process.shared else self._spares).append(process)
+        self._on_ready()
+
+    async def _started(self, shared: bool) -> RunnerProcess:
         name, actor = await asyncio.to_thread(self._runners.make, shared=shared)
         try:
-            told = await describe(actor, BIRTH_SECONDS)
-            process = process_id(told["pid"])
-            return self._lane(name, actor, process, shared=shared, protocol=told["protocol"])
+            described = await describe(actor, START_SECONDS)
+            process = process_id(described["pid"])
+            return self._process(name, actor, process, shared, described["protocol"])
         except Exception:
             await asyncio.to_thread(self._runners.kill, actor)
             raise
 
-    def _take_in(self, lane: Lane) -> None:
-        if self._closed:
-            lane.watched.signal(signal.SIGKILL)
-            return
-        if lane.shared:
-            self._shared.append(lane)
-        else:
-            self._spares.append(lane)
-        self._audience.on_ready()
-
-    def _lane(self, name: str, actor: Any, process: ProcessId, *, shared: bool, protocol: int | None) -> Lane:
-        on_report, on_end = self._audience.on_report, self._audience.on_end
-        return Lane(
-            name, actor, process, shared=shared, protocol=protocol, on_report=on_report, on_end=on_end
-        )
+    def _process(
+        self, name: str, actor: Any, process: ProcessId, shared: bool, protocol: int
+    ) -> RunnerProcess:
+        return RunnerProcess(name, actor, process, shared, protocol, self._on_report, self._on_end)

@@ -1,28 +1,62 @@
-"""One runner process as the agent sees it: given orders, listened to, watched to its end."""
+"""The runs that a node agent has, and the runner processes that they are in."""
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import structlog
 from gpubroker.runtime.journal import START_OVER
-from gpubroker.runtime.messages import Report, RunKey
+from gpubroker.runtime.messages import SPOKEN, Report, RunKey, RunOrder, newest_shared
 from ray.exceptions import OutOfMemoryError, RayError
 
-from gpubroker_server.adapters.ray.agent.handshake import describe
-from gpubroker_server.adapters.ray.agent.retry_until_done import until_done
-from gpubroker_server.adapters.ray.processes import ProcessId, Watched
-from gpubroker_server.adapters.ray.wire import unpack
+from gpubroker_server.adapters.ray.options import AgentConfig
+from gpubroker_server.adapters.ray.processes import ProcessId, WatchedProcess, trees_over
+from gpubroker_server.adapters.ray.wire import WireSample, unpack
 
 log = structlog.get_logger("gpubroker.agent")
 
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 30.0
+LAST_REPORTS_SECONDS = 5.0
+REMEMBERED_FENCES = 100_000
+REMEMBERED_RUNS = 1024
 
-class Lane:
+
+async def retry_until_done(what: str, attempt: Callable[[], Awaitable[None]]) -> None:
+    """`attempt` starts from the beginning each time, less and less often. Each failure is logged."""
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            return await attempt()
+        except Exception:
+            log.exception("what must be done failed; trying again", job=what)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+async def describe(actor: Any, timeout_seconds: float) -> dict[str, Any]:
+    """What a runner says about itself, with `protocol`, the newest form that both sides speak.
+
+    Raises RayError, TimeoutError, or ValueError if they share no form.
+    """
+    async with asyncio.timeout(timeout_seconds):
+        described: dict[str, Any] = unpack(await actor.describe.remote())
+    protocol = newest_shared(described["speaks"])
+    if protocol is None:
+        raise ValueError(f"it speaks protocols {described['speaks']}, this agent {SPOKEN}")
+    return described | {"protocol": protocol}
+
+
+class RunnerProcess:
     """One runner process and the conversation with it.
 
-    `on_report` hears every report once, in order. `on_end` is called when the process is gone and nothing
-    more will be heard of it; again, if it raised.
+    `on_report` gets every report once, in order. `on_end` is called when the process is gone and no more
+    reports will come; again, if it raised.
     """
 
     def __init__(
@@ -30,58 +64,58 @@ class Lane:
         name: str,
         actor: Any,
         process: ProcessId,
-        *,
         shared: bool,
-        protocol: int | None,
-        on_report: Callable[["Lane", Report], None],
-        on_end: Callable[["Lane"], None],
+        protocol: int,
+        on_report: Callable[["RunnerProcess", Report], None],
+        on_end: Callable[["RunnerProcess"], None],
     ) -> None:
-        """`protocol`: to speak; None asks for it first. Raises ProcessLookupError if the process is gone."""
+        """Raises ProcessLookupError if the process is gone."""
         self.name = name
         self.shared = shared
+        self.protocol = protocol
         self.runs: set[RunKey] = set()
         """Runs that have not ended."""
         self.retiring = False
         self.out_of_memory = False
         self.breach = ""
-        """Why the process is being ended by us, if it took more than it may have."""
-        self.watched = Watched(process, self._note_end)
-        self.protocol = protocol
+        """Why the agent ends the process, if it took more host memory than it may have."""
+        self.watched = WatchedProcess(process, self._note_end)
         self._actor = actor
-        self._asking: asyncio.Task[int] | None = None
         self._on_report = on_report
         self._on_end = on_end
-        self._heard = 0
+        self._received = 0
         self._early: dict[int, Report] = {}
         self._calls = 0
         self._open_calls: set[asyncio.Task[None]] = set()
         self._waiting: list[tuple[Any, ...]] = []
 
-    def hand_over(self, *items: tuple[Any, ...]) -> None:
+    def send(self, *items: tuple[Any, ...]) -> None:
         """Send orders; those of one turn of the event loop travel together."""
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._send)
+            asyncio.get_running_loop().call_soon(self._send_waiting)
         self._waiting += items
 
     def listen_again(self, *items: tuple[Any, ...]) -> None:
-        """Hear everything that the process still keeps: for an agent that did not make it."""
-        self._heard = START_OVER
+        """Get every report that the process still keeps: for an agent that did not start it."""
+        self._received = START_OVER
         self._call(items)
 
-    def _send(self) -> None:
+    def _send_waiting(self) -> None:
         items, self._waiting = self._waiting, []
         self._call(items)
 
     def _call(self, items: Sequence[tuple[Any, ...]]) -> None:
         self._calls += 1
-        call = asyncio.create_task(self._exchange(self._calls, items))
-        self._open_calls.add(call)
-        call.add_done_callback(self._open_calls.discard)
+        self._keep(self._exchange(self._calls, items))
+
+    def _keep(self, call: Any) -> None:
+        task = asyncio.create_task(call)
+        self._open_calls.add(task)
+        task.add_done_callback(self._open_calls.discard)
 
     async def _exchange(self, number: int, items: Sequence[tuple[Any, ...]]) -> None:
         try:
-            protocol = self.protocol or await self._agreed()
-            self._hear(unpack(await self._actor.exchange.remote(protocol, self._heard, items)))
+            self._receive(unpack(await self._actor.exchange.remote(self.protocol, self._received, items)))
         except OutOfMemoryError:
             self.out_of_memory = True
         except RayError as fault:
@@ -89,45 +123,150 @@ class Lane:
             log.info("a runner is lost", runner=self.name, fault=str(fault))
             self.watched.signal(signal.SIGKILL)
         except Exception:
-            # Nothing that it says would be heard any more, the ends of its runs included.
-            log.exception("a runner cannot be listened to; ending it", runner=self.name)
+            # No further report of it would be received, not even the ends of its runs.
+            log.exception("a runner's reports cannot be read; ending it", runner=self.name)
             self.watched.signal(signal.SIGKILL)
         else:
             if number == self._calls and self.runs:
                 self._call([])
 
-    async def _agreed(self) -> int:
-        """Whoever made the process may have been of another release. It is asked once, and has all the time:
-        it may be at work."""
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask())
-        return await self._asking
-
-    async def _ask(self) -> int:
-        told = await describe(self._actor, None)
-        self.protocol = int(told["protocol"])
-        return self.protocol
-
-    def _hear(self, reply: Sequence[tuple[int, Report]]) -> None:
+    def _receive(self, reply: Sequence[tuple[int, Report]]) -> None:
         """A later call's reply may come first: reports wait for those that were written before them."""
-        self._early.update((number, report) for number, report in reply if number > self._heard)
-        if self._heard == START_OVER and self._early:
-            self._heard = min(self._early) - 1
-        while (report := self._early.pop(self._heard + 1, None)) is not None:
-            self._heard += 1
+        self._early.update((number, report) for number, report in reply if number > self._received)
+        if self._received == START_OVER and self._early:
+            self._received = min(self._early) - 1
+        while (report := self._early.pop(self._received + 1, None)) is not None:
+            self._received += 1
             self._on_report(self, report)
 
     def _note_end(self) -> None:
-        end = asyncio.create_task(self._silence())
-        self._open_calls.add(end)
-        end.add_done_callback(self._open_calls.discard)
+        self._keep(self._finish())
 
-    async def _silence(self) -> None:
-        """Its last words may still be on their way when the process is gone."""
+    async def _finish(self) -> None:
+        """Its last reports may still be on their way when the process is gone."""
         calls = self._open_calls - {asyncio.current_task()}
         if calls:
-            await asyncio.wait(calls, timeout=5.0)
-        await until_done(f"taking note that runner {self.name} has ended", self._tell_end)
+            await asyncio.wait(calls, timeout=LAST_REPORTS_SECONDS)
+        await retry_until_done(f"noting that runner {self.name} has ended", self._report_end)
 
-    async def _tell_end(self) -> None:
+    async def _report_end(self) -> None:
         self._on_end(self)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One run from its order until it is gone and its outcome is forgotten."""
+
+    order: RunOrder
+    shared: bool
+    process: RunnerProcess | None = None
+    """None while it waits for a process, and once that process is gone."""
+    reports: dict[str, Report] = field(default_factory=dict)
+    """Its newest started, ready, checkpointed, ended and gone report, by kind."""
+    forgotten: bool = False
+    go: str = ""
+    """Rank 0's address, once all ranks are ready; passed on to the process that it gets."""
+    killed: str = ""
+    """Why its process was killed; empty if it was not."""
+    kill: asyncio.TimerHandle | None = None
+
+    @property
+    def key(self) -> RunKey:
+        return self.order.key
+
+    @property
+    def has_ended(self) -> bool:
+        return "ended" in self.reports
+
+    @property
+    def is_gone(self) -> bool:
+        return "gone" in self.reports
+
+
+class RunTable:
+    """The runs that the agent has, those that are gone, and the fences that it must not start again."""
+
+    def __init__(self) -> None:
+        self.runs: dict[RunKey, Run] = {}
+        self._fences: OrderedDict[tuple[str, int], int] = OrderedDict()
+        """(task, rank) -> highest fence seen, least recently used first."""
+        self._gone: deque[Report] = deque(maxlen=REMEMBERED_RUNS)
+        self._suspects: OrderedDict[str, None] = OrderedDict()
+
+    def is_new(self, key: RunKey) -> bool:
+        return key.fence > self._fences.get((key.task, key.rank), 0)
+
+    def note_fence(self, key: RunKey) -> None:
+        """From now on neither this fence nor a lower one of the task is new."""
+        name = (key.task, key.rank)
+        self._fences[name] = max(key.fence, self._fences.get(name, 0))
+        self._fences.move_to_end(name)
+        if len(self._fences) > REMEMBERED_FENCES:
+            self._fences.popitem(last=False)
+
+    def suspect(self, task: str) -> None:
+        """It may have crashed a process that it shared; it gets one of its own next time."""
+        self._suspects[task] = None
+        if len(self._suspects) > REMEMBERED_RUNS:
+            self._suspects.popitem(last=False)
+
+    def is_suspect(self, task: str) -> bool:
+        return task in self._suspects
+
+    def drop_if_done(self, run: Run) -> None:
+        """A run is kept until no process of it is left and its outcome is durable elsewhere."""
+        if not (run.is_gone and run.forgotten):
+            return
+        self.runs.pop(run.key, None)
+        if run.order.leases:
+            self._gone.append(run.reports["gone"])
+
+    @property
+    def keeps_outcomes(self) -> bool:
+        """Only this agent knows how some run has ended: its process is gone, or soon will be."""
+        return any(run.has_ended and not run.forgotten for run in self.runs.values())
+
+    def gone_report(self, key: RunKey) -> Report | None:
+        """Of a run that was dropped not long ago."""
+        return next((report for report in self._gone if report[1:4] == key), None)
+
+    def all_reports(self) -> Iterator[Report]:
+        """For a leader that may have received none of them: per run in the order of its states."""
+        yield from self._gone
+        for run in self.runs.values():
+            for kind in ("started", "ready", "checkpointed", "ended", "gone"):
+                if kind in run.reports:
+                    yield run.reports[kind]
+
+
+def own_start(order: RunOrder, config: AgentConfig, log: Path, host: str) -> tuple[Any, ...]:
+    """The order to start a run in a process that runs nothing else."""
+    return ("own", order.to_wire(), config.instance, str(log), config.task_user, host, config.node)
+
+
+def gone(key: RunKey, proof: str, samples: Sequence[WireSample] = ()) -> Report:
+    return ("gone", *key, time.time(), proof, tuple(samples))
+
+
+async def over_memory_limit(runs: Collection[Run], most_mb: int) -> list[RunnerProcess]:
+    """Runners with a process that takes more host memory than `most_mb`, or than its run asked for if that
+    is more. Sets their `breach`."""
+    processes: dict[int, RunnerProcess] = {}
+    limits_mb: dict[int, int] = {}
+    for run in runs:
+        if run.process is not None and not run.process.breach:
+            pid = run.process.watched.id.pid
+            processes[pid] = run.process
+            limits_mb[pid] = max(most_mb, limits_mb.get(pid, 0), run.order.memory_mb)
+    found = []
+    for pid, mb in (await asyncio.to_thread(trees_over, limits_mb)).items() if limits_mb else ():
+        process = processes[pid]
+        if not process.watched.ended:
+            process.breach = (
+                f"one of its processes took {mb} MiB of host memory, and each may have "
+                f"{limits_mb[pid]} MiB here (ray.process_memory_mb, or what the task asks for "
+                "as memory_mb where that is more)"
+            )
+            log.warning("a run takes too much host memory", runner=process.name, fault=process.breach)
+            found.append(process)
+    return found

@@ -3,260 +3,292 @@
 import asyncio
 import bisect
 import contextlib
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from gpubroker.runtime.journal import AT_ONCE, SOON
-from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
+from gpubroker.runtime.messages import Report, RunFault, RunKey, RunOrder, RunOutcome, ended, is_report
 from gpubroker.runtime.output import tail_of_file
 
-from gpubroker_server.adapters.ray.agent.device_meter import MEASURE_SECONDS, Meter
-from gpubroker_server.adapters.ray.agent.external_processes import Outsiders
-from gpubroker_server.adapters.ray.agent.memory_limit import breakers
-from gpubroker_server.adapters.ray.agent.reaper import put_down, sweep
-from gpubroker_server.adapters.ray.agent.retry_until_done import until_done
-from gpubroker_server.adapters.ray.agent.run_records import Card, RunFiles
-from gpubroker_server.adapters.ray.agent.run_table import Run, RunBook
-from gpubroker_server.adapters.ray.agent.runner_pool import Pool
-from gpubroker_server.adapters.ray.agent.runner_process import Lane
-from gpubroker_server.adapters.ray.agent.runners import Runners
+from gpubroker_server.adapters.nvml.probe import MEASURE_SECONDS, DeviceMeter
+from gpubroker_server.adapters.ray.agent.external_processes import ExternalProcesses
+from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord
+from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
+from gpubroker_server.adapters.ray.agent.runner_process import (
+    Run,
+    RunnerProcess,
+    RunTable,
+    gone,
+    over_memory_limit,
+    own_start,
+    retry_until_done,
+)
 from gpubroker_server.adapters.ray.agent.takeover import look_around, take_over
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.processes import ProcessId, Watched, boot_id
+from gpubroker_server.adapters.ray.processes import (
+    ProcessId,
+    WatchedProcess,
+    boot_id,
+    disjoint_trees,
+    kill_leftovers,
+    kill_tree,
+)
 from gpubroker_server.adapters.ray.wire import WireSample
+from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.ports.devices import ProcessGroup
 
 log = structlog.get_logger("gpubroker.agent")
 
+NEVER_STARTED = RunOutcome("never_started")
 
-class Ear(Protocol):
-    """Who hears what happens to runs."""
-
-    def say(self, report: Report, delay_seconds: float = AT_ONCE) -> None: ...
+ReportWithin = Callable[[Report, float], None]
+"""Takes a report, and the seconds that it may wait for others."""
 
 
-class RunKeeper:
-    """Implements `pool.Audience`. Everything here happens on one event loop."""
+class NodeRuns:
+    """Everything here happens on one event loop."""
 
-    def __init__(self, config: AgentConfig, ear: Ear, meter: Meter, runners: Runners) -> None:
-        """Raises PermissionError if others could forge cards."""
+    def __init__(
+        self, config: AgentConfig, report: ReportWithin, meter: DeviceMeter, runners: RayRunners
+    ) -> None:
+        """Raises PermissionError if other users could forge records."""
         self._config = config
-        self._ear = ear
+        self._report_within = report
         self._meter = meter
         self._runners = runners
         self._files = RunFiles(Path(config.run_dir) / config.node, boot_id())
         self._waiting: list[Run] = []
         """The highest priority first, then in order of arrival."""
         self._jobs: set[asyncio.Task[None]] = set()
-        self.book = RunBook()
-        self.pool = Pool(config, runners, self, lambda: sum(not run.shared for run in self._waiting))
-        self.outsiders = Outsiders(
-            self._files, config.instance, runners.node, self._runner_pids, ear.say, self.measure, self._do
-        )
+        self.table = RunTable()
+        hooks = self._on_report, self._on_end, self._on_ready
+        self.pool = RunnerPool(config, runners, *hooks, self._count_waiting)
+        about = self._files, config.instance, runners.node
+        self.external = ExternalProcesses(*about, self._runner_pids, self._report, self.measure, self._do)
 
     @property
     def is_idle(self) -> bool:
-        return all(run.has_ended or run.is_gone for run in self.book.runs.values())
+        return all(run.has_ended or run.is_gone for run in self.table.runs.values())
 
     @property
-    def knows_what_no_card_tells(self) -> bool:
-        """An agent that came now would take a run that still waits for its process for one that nobody began,
-        and would not hear how those have ended whose end is not durable elsewhere."""
-        return bool(self._waiting) or self.book.keeps_outcomes
+    def has_unrecorded_state(self) -> bool:
+        """A later agent would report a run that waits for a process as one that never began, and would not
+        learn how those have ended whose end is not durable elsewhere."""
+        return bool(self._waiting) or self.table.keeps_outcomes
+
+    def _count_waiting(self) -> int:
+        """Runs that wait for a process of their own."""
+        return sum(not run.shared for run in self._waiting)
 
     def _runner_pids(self) -> list[int]:
         """Of the processes that runs are in, or will be."""
-        lanes = (*self.pool.ready, *(run.lane for run in self.book.runs.values()))
-        return [lane.watched.id.pid for lane in lanes if lane is not None]
+        processes = (*self.pool.ready, *(run.process for run in self.table.runs.values()))
+        return [process.watched.id.pid for process in processes if process is not None]
 
     async def measure(
         self, needed: Sequence[str] = (), timeout_seconds: float = MEASURE_SECONDS
     ) -> list[WireSample]:
-        """What every device holds now; see Meter.measure."""
-        processes = {
-            str(run.key): (run.lane.watched.id, dict(run.order.leases))
-            for run in self.book.runs.values()
-            if run.order.leases and run.lane is not None and not run.lane.watched.ended
-        }
-        return await self._meter.measure(processes | self.outsiders.processes(), needed, timeout_seconds)
+        """What every device holds now; raises as DeviceMeter.measure does."""
+        holders = {
+            str(run.key): (run.process.watched.id, run.order.leases)
+            for run in self.table.runs.values()
+            if run.order.leases and run.process is not None and not run.process.watched.ended
+        } | self.external.alive()
+        roots = {key: process for key, (process, _) in holders.items()}
+        leased = {key: {uuid: Mib(mb) for uuid, mb in leases} for key, (_, leases) in holders.items()}
+
+        def groups() -> dict[str, ProcessGroup]:
+            return {key: ProcessGroup(pids, leased[key]) for key, pids in disjoint_trees(roots).items()}
+
+        return [
+            (device.uuid, device.used_mb, device.foreign_mb, dict(device.by_holder), device.utilization)
+            for device in await self._meter.measure(groups, needed, timeout_seconds)
+        ]
 
     def start(self, order: RunOrder, *, shareable: bool) -> None:
-        """A run that was heard of before is not started again."""
-        if not self.book.is_new(order.key):
+        """Does not start a run again that it has seen before."""
+        if not self.table.is_new(order.key):
             return
-        self.book.note_fence(order.key)
+        self.table.note_fence(order.key)
         small = shareable and not order.barrier and self._config.warm_runners > 0
-        run = Run(order, shared=small and not self.book.is_suspect(order.task))
-        self.book.runs[order.key] = run
+        run = Run(order, shared=small and not self.table.is_suspect(order.task))
+        self.table.runs[order.key] = run
         if not self._place(run):
             bisect.insort(self._waiting, run, key=lambda waiting: -waiting.order.priority)
-            self.pool.keep_full()
+            self.pool.refill()
 
     def refuse(self, key: RunKey) -> None:
         """It has not been started and never will be."""
-        if self.book.is_new(key):
-            self.book.note_fence(key)
-            self._ear.say(_ended(key, "never_started"))
-            self._ear.say(_gone(key, "never_started"))
+        if self.table.is_new(key):
+            self.table.note_fence(key)
+            self._report(ended(key, NEVER_STARTED, b""))
+            self._report(gone(key, "never_started"))
 
     def stop(self, key: RunKey, grace_seconds: float) -> None:
         """Give notice, kill after the grace period. A second stop may only shorten it."""
-        if key in self.outsiders:
-            return  # nobody but its owner ends it
-        run = self.book.runs.get(key)
+        if key in self.external:
+            return  # its owner ends it
+        run = self.table.runs.get(key)
         if run is None:
             self._stop_unknown(key)
         elif run in self._waiting:
             self._waiting.remove(run)
-            self._end(run, _ended(key, "never_started"))
-            self._depart(run, "never_started")
-        elif run.lane is not None and not run.has_ended:
+            self._cancel_start(run)
+        elif run.process is not None and not run.has_ended:
             if grace_seconds > 0:
-                run.lane.hand_over(("stop", tuple(key)))
+                run.process.send(("stop", tuple(key)))
             self._kill_later(run, grace_seconds)
 
     def go(self, key: RunKey, rank_zero_address: str) -> None:
-        """All ranks are ready. Said again it makes good what was lost on the way; nothing begins twice."""
-        run = self.book.runs.get(key)
+        """All ranks are ready. Repeated in case the first order was lost; a run begins once."""
+        run = self.table.runs.get(key)
         if run is not None:
             run.go = rank_zero_address
             self._pass_on_go(run)
 
-    def tell_world(self, key: RunKey, ranks: Sequence[int]) -> None:
-        """Which ranks are left; for a run that has begun."""
-        run = self.book.runs.get(key)
-        if run is not None and run.lane is not None and not run.has_ended:
-            run.lane.hand_over(("world", tuple(key), tuple(ranks)))
+    def change_world(self, key: RunKey, ranks: Sequence[int]) -> None:
+        """The ranks that are left; for a run that has begun."""
+        run = self.table.runs.get(key)
+        if run is not None and run.process is not None and not run.has_ended:
+            run.process.send(("world", tuple(key), tuple(ranks)))
 
     def forget(self, key: RunKey) -> None:
-        self.outsiders.forget(key)
-        run = self.book.runs.get(key)
+        self.external.forget(key)
+        run = self.table.runs.get(key)
         if run is not None:
             run.forgotten = True
-            self.book.drop_if_done(run)
+            self.table.drop_if_done(run)
 
     async def adopt(self) -> None:
         """Take over what an earlier agent of this node left: runs, remains of runs, processes kept ready.
 
-        Nothing is changed unless all of it could be found out. Raises UnreadableCard, OSError, RayError.
+        Changes nothing unless all of it could be found out. Raises UnreadableRecord, OSError, RayError.
         """
         left = await look_around(self._files, self._runners, self._config)
-        took = take_over(left, self.book, self.pool)
-        for lane in took.lanes:
-            # What the agent before was told may never have left it.
-            lane.listen_again(*(("retell", tuple(key)) for key in lane.runs))
-        for run, card in took.lost:
-            self._do(f"burying run {run.key}", partial(self._bury, run, card))
+        took = take_over(left, self.table, self.pool)
+        for process in took.processes:
+            # Reports that the earlier agent received may never have left it.
+            process.listen_again(*(("retell", tuple(key)) for key in process.runs))
+        for run, record in took.lost:
+            self._do(f"clearing away run {run.key}", partial(self._end_lost, run, record))
         for run in took.strays:
             self._do(f"ending what is left of run {run.key}", partial(self._end_stray, run))
-        for card in took.outsiders:
-            self.outsiders.adopt(card)
+        for record in took.external:
+            self.external.adopt(record)
         for runner in took.blank:
             self._do("ending a blank runner", partial(asyncio.to_thread, self._runners.kill, runner))
         self._files.remove_outdated()
-        self.pool.keep_full()
+        self.pool.refill()
 
-    async def hold_to_allowance(self) -> None:
-        """End the runs of which one process has taken more host memory than it may have."""
-        for lane in await breakers(list(self.book.runs.values()), self._config.process_memory_mb):
-            self._do("ending a process that is too large", partial(put_down, lane.watched))
+    async def enforce_memory_limit(self) -> None:
+        """End the processes of which one takes more host memory than it may have."""
+        for process in await over_memory_limit(
+            list(self.table.runs.values()), self._config.process_memory_mb
+        ):
+            self._kill_process(process)
 
-    async def tidy(self) -> None:
-        await asyncio.to_thread(self._files.tidy)
+    async def limit_logs(self) -> None:
+        await asyncio.to_thread(self._files.limit_logs)
 
     async def close(self) -> None:
         """Kill every run and every process kept ready; back when nothing of them is left, files included."""
         await self.pool.close()
-        runs = list(self.book.runs.values())
         what = "ending a run before leaving"
-        await asyncio.gather(*(until_done(what, partial(self._clear_away, run)) for run in runs))
+        runs = list(self.table.runs.values())
+        await asyncio.gather(*(retry_until_done(what, partial(self._clear_away, run)) for run in runs))
         self._files.remove_all()
 
-    def on_ready(self) -> None:
+    def _on_ready(self) -> None:
         for run in list(self._waiting):
             if self._place(run):
                 self._waiting.remove(run)
 
-    def on_report(self, lane: Lane, report: Report) -> None:
+    def _on_report(self, process: RunnerProcess, report: Report) -> None:
         if not is_report(report):
-            log.error("a process said what is no report", runner=lane.name)
+            log.error("a process wrote something that is no report", runner=process.name)
             return
         kind, key = report[0], RunKey(*report[1:4])
-        run = self.book.runs.get(key)
-        if run is None or run.lane is not lane or run.has_ended:
+        run = self.table.runs.get(key)
+        if run is None or run.process is not process or run.has_ended:
             return  # user code may have forged it
         if kind != "ended":
             if kind != "progressed":
-                run.told[kind] = report
-            self._ear.say(report, SOON if kind == "started" else AT_ONCE)
+                run.reports[kind] = report
+            self._report_within(report, SOON if kind == "started" else AT_ONCE)
             return
         self._end(run, report)
-        lane.runs.discard(key)
-        if lane.shared:
-            self._depart(run, "shared_process")
-            self.pool.dismiss_if_done(lane)
+        process.runs.discard(key)
+        if process.shared:
+            self._report_gone(run, "shared_process")
+            self.pool.dismiss_if_done(process)
         else:
-            self._put_down(run, lane)
+            self._kill_process(process)
 
-    def on_end(self, lane: Lane) -> None:
-        """The process of a lane is gone; whoever it ran and has not ended is lost."""
-        self.pool.forget(lane)
-        its_runs = [run for run in self.book.runs.values() if run.lane is lane]
+    def _on_end(self, process: RunnerProcess) -> None:
+        """The process is gone, and each run in it that has not ended is lost."""
+        self.pool.forget(process)
+        its_runs = [run for run in self.table.runs.values() if run.process is process]
         cut_off = [run for run in its_runs if not run.has_ended]
-        somebody_killed = any(run.killed for run in cut_off)
+        one_was_killed = any(run.killed for run in cut_off)
         for run in cut_off:
-            if not lane.shared or run.killed or len(cut_off) == 1:
-                self._end(run, self._lost(run, lane))
+            if not process.shared or run.killed or len(cut_off) == 1:
+                self._end(run, self._lost(run, process))
                 continue
-            # Killed with another, or by one that nobody can name: each starts again, the latter alone.
-            self._end(run, _ended(run.key, "never_started"))
-            if not somebody_killed:
-                self.book.suspect(run.key.task)
+            # Unless one was killed, any of them may have crashed it: then each starts again alone.
+            self._end(run, ended(run.key, NEVER_STARTED, b""))
+            if not one_was_killed:
+                self.table.suspect(run.key.task)
         for run in its_runs:
-            run.lane = None
-            if lane.shared:
-                self._depart(run, "process_absent")
+            run.process = None
+            if process.shared:
+                self._report_gone(run, "process_absent")
             else:
-                self._prove_gone(run, lane.watched.id)
+                job = partial(self._prove_gone, run, process.watched.id, "process_absent")
+                self._do(f"proving run {run.key} gone", job)
 
     def _place(self, run: Run) -> bool:
-        """Whether it has to wait no longer: it starts, or never will."""
-        lane = self.pool.least_busy_shared() if run.shared else self.pool.take_spare()
-        if lane is None:
+        """Whether it need not wait any longer: it starts, or never will."""
+        process = self.pool.least_busy_shared() if run.shared else self.pool.take_spare()
+        if process is None:
             return False
-        order, config = run.order, self._config
+        order = run.order
         if run.shared:
             begin: tuple[Any, ...] = ("share", order.to_wire())
-        elif self._has_card(run, lane):
-            begin = own_start(order, lane.protocol, config, self._files.log_of(order.key), self._runners.host)
+        elif self._write_record(run, process):
+            begin = own_start(order, self._config, self._files.log_of(order.key), self._runners.host)
         else:
-            self.pool.give_back(lane)
-            self._end(run, _ended(order.key, "never_started"))
-            self._depart(run, "never_started")
+            self.pool.give_back(process)
+            self._cancel_start(run)
             return True
-        run.lane = lane
-        lane.runs.add(order.key)
-        lane.hand_over(begin)
+        run.process = process
+        process.runs.add(order.key)
+        process.send(begin)
         self._pass_on_go(run)
         return True
 
     def _pass_on_go(self, run: Run) -> None:
-        if run.go and run.lane is not None:
-            run.lane.hand_over(("go", tuple(run.key), run.go))
+        if run.go and run.process is not None:
+            run.process.send(("go", tuple(run.key), run.go))
 
-    def _has_card(self, run: Run, lane: Lane) -> bool:
-        """Without one a later agent would not know of the run; then it must not start."""
-        order = run.order
-        card = Card(
-            *order.key, order.leases, lane.name, *lane.watched.id, self._runners.node, order.memory_mb
+    def _write_record(self, run: Run, process: RunnerProcess) -> bool:
+        """Without a record a later agent would not know of the run, so the run must not start."""
+        order, node = run.order, self._runners.node
+        record = RunRecord(
+            *order.key,
+            order.leases,
+            process.name,
+            *process.watched.id,
+            node,
+            process.protocol,
+            order.memory_mb,
         )
         try:
-            self._files.write_card(card)
+            self._files.write_record(record)
         except OSError as fault:
-            log.error("a run cannot start, its card cannot be written", task=order.task, fault=str(fault))
+            log.error("a run cannot start, its record cannot be written", task=order.task, fault=str(fault))
             return False
         return True
 
@@ -269,108 +301,99 @@ class RunKeeper:
         run.kill = loop.call_later(grace_seconds, self._kill, run, grace_seconds)
 
     def _kill(self, run: Run, grace_seconds: float) -> None:
-        if run.lane is None or run.has_ended:
+        if run.process is None or run.has_ended:
             return
         run.killed = (
-            f"it did not give way within its grace period of {grace_seconds:g} s and was killed"
+            f"it did not stop within its grace period of {grace_seconds:g} s and was killed"
             if grace_seconds > 0
             else "it was killed"
         )
-        self._put_down(run, run.lane)
+        self._kill_process(run.process)
 
     def _stop_unknown(self, key: RunKey) -> None:
-        departure = self.book.departure_of(key)
-        if departure is not None:
-            self._ear.say(departure)
-        elif self.book.is_new(key):
+        report = self.table.gone_report(key)
+        if report is not None:
+            self._report(report)
+        elif self.table.is_new(key):
             self.refuse(key)
         else:
-            self._do(f"proving run {key} absent", partial(self._say_absent, key))
+            self._do(f"proving run {key} absent", partial(self._prove_absent, key))
+
+    def _cancel_start(self, run: Run) -> None:
+        self._end(run, ended(run.key, NEVER_STARTED, b""))
+        self._report_gone(run, "never_started")
 
     def _end(self, run: Run, report: Report) -> None:
         if run.kill is not None:
             run.kill.cancel()
-        run.told["ended"] = report
-        self._ear.say(report)
+        run.reports["ended"] = report
+        self._report(report)
 
-    def _lost(self, run: Run, lane: Lane) -> Report:
-        if lane.breach:
-            failure = ("host_memory_exceeded", lane.breach, "")
-        elif lane.out_of_memory:
-            failure = ("out_of_memory", "the node ran out of memory and Ray killed the process", "")
-        else:
-            why = run.killed or "its process ended without a word: it was killed or it crashed"
-            failure = ("killed", f"{why}; the last lines of its log may say more", "")
-        return _ended(run.key, "lost", failure, tail_of_file(self._files.log_of(run.key)))
+    def _lost(self, run: Run, process: RunnerProcess) -> Report:
+        if process.breach:
+            return self._ended_lost(run, "host_memory_exceeded", process.breach)
+        if process.out_of_memory:
+            return self._ended_lost(
+                run, "out_of_memory", "the node ran out of memory and Ray killed the process"
+            )
+        why = run.killed or "its process ended without a report: it was killed or it crashed"
+        return self._ended_lost(run, "killed", f"{why}; the last lines of its log may say more")
 
-    def _put_down(self, run: Run, lane: Lane) -> None:
-        self._do(f"ending the process of run {run.key}", partial(put_down, lane.watched))
+    def _ended_lost(self, run: Run, kind: str, message: str) -> Report:
+        outcome = RunOutcome("lost", fault=RunFault(kind, message))
+        return ended(run.key, outcome, tail_of_file(self._files.log_of(run.key)))
 
-    def _prove_gone(self, run: Run, process: ProcessId, proof: str = "process_absent") -> None:
-        self._do(f"proving run {run.key} gone", partial(self._say_gone, run, process, proof))
+    def _kill_process(self, process: RunnerProcess) -> None:
+        self._do(f"ending runner {process.name}", partial(kill_tree, process.watched))
 
-    async def _say_gone(self, run: Run, process: ProcessId, proof: str) -> None:
-        """Its memory is free: it is measured, on each of its devices, after its last process has gone."""
+    async def _prove_gone(self, run: Run, process: ProcessId, proof: str) -> None:
+        """Its devices are measured after its last process has ended."""
         if not run.is_gone:
-            log_path = self._files.log_of(run.key)
-            await sweep(self._config.instance, str(run.key), log_path, process.start_ticks)
+            await self._kill_leftovers(run.key, process.start_ticks)
             leased = [uuid for uuid, _mb in run.order.leases]
-            self._depart(run, proof, await self.measure(leased) if leased else ())
-        self._files.remove_card(run.key)
+            self._report_gone(run, proof, await self.measure(leased) if leased else ())
+        self._files.remove_record(run.key)
 
-    async def _say_absent(self, key: RunKey) -> None:
-        await sweep(self._config.instance, str(key), self._files.log_of(key))
-        self._ear.say(_gone(key, "process_absent", await self.measure()))
+    async def _prove_absent(self, key: RunKey) -> None:
+        await self._kill_leftovers(key)
+        self._report(gone(key, "process_absent", await self.measure()))
+
+    async def _kill_leftovers(self, key: RunKey, since_ticks: int = 0) -> None:
+        await kill_leftovers(self._config.instance, str(key), self._files.log_of(key), since_ticks)
 
     async def _clear_away(self, run: Run) -> None:
-        if run.lane is not None:
-            await put_down(run.lane.watched)
+        if run.process is not None:
+            await kill_tree(run.process.watched)
         if not run.shared:
-            await sweep(self._config.instance, str(run.key), self._files.log_of(run.key))
+            await self._kill_leftovers(run.key)
 
-    def _depart(self, run: Run, proof: str, samples: Sequence[WireSample] = ()) -> None:
-        run.lane = None
-        run.told["gone"] = _gone(run.key, proof, samples)
-        self._ear.say(run.told["gone"])
-        self.book.drop_if_done(run)
+    def _report_gone(self, run: Run, proof: str, samples: Sequence[WireSample] = ()) -> None:
+        run.process = None
+        run.reports["gone"] = gone(run.key, proof, samples)
+        self._report(run.reports["gone"])
+        self.table.drop_if_done(run)
 
-    async def _bury(self, run: Run, card: Card) -> None:
-        """Nobody can talk to it any more: its process is gone, or its Ray is."""
+    async def _end_lost(self, run: Run, record: RunRecord) -> None:
+        """A run of which the process or its Ray is gone."""
         with contextlib.suppress(ProcessLookupError):
-            await put_down(Watched(card.process))
-        if card.ray_node != self._runners.node:
-            await self._say_gone(run, card.process, "agent_restarted")
+            await kill_tree(WatchedProcess(record.process))
+        if record.ray_node != self._runners.node:
+            await self._prove_gone(run, record.process, "agent_restarted")
             return
         if not run.has_ended:
-            failure = ("killed", "its process ended while no agent watched", "")
-            self._end(run, _ended(run.key, "lost", failure, tail_of_file(self._files.log_of(run.key))))
-        await self._say_gone(run, card.process, "process_absent")
+            self._end(run, self._ended_lost(run, "killed", "its process ended while no agent watched it"))
+        await self._prove_gone(run, record.process, "process_absent")
 
     async def _end_stray(self, run: Run) -> None:
-        """Nobody knows any more what it leased: all is measured after it."""
-        await sweep(self._config.instance, str(run.key), self._files.log_of(run.key))
-        self._depart(run, "process_absent", await self.measure())
+        """Its leases are unknown, so every device is measured after it."""
+        await self._kill_leftovers(run.key)
+        self._report_gone(run, "process_absent", await self.measure())
+
+    def _report(self, report: Report) -> None:
+        self._report_within(report, AT_ONCE)
 
     def _do(self, what: str, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """In the background, over and over until it succeeds."""
-        task = asyncio.create_task(until_done(what, attempt))
+        """In the background, until it succeeds."""
+        task = asyncio.create_task(retry_until_done(what, attempt))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
-
-
-def own_start(
-    order: RunOrder, protocol: int | None, config: AgentConfig, log: Path, host: str
-) -> tuple[Any, ...]:
-    """For a process that has it to itself."""
-    start = ("own", order.to_wire(), config.instance, str(log), config.task_user, host)
-    return start if protocol == 4 else (*start, config.node)
-
-
-def _ended(
-    key: RunKey, ending: str, failure: tuple[str, str, str] | None = None, log_tail: bytes = b""
-) -> Report:
-    return ("ended", *key, time.time(), ending, None, "json", failure, log_tail)
-
-
-def _gone(key: RunKey, proof: str, samples: Sequence[WireSample] = ()) -> Report:
-    return ("gone", *key, time.time(), proof, tuple(samples))

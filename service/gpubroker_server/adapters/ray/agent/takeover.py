@@ -1,127 +1,168 @@
-"""What an earlier agent of this node left behind. Looking changes nothing, so that it can be done again."""
+"""What an earlier agent of this node left behind. To look changes nothing, so that it can be done again."""
 
 import asyncio
+import os
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gpubroker.runtime.messages import RunKey, RunOrder
+from gpubroker.runtime.messages import SPOKEN, RunKey, RunOrder
+from gpubroker.runtime.process import INSTANCE_MARK, NODE_MARK, RUN_MARK
 from ray.exceptions import RayError
 
-from gpubroker_server.adapters.ray.agent.handshake import describe
-from gpubroker_server.adapters.ray.agent.orphans import strays_of
-from gpubroker_server.adapters.ray.agent.run_records import Card, RunFiles
-from gpubroker_server.adapters.ray.agent.run_table import Run, RunBook
-from gpubroker_server.adapters.ray.agent.runner_pool import Pool
-from gpubroker_server.adapters.ray.agent.runner_process import Lane
-from gpubroker_server.adapters.ray.agent.runners import Runners
+from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord
+from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
+from gpubroker_server.adapters.ray.agent.runner_process import Run, RunnerProcess, RunTable, describe
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.processes import process_id
+from gpubroker_server.adapters.ray.processes import (
+    ancestors,
+    files_opened_by,
+    marks_of,
+    process_id,
+    process_table,
+)
 
 ANSWER_SECONDS = 10.0
-"""For a runner to say who it is; one that does not is of no use any more."""
+"""A runner that has not described itself by then is of no use any more."""
+
+_MARK = re.compile(r"(.+?):(\d+)(?::(\d+))?")
 
 
-class Inheritance(NamedTuple):
-    carded: list[tuple[Card, Any | None]]
+class LeftBehind(NamedTuple):
+    recorded: list[tuple[RunRecord, Any | None]]
     """Runs, each with its runner's handle if Ray still has it."""
     others: list[tuple[str, Any, dict[str, Any] | None]]
-    """Name and handle of each other runner, and what it says of itself."""
+    """Name and handle of each other runner, and how it describes itself."""
     marked: set[RunKey]
-    """Runs of which some process is there, whoever else may know of them."""
+    """Runs of which some process is there, recorded or not."""
 
 
 class TakenOver(NamedTuple):
-    """Everything has its place in the book by now."""
+    """All of it has its place in the table by now."""
 
-    lanes: list[Lane]
-    """Processes that somebody can still talk to."""
-    lost: list[tuple[Run, Card]]
-    """Runs of which that is not so."""
+    processes: list[RunnerProcess]
+    """Those that can still be talked to."""
+    lost: list[tuple[Run, RunRecord]]
+    """Runs whose process cannot be talked to."""
     strays: list[Run]
     """Runs of which nothing is known but that processes of theirs are there."""
-    outsiders: list[Card]
+    external: list[RunRecord]
     blank: list[Any]
-    """Handles of runners that run nothing. They are soon made again, in the way this agent was told."""
+    """Handles of runners that run nothing. The pool starts others with this agent's configuration."""
 
 
-async def look_around(files: RunFiles, runners: Runners, config: AgentConfig) -> Inheritance:
-    """Raises UnreadableCard, OSError and RayError: what cannot be found out is not known to be absent."""
-    cards = files.cards()
+async def look_around(files: RunFiles, runners: RayRunners, config: AgentConfig) -> LeftBehind:
+    """Raises UnreadableRecord, OSError and RayError: what cannot be found out may be there."""
+    records = files.records()
     names = await asyncio.to_thread(runners.names)
     found = {name: await asyncio.to_thread(runners.find, name) for name in names}
-    carded = [(card, found.pop(card.runner, None)) for card in cards]
-    others = [(name, runner, await _said_of(runner)) for name, runner in found.items() if runner is not None]
-    marked = await asyncio.to_thread(strays_of, config.instance, config.node, files)
-    return Inheritance(carded, others, marked)
+    recorded = [(record, found.pop(record.runner, None)) for record in records]
+    others = [
+        (name, runner, await _described(runner)) for name, runner in found.items() if runner is not None
+    ]
+    marked = await asyncio.to_thread(marked_runs, config.instance, config.node, files)
+    return LeftBehind(recorded, others, marked)
 
 
-def take_over(left: Inheritance, book: RunBook, pool: Pool) -> TakenOver:
+def take_over(left: LeftBehind, table: RunTable, pool: RunnerPool) -> TakenOver:
     """Nothing is taken over if some of it cannot be. Raises OSError."""
     took = TakenOver([], [], [], [], [])
     try:
-        for card, runner in left.carded:
-            if not card.runner:
-                took.outsiders.append(card)
-            elif not _take_run(card, runner, book, pool, took.lanes):
-                took.lost.append((book.runs[card.key], card))
-        for name, runner, told in left.others:
-            if not _take_runner(name, runner, told, book, pool, took.lanes):
+        for record, runner in left.recorded:
+            if not record.runner:
+                took.external.append(record)
+            elif not _take_run(record, runner, table, pool, took.processes):
+                took.lost.append((table.runs[record.key], record))
+        for name, runner, described in left.others:
+            if not _take_runner(name, runner, described, table, pool, took.processes):
                 took.blank.append(runner)
     except BaseException:
-        for lane in took.lanes:
-            lane.watched.close()
+        for process in took.processes:
+            process.watched.close()
         raise
-    took.strays.extend(_strays(left.marked, book))
+    took.strays.extend(_strays(left.marked, table))
     return took
 
 
-def _take_run(card: Card, runner: Any | None, book: RunBook, pool: Pool, lanes: list[Lane]) -> bool:
-    """Whether somebody can still talk to it."""
-    order = RunOrder(*card.key[:2], kind="", rank=card.rank, leases=card.leases, memory_mb=card.memory_mb)
-    run = _note(Run(order, shared=False), book)
+def marked_runs(instance: str, node: str, files: RunFiles) -> set[RunKey]:
+    """All runs of this broker on this node that have a process here, recorded or not.
+
+    Found by the marks in a process's environment, or by a log of this node that it has open, as the process
+    that a run begins in has. Another node may be on the same machine. Looks at every process.
+    """
+    table = process_table()
+    found: set[RunKey | None] = set()
+    for pid in table.keys() - ancestors(os.getpid(), table):
+        marks = marks_of(pid)
+        if (marks.get(INSTANCE_MARK), marks.get(NODE_MARK)) == (instance, node):
+            found.add(_key_of(marks.get(RUN_MARK, "")))
+        found |= set(map(files.key_of_log, files_opened_by(pid)))
+    return {key for key in found if key is not None}
+
+
+def _key_of(mark: str) -> RunKey | None:
+    read = _MARK.fullmatch(mark)
+    return None if read is None else RunKey(read[1], int(read[2]), int(read[3] or 0))
+
+
+def _take_run(
+    record: RunRecord, runner: Any | None, table: RunTable, pool: RunnerPool, processes: list[RunnerProcess]
+) -> bool:
+    """Whether its process can still be talked to."""
+    order = RunOrder(
+        *record.key[:2], kind="", rank=record.rank, leases=record.leases, memory_mb=record.memory_mb
+    )
+    run = _note(Run(order, shared=False), table)
     if runner is None:
         return False
+    # A process that is newer than the agent which started it may speak more than they agreed on.
+    protocol = record.protocol if record.protocol in SPOKEN else SPOKEN[0]
     try:
-        run.lane = pool.adopt(card.runner, runner, card.process, shared=False)
+        run.process = pool.adopt(record.runner, runner, record.process, shared=False, protocol=protocol)
     except ProcessLookupError:
         return False
-    run.lane.runs.add(card.key)
-    lanes.append(run.lane)
+    run.process.runs.add(record.key)
+    processes.append(run.process)
     return True
 
 
 def _take_runner(
-    name: str, runner: Any, told: dict[str, Any] | None, book: RunBook, pool: Pool, lanes: list[Lane]
+    name: str,
+    runner: Any,
+    described: dict[str, Any] | None,
+    table: RunTable,
+    pool: RunnerPool,
+    processes: list[RunnerProcess],
 ) -> bool:
     """Whether it runs anything."""
-    if told is None or not told["runs"]:
+    if described is None or not described["runs"]:
         return False
-    shared = told["shared"]
+    shared = described["shared"]
     try:
-        process = process_id(told["pid"])
-        lane = pool.adopt(name, runner, process, shared=shared, protocol=told["protocol"])
+        process = process_id(described["pid"])
+        adopted = pool.adopt(name, runner, process, shared=shared, protocol=described["protocol"])
     except ProcessLookupError:
         return False
-    lanes.append(lane)
-    for wire in told["runs"]:
-        run = _note(Run(RunOrder.from_wire(wire), shared=shared, lane=lane), book)
-        lane.runs.add(run.key)
+    processes.append(adopted)
+    for wire in described["runs"]:
+        run = _note(Run(RunOrder.from_wire(wire), shared=shared, process=adopted), table)
+        adopted.runs.add(run.key)
     return True
 
 
-def _strays(marked: set[RunKey], book: RunBook) -> Iterator[Run]:
-    for key in sorted(marked - book.runs.keys()):
-        yield _note(Run(RunOrder(key.task, key.fence, kind="", rank=key.rank), shared=False), book)
+def _strays(marked: set[RunKey], table: RunTable) -> Iterator[Run]:
+    for key in sorted(marked - table.runs.keys()):
+        yield _note(Run(RunOrder(key.task, key.fence, kind="", rank=key.rank), shared=False), table)
 
 
-def _note(run: Run, book: RunBook) -> Run:
-    book.runs[run.key] = run
-    book.note_fence(run.key)
+def _note(run: Run, table: RunTable) -> Run:
+    table.runs[run.key] = run
+    table.note_fence(run.key)
     return run
 
 
-async def _said_of(runner: Any) -> dict[str, Any] | None:
-    """None if it does not answer, or speaks no form that is spoken here."""
+async def _described(runner: Any) -> dict[str, Any] | None:
+    """None if it does not answer, or shares no form with this agent."""
     try:
         return await describe(runner, ANSWER_SECONDS)
     except (RayError, TimeoutError, ValueError):

@@ -1,4 +1,4 @@
-"""The node agents that answer a service: of which release each is, and whether it may be replaced."""
+"""The node agents that answer a service: which release each is of, and when it may be replaced."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from gpubroker import __version__
 
-from gpubroker_server.adapters.ray.wire import PROTOCOL, key_of
+from gpubroker_server.adapters.ray.wire import PROTOCOL, run_of
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
@@ -24,35 +24,42 @@ from gpubroker_server.core.domain.units import NodeName
 from gpubroker_server.ports.store import ReadTicks
 
 IDLE_SECONDS = 1.0
-"""So long nothing has to be on a node before its agent is replaced: one run's end often begins the next."""
+"""A node has been idle for so long before its agent is replaced: the end of one run often begins the next."""
 AGAIN_SECONDS = 600.0
-"""An agent as old as the one before it is replaced again no sooner: its machine has the old software."""
+"""An agent whose successor is as old is replaced again no sooner: its machine has the old software."""
 
 _GONE, _FORGOTTEN = "gone", "forgotten"
 
 
 @dataclass(slots=True)
-class Agent:
+class AnsweringAgent:
     incarnation: str
     protocol: int
     release: str
-    """Empty if it does not say."""
-    in_hand: dict[RunId, set[str]]
-    """Each run that it has, or that was ordered, and what has come of it; until it is gone and forgotten."""
-    idle_since: float | None
+    """Empty if unknown."""
+    runs: dict[RunId, set[str]]
+    """Each run that it has, or that was ordered, and what happened to it; until it is gone and forgotten."""
+    idle_since: float | None = None
 
     @property
     def is_outdated(self) -> bool:
-        return self.protocol < PROTOCOL or _number_of(self.release) < _number_of(__version__)
+        return self.protocol < PROTOCOL or _numbers_of(self.release) < _numbers_of(__version__)
+
+    def note(self, run: RunId, what: str) -> None:
+        happened = self.runs.get(run)
+        if happened is not None:
+            happened.add(what)
+            if happened == {_GONE, _FORGOTTEN}:
+                del self.runs[run]
 
 
-class Agents:
-    """Those that have answered through the present driver. An agent may be of an earlier release: it outlives
-    the service that made it. It is used as it is until nothing is left on its node, and then replaced."""
+class NodeAgents:
+    """Those that have answered through the present driver. An agent outlives the service that started it, so
+    it may be of an earlier release: it is used as it is until its node is idle, and then replaced."""
 
     def __init__(self, ticks: ReadTicks) -> None:
         self._ticks = ticks
-        self._answering: dict[NodeName, Agent] = {}
+        self._answering: dict[NodeName, AnsweringAgent] = {}
         self._replaced_at: dict[NodeName, float] = {}
         """When an outdated one was last replaced."""
 
@@ -72,37 +79,37 @@ class Agents:
         self._answering.pop(node, None)
 
     def see(self, seen: NodeSeen, protocol: int) -> None:
-        in_hand: dict[RunId, set[str]] = {run: set() for run in seen.runs}
-        agent = Agent(seen.node.incarnation, protocol, seen.release, in_hand, None)
+        runs: dict[RunId, set[str]] = {run: set() for run in seen.runs}
+        agent = AnsweringAgent(seen.node.incarnation, protocol, seen.release, runs)
         self._answering[seen.node.name] = agent
         if not agent.is_outdated:
             self._replaced_at.pop(seen.node.name, None)
 
-    def order(self, order: Order) -> None:
+    def on_order(self, order: Order) -> None:
         agent = self._answering.get(order.node)
         if agent is None:
             return
         run = order.task, order.fence, order.rank
         if isinstance(order, StartOrder | WatchOrder):
-            agent.in_hand.setdefault(run, set())
+            agent.runs.setdefault(run, set())
             agent.idle_since = None
         elif isinstance(order, ForgetOrder):
-            _note(agent, run, _FORGOTTEN)
+            agent.note(run, _FORGOTTEN)
 
-    def hear(self, node: NodeName, report: Report) -> None:
-        agent, run = self._answering.get(node), key_of(report)
+    def on_report(self, node: NodeName, report: Report) -> None:
+        agent, run = self._answering.get(node), run_of(report)
         if agent is None or run is None:
             return
         if isinstance(report, Gone):
-            _note(agent, run, _GONE)
+            agent.note(run, _GONE)
         elif isinstance(report, Ended) and report.ending is Ending.NEVER_STARTED:
-            agent.in_hand.pop(run, None)
+            agent.runs.pop(run, None)
 
     def to_replace(self) -> Iterator[NodeName]:
-        """Outdated ones that have had nothing for a while; asked for again and again."""
+        """Outdated agents whose nodes have been idle for a while. To be asked again and again."""
         now = self._ticks()
         for node, agent in self._answering.items():
-            if agent.in_hand or not agent.is_outdated or self._was_in_vain(node, now):
+            if agent.runs or not agent.is_outdated or self._was_replaced_in_vain(node, now):
                 agent.idle_since = None
             elif agent.idle_since is None:
                 agent.idle_since = now
@@ -111,38 +118,27 @@ class Agents:
                 yield node
 
     def views(self) -> dict[str, Mapping[str, Any]]:
-        """For people, by node: release, protocol, outdated, and what comes of that."""
+        """For people, by node: release, protocol, whether it is outdated, and what happens then."""
         now = self._ticks()
         return {str(node): self._view(node, agent, now) for node, agent in self._answering.items()}
 
-    def _view(self, node: NodeName, agent: Agent, now: float) -> Mapping[str, Any]:
+    def _view(self, node: NodeName, agent: AnsweringAgent, now: float) -> Mapping[str, Any]:
         message = None
-        if agent.is_outdated and self._was_in_vain(node, now):
+        if agent.is_outdated and self._was_replaced_in_vain(node, now):
             message = (
                 f"its machine has an earlier release of gpubroker than {__version__}; upgrade it there: the "
-                "agent is then replaced when nothing is left on its node"
+                "agent is then replaced when its node is idle"
             )
         elif agent.is_outdated:
-            message = (
-                "it was started by an earlier release and goes on; it is replaced as soon as nothing is left "
-                "on its node"
-            )
+            message = "an earlier release started it; it stays in use and is replaced when its node is idle"
         about = {"release": agent.release or None, "protocol": agent.protocol}
         return {**about, "outdated": agent.is_outdated, "message": message}
 
-    def _was_in_vain(self, node: NodeName, now: float) -> bool:
-        """To replace it: the one before was no older."""
+    def _was_replaced_in_vain(self, node: NodeName, now: float) -> bool:
+        """An outdated agent was replaced a short time ago, so this one, outdated too, is its successor."""
         return now - self._replaced_at.get(node, -AGAIN_SECONDS) < AGAIN_SECONDS
 
 
-def _note(agent: Agent, run: RunId, what: str) -> None:
-    come = agent.in_hand.get(run)
-    if come is not None:
-        come.add(what)
-        if come == {_GONE, _FORGOTTEN}:
-            del agent.in_hand[run]
-
-
-def _number_of(release: str) -> tuple[int, ...]:
-    """To compare. One that does not say is taken for the oldest."""
+def _numbers_of(release: str) -> tuple[int, ...]:
+    """To compare. An unknown release counts as the oldest."""
     return tuple(map(int, re.findall(r"\d+", release)[:3]))

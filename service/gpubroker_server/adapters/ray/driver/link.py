@@ -1,4 +1,4 @@
-"""The service's end of the conversation with its driver process, which is killed when it falls silent."""
+"""The service's side of its driver process: started, listened to, killed when silent, and started again."""
 
 import asyncio
 import contextlib
@@ -9,22 +9,38 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from gpubroker_server.adapters.ray.frames import frame, read_frame
-from gpubroker_server.adapters.ray.head.head import ray_environment
+import structlog
+
+from gpubroker_server.adapters.ray.head.head import (
+    HeadRefused,
+    HeadState,
+    advice,
+    ray_environment,
+    reach,
+    running_head,
+)
 from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.adapters.ray.processes import WatchedProcess
+from gpubroker_server.adapters.ray.wire import frame, read_frame
 
+log = structlog.get_logger("gpubroker.ray")
+
+FIRST_PAUSE_SECONDS = 0.2
+LONGEST_PAUSE_SECONDS = 5.0
 CONNECT_PATIENCE_SECONDS = 90.0
 """A driver that connects to Ray gives up by itself after less."""
-LOOKS = 5
-"""How often it is asked within its patience."""
+PINGS = 5
+"""Sent within the driver's patience."""
 KEEPALIVE_SECONDS = 5.0
-"""A line of the driver on which nothing came for so long is asked whether it is there, and after as long
-again made anew. Ray itself would wait for five minutes, and hear of no new node meanwhile."""
+"""After this time without traffic Ray's connections are probed, and after as long without an answer they are
+made again. Ray itself would wait for five minutes, and would not learn of new nodes meanwhile."""
 KILL_SECONDS = 5.0
 LOG_BYTES = 4 * 2**20
 DRIVER = "gpubroker_server.adapters.ray.driver.process"
 ENDED = "the Ray driver process ended"
+HEAD_ENDED = "the local Ray head ended"
 
 
 class DriverLink:
@@ -59,8 +75,8 @@ class DriverLink:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         return cls(child, reader, writer, options.driver_patience_seconds)
 
-    def tell(self, *parts: Any) -> None:
-        """Never waits: a driver that takes nothing is silent as well, and gone before much has gathered."""
+    def send(self, *parts: Any) -> None:
+        """Never waits: a driver that reads nothing is silent too, and is killed before much has gathered."""
         self._writer.write(frame(*parts))
 
     async def listen(self, on_message: Callable[[tuple[Any, ...]], None]) -> None:
@@ -82,22 +98,120 @@ class DriverLink:
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Back when the process is buried."""
+        """Back when the process has been reaped."""
         self._writer.close()
         self._child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._child.wait, KILL_SECONDS)
 
     async def _watch(self) -> None:
-        """Counts looks, not the clock: a service that slept itself finds the answers waiting for it."""
+        """Counts pings, not the clock: a service that slept itself finds the answers waiting for it."""
         silent_seconds = 0.0
         while silent_seconds < (self._patience_seconds if self._connected else CONNECT_PATIENCE_SECONDS):
             self._heard = False
-            self.tell("ping")
-            await asyncio.sleep(self._patience_seconds / LOOKS)
-            silent_seconds = 0.0 if self._heard else silent_seconds + self._patience_seconds / LOOKS
+            self.send("ping")
+            await asyncio.sleep(self._patience_seconds / PINGS)
+            silent_seconds = 0.0 if self._heard else silent_seconds + self._patience_seconds / PINGS
         self.fault = f"the Ray driver process did not answer for {silent_seconds:g} s and was killed"
         self.kill()
+
+
+class DriverKeeper:
+    """Starts one driver process after another, and a local head for it if no address is given."""
+
+    def __init__(
+        self,
+        options: RayOptions,
+        term: Callable[[], int],
+        on_message: Callable[[tuple[Any, ...]], None],
+        on_end: Callable[[str, bool], bool],
+    ) -> None:
+        """`term` is 0 while another process leads. `on_end` gets why the driver ended and whether the local
+        head ended too, and returns whether a node agent had answered."""
+        self.address = options.address or ""
+        self._options = options
+        self._term = term
+        self._on_message = on_message
+        self._on_end = on_end
+        self._broker = uuid4().hex
+        self._driver: DriverLink | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._finding: asyncio.Future[HeadState] | None = None
+
+    @property
+    def has_driver(self) -> bool:
+        return self._driver is not None
+
+    def begin(self) -> None:
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep())
+
+    def send(self, *parts: Any) -> None:
+        """Nothing happens while there is no driver."""
+        if self._driver is not None:
+            self._driver.send(*parts)
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._finding is not None:
+            await asyncio.gather(self._finding, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            head_ended = False
+            try:
+                fault, head_ended = await self._drive(await self._find_head())
+                log.warning("no Ray driver process; starting another", fault=fault)
+            except (HeadRefused, OSError) as refused:
+                fault = advice(refused, self._options)
+                log.error("Ray cannot be reached; trying again", fault=fault)
+            except Exception as error:
+                fault = repr(error)
+                log.exception("the Ray driver process is given up; starting another")
+            was_of_use = self._on_end(fault, head_ended)
+            pause = FIRST_PAUSE_SECONDS if was_of_use else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            await asyncio.sleep(pause)
+
+    async def _find_head(self) -> HeadState | None:
+        """The local one; None if an address is given and answers. Raises HeadRefused, OSError.
+
+        `close` does not cancel the search: a local head that no process knows of would stay behind.
+        """
+        if not self._options.is_local:
+            await reach(self.address)
+            return None
+        self._finding = asyncio.ensure_future(running_head(self._options))
+        head = await asyncio.shield(self._finding)
+        self.address = head.address
+        return head
+
+    async def _drive(self, head: HeadState | None) -> tuple[str, bool]:
+        """Why the driver has ended, and whether the head ended and took the driver with it."""
+        driver = await DriverLink.open(self._options)
+        watched = None
+        try:
+            watched = WatchedProcess(head.process, driver.kill) if head is not None else None
+            self._driver = driver
+            driver.send(*self._opening(head))
+            await driver.listen(self._on_message)
+            head_ended = watched is not None and watched.ended
+            return (HEAD_ENDED if head_ended else driver.fault), head_ended
+        except ProcessLookupError:
+            return HEAD_ENDED, False
+        finally:
+            self._driver = None
+            if watched is not None:
+                watched.close()
+            await driver.close()
+
+    def _opening(self, head: HeadState | None) -> tuple[Any, ...]:
+        options = self._options
+        config = options.agent_config(str(head.keepalive) if head is not None else "").to_json()
+        local_node = options.node_name if options.is_local else ""
+        return self.address, local_node, config, self._broker, self._term()
 
 
 def _start_driver(options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":
@@ -115,14 +229,14 @@ def _start_driver(options: RayOptions, channel: socket.socket) -> "subprocess.Po
 
 
 def _keepalive() -> dict[str, str]:
-    """The operator's own choice goes before it."""
+    """The operator's own values win."""
     milliseconds = str(int(1000 * KEEPALIVE_SECONDS))
     names = ("RAY_grpc_client_keepalive_time_ms", "RAY_grpc_client_keepalive_timeout_ms")
     return dict.fromkeys(names, milliseconds)
 
 
 def _log_of(data_dir: Path) -> Path:
-    """Where drivers write; begun anew when it has grown large."""
+    """The log of all drivers, started again when it has grown large."""
     path = data_dir / "ray-driver.log"
     if path.exists() and path.stat().st_size > LOG_BYTES:
         path.unlink()

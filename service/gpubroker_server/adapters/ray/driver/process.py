@@ -1,8 +1,8 @@
-"""The Ray driver: an expendable process that talks to Ray, so that nothing Ray does ends the service.
+"""The Ray driver: an expendable process that talks to Ray, so that the service survives whatever Ray does.
 
-Started as `python -m gpubroker_server.adapters.ray.driver.process DESCRIPTOR`. It reads frames of orders
-from the service and writes frames of reports, both unopened. When the service is
-gone it ends, and so it does when any part of it fails: the service starts another. The runs go on.
+Started as `python -m gpubroker_server.adapters.ray.driver.process DESCRIPTOR`. It reads frames of orders from
+the service and writes frames of reports, and opens neither. It ends when the service is gone or when any part
+of it fails; the service starts another. The runs go on.
 """
 
 import asyncio
@@ -18,29 +18,27 @@ import structlog
 
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver.node_link import NodeLink
-from gpubroker_server.adapters.ray.frames import frame, read_frame
 from gpubroker_server.adapters.ray.options import AgentConfig
+from gpubroker_server.adapters.ray.wire import frame, read_frame
 from gpubroker_server.telemetry.logs import configure_logs
 
 log = structlog.get_logger("gpubroker.driver")
 
 CONNECT_SECONDS = 60.0
 """Ray itself tries for minutes."""
-
 LOOK_SECONDS = 1.0
-"""How often Ray is asked which nodes there are; it takes half a millisecond."""
-
+"""Between two questions to Ray for its nodes; each takes half a millisecond."""
 LOOK_PATIENCE_SECONDS = 10.0
-"""Without Ray's control service for so long people are told; agents can be talked to without it."""
-
+"""A control service of Ray that is silent for longer is reported; agents can be talked to without it."""
 UNTAKEN_BYTES = 32 * 2**20
-"""No agent is asked for more reports while the service has more than this to take."""
+"""No agent is polled while the service has more than this to take."""
 
 
 class Opening(NamedTuple):
-    """The first frame: what to connect to, and as whom."""
+    """The first frame."""
 
     address: str
+    """Where to connect."""
     local_node: str
     """Name of the only node of a local head; empty for a joined cluster."""
     agent_config: str
@@ -50,7 +48,7 @@ class Opening(NamedTuple):
 
 
 class CannotConnect(Exception):
-    """Ray let us not in; the text says where and why."""
+    """The driver cannot connect to Ray; the text says where and why."""
 
 
 def main() -> None:
@@ -66,10 +64,10 @@ async def _drive(channel: socket.socket) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             driver = Driver(Opening(*opening), writer, tasks)
-            tasks.create_task(driver.look_after_nodes())
+            tasks.create_task(driver.follow_nodes())
             while (message := await read_frame(reader)) is not None:
                 await driver.on_message(message)
-            # Without Ray's own farewell, which may wait for a control service that is gone.
+            # Ray's own shutdown may wait for a control service that is gone.
             os._exit(0)
     except* Exception as faults:
         log.exception("a part of the driver failed; it ends")
@@ -84,7 +82,7 @@ def _texts(faults: BaseExceptionGroup[BaseException]) -> list[str]:
 
 
 class Driver:
-    """Implements `node_link.Listener`."""
+    """Implements `node_link.ReportListener`."""
 
     def __init__(self, opening: Opening, writer: asyncio.StreamWriter, tasks: asyncio.TaskGroup) -> None:
         self._opening = opening
@@ -94,12 +92,12 @@ class Driver:
         self._links: dict[str, NodeLink] = {}
         """By node name."""
         self._namesakes: set[str] = set()
-        """Ray nodes that have another's name, and of which that was told."""
+        """Ray nodes whose name another node has, and that were reported."""
         self._untaken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
 
-    async def look_after_nodes(self) -> None:
+    async def follow_nodes(self) -> None:
         """Connect, then keep one link per node that is alive. Raises CannotConnect."""
         address = self._opening.address
         try:
@@ -107,15 +105,15 @@ class Driver:
                 await asyncio.to_thread(_connect, address)
         except TimeoutError:
             raise CannotConnect(
-                f"Ray at {address} did not let us in within {CONNECT_SECONDS:g} s; it must be a Ray head; "
-                "one with a token needs RAY_AUTH_MODE=token in this service's environment, and the token in "
-                "~/.ray/auth_token or where RAY_AUTH_TOKEN_PATH says"
+                f"Ray at {address} did not accept the connection within {CONNECT_SECONDS:g} s; it must be a "
+                "Ray head; one with a token needs RAY_AUTH_MODE=token in this service's environment, and the "
+                "token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"
             ) from None
         except Exception as fault:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
-        await self.tell("connected")
+        await self.send("connected")
         while True:
-            await self._follow(await self._nodes())
+            await self._update_links(await self._nodes())
             await asyncio.sleep(LOOK_SECONDS)
 
     async def on_message(self, message: tuple[Any, ...]) -> None:
@@ -130,7 +128,7 @@ class Driver:
                 if (link := self._links.get(node)) is not None:
                     self._tasks.create_task(link.replace())
             case ("ping",):
-                await self.tell("pong")
+                await self.send("pong")
             case ("taken", taken_bytes):
                 self._change_untaken(-taken_bytes)
             case ("term", term):
@@ -142,25 +140,24 @@ class Driver:
             case ("leave",):
                 self._tasks.create_task(self._leave())
 
-    async def tell(self, *parts: Any) -> None:
+    async def send(self, *parts: Any) -> None:
         self._writer.write(frame(*parts))
         await self._writer.drain()
 
+    async def send_reports(self, packed: bytes, asked_at: float, term: int) -> None:
+        self._change_untaken(len(packed))
+        await self.send("reports", packed, asked_at, term)
+
+    async def room(self) -> None:
+        await self._has_room.wait()
+
     def _pass_on(self, link: NodeLink, packed: bytes, until: float) -> None:
-        """Orders that were on their way for too long are nobody's: the next announcement brings out what
-        became of them."""
+        """Orders that come after the tenure are dropped; the next announcement shows what became of them."""
         if boot_seconds() < until:
             link.send(packed)
         else:
             log.warning("orders came too late and are dropped", node=link.node)
             link.announce_again()
-
-    async def tell_reports(self, packed: bytes, asked_at: float, term: int) -> None:
-        self._change_untaken(len(packed))
-        await self.tell("reports", packed, asked_at, term)
-
-    async def room(self) -> None:
-        await self._has_room.wait()
 
     def _change_untaken(self, more_bytes: int) -> None:
         self._untaken_bytes += more_bytes
@@ -171,31 +168,31 @@ class Driver:
 
     async def _flush(self) -> None:
         await asyncio.gather(*(link.flush() for link in self._links.values()))
-        await self.tell("flushed")
+        await self.send("flushed")
 
     async def _leave(self) -> None:
         await asyncio.gather(*(link.dismiss() for link in self._links.values()))
-        await self.tell("left")
+        await self.send("left")
 
     async def _nodes(self) -> list[dict[str, Any]]:
-        """Waits for Ray's control service as long as Ray does, and says so."""
+        """Waits for Ray's control service as long as Ray does, and reports that."""
         asking = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
         seconds = 0.0
         while not (await asyncio.wait({asking}, timeout=LOOK_PATIENCE_SECONDS))[0]:
             seconds += LOOK_PATIENCE_SECONDS
-            await self.tell("trouble", f"Ray's control service has not answered for {seconds:g} s")
+            await self.send("trouble", f"Ray's control service has not answered for {seconds:g} s")
         if seconds > 0:
-            await self.tell("connected")
+            await self.send("connected")
         nodes: list[dict[str, Any]] = asking.result()
         return nodes
 
-    async def _follow(self, nodes: list[dict[str, Any]]) -> None:
+    async def _update_links(self, nodes: list[dict[str, Any]]) -> None:
         alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
         for name, link in list(self._links.items()):
             if link.ray_node not in alive:
                 del self._links[name]
                 link.close()
-                await link.tell_lost("Ray says that the node is dead")
+                await link.report_lost("Ray says that the node is dead")
         linked = {link.ray_node for link in self._links.values()}
         for ray_node, node in sorted(alive.items()):
             if ray_node not in linked:
@@ -212,12 +209,12 @@ class Driver:
 
 
 def _connect(address: str) -> None:
-    """In a thread: on the main thread Ray would put its own signal handlers in place."""
+    """In a thread: on the main thread Ray would install its own signal handlers."""
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def _name_of(node: dict[str, Any]) -> str:
-    """What the operator called it by `ray start --node-name`, or its host name."""
+    """The name that the operator gave by `ray start --node-name`, or the host name."""
     named = str(node["NodeName"])
     return str(node["NodeManagerHostname"]) if named == node["NodeManagerAddress"] else named
 

@@ -1,11 +1,11 @@
-"""Reports from bytes to values. A process that runs user code may have written anything: all is checked."""
+"""Reports from bytes to values. A process with user code may have written anything, so all is checked."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Literal, NamedTuple, assert_never
 
+import msgspec
 import structlog
+from msgspec import Meta, Struct
 
 from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
 from gpubroker_server.core.domain.device import DeviceSample, Node
@@ -21,7 +21,6 @@ from gpubroker_server.core.domain.orders import (
     Progressed,
     Ready,
     Report,
-    RunId,
     Sampled,
     SeenDevice,
     Started,
@@ -31,260 +30,227 @@ from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Ta
 log = structlog.get_logger("gpubroker.ray")
 
 MALFORMED = "malformed_report"
-"""Kind of the failure of a run that told what no report says."""
+"""Kind of the failure of a run whose process wrote something that is no report."""
 
-_OF_A_RUN = frozenset({"started", "ready", "progressed", "checkpointed", "ended"})
-_FORMATS = frozenset({"json", "cloudpickle"})
-_MOST = 2**31 - 1
-"""Counts are columns of four bytes."""
-_TEXT_CHARS = 128 * 1024
-_NAME_CHARS = 2048
-_TAIL_BYTES = 1024 * 1024
-
-
-class Malformed(ValueError):
-    """What was told is no report; the text says which part of it."""
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A database column of four bytes."""
+Name = Annotated[str, Meta(max_length=2048, pattern=r"^[^\x00]*\Z")]
+"""A column or a key. PostgreSQL takes no NUL there."""
+Text = Annotated[str, Meta(max_length=128 * 1024)]
+Time = Annotated[float, Meta(ge=0.0)]
+Number = Annotated[float, Meta(ge=0.0, le=1e6)]
+"""Finite."""
+LogTail = Annotated[bytes, Meta(max_length=1024 * 1024)]
 
 
-class Told(NamedTuple):
-    """By one agent, in one message."""
+class MalformedReport(ValueError):
+    """The text says which part of a report cannot be read."""
+
+
+class AgentReports(NamedTuple):
+    """One message of one agent."""
 
     node: NodeName
     protocol: int
     reports: list[Report]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportForm:
-    """Reads what agents tell, and moves its times from the node's clock to the reader's."""
+class ReportReader:
+    """Reads what agents report, and moves its times from the node's clock to the reader's."""
 
-    cluster: str
-    now: Callable[[], float]
+    def __init__(self, cluster: str, now: Callable[[], float]) -> None:
+        self._cluster = cluster
+        self._now = now
 
-    def read(self, data: bytes, asked_seconds_ago: float) -> Told:
-        """The node that tells, and its reports in order. Raises ValueError for a form not spoken here.
+    def read(self, data: bytes, asked_seconds_ago: float) -> AgentReports:
+        """Raises ValueError for a form that is not spoken here.
 
-        What was told is as old as it was when it was sent, and as its way here took: all the time since the
-        question that it answers, but for what the question waited at the agent.
+        The message is as old as its way here: the time since the question that it answers, less the time for
+        which the question waited at the agent.
         """
-        protocol, node, sent_at, held_seconds, reports = unpack(data)
+        protocol, node, sent_at, held_seconds, reports = _MESSAGE.decode(data)
         if protocol not in SPOKEN:
             raise ValueError(f"reports of node {node} have form {protocol}, this service reads {SPOKEN}")
-        arrived = self.now() - max(0.0, asked_seconds_ago - held_seconds)
-        batch = _Batch(self.cluster, node, sent_at, arrived)
-        read = [read for report in reports if (read := _readable(batch, report)) is not None]
-        return Told(NodeName(node), protocol, read)
+        arrived_at = self._now() - max(0.0, asked_seconds_ago - held_seconds)
+        source = Source(self._cluster, NodeName(node), sent_at, arrived_at)
+        read = [read for report in reports if (read := _read(source, report)) is not None]
+        return AgentReports(source.node, protocol, read)
 
 
-_Run = tuple[TaskId, Fence, Instant]
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
+class Source(NamedTuple):
     cluster: str
-    node: str
+    node: NodeName
     sent_at: float
     """On the node's clock."""
     arrived_at: float
-    """The same instant on ours."""
+    """The same instant on the reader's clock."""
 
-    def instant(self, at: Any) -> Instant:
-        """Nothing is younger than the message that tells of it."""
-        return Instant(self.arrived_at - max(0.0, self.sent_at - _number(at, "at", least=0.0)))
+    def instant(self, at: float) -> Instant:
+        """No report is younger than its message."""
+        return Instant(self.arrived_at - max(0.0, self.sent_at - at))
 
 
-def _readable(batch: _Batch, report: Any) -> Report | None:
-    """A run that tells what cannot be read has failed; anything else that cannot be read is left out."""
+Sample = tuple[Name, Count, Count | None, dict[Name, Count], Number | None]
+"""(UUID, used MiB, foreign MiB or None, MiB by holder, utilization or None)"""
+
+
+class Form(Struct, array_like=True, forbid_unknown_fields=True):
+    """A report as it is written: its kind, then these fields in their order."""
+
+
+class BeatForm(Form, tag="beat"):
+    at: Time
+
+
+class SampledForm(Form, tag="sampled"):
+    at: Time
+    samples: tuple[Sample, ...]
+
+
+class NodeForm(Struct):
+    name: Name
+    cpu: Number
+    memory_mb: Count
+    max_runs: Count
+    incarnation: Name
+    boot_id: Name
+    release: Name
+
+
+class NodeSeenForm(Form, tag="node_seen"):
+    at: Time
+    node: NodeForm
+    devices: tuple[tuple[Name, Name, Count, Count, bool, Name, bool], ...]
+    """(UUID, kind, index, physical MiB, simulated, UUID of the GPU that it is a part of, split)"""
+    runs: tuple[tuple[Name, Count, Count], ...]
+
+
+class NodeLostForm(Form, tag="node_lost"):
+    at: Time
+    incarnation: Name
+    why: Text
+
+
+class RunForm(Form):
+    task: Name
+    fence: Count
+    rank: Count
+    at: Time
+
+
+class StartedForm(RunForm, tag="started"):
+    pid: Count
+
+
+class ReadyForm(RunForm, tag="ready"):
+    address: Name
+
+
+class ProgressedForm(RunForm, tag="progressed"):
+    fraction: Annotated[float, Meta(ge=0.0, le=1.0)] | None
+    message: Text
+
+
+class CheckpointedForm(RunForm, tag="checkpointed"):
+    sequence: Count
+    digest: Name
+    data: bytes | None
+    uri: Name | None
+
+
+class EndedForm(RunForm, tag="ended"):
+    ending: Ending
+    result: bytes | None
+    result_format: Literal["json", "cloudpickle"]
+    failure: tuple[Name, Text, Text] | None
+    log_tail: LogTail
+
+
+class GoneForm(RunForm, tag="gone"):
+    proof: Name
+    samples: tuple[Sample, ...]
+
+
+OfRun = StartedForm | ReadyForm | ProgressedForm | CheckpointedForm | EndedForm | GoneForm
+OfNode = BeatForm | SampledForm | NodeSeenForm | NodeLostForm
+
+_MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
+_REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
+_BY_USER_CODE = frozenset({"started", "ready", "progressed", "checkpointed", "ended"})
+"""Kinds that are written where user code runs."""
+
+
+def _read(source: Source, packed: msgspec.Raw) -> Report | None:
+    """A run whose report cannot be read has failed. None for anything else that cannot be read."""
     try:
-        return _report(batch, report)
-    except (ValueError, TypeError) as fault:
-        log.error("a node told what is no report", node=batch.node, fault=str(fault))
-        match report:
-            case (kind, str(task), int(fence), int(rank), *_) if kind in _OF_A_RUN:
-                message = f"its process told what is no report: {fault}"
-                failure = Failure(MALFORMED, message)
-                at = Instant(batch.arrived_at)
+        form = _REPORT.decode(packed)
+        return _of_run(source, form) if isinstance(form, RunForm) else _of_node(source, form)
+    except ValueError as fault:
+        log.error("a node sent something that is no report", node=source.node, fault=str(fault))
+        match unpack(packed):
+            case (kind, str(task), int(fence), int(rank), *_) if kind in _BY_USER_CODE:
+                failure = Failure(MALFORMED, f"its process wrote something that is no report: {fault}")
+                at = Instant(source.arrived_at)
                 return Ended(TaskId(task), Fence(fence), at, Ending.FAILED, failure=failure, rank=rank)
     return None
 
 
-def _report(batch: _Batch, report: Any) -> Report:
-    match report:
-        case (str(kind), task, fence, rank, at, *rest) if kind in _OF_A_RUN or kind == "gone":
-            run = TaskId(_name(task, "task")), Fence(_count(fence, "fence")), batch.instant(at)
-            return _of_a_run(batch, kind, run, _count(rank, "rank"), rest)
-        case ("beat", at):
-            return Heartbeat(NodeName(batch.node), batch.instant(at))
-        case ("sampled", at, samples):
-            when = batch.instant(at)
-            return Sampled(NodeName(batch.node), when, _samples(batch, when, samples))
-        case ("node_seen", at, described, devices, runs):
+def _of_run(source: Source, it: OfRun) -> Report:
+    run = TaskId(it.task), Fence(it.fence), source.instant(it.at)
+    match it:
+        case StartedForm():
+            return Started(*run, it.pid, it.rank)
+        case ReadyForm():
+            return Ready(*run, it.address, it.rank)
+        case ProgressedForm():
+            return Progressed(*run, it.fraction, it.message, it.rank)
+        case CheckpointedForm():
+            if (it.data is None) == (it.uri is None):
+                raise MalformedReport("a checkpoint has either data or a uri")
+            return Checkpointed(*run, it.sequence, it.digest, it.data, it.uri, it.rank)
+        case EndedForm():
+            if it.result is None and it.ending is Ending.SUCCEEDED:
+                raise MalformedReport("a run that succeeded has a result")
+            failure = None if it.failure is None else Failure(*it.failure)
+            return Ended(*run, it.ending, it.result, it.result_format, failure, it.log_tail, it.rank)
+        case GoneForm():
+            return Gone(*run, it.proof, _samples(source, run[2], it.samples), it.rank)
+        case _:
+            assert_never(it)
+
+
+def _of_node(source: Source, it: OfNode) -> Report:
+    at = source.instant(it.at)
+    match it:
+        case BeatForm():
+            return Heartbeat(source.node, at)
+        case SampledForm():
+            return Sampled(source.node, at, _samples(source, at, it.samples))
+        case NodeLostForm():
+            return NodeLost(source.node, it.incarnation, at, it.why)
+        case NodeSeenForm():
+            node = it.node
+            memory_mb = Mib(node.memory_mb)
             return NodeSeen(
-                _node(described),
-                tuple(_device(device) for device in _sequence(devices, "devices")),
-                tuple(_run_id(run) for run in _sequence(runs, "runs")),
-                batch.instant(at),
-                _name(described.get("release", ""), "release"),
-            )
-        case ("node_lost", at, incarnation, why):
-            when = batch.instant(at)
-            return NodeLost(NodeName(batch.node), _name(incarnation, "incarnation"), when, _text(why, "why"))
-        case _:
-            return _refuse("report", report)
-
-
-def _of_a_run(batch: _Batch, kind: str, run: _Run, rank: int, rest: list[Any]) -> Report:
-    match kind, rest:
-        case "started", [pid]:
-            return Started(*run, _count(pid, "pid"), rank)
-        case "ready", [address]:
-            return Ready(*run, _name(address, "address"), rank)
-        case "progressed", [fraction, message]:
-            done = None if fraction is None else _number(fraction, "fraction", least=0.0, most=1.0)
-            return Progressed(*run, done, _text(message, "message"), rank)
-        case "checkpointed", [_, _, _, _]:
-            return _checkpointed(run, rank, *rest)
-        case "ended", [_, _, _, _, _]:
-            return _ended(run, rank, *rest)
-        case "gone", [proof, samples]:
-            return Gone(*run, _name(proof, "proof"), _samples(batch, run[2], samples), rank)
-        case _:
-            return _refuse(kind, rest)
-
-
-def _checkpointed(run: _Run, rank: int, sequence: Any, digest: Any, data: Any, uri: Any) -> Checkpointed:
-    if (data is None) == (uri is None):
-        raise Malformed("a checkpoint has either data or a uri")
-    return Checkpointed(
-        *run,
-        _count(sequence, "sequence"),
-        _name(digest, "digest"),
-        None if data is None else _bytes(data, "data"),
-        None if uri is None else _name(uri, "uri"),
-        rank,
-    )
-
-
-def _ended(run: _Run, rank: int, told: Any, result: Any, form: Any, failure: Any, tail: Any) -> Ended:
-    if form not in _FORMATS:
-        _refuse("result_format", form)
-    ending = Ending(told)
-    data = None if result is None and ending is not Ending.SUCCEEDED else _bytes(result, "result")
-    return Ended(*run, ending, data, form, _failure(failure), _bytes(tail, "log_tail", _TAIL_BYTES), rank)
-
-
-def _failure(told: Any) -> Failure | None:
-    match told:
-        case None:
-            return None
-        case (kind, message, traceback):
-            return Failure(_name(kind, "kind"), _text(message, "message"), _text(traceback, "traceback"))
-        case _:
-            return _refuse("failure", told)
-
-
-def _samples(batch: _Batch, at: Instant, told: Any) -> tuple[DeviceSample, ...]:
-    return tuple(_sample(batch, at, sample) for sample in _sequence(told, "samples"))
-
-
-def _sample(batch: _Batch, at: Instant, told: Any) -> DeviceSample:
-    match told:
-        case (uuid, used, foreign, dict(by_holder), utilization):
-            return DeviceSample(
-                device_key(batch.cluster, batch.node, _name(uuid, "uuid")),
+                Node(NodeName(node.name), node.cpu, memory_mb, node.max_runs, node.incarnation, node.boot_id),
+                tuple(SeenDevice(d[0], d[1], d[2], Mib(d[3]), d[4], d[5], d[6]) for d in it.devices),
+                tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in it.runs),
                 at,
-                Mib(_count(used, "used_mb")),
-                None if foreign is None else Mib(_count(foreign, "foreign_mb")),
-                {_name(holder, "holder"): Mib(_count(mb, "by_holder")) for holder, mb in by_holder.items()},
-                None if utilization is None else _number(utilization, "utilization"),
+                node.release,
             )
         case _:
-            return _refuse("sample", told)
+            assert_never(it)
 
 
-def _node(told: Any) -> Node:
-    match told:
-        case {
-            "name": name,
-            "cpu": cpu,
-            "memory_mb": memory_mb,
-            "max_runs": max_runs,
-            "incarnation": incarnation,
-            "boot_id": boot_id,
-        }:
-            return Node(
-                NodeName(_name(name, "name")),
-                _number(cpu, "cpu", least=0.0),
-                Mib(_count(memory_mb, "memory_mb")),
-                _count(max_runs, "max_runs"),
-                _name(incarnation, "incarnation"),
-                _name(boot_id, "boot_id"),
-            )
-        case _:
-            return _refuse("node", told)
-
-
-def _device(told: Any) -> SeenDevice:
-    match told:
-        case (uuid, kind, index, physical_mb, bool(simulated), str(parent), bool(split)):
-            return SeenDevice(
-                _name(uuid, "uuid"),
-                _name(kind, "kind"),
-                _count(index, "index"),
-                Mib(_count(physical_mb, "physical_mb")),
-                simulated,
-                parent,
-                split,
-            )
-        case _:
-            return _refuse("device", told)
-
-
-def _run_id(told: Any) -> RunId:
-    match told:
-        case (task, fence, rank):
-            return TaskId(_name(task, "task")), Fence(_count(fence, "fence")), _count(rank, "rank")
-        case _:
-            return _refuse("run", told)
-
-
-def _sequence(value: Any, name: str) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else _refuse(name, value)
-
-
-def _name(value: Any, name: str) -> str:
-    """Text that becomes a column or a key as it is; PostgreSQL takes no NUL there."""
-    if isinstance(value, str) and len(value) <= _NAME_CHARS and "\0" not in value:
-        return value
-    return _refuse(name, value)
-
-
-def _text(value: Any, name: str) -> str:
-    if isinstance(value, str) and len(value) <= _TEXT_CHARS:
-        return value
-    return _refuse(name, value)
-
-
-def _count(value: Any, name: str) -> int:
-    if type(value) is int and 0 <= value <= _MOST:
-        return value
-    return _refuse(name, value)
-
-
-def _number(value: Any, name: str, *, least: float = -math.inf, most: float = math.inf) -> float:
-    if type(value) in (int, float) and math.isfinite(value) and least <= value <= most:
-        return float(value)
-    return _refuse(name, value)
-
-
-def _bytes(value: Any, name: str, at_most: int | None = None) -> bytes:
-    if isinstance(value, bytes) and (at_most is None or len(value) <= at_most):
-        return value
-    return _refuse(name, value)
-
-
-def _refuse(name: str, value: Any) -> NoReturn:
-    if isinstance(value, str | bytes):
-        raise Malformed(f"{name} is {value[:50]!r}, of length {len(value)}")
-    shown = repr(value) if isinstance(value, int | float) else f"of type {type(value).__name__}"
-    raise Malformed(f"{name} is {shown}")
+def _samples(source: Source, at: Instant, samples: tuple[Sample, ...]) -> tuple[DeviceSample, ...]:
+    return tuple(
+        DeviceSample(
+            device_key(source.cluster, source.node, uuid),
+            at,
+            Mib(used_mb),
+            None if foreign_mb is None else Mib(foreign_mb),
+            {holder: Mib(mb) for holder, mb in by_holder.items()},
+            utilization,
+        )
+        for uuid, used_mb, foreign_mb, by_holder, utilization in samples
+    )

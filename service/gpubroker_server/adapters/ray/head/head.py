@@ -1,4 +1,4 @@
-"""The local Ray head: started apart from the service, adopted again after a restart, stopped on request."""
+"""The Ray head that a broker uses: a local one, found again after a restart, or one that others run."""
 
 import asyncio
 import errno
@@ -35,19 +35,19 @@ log = structlog.get_logger("gpubroker.ray")
 
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
+REACH_SECONDS = 5.0
 POLL_SECONDS = 0.02
 
 KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH"}) | frozenset(
     {"SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"}
 )
-"""What a run's process inherits of this one's environment, besides LC_* and what the operator names."""
-
+"""What a run's process inherits of this process's environment, besides LC_* and `inherit_env`."""
 
 SUPERVISOR = "gpubroker_server.adapters.ray.head.supervisor"
 
 
 class HeadRefused(Exception):
-    """No local head can be had; the text says why and what to do."""
+    """There is no head to use; the text says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class HeadState:
     address: str
     """Empty until Ray is up."""
     temp_dir: str
-    """Nobody else can look into it, whatever modes Ray gives to what is in it."""
+    """Mode 0700: nobody else can read it, whatever modes Ray gives to the files in it."""
     ray: str
     python: str
 
@@ -70,6 +70,7 @@ class HeadState:
 
     @property
     def keepalive(self) -> Path:
+        """Touched by the node agent while it has a broker or a run."""
         return Path(self.temp_dir) / "alive"
 
     @property
@@ -79,7 +80,7 @@ class HeadState:
 
     @property
     def ray_dir(self) -> Path:
-        """Ray opens its own directory to everybody. Its name is short: paths of sockets have 107 bytes."""
+        """Ray makes it readable for everybody. Its name is short: paths of sockets have 107 bytes."""
         return Path(self.temp_dir) / "r"
 
     def is_running(self) -> bool:
@@ -107,10 +108,35 @@ def versions() -> tuple[str, str]:
     return version("ray"), f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
+async def reach(address: str) -> None:
+    """Raises HeadRefused if nothing answers there: Ray itself would say so only after minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(REACH_SECONDS):
+            _reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError) as fault:
+        why = getattr(fault, "strerror", None) or f"no answer within {REACH_SECONDS:g} s"
+        raise HeadRefused(
+            f"nothing answers at {address}, the configured ray.address: {why}; start the head of the cluster "
+            "there, correct ray.address, or leave it out to have a local Ray started"
+        ) from None
+    writer.close()
+
+
+def advice(fault: Exception, options: RayOptions) -> str:
+    """What to do if there is no head."""
+    if not isinstance(fault, OSError) or fault.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return str(fault)
+    return (
+        f"cannot start Ray: {fault.strerror}: {fault.filename}; give {options.data_dir} and all in it to "
+        f"the service's user (uid {os.geteuid()}), or choose another directory with --data-dir"
+    )
+
+
 async def running_head(options: RayOptions) -> HeadState:
     """The head of this data directory: the one that runs, or a new one. Raises HeadRefused, OSError."""
     _check_access(options.data_dir)
-    async with _nobody_else_looks(options.data_dir):
+    async with _head_lock(options.data_dir):
         known = read_state(options.data_dir)
         if known is not None and known.is_running() and known.address:
             _check_versions(known)
@@ -121,7 +147,7 @@ async def running_head(options: RayOptions) -> HeadState:
 
 
 @asynccontextmanager
-async def _nobody_else_looks(data_dir: Path) -> AsyncIterator[None]:
+async def _head_lock(data_dir: Path) -> AsyncIterator[None]:
     """Of several brokers with one data directory the first one starts the head, and the others find it."""
     lock = os.open(data_dir / "ray-head.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -132,7 +158,7 @@ async def _nobody_else_looks(data_dir: Path) -> AsyncIterator[None]:
 
 
 async def stop_head(data_dir: Path) -> None:
-    """Back when no process of the head is left. Nothing happens where none runs."""
+    """Back when no process of the head is left. Nothing happens if none runs."""
     state = read_state(data_dir)
     if state is None:
         return
@@ -145,28 +171,28 @@ async def stop_head(data_dir: Path) -> None:
 
 
 def ray_environment(options: RayOptions) -> dict[str, str]:
-    """For every process that talks to Ray. How a joined cluster authenticates is its operator's business."""
+    """For every process that talks to Ray. The operator of a joined cluster chooses its authentication."""
     environment = {
         "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray ends a driver that has not heard of its control service for so long.
+        # Ray ends a driver that has not heard from its control service for this time.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     }
     if options.is_local:
         environment |= {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(_token_file(options.data_dir)),
-            # What keeps every port on 127.0.0.1: without it Ray takes the machine's outward address.
+            # Keeps every port on 127.0.0.1: without it Ray takes the machine's outward address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            # Ray makes all its workers nice, the node agent too; runs become nice by themselves.
+            # Ray would lower the priority of all its workers, the node agent's too; runs do that themselves.
             "RAY_worker_niceness": "0",
         }
     return environment
 
 
 def _token_file(data_dir: Path) -> Path:
-    """A secret of this data directory, mode 0600, made when first asked for."""
+    """A secret of this data directory, mode 0600, made when it is first needed."""
     path = data_dir / "ray-token"
     if not path.exists():
         draft = path.with_suffix(".new")
@@ -177,7 +203,7 @@ def _token_file(data_dir: Path) -> Path:
 
 
 def _check_access(data_dir: Path) -> None:
-    """What the node agent and Ray's own processes need of this directory. Raises PermissionError."""
+    """Raises PermissionError if the node agent or Ray's processes could not use this directory."""
     runs = data_dir / "runs"
     runs.mkdir(mode=0o700, exist_ok=True)
     for path, wanted in ((runs, os.W_OK | os.X_OK), (_token_file(data_dir), os.R_OK)):
@@ -195,8 +221,8 @@ async def _start(options: RayOptions) -> HeadState:
         await asyncio.to_thread(_clear_away, options.data_dir, state)
     tail = log_file.read_text(errors="replace")[-1000:]
     raise HeadRefused(
-        f"the local Ray head did not start within {START_SECONDS:g} s or failed; the service goes on trying. "
-        f"Mend what {log_file} says, or join a cluster that runs with ray.address. It ends:\n{tail}"
+        f"the local Ray head did not start within {START_SECONDS:g} s or failed; the service tries again. "
+        f"Repair what {log_file} says, or join a running cluster with ray.address. The log ends:\n{tail}"
     )
 
 
@@ -240,7 +266,7 @@ def _check_versions(state: HeadState) -> None:
 
 
 def _clear_away(data_dir: Path, state: HeadState) -> None:
-    """After a head that was killed or never came up: kills what is left of it, and removes its directory."""
+    """Kill what is left of a head that was killed or never came up, and remove its directory."""
     deadline = time.monotonic() + STOP_SECONDS
     while (left := _processes_of(state)) and time.monotonic() < deadline:
         log.warning("killing what a Ray head left behind", processes=len(left))
@@ -251,7 +277,7 @@ def _clear_away(data_dir: Path, state: HeadState) -> None:
 
 
 def _processes_of(state: HeadState) -> list[ProcessId]:
-    """They are in a session of their own, which nobody else joins."""
+    """They are in a session of their own, which no other process joins."""
     if state.boot_id != boot_id():
         return []
     return [

@@ -1,4 +1,4 @@
-"""One small file per run that has a process of its own: what a later agent must know to take it over."""
+"""The files of a node's runs: their logs, and a record of each that a later agent needs to take it over."""
 
 import contextlib
 import json
@@ -7,35 +7,33 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 
-from gpubroker.runtime.messages import RunKey
+from gpubroker.runtime.messages import RunKey, known_fields
 from gpubroker.runtime.output import tail_of_file
 
 from gpubroker_server.adapters.ray.processes import ProcessId
 
 LOG_BYTES = 16 * 2**20
-"""A log that has grown longer is begun anew with its last lines."""
+"""A log that is longer is cut to its last lines."""
 KEPT_LOGS = 1000
 KEPT_LOG_BYTES = 2**30
-"""Of runs that have gone only the newest logs stay: so many, and so much in all."""
-
+"""Of runs that are gone only the newest logs are kept: so many, and so much in all."""
 
 _STEM = re.compile(r"(.+)-(\d+)-(\d+)")
 
 
-class UnreadableCard(Exception):
-    """A run may live of which nothing else is known; whoever goes on would call it gone."""
+class UnreadableRecord(Exception):
+    """A run may live of which nothing else is known; an agent that went on would report it gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """Written before the run's process hears of the run, removed when no process of it is left.
+class RunRecord:
+    """Written before the run's process gets its order, removed when no process of it is left.
 
-    It may be read by an agent of another release, so a field that is added has a default.
+    An agent of another release may read it, so a field that is added has a default.
     """
 
     task: str
@@ -44,11 +42,13 @@ class Card:
     leases: tuple[tuple[str, int], ...]
     """(device UUID, MiB)"""
     runner: str
-    """Name of its Ray actor; empty for a process that somebody else started."""
+    """Name of its Ray actor; empty for an external process."""
     pid: int
     start_ticks: int
     ray_node: str
-    """Ray's id of the node: another one means that the Ray it belonged to is gone."""
+    """Ray's id of the node. If it has another id now, the Ray that the run belonged to is gone."""
+    protocol: int
+    """The form that its runner and the agent speak; 0 for an external process."""
     memory_mb: int = 0
     """Host memory that it asked for."""
 
@@ -62,16 +62,16 @@ class Card:
 
 
 class RunFiles:
-    """Cards and logs of one node's runs, in one directory of mode 0700.
+    """Records and logs of one node's runs, in one directory of mode 0700.
 
-    A card's file is named after the boot it was written in: whatever a power cut left of others names no
-    process any more, and need not be read. The kernel keeps what was written since.
+    The name of a record ends with the machine's boot id. Records of earlier boots may be damaged by a power
+    cut; they name no process any more and are not read. The kernel keeps everything written since the boot.
     """
 
     def __init__(self, directory: Path, boot_id: str) -> None:
-        """Raises PermissionError if others could put files there."""
+        """Raises PermissionError if other users could put files there."""
         _make_private(directory)
-        # As the kernel spells it, because leftovers are found by the log they print to.
+        # As the kernel spells it, because leftovers are found by the log that they have open.
         self._directory = directory.resolve()
         self._ending = f"@{boot_id}.json"
 
@@ -79,74 +79,75 @@ class RunFiles:
         return self._directory / f"{_stem(key)}.log"
 
     def key_of_log(self, path: str) -> RunKey | None:
-        """Whose log this is; None if it is none of this node's. It may have been removed meanwhile."""
+        """The run whose log this is; None if it is none of this node's. The file may be deleted."""
         log = Path(path.removesuffix(" (deleted)"))
         if log.parent != self._directory or log.suffix != ".log":
             return None
         named = _STEM.fullmatch(log.stem)
         return None if named is None else RunKey(unquote(named[1]), int(named[2]), int(named[3]))
 
-    def write_card(self, card: Card) -> None:
-        """Raises OSError if the disk takes no more; then there is none."""
-        draft = self._directory / f"{_stem(card.key)}.new"
+    def write_record(self, record: RunRecord) -> None:
+        """Raises OSError if the disk is full; then there is no record."""
+        draft = self._directory / f"{_stem(record.key)}.new"
         try:
-            draft.write_text(json.dumps(asdict(card)))
-            draft.replace(self._card_of(_stem(card.key)))
+            draft.write_text(json.dumps(asdict(record)))
+            draft.replace(self._record_of(_stem(record.key)))
         except OSError:
             with contextlib.suppress(OSError):
                 draft.unlink()
             raise
 
-    def remove_card(self, key: RunKey) -> None:
-        self._card_of(_stem(key)).unlink(missing_ok=True)
+    def remove_record(self, key: RunKey) -> None:
+        self._record_of(_stem(key)).unlink(missing_ok=True)
 
-    def cards(self) -> list[Card]:
-        """Those of this boot. Raises UnreadableCard."""
+    def records(self) -> list[RunRecord]:
+        """Those of this boot. Raises UnreadableRecord."""
         return [self._read(path) for path in sorted(self._directory.glob(f"*{self._ending}"))]
 
     def remove_outdated(self) -> None:
-        """Cards of earlier boots, and what was never finished."""
+        """Records of earlier boots, and drafts."""
         for path in [*self._directory.glob("*.json"), *self._directory.glob("*.new")]:
             if not path.name.endswith(self._ending):
                 path.unlink(missing_ok=True)
 
-    def tidy(self) -> None:
-        """Bound what logs take. One that is still written to is never removed."""
-        logs = list(self._logs())
-        logs.sort(key=lambda log: log[1].st_mtime, reverse=True)
+    def limit_logs(self) -> None:
+        """The log of a run that has a record is never removed."""
+        logs = sorted(self._logs(), key=lambda log: log[1].st_mtime, reverse=True)
         kept_bytes = kept = 0
         for path, status in logs:
             if status.st_size > LOG_BYTES:
-                _begin_anew(path)
-            elif not self._card_of(path.stem).exists():
+                _cut(path)
+            elif not self._record_of(path.stem).exists():
                 kept_bytes, kept = kept_bytes + status.st_size, kept + 1
                 if kept > KEPT_LOGS or kept_bytes > KEPT_LOG_BYTES:
                     path.unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        """The directory, too, and the one above it if no other node has any."""
+        """With the directory, and with the one above it if no other node has files there."""
         with contextlib.suppress(OSError):
             shutil.rmtree(self._directory)
             self._directory.parent.rmdir()
 
-    def _read(self, path: Path) -> Card:
+    def _read(self, path: Path) -> RunRecord:
         try:
-            card = _card_told(json.loads(_read_own(path)))
-            if self._card_of(_stem(card.key)) != path:
-                raise ValueError(f"it is the card of {card.key}")
+            given = json.loads(_read_own(path))
+            leases = tuple((uuid, mb) for uuid, mb in given["leases"])
+            record = RunRecord(**known_fields(RunRecord, given | {"leases": leases}))
+            if self._record_of(_stem(record.key)) != path:
+                raise ValueError(f"it is the record of {record.key}")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as fault:
-            raise UnreadableCard(
-                f"the card {path} cannot be read: {fault}; it names a run that may still live, so this node "
-                "answers nobody. End that run's processes if there are any, then remove the file"
+            raise UnreadableRecord(
+                f"the record {path} cannot be read: {fault}; it names a run that may still live, so this "
+                "node cannot be used. End that run's processes if there are any, then remove the file"
             ) from fault
-        return card
+        return record
 
     def _logs(self) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self._directory.glob("*.log"):
             with contextlib.suppress(FileNotFoundError):
                 yield path, path.stat()
 
-    def _card_of(self, stem: str) -> Path:
+    def _record_of(self, stem: str) -> Path:
         return self._directory / f"{stem}{self._ending}"
 
 
@@ -154,33 +155,28 @@ def _stem(key: RunKey) -> str:
     return quote(f"{key.task}-{key.fence}-{key.rank}", safe="")
 
 
-def _card_told(told: dict[str, Any]) -> Card:
-    known = {f.name: told[f.name] for f in fields(Card) if f.name in told}
-    return Card(**{**known, "leases": tuple((uuid, mb) for uuid, mb in told["leases"])})
-
-
-def _begin_anew(log: Path) -> None:
+def _cut(log: Path) -> None:
     tail = tail_of_file(log)
-    with log.open("ab") as file:  # as its writers have it: they go on behind what is put here
+    with log.open("ab") as file:  # its writers append too: they go on after what is written here
         file.truncate(0)
         file.write(b"[...]\n" + tail)
 
 
 def _read_own(path: Path) -> bytes:
-    """Of a file that this user made: who is killed stands in it."""
+    """Only a file that this user made: it says which processes are killed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError("it was made by somebody else")
+            raise PermissionError("another user made it")
         return file.read()
 
 
 def _make_private(directory: Path) -> None:
-    """Make the directory and what is missing above it, for this user only.
+    """Make the directory and its missing parents, for this user only.
 
-    Below a directory in which everybody may make files, nobody but root and this user may own a part of the
-    path or write to it: otherwise somebody could have put it there first, or could put another in its place.
+    Below a directory in which every user may make files, only root and this user may own a part of the path
+    or write to it: another user could have made that part first, or could replace it.
     """
     directory = directory.absolute()
     is_open = False
@@ -204,7 +200,7 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _is_safe(status: os.stat_result) -> bool:
-    """Nobody else can put something in the place of what is ours in it: the sticky bit sees to that, too."""
+    """No other user can replace what we own in it; the sticky bit is enough."""
     kept = bool(status.st_mode & stat.S_ISVTX) or not _others_write(status)
     return status.st_uid in (0, os.geteuid()) and stat.S_ISDIR(status.st_mode) and kept
 

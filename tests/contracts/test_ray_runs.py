@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from gpubroker.runtime.journal import AT_ONCE
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
-from gpubroker_server.adapters.ray.agent.device_meter import Meter
-from gpubroker_server.adapters.ray.agent.runs import RunKeeper
+from gpubroker_server.adapters.nvml.probe import DeviceMeter
+from gpubroker_server.adapters.ray.agent.runs import NodeRuns
 from gpubroker_server.adapters.ray.processes import has_stopped
 from gpubroker_server.core.domain.orders import SeenDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import MeasuredDevice, ProcessGroup
 
-from tests.contracts.runner_stand import GPU, Stand, an_agent_config
+from tests.contracts.fake_runners import GPU, FakeRunners, an_agent_config
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -46,26 +46,26 @@ class Probe:
         return [MeasuredDevice(GPU, used, Mib(0), {}, None)] if self.is_on_the_bus else []
 
 
-class Kept:
-    """A keeper, and what it said."""
+class Scene:
+    """A runs, and what it reports."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.stand = Stand()
+        self.runners = FakeRunners()
         self.probe = Probe()
-        self.said: list[Report] = []
+        self.reports: list[Report] = []
         self.config = an_agent_config(run_dir)
-        self.keeper = RunKeeper(self.config, self, Meter(self.probe), self.stand)
+        self.runs = NodeRuns(self.config, self.report, DeviceMeter(self.probe), self.runners)
 
-    def say(self, report: Report, _delay_seconds: float = AT_ONCE) -> None:
-        self.said.append(report)
+    def report(self, report: Report, _delay_seconds: float = AT_ONCE) -> None:
+        self.reports.append(report)
 
     async def start(self, task: str, *devices: str, **more: Any) -> int:
         """The process that runs it."""
         leases = tuple((uuid, 1000) for uuid in devices)
         order = RunOrder(task=task, fence=1, kind="entrypoint", leases=leases, **more)
-        self.keeper.start(order, shareable=False)
-        await self.until(lambda: task in self.stand.started)
-        return self.stand.runner_of(task).process.pid
+        self.runs.start(order, shareable=False)
+        await self.until(lambda: task in self.runners.started)
+        return self.runners.runner_of(task).process.pid
 
     async def until(self, true: Callable[[], Any]) -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -73,50 +73,50 @@ class Kept:
                 await asyncio.sleep(0.005)
 
     def gone(self) -> list[Report]:
-        return [report for report in self.said if report[0] == "gone"]
+        return [report for report in self.reports if report[0] == "gone"]
 
 
 @pytest.fixture
-async def kept(tmp_path: Path) -> AsyncIterator[Kept]:
-    kept = Kept(tmp_path)
-    await kept.keeper.adopt()
-    yield kept
-    kept.stand.close()
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    scene = Scene(tmp_path)
+    await scene.runs.adopt()
+    yield scene
+    scene.runners.close()
 
 
-async def test_a_run_with_memory_is_gone_only_when_its_devices_can_be_measured(kept: Kept) -> None:
-    await kept.start("t", GPU)
-    kept.probe.fault = RuntimeError("the driver does not answer")
-    kept.stand.runner_of("t").process.kill()
-    await kept.until(lambda: kept.probe.asked >= 2)
-    assert kept.gone() == []
-    kept.probe.fault = None
-    await kept.until(kept.gone)
-    [(*_, proof, samples)] = kept.gone()
+async def test_a_run_with_memory_is_gone_only_when_its_devices_can_be_measured(scene: Scene) -> None:
+    await scene.start("t", GPU)
+    scene.probe.fault = RuntimeError("the driver does not answer")
+    scene.runners.runner_of("t").process.kill()
+    await scene.until(lambda: scene.probe.asked >= 2)
+    assert scene.gone() == []
+    scene.probe.fault = None
+    await scene.until(scene.gone)
+    [(*_, proof, samples)] = scene.gone()
     assert (proof, samples) == ("process_absent", ((GPU, 0, 0, {}, None),))
 
 
-async def test_a_device_that_does_not_answer_is_waited_for(kept: Kept) -> None:
-    await kept.start("t", GPU)
-    kept.probe.is_on_the_bus = False
-    kept.stand.runner_of("t").process.kill()
-    await kept.until(lambda: kept.probe.asked >= 2)
-    assert kept.gone() == []
-    kept.probe.is_on_the_bus = True
-    await kept.until(kept.gone)
+async def test_a_device_that_does_not_answer_is_waited_for(scene: Scene) -> None:
+    await scene.start("t", GPU)
+    scene.probe.is_on_the_bus = False
+    scene.runners.runner_of("t").process.kill()
+    await scene.until(lambda: scene.probe.asked >= 2)
+    assert scene.gone() == []
+    scene.probe.is_on_the_bus = True
+    await scene.until(scene.gone)
 
 
-async def test_a_device_that_is_not_in_this_machine_any_more_holds_nothing_up(kept: Kept) -> None:
-    await kept.start("t", GPU, "GPU-taken-out")
-    kept.stand.runner_of("t").process.kill()
-    await kept.until(kept.gone)
+async def test_a_device_that_is_not_in_this_machine_any_more_holds_nothing_up(scene: Scene) -> None:
+    await scene.start("t", GPU, "GPU-taken-out")
+    scene.runners.runner_of("t").process.kill()
+    await scene.until(scene.gone)
 
 
-async def test_a_run_without_memory_is_gone_without_a_measurement(kept: Kept) -> None:
-    await kept.start("t")
-    kept.probe.fault = RuntimeError("the driver does not answer")
-    kept.stand.runner_of("t").process.kill()
-    await kept.until(kept.gone)
+async def test_a_run_without_memory_is_gone_without_a_measurement(scene: Scene) -> None:
+    await scene.start("t")
+    scene.probe.fault = RuntimeError("the driver does not answer")
+    scene.runners.runner_of("t").process.kill()
+    await scene.until(scene.gone)
 
 
 TAKES_100_MB = "import sys; taken = b'x' * 10**8; print(len(taken), flush=True); sys.stdin.read()"
@@ -129,59 +129,59 @@ def a_large_process() -> "subprocess.Popen[bytes]":
 
 
 async def test_a_run_of_which_a_process_takes_too_much_host_memory_is_ended(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept.keeper, "_config", replace(kept.config, process_memory_mb=64))
-    await kept.keeper.hold_to_allowance()
-    await kept.start("small")
+    monkeypatch.setattr(scene.runs, "_config", replace(scene.config, process_memory_mb=64))
+    await scene.runs.enforce_memory_limit()
+    await scene.start("small")
     large = a_large_process()
-    kept.stand.birth = lambda runner: runner.become(large)
-    await kept.start("large")
+    scene.runners.on_start = lambda runner: runner.become(large)
+    await scene.start("large")
     assert large.stdout is not None
     await asyncio.to_thread(large.stdout.readline)
-    await kept.keeper.hold_to_allowance()
-    await kept.keeper.hold_to_allowance()
-    await kept.until(kept.gone)
-    [(_, task, *_, failure, _log)] = [report for report in kept.said if report[0] == "ended"]
+    await scene.runs.enforce_memory_limit()
+    await scene.runs.enforce_memory_limit()
+    await scene.until(scene.gone)
+    [(_, task, *_, failure, _log)] = [report for report in scene.reports if report[0] == "ended"]
     assert (task, failure[0]) == ("large", "host_memory_exceeded")
     assert "and each may have 64 MiB here" in failure[1]
 
 
 async def test_a_run_may_take_the_host_memory_that_it_asked_for(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept.keeper, "_config", replace(kept.config, process_memory_mb=64))
+    monkeypatch.setattr(scene.runs, "_config", replace(scene.config, process_memory_mb=64))
     large = a_large_process()
-    kept.stand.birth = lambda runner: runner.become(large)
-    await kept.start("large", memory_mb=4000)
+    scene.runners.on_start = lambda runner: runner.become(large)
+    await scene.start("large", memory_mb=4000)
     assert large.stdout is not None
     await asyncio.to_thread(large.stdout.readline)
-    await kept.keeper.hold_to_allowance()
-    [run] = kept.keeper.book.runs.values()
-    assert run.lane is not None
-    assert run.lane.breach == ""
+    await scene.runs.enforce_memory_limit()
+    [run] = scene.runs.table.runs.values()
+    assert run.process is not None
+    assert run.process.breach == ""
 
 
 async def test_a_run_that_somebody_lets_go_on_while_it_is_being_ended_is_ended_all_the_same(
-    kept: Kept,
+    scene: Scene,
 ) -> None:
     """As an operator does who wakes all of a node that stood still."""
-    pid = await kept.start("t", GPU)
+    pid = await scene.start("t", GPU)
     held_up = threading.Event()
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(1))  # in which whatever ends it looks around
     loop.run_in_executor(None, held_up.wait, 10)
-    kept.keeper.stop(RunKey("t", 1, 0), grace_seconds=0)
-    await kept.until(lambda: has_stopped(pid))
+    scene.runs.stop(RunKey("t", 1, 0), grace_seconds=0)
+    await scene.until(lambda: has_stopped(pid))
     os.kill(pid, signal.SIGCONT)
-    await kept.until(lambda: not has_stopped(pid))
+    await scene.until(lambda: not has_stopped(pid))
     held_up.set()
-    await kept.until(kept.gone)
+    await scene.until(scene.gone)
 
 
-async def test_who_leaves_a_node_leaves_no_process_and_no_file(kept: Kept, tmp_path: Path) -> None:
-    await kept.start("a", GPU)
-    await kept.start("b")
-    await kept.keeper.close()
-    assert kept.stand.names() == []
+async def test_who_leaves_a_node_leaves_no_process_and_no_file(scene: Scene, tmp_path: Path) -> None:
+    await scene.start("a", GPU)
+    await scene.start("b")
+    await scene.runs.close()
+    assert scene.runners.names() == []
     assert os.listdir(tmp_path) == []

@@ -10,7 +10,7 @@ from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import PROTOCOL, Report, RunOrder
 from gpubroker_server.adapters.ray.agent.node_agent import NodeAgent
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.processes import Watched, process_id
+from gpubroker_server.adapters.ray.processes import WatchedProcess, process_id
 from gpubroker_server.adapters.ray.wire import PROTOCOL as AGENT_PROTOCOL
 from gpubroker_server.adapters.ray.wire import pack, unpack
 from ray.exceptions import RayActorError
@@ -65,7 +65,9 @@ class Runner:
         self.answers = asyncio.Event()
         """Until it is set nobody hears who this is."""
         self.answers.set()
-        self.speaks = (PROTOCOL,)
+        self.speaks: tuple[int, ...] = (PROTOCOL,)
+        self.protocols: set[int] = set()
+        """Spoken by the agent."""
         self.describe = _Method(self._describe)
         self.exchange = _Method(self._exchange)
         self._mailbox: Mailbox | None = None
@@ -80,7 +82,7 @@ class Runner:
         """Those that it was told to start."""
         return [item[1]["task"] for item in self.items if item[0] in ("own", "share")]
 
-    def say(self, *reports: Report) -> None:
+    def report(self, *reports: Report) -> None:
         assert self._mailbox is not None
         for report in reports:
             self._mailbox.journal.add(report)
@@ -89,16 +91,17 @@ class Runner:
         await self.answers.wait()
         runs = [order.to_wire() for order in self.runs]
         who = {"pid": self.process.pid, "shared": self.shared, "runs": runs}
-        return pack({"protocol": self.speaks[0], "speaks": self.speaks, **who})
+        return pack({"speaks": self.speaks, **who})
 
     async def _exchange(self, protocol: int, acknowledged: int, items: Any) -> bytes:
         if protocol not in self.speaks:
             raise RayActorError
+        self.protocols.add(protocol)
         self._mailbox = self._mailbox or Mailbox()
         self.items += items
         self._started += [item[1]["task"] for item in items if item[0] in ("own", "share")]
         try:
-            watched = Watched(process_id(self.process.pid))
+            watched = WatchedProcess(process_id(self.process.pid))
         except ProcessLookupError:
             raise RayActorError from None
         reading = asyncio.ensure_future(self._mailbox.read(acknowledged, may_come=lambda: True))
@@ -112,44 +115,44 @@ class Runner:
         return pack(reading.result())
 
 
-class Stand:
-    """Implements `runners.Runners`."""
+class FakeRunners:
+    """In place of `runner_pool.RayRunners`."""
 
     def __init__(self) -> None:
         self.node = "a Ray node"
         self.host = "10.0.0.1"
-        self.runners: list[Runner] = []
+        self.made: list[Runner] = []
         self.started: list[str] = []
         """Tasks, in the order in which a runner was told to start them."""
-        self.birth: Callable[[Runner], None] = lambda _runner: None
+        self.on_start: Callable[[Runner], None] = lambda _runner: None
         """What happens to each new one."""
 
     def make(self, *, shared: bool) -> tuple[str, Any]:
-        runner = Runner(f"runner-{len(self.runners)}", shared, self.started)
-        self.birth(runner)
-        self.runners.append(runner)
+        runner = Runner(f"runner-{len(self.made)}", shared, self.started)
+        self.on_start(runner)
+        self.made.append(runner)
         return runner.name, runner
 
     def names(self) -> list[str]:
-        return [runner.name for runner in self.runners if runner.process.poll() is None]
+        return [runner.name for runner in self.made if runner.process.poll() is None]
 
     def find(self, name: str) -> Any | None:
-        return next((runner for runner in self.runners if runner.name == name), None)
+        return next((runner for runner in self.made if runner.name == name), None)
 
     def kill(self, runner: Any) -> None:
         runner.process.kill()
 
     def runner_of(self, task: str) -> Runner:
         """That was told to start it."""
-        return next(r for r in self.runners if task in r.tasks())
+        return next(r for r in self.made if task in r.tasks())
 
     def close(self) -> None:
-        for runner in self.runners:
+        for runner in self.made:
             runner.process.kill()
             runner.process.wait()
 
 
-class Line:
+class Leader:
     """A leader's conversation with one agent: what it hears, in order."""
 
     def __init__(self, agent: NodeAgent, config: AgentConfig, term: int = 1) -> None:
@@ -158,7 +161,7 @@ class Line:
         self.term = term
         self.protocol = AGENT_PROTOCOL
         self.incarnation = ""
-        self.heard: list[Report] = []
+        self.received: list[Report] = []
         self._acknowledged = 0
 
     async def announce(self) -> str:
@@ -178,11 +181,11 @@ class Line:
     async def order(self, *order: Any) -> None:
         await self.agent.orders(self.protocol, self.term, pack([order]))
 
-    async def hear(self, kind: str, task: str = "") -> Report:
+    async def receive(self, kind: str, task: str = "") -> Report:
         """The first report of this kind (about this task), as soon as it has come."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
-                for report in self.heard:
+                for report in self.received:
                     if report[0] == kind and (not task or report[1] == task):
                         return report
                 await self._poll()
@@ -193,16 +196,16 @@ class Line:
             while not true():  # noqa: ASYNC110  # processes and files send no events
                 await asyncio.sleep(0.005)
 
-    def told_of(self, task: str) -> list[str]:
-        return [report[0] for report in self.heard if report[1] == task]
+    def kinds_of(self, task: str) -> list[str]:
+        return [report[0] for report in self.received if report[1] == task]
 
     async def _poll(self) -> None:
         self._acknowledged, packed = await self.agent.poll(self.incarnation, self._acknowledged, 10.0)
         if packed:
-            self.heard += unpack(packed)[-1]
+            self.received += unpack(packed)[-1]
 
 
-def a_line(stand: Stand, folder: Path, **changes: Any) -> Line:
+def a_leader(runners: FakeRunners, folder: Path, **changes: Any) -> Leader:
     """To a new agent, with these changes of its configuration."""
     config = an_agent_config(folder, **changes)
-    return Line(NodeAgent(config.to_json(), stand), config)
+    return Leader(NodeAgent(config.to_json(), runners), config)
