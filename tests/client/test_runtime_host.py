@@ -1,4 +1,4 @@
-"""Many runs in one process: side by side, and none in another's way."""
+"""Many runs in one process, independent of one another."""
 
 import asyncio
 import json
@@ -72,7 +72,7 @@ def hosted() -> Hosted:
     return Hosted()
 
 
-def test_runs_at_the_same_time_each_know_their_own_task(hosted: Hosted) -> None:
+def test_simultaneous_runs_each_know_their_own_task(hosted: Hosted) -> None:
     keys = [hosted.call_by_name("meet") for _ in range(COMPANY)]
     assert [hosted.result_of(key) for key in keys] == [key.task for key in keys]
 
@@ -86,7 +86,7 @@ def test_coroutines_and_their_threads_know_their_task(hosted: Hosted) -> None:
     assert hosted.result_of(key) == [key.task, key.task]
 
 
-def test_a_thread_of_a_small_run_is_told_how_to_know_its_task(hosted: Hosted) -> None:
+def test_a_thread_of_a_small_run_gets_an_error_that_says_how_to_know_its_task(hosted: Hosted) -> None:
     def work() -> str:
         said: list[str] = []
 
@@ -112,7 +112,7 @@ def test_each_run_keeps_what_it_printed_and_logged(hosted: Hosted, monkeypatch: 
     assert tails == [f"I am {name}\nlogged by {name}\nbye\n" for name in "abcd"]
 
 
-def test_of_much_output_the_newest_is_kept(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_output_is_kept(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as streams:
         sort_output(streams)
         tail = hosted.end_of(hosted.call(lambda: print("\n".join(map(str, range(100_000))))))[9]
@@ -120,7 +120,7 @@ def test_of_much_output_the_newest_is_kept(hosted: Hosted, monkeypatch: pytest.M
     assert tail.endswith(b"99998\n99999\n")
 
 
-def test_a_notice_reaches_the_run_it_is_for_and_no_other(hosted: Hosted) -> None:
+def test_a_stop_notice_reaches_its_run_and_no_other(hosted: Hosted) -> None:
     def work(patience_seconds: float) -> bool:
         return current_task().wait_for_stop(patience_seconds)
 
@@ -131,14 +131,14 @@ def test_a_notice_reaches_the_run_it_is_for_and_no_other(hosted: Hosted) -> None
     assert hosted.result_of(other) is False
 
 
-def test_a_notice_for_a_run_that_has_ended_is_no_fault(hosted: Hosted) -> None:
+def test_a_stop_notice_for_a_run_that_has_ended_is_ignored(hosted: Hosted) -> None:
     key = hosted.call(lambda: None)
     hosted.end_of(key)
     hosted.host.stop(key)
 
 
 @pytest.mark.parametrize("fault", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), ValueError("no")])
-def test_whatever_is_raised_ends_the_run_and_nothing_else(hosted: Hosted, fault: BaseException) -> None:
+def test_any_exception_ends_its_run_and_nothing_else(hosted: Hosted, fault: BaseException) -> None:
     def work() -> None:
         raise fault
 
@@ -159,7 +159,7 @@ def test_a_run_that_closes_standard_output_still_ends(
     assert hosted.result_of(hosted.call(lambda: 1)) == 1
 
 
-def test_a_run_that_closed_its_log_has_no_last_lines_and_still_ends(tmp_path: Path) -> None:
+def test_a_run_that_closed_its_log_still_ends_without_a_log_tail(tmp_path: Path) -> None:
     output = FileOutput(tmp_path / "log")
     os.close(output._descriptor)
     assert output.tail() == b""

@@ -1,4 +1,4 @@
-"""Reports on their way from threads to the one reader that waits for them."""
+"""Reports on their way from threads to one waiting reader."""
 
 import asyncio
 import threading
@@ -20,14 +20,14 @@ async def read(mailbox: Mailbox, acknowledged: int = 0) -> list[object]:
     return [report[0] for _, report in taken]
 
 
-async def test_a_reader_wakes_for_what_another_thread_writes(mailbox: Mailbox) -> None:
+async def test_a_reader_wakes_for_a_report_of_another_thread(mailbox: Mailbox) -> None:
     reading = asyncio.create_task(read(mailbox))
     await asyncio.sleep(0)
     threading.Thread(target=mailbox.journal.add, args=(("ended",),)).start()
     assert await reading == ["ended"]
 
 
-async def test_a_start_waits_for_its_end_so_that_both_travel_together(mailbox: Mailbox) -> None:
+async def test_the_reports_of_a_start_and_its_end_travel_together(mailbox: Mailbox) -> None:
     mailbox.journal.add(("started",), SOON)
     reading = asyncio.create_task(read(mailbox))
     await asyncio.sleep(0)
@@ -35,12 +35,12 @@ async def test_a_start_waits_for_its_end_so_that_both_travel_together(mailbox: M
     assert await reading == ["started", "ended"]
 
 
-async def test_a_start_without_an_end_travels_by_itself(mailbox: Mailbox) -> None:
+async def test_the_report_of_a_start_without_an_end_travels_alone(mailbox: Mailbox) -> None:
     mailbox.journal.add(("started",), SOON)
     assert await read(mailbox) == ["started"]
 
 
-async def test_of_news_only_the_newest_is_read(mailbox: Mailbox) -> None:
+async def test_only_the_newest_news_is_read(mailbox: Mailbox) -> None:
     for number in range(5):
         mailbox.journal.note("run", ("progressed", number), LAZILY)
     [(_, report)] = await mailbox.read(0, may_come=lambda: True)
@@ -59,7 +59,7 @@ async def test_news_of_several_kinds_and_runs_are_each_kept_and_read_in_the_orde
     ]
 
 
-async def test_what_must_not_be_lost_comes_after_all_news_of_its_run(mailbox: Mailbox) -> None:
+async def test_a_lasting_report_comes_after_all_news_of_its_run(mailbox: Mailbox) -> None:
     mailbox.journal.note("run", ("checkpointed",))
     mailbox.journal.note("run", ("progressed",))
     mailbox.journal.add(("ended",), after_news_of="run")
@@ -78,7 +78,7 @@ async def test_news_that_a_full_batch_left_behind_are_still_replaced_by_newer_on
     assert [len(first), [report for _, report in rest]] == [1, [("checkpointed", b"new")]]
 
 
-async def test_a_later_reader_takes_the_place_of_an_earlier_one(mailbox: Mailbox) -> None:
+async def test_a_later_reader_replaces_an_earlier_one(mailbox: Mailbox) -> None:
     earlier = asyncio.create_task(read(mailbox))
     await asyncio.sleep(0)
     later = asyncio.create_task(read(mailbox))
@@ -95,7 +95,7 @@ async def test_nothing_is_read_twice_unless_the_reader_starts_over(mailbox: Mail
     assert await read(mailbox, START_OVER) == ["a", "b"]
 
 
-async def test_what_was_acknowledged_is_gone_for_a_reader_that_starts_over_too(mailbox: Mailbox) -> None:
+async def test_acknowledged_reports_are_gone_for_a_reader_that_starts_over_too(mailbox: Mailbox) -> None:
     mailbox.journal.add(("a",))
     [(number, _)] = await mailbox.read(0, may_come=lambda: True)
     mailbox.journal.add(("b",))
@@ -103,15 +103,15 @@ async def test_what_was_acknowledged_is_gone_for_a_reader_that_starts_over_too(m
     assert await read(mailbox, START_OVER) == ["b"]
 
 
-async def test_a_reader_goes_home_when_nothing_more_may_come(mailbox: Mailbox) -> None:
+async def test_a_read_ends_when_no_more_reports_may_come(mailbox: Mailbox) -> None:
     assert await mailbox.read(0, may_come=lambda: False) == []
 
 
-async def test_a_reader_goes_home_when_its_time_is_up(mailbox: Mailbox) -> None:
+async def test_a_read_ends_when_its_time_is_up(mailbox: Mailbox) -> None:
     assert await mailbox.read(0, may_come=lambda: True, timeout_seconds=0.01) == []
 
 
-async def test_an_early_wake_up_sends_nobody_home(mailbox: Mailbox) -> None:
+async def test_an_early_wake_up_does_not_end_a_read(mailbox: Mailbox) -> None:
     """The wake-up of a report that was read meanwhile must not end the next wait."""
     mailbox.journal.add(("a",))
     assert await mailbox.read(0, may_come=lambda: False) == [(1, ("a",))]

@@ -1,4 +1,4 @@
-"""What a process that runs user code may say, and what becomes of anything else."""
+"""Which reports a process with user code may write, and what happens to anything else."""
 
 import pytest
 from gpubroker.runtime.messages import (
@@ -31,7 +31,7 @@ SAID: list[Report] = [
 
 
 @pytest.mark.parametrize("report", SAID)
-def test_what_the_runtime_says_is_a_report_and_told_as_it_is(report: Report) -> None:
+def test_a_report_of_the_runtime_is_passed_on_unchanged(report: Report) -> None:
     assert is_report(report)
     assert carriable(report) == report
 
@@ -52,14 +52,14 @@ def test_what_the_runtime_says_is_a_report_and_told_as_it_is(report: Report) -> 
         ("started", *KEY, 1.0),
     ],
 )
-def test_anything_else_becomes_the_failure_of_its_run(report: Report) -> None:
+def test_a_malformed_report_fails_its_run(report: Report) -> None:
     assert not is_report(report)
     told = carriable(report)
     assert (told[:4], told[5], is_report(told)) == (("ended", *KEY), "failed", True)
 
 
 @pytest.mark.parametrize("report", [None, (), ("started",), ("ended", "t", "1", 0, 1.0), ["a", "list"]])
-def test_what_names_no_run_tells_nothing(report: Report) -> None:
+def test_a_malformed_report_that_names_no_run_is_dropped(report: Report) -> None:
     assert carriable(report) == ("nonsense",)
 
 

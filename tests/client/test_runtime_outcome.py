@@ -1,4 +1,4 @@
-"""What user code returned or raised, in a form that can travel."""
+"""Results and exceptions of user code, in a form that can travel."""
 
 import json
 
@@ -29,20 +29,22 @@ def test_plain_data_travels_as_compact_json_in_its_own_letters() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1}, b"bytes", object(), {(1, 2): 3}])
-def test_what_json_cannot_carry_is_refused_with_the_other_format_named(value: object) -> None:
+def test_a_value_that_json_cannot_carry_is_refused_and_the_error_names_the_other_format(
+    value: object,
+) -> None:
     fault = fault_of(succeeded(value, "json", LIMIT))
     assert fault.kind == "unserializable_result"
     assert type(value).__name__ in fault.message
     assert "result_format=cloudpickle" in fault.message
 
 
-def test_a_value_that_contains_itself_is_refused_and_not_followed_for_ever() -> None:
+def test_a_value_that_contains_itself_is_refused() -> None:
     value: list[object] = []
     value.append(value)
     assert fault_of(succeeded(value, "json", LIMIT)).kind == "unserializable_result"
 
 
-def test_cloudpickle_carries_what_json_cannot() -> None:
+def test_cloudpickle_carries_values_that_json_cannot() -> None:
     outcome = succeeded({1, 2}, "cloudpickle", LIMIT)
     assert outcome.result is not None
     assert cloudpickle.loads(outcome.result) == {1, 2}
@@ -54,7 +56,7 @@ def test_a_result_of_exactly_the_limit_is_carried_and_one_byte_more_is_not() -> 
     assert fault_of(succeeded(fits + "x", "json", LIMIT)).kind == "result_too_large"
 
 
-def test_giving_way_is_no_failure() -> None:
+def test_a_stopped_run_has_not_failed() -> None:
     assert raised(Stopped()) == RunOutcome("stopped")
 
 
@@ -66,7 +68,7 @@ def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
     assert len(fault.message) <= 4096
 
 
-def test_an_exception_that_cannot_be_shown_is_still_told() -> None:
+def test_an_exception_that_cannot_be_printed_is_still_reported() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no words")
@@ -75,7 +77,7 @@ def test_an_exception_that_cannot_be_shown_is_still_told() -> None:
     assert "Mute" in fault.message
 
 
-def test_an_exception_whose_text_ends_the_program_is_still_told() -> None:
+def test_an_exception_whose_text_exits_the_program_is_still_reported() -> None:
     class Deadly(Exception):
         def __str__(self) -> str:
             raise SystemExit

@@ -19,7 +19,7 @@ ORDER = RunOrder(task="t", fence=2, kind="entrypoint", attempt=2, leases=(("GPU-
 
 
 class Recorded:
-    """A running task, and what it told."""
+    """A running task, and its reports."""
 
     def __init__(self, **changes: Any) -> None:
         self.journal = Journal(lambda _delay: None)
@@ -29,7 +29,7 @@ class Recorded:
         return [report for _, report in self.journal.take(START_OVER, 10**9)]
 
 
-def test_outside_of_a_task_the_error_says_where_it_works() -> None:
+def test_current_task_outside_of_a_task_says_where_it_works() -> None:
     with pytest.raises(NoCurrentTask, match="inside a function that gpubroker started"):
         current_task()
 
@@ -69,7 +69,7 @@ def test_a_state_over_the_limit_is_not_saved_at_all() -> None:
     assert saving.told() == []
 
 
-def test_only_the_newest_progress_is_told_and_it_lies_between_0_and_1() -> None:
+def test_only_the_newest_progress_is_reported_and_it_is_between_0_and_1() -> None:
     working = Recorded()
     for fraction in (0.1, 0.5, 1.000001):
         working.task.progress(fraction, "x" * 1000)
@@ -79,21 +79,21 @@ def test_only_the_newest_progress_is_told_and_it_lies_between_0_and_1() -> None:
 
 
 @pytest.mark.parametrize("fraction", [50, -1, float("nan"), float("inf")])
-def test_progress_that_is_no_fraction_is_a_mistake_that_names_the_remedy(fraction: float) -> None:
+def test_progress_that_is_no_fraction_raises_an_error_that_names_the_remedy(fraction: float) -> None:
     working = Recorded()
     with pytest.raises(ValueError, match=r"from 0 to 1.*done / all"):
         working.task.progress(fraction)
     assert working.told() == []
 
 
-def test_progress_is_told_before_the_checkpoint_that_follows_it() -> None:
+def test_progress_is_reported_before_the_checkpoint_that_follows_it() -> None:
     working = Recorded()
     working.task.progress(0.5)
     working.task.checkpoint(b"half")
     assert [report[0] for report in working.told()] == ["progressed", "checkpointed"]
 
 
-def test_of_checkpoints_that_nobody_fetched_only_the_newest_is_kept() -> None:
+def test_only_the_newest_of_the_unfetched_checkpoints_is_kept() -> None:
     saving = Recorded()
     for number in range(100):
         saving.task.checkpoint(b"%d" % number)
@@ -101,7 +101,7 @@ def test_of_checkpoints_that_nobody_fetched_only_the_newest_is_kept() -> None:
     assert (sequence % 1_000_000, data) == (100, b"\x0099")
 
 
-def test_a_path_is_an_address() -> None:
+def test_a_checkpoint_uri_may_be_a_path() -> None:
     saving = Recorded()
     saving.task.checkpoint(uri=Path("/data/state"))
     [report] = saving.told()
@@ -110,7 +110,7 @@ def test_a_path_is_an_address() -> None:
 
 
 @pytest.mark.parametrize("uri", ["", "a\0b", "half \ud800", "x" * 2049])
-def test_an_address_that_no_database_takes_is_refused_where_it_is_given(uri: str) -> None:
+def test_a_uri_that_no_database_takes_is_refused_at_once(uri: str) -> None:
     saving = Recorded()
     with pytest.raises(ValueError, match="1 to 2048 characters"):
         saving.task.checkpoint(uri=uri)
@@ -118,12 +118,12 @@ def test_an_address_that_no_database_takes_is_refused_where_it_is_given(uri: str
 
 
 @pytest.mark.parametrize("uri", [3, b"/data", object()])
-def test_what_is_no_address_is_refused_where_it_is_given(uri: Any) -> None:
+def test_a_uri_of_another_type_is_refused_at_once(uri: Any) -> None:
     with pytest.raises(TypeError):
         Recorded().task.checkpoint(uri=uri)
 
 
-def test_progress_in_words_that_no_database_takes_is_told_without_them() -> None:
+def test_a_progress_message_is_reported_without_characters_that_no_database_takes() -> None:
     working = Recorded()
     working.task.progress(message="a\0b\ud800c")
     [report] = working.told()
@@ -131,7 +131,7 @@ def test_progress_in_words_that_no_database_takes_is_told_without_them() -> None
     assert is_report(report)
 
 
-def test_notice_wakes_who_waits_and_calls_who_asked_once() -> None:
+def test_a_stop_notice_wakes_waiting_code_and_calls_each_callback_once() -> None:
     task = Recorded().task
     called: list[str] = []
     task.call_on_stop(lambda: called.append("before"))
@@ -145,7 +145,7 @@ def test_notice_wakes_who_waits_and_calls_who_asked_once() -> None:
     assert called == ["before", "after"]
 
 
-def test_a_handler_of_all_exceptions_does_not_swallow_the_way_out() -> None:
+def test_except_exception_does_not_catch_stopped() -> None:
     def careless_loop() -> None:
         try:
             raise Stopped
@@ -156,7 +156,7 @@ def test_a_handler_of_all_exceptions_does_not_swallow_the_way_out() -> None:
         careless_loop()
 
 
-def test_a_rank_waits_until_all_are_ready_and_then_knows_where_to_meet() -> None:
+def test_a_rank_waits_until_all_are_ready_and_then_knows_the_rendezvous() -> None:
     task = Recorded(rank=1, world_size=4).task
     waited: list[bool] = []
     waiting = threading.Thread(target=lambda: waited.append(task.wait_for_go()))
@@ -169,13 +169,13 @@ def test_a_rank_waits_until_all_are_ready_and_then_knows_where_to_meet() -> None
     assert (task.rank, task.world_size, task.rank_zero_address) == (1, 4, "10.0.0.7:4711")
 
 
-def test_a_rank_that_shall_stop_waits_for_nobody() -> None:
+def test_a_rank_with_a_stop_notice_does_not_wait_for_others() -> None:
     task = Recorded(rank=1, world_size=4).task
     task.give_notice()
     assert not task.wait_for_go()
 
 
-def test_a_rank_hears_which_others_have_left() -> None:
+def test_a_rank_learns_which_others_have_left() -> None:
     task = Recorded(rank=1, world_size=4).task
     assert (task.members, task.world_changed) == ((0, 1, 2, 3), False)
     task.shrink_world((0, 1, 3))
@@ -189,7 +189,7 @@ def test_a_rank_hears_which_others_have_left() -> None:
     assert not task.world_changed
 
 
-def test_only_the_first_rank_saves() -> None:
+def test_only_rank_zero_saves_checkpoints() -> None:
     second = Recorded(rank=1, world_size=2)
     second.task.checkpoint({"step": 3})
     second.task.checkpoint(uri="s3://bucket/state")
@@ -197,7 +197,7 @@ def test_only_the_first_rank_saves() -> None:
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1")])
-def test_a_meeting_port_is_nobody_elses_until_it_is_left(
+def test_a_rendezvous_port_is_reserved_until_it_is_closed(
     host: str, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {})

@@ -1,4 +1,4 @@
-"""Runners without Ray: a real process each, which does nothing; the test says what it reports."""
+"""Runners without Ray: each is a real process that does nothing; the test writes its reports."""
 
 import asyncio
 import subprocess
@@ -43,7 +43,7 @@ def an_agent_config(run_dir: Path, **changes: Any) -> AgentConfig:
 
 
 class _Method:
-    """What an actor's handle has for each of its methods."""
+    """A method of an actor's handle."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -53,7 +53,7 @@ class _Method:
 
 
 class Runner:
-    """One handle. `items` are the orders that came, `say` is what its process reports."""
+    """One handle. `items` are the orders that it got; `report` writes reports of its process."""
 
     def __init__(self, name: str, shared: bool, started: list[str]) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class Runner:
         self.items: list[Any] = []
         self.runs: list[RunOrder] = []
         self.answers = asyncio.Event()
-        """Until it is set nobody hears who this is."""
+        """Until it is set it does not describe itself."""
         self.answers.set()
         self.speaks: tuple[int, ...] = (PROTOCOL,)
         self.protocols: set[int] = set()
@@ -153,7 +153,7 @@ class FakeRunners:
 
 
 class Leader:
-    """A leader's conversation with one agent: what it hears, in order."""
+    """A leader's conversation with one agent, with all reports in order."""
 
     def __init__(self, agent: NodeAgent, config: AgentConfig, term: int = 1) -> None:
         self.agent = agent

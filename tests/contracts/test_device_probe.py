@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpubroker_server.adapters.nvml.probe import NvmlProbe, new_probe, shares_pids
-from gpubroker_server.adapters.nvml.simulated import SAYS_WHAT_IT_USES, SimulatedProbe
+from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
 from gpubroker_server.core.domain.orders import SeenDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import DeviceProbe, MeasuredDevice, ProcessGroup
@@ -182,7 +182,7 @@ def a_process_that_says(used: str) -> Iterator[int]:
     """Its pid, once it runs: between its start and that, nobody can read what is in its environment."""
     with subprocess.Popen(
         ["sh", "-c", "echo running; read _"],
-        env={**os.environ, SAYS_WHAT_IT_USES: used},
+        env={**os.environ, "SIMULATED_GPU_MB": used},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:

@@ -1,4 +1,4 @@
-"""What a node agent answers, refuses and never forgets, on runners that only wait."""
+"""What a node agent answers, refuses and remembers, on runners that only wait."""
 
 import asyncio
 import os
@@ -40,12 +40,12 @@ def files_of(config: AgentConfig) -> Path:
 
 
 def leave_a_run(runners: FakeRunners, config: AgentConfig, task: str) -> Runner:
-    """As an agent leaves one that is killed: its runner lives, its card is there."""
+    """As a killed agent leaves it: its runner lives, its record is there."""
     name, runner = runners.make(shared=False)
-    card = RunRecord(
+    record = RunRecord(
         task, 1, 0, ((GPU, 1000),), name, *process_id(runner.process.pid), runners.node, PROTOCOL
     )
-    RunFiles(files_of(config), boot_id()).write_record(card)
+    RunFiles(files_of(config), boot_id()).write_record(record)
     assert isinstance(runner, Runner)
     return runner
 
@@ -54,7 +54,7 @@ def runs_seen(leader: Leader) -> list[tuple[str, int]]:
     return list([report[4] for report in leader.received if report[0] == "node_seen"][-1])
 
 
-async def test_an_agent_answers_nobody_while_one_card_cannot_be_read(
+async def test_an_agent_does_not_answer_while_a_record_cannot_be_read(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     leader = open_leader()
@@ -70,7 +70,7 @@ async def test_an_agent_answers_nobody_while_one_card_cannot_be_read(
     assert runs_seen(leader) == [("left", 1, 0)]
 
 
-async def test_an_agent_answers_nobody_while_ray_cannot_say_what_is_there(
+async def test_an_agent_does_not_answer_while_ray_cannot_list_its_actors(
     runners: FakeRunners, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader = open_leader()
@@ -103,7 +103,7 @@ async def test_an_adopted_run_is_listened_to_and_proven_gone_with_a_measurement(
     assert runner.process.poll() is not None
 
 
-async def test_what_a_power_cut_left_of_a_card_holds_nobody_up(
+async def test_a_damaged_record_of_an_earlier_boot_is_ignored(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     leader = open_leader()
@@ -113,7 +113,7 @@ async def test_what_a_power_cut_left_of_a_card_holds_nobody_up(
     assert list(files_of(leader.config).iterdir()) == []
 
 
-async def test_a_run_whose_card_was_removed_is_known_by_what_its_runner_says(
+async def test_a_run_without_a_record_is_known_by_the_description_of_its_runner(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     _, runner = runners.make(shared=False)
@@ -134,7 +134,7 @@ async def test_blank_runners_of_an_earlier_agent_are_ended(
     await leader.until(lambda: runner.process.poll() is not None)
 
 
-async def test_an_older_term_that_waited_for_a_newer_ones_adoption_is_stale(
+async def test_an_older_term_that_waited_while_a_newer_one_was_adopted_is_stale(
     runners: FakeRunners, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer = open_leader()
@@ -156,7 +156,7 @@ async def test_an_older_term_that_waited_for_a_newer_ones_adoption_is_stale(
     assert (await announcing, await too_late) == ("welcome", "stale")
 
 
-async def test_what_one_run_writes_instead_of_a_report_stops_no_other(
+async def test_a_malformed_report_of_one_run_does_not_affect_another(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     leader = open_leader(warm_runners=1)
@@ -172,7 +172,7 @@ async def test_what_one_run_writes_instead_of_a_report_stops_no_other(
     assert leader.kinds_of("a") == []
 
 
-async def test_of_checkpoints_that_no_leader_fetched_the_newest_is_kept(open_leader: OpenLeader) -> None:
+async def test_the_newest_of_the_unfetched_checkpoints_is_kept(open_leader: OpenLeader) -> None:
     leader = open_leader()
     await leader.announce()
     key = RunKey("t", 1, 0)
@@ -185,7 +185,7 @@ async def test_of_checkpoints_that_no_leader_fetched_the_newest_is_kept(open_lea
     assert (await leader.receive("checkpointed"))[5] == 49
 
 
-async def test_starts_that_wait_are_served_by_priority_and_then_in_order_of_arrival(
+async def test_waiting_starts_are_served_by_priority_and_then_in_order_of_arrival(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     leader = open_leader()
@@ -196,7 +196,7 @@ async def test_starts_that_wait_are_served_by_priority_and_then_in_order_of_arri
     assert runners.started == ["b", "d", "a", "c"]
 
 
-async def test_a_run_whose_card_cannot_be_written_never_starts_and_its_process_serves_the_next(
+async def test_a_run_whose_record_cannot_be_written_never_starts_and_its_process_gets_the_next_run(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     leader = open_leader()
@@ -209,7 +209,7 @@ async def test_a_run_whose_card_cannot_be_written_never_starts_and_its_process_s
     await leader.until(lambda: runners.started == ["next"])
 
 
-async def test_an_order_that_cannot_be_carried_out_is_told_after_the_others_were(
+async def test_an_order_that_fails_is_reported_after_the_others_were_carried_out(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     leader = open_leader(warm_runners=1)
@@ -220,7 +220,7 @@ async def test_an_order_that_cannot_be_carried_out_is_told_after_the_others_were
     await leader.until(lambda: runners.started == ["next"])
 
 
-async def test_an_agent_that_nobody_asks_leaves_and_leaves_nothing(
+async def test_an_agent_that_is_not_polled_ends_and_leaves_nothing(
     runners: FakeRunners, open_leader: OpenLeader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
@@ -253,14 +253,14 @@ async def test_an_agent_that_is_to_be_replaced_takes_no_run_and_loses_none(
     await wanted.until(lambda: left)
 
 
-async def test_makers_of_processes_that_never_answer_make_room_for_others(
+async def test_a_process_that_never_answers_is_killed_and_another_is_started(
     runners: FakeRunners, open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_pool, "START_SECONDS", 0.05)
     monkeypatch.setattr(runner_pool, "RETRY_PAUSE_SECONDS", 0.0)
 
     def mute_at_first(runner: Runner) -> None:
-        if len(runners.made) < runner_pool.MAKING_AT_ONCE:
+        if len(runners.made) < runner_pool.STARTING_AT_ONCE:
             runner.answers.clear()
 
     runners.on_start = mute_at_first
@@ -286,7 +286,7 @@ async def test_a_warm_runner_of_an_earlier_agent_is_ended_when_it_has_nothing_to
 async def test_a_warm_runner_of_an_earlier_agent_finishes_its_runs_and_takes_no_new_ones(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
-    """It was made with that agent's user and paths, which may be others now."""
+    """It was started with that agent's user and paths, which may have changed since."""
     _, old = runners.make(shared=True)
     old.runs = [RunOrder(task="left", fence=1, kind="entrypoint")]
     leader = open_leader(warm_runners=1)
@@ -300,7 +300,7 @@ async def test_a_warm_runner_of_an_earlier_agent_finishes_its_runs_and_takes_no_
     await leader.until(lambda: old.process.poll() is not None)
 
 
-async def test_a_rank_has_a_process_to_itself_and_hears_to_begin_behind_its_start(
+async def test_a_rank_has_a_process_of_its_own_and_gets_go_after_its_start(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     leader = open_leader(warm_runners=1)
@@ -314,7 +314,7 @@ async def test_a_rank_has_a_process_to_itself_and_hears_to_begin_behind_its_star
     assert runner.items[1][1:] == (("gang", 1, 1), "10.0.0.7:4711")
 
 
-async def test_a_rank_at_work_hears_who_is_left_and_an_older_leader_tells_it_nothing(
+async def test_a_rank_learns_which_ranks_are_left_from_the_newest_leader_only(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     newer = open_leader()
@@ -332,7 +332,7 @@ async def test_a_rank_at_work_hears_who_is_left_and_an_older_leader_tells_it_not
     assert runner.items[2:] == [("world", ("gang", 1, 0), (0, 1))]
 
 
-async def test_an_older_leader_lets_nobody_begin(runners: FakeRunners, open_leader: OpenLeader) -> None:
+async def test_the_go_of_an_older_leader_is_refused(runners: FakeRunners, open_leader: OpenLeader) -> None:
     newer = open_leader()
     newer.term = 2
     await newer.announce()
@@ -345,7 +345,7 @@ async def test_an_older_leader_lets_nobody_begin(runners: FakeRunners, open_lead
     assert runners.runner_of("gang").items[1][2] == "10.0.0.8:4711"
 
 
-async def test_what_an_older_leader_orders_ends_nothing_and_is_told_to_people(
+async def test_the_stop_of_an_older_leader_is_refused_and_logged(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     newer = open_leader()
@@ -364,7 +364,7 @@ async def test_what_an_older_leader_orders_ends_nothing_and_is_told_to_people(
     assert (refused["term"], refused["fault"]) == (1, "it is term 2")
 
 
-async def test_a_run_that_is_taken_over_says_again_how_far_it_is(
+async def test_a_run_that_is_taken_over_repeats_its_reports(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     leader = open_leader()

@@ -43,7 +43,7 @@ class Clock:
 
 
 class StandIn:
-    """What a driver process would say, said by the test. The process itself only waits."""
+    """The test writes the messages of the driver; the process itself only waits."""
 
     def __init__(self, child: "subprocess.Popen[bytes]", channel: socket.socket) -> None:
         self.child = child
@@ -232,7 +232,7 @@ async def test_orders_carry_the_end_of_the_tenure_and_none_is_sent_after_it(benc
 
 
 async def test_reports_of_an_earlier_term_are_dropped(bench: Bench) -> None:
-    """It may say that runs are not there which another leader has started since."""
+    """They may omit runs that another leader has started since."""
     driver = await bench.driver()
     driver.send_reports(SEEN)
     await bench.executor.reports()
@@ -300,7 +300,7 @@ async def test_orders_that_reach_the_driver_too_late_are_dropped_and_announced_a
 
 
 class Link:
-    """Notes what is asked of it."""
+    """Notes the calls."""
 
     node = "n1"
 

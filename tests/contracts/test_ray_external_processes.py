@@ -1,4 +1,4 @@
-"""Processes that others started and that hold a lease: measured as theirs, and let alone."""
+"""Processes that others started and that hold a lease: measured, watched and never signalled."""
 
 import contextlib
 import errno
@@ -63,7 +63,7 @@ def family() -> Iterator[Family]:
 
 @contextlib.contextmanager
 def a_process_marked(instance: str) -> Iterator[int]:
-    """As what a run starts is, wherever it goes."""
+    """As every process of a run is, wherever it goes."""
     with subprocess.Popen(["sleep", "600"], env=os.environ | {INSTANCE_MARK: instance}) as process:
         yield process.pid
         process.kill()
@@ -83,7 +83,7 @@ async def proof_of_end(leader: Leader, lease: str) -> Any:
 
 
 async def known_runs(leader: Leader) -> Any:
-    """What the agent names when it is announced again."""
+    """The runs that the agent names after another announcement."""
     leader.received.clear()
     await leader.announce()
     return (await leader.receive("node_seen"))[4]
@@ -94,7 +94,9 @@ def used_by(report: Any) -> dict[str, int]:
     return dict(by_holder)
 
 
-async def test_what_it_uses_is_its_own_until_it_has_ended(open_leader: OpenLeader, process: Process) -> None:
+async def test_the_use_of_an_external_process_counts_as_its_own_until_it_ends(
+    open_leader: OpenLeader, process: Process
+) -> None:
     leader = open_leader()
     await leader.announce()
     await watch(leader, process.pid)
@@ -108,7 +110,7 @@ async def test_what_it_uses_is_its_own_until_it_has_ended(open_leader: OpenLeade
     assert used_by(gone) == {}
 
 
-async def test_one_that_is_not_there_is_gone(open_leader: OpenLeader, process: Process) -> None:
+async def test_an_absent_process_is_reported_gone(open_leader: OpenLeader, process: Process) -> None:
     process.kill()
     process.wait()
     leader = open_leader()
@@ -117,7 +119,7 @@ async def test_one_that_is_not_there_is_gone(open_leader: OpenLeader, process: P
     assert (await leader.receive("gone", "task_lease"))[5] == "process_absent"
 
 
-async def test_its_end_is_told_to_every_leader_until_it_is_forgotten(
+async def test_its_end_is_reported_to_every_leader_until_it_is_forgotten(
     open_leader: OpenLeader, process: Process
 ) -> None:
     leader = open_leader()
@@ -132,9 +134,7 @@ async def test_its_end_is_told_to_every_leader_until_it_is_forgotten(
     assert await known_runs(leader) == ()
 
 
-async def test_a_stop_does_nothing_to_it_and_a_second_watch_names_no_other_process(
-    open_leader: OpenLeader, process: Process
-) -> None:
+async def test_a_stop_and_a_second_watch_change_nothing(open_leader: OpenLeader, process: Process) -> None:
     leader = open_leader()
     await leader.announce()
     await watch(leader, process.pid)
@@ -161,7 +161,7 @@ async def test_a_later_agent_goes_on_watching_the_same_process(
     await second.until(lambda: not list((Path(second.config.run_dir) / "n1").glob("*.json")))
 
 
-async def test_a_process_of_the_agent_or_above_it_is_nobodys_to_name(open_leader: OpenLeader) -> None:
+async def test_the_agent_and_its_ancestors_cannot_hold_a_lease(open_leader: OpenLeader) -> None:
     leader = open_leader()
     await leader.announce()
     for number, pid in enumerate((os.getpid(), os.getppid(), 1)):
@@ -169,7 +169,7 @@ async def test_a_process_of_the_agent_or_above_it_is_nobodys_to_name(open_leader
         assert await proof_of_end(leader, f"lease{number}") == "not_your_process"
 
 
-async def test_the_process_of_a_run_and_those_below_it_are_no_outsiders(
+async def test_the_processes_of_a_run_are_not_external(
     open_leader: OpenLeader, runners: FakeRunners, family: Family
 ) -> None:
     leader = open_leader()
@@ -186,7 +186,7 @@ async def test_the_process_of_a_run_and_those_below_it_are_no_outsiders(
     assert used_by(await leader.receive("sampled")) == {"t:1": 7000}
 
 
-async def test_what_a_run_started_is_no_outsider_even_where_it_left_the_runs_tree(
+async def test_a_process_that_left_the_tree_of_its_run_is_not_external(
     open_leader: OpenLeader,
 ) -> None:
     leader = open_leader()
@@ -198,7 +198,7 @@ async def test_what_a_run_started_is_no_outsider_even_where_it_left_the_runs_tre
         assert await proof_of_end(leader, "task_lease") == "not_your_process"
 
 
-async def test_a_process_is_of_one_lease(open_leader: OpenLeader, family: Family) -> None:
+async def test_a_process_belongs_to_one_lease(open_leader: OpenLeader, family: Family) -> None:
     leader = open_leader()
     await leader.announce()
     await watch(leader, family.child, "first")
@@ -209,8 +209,8 @@ async def test_a_process_is_of_one_lease(open_leader: OpenLeader, family: Family
     assert await proof_of_end(leader, "first") == "process_absent"
 
 
-async def test_what_is_below_a_run_and_a_leases_process_is_the_runs(family: Family) -> None:
-    """As when the broker is started anew from the shell that a lease names."""
+async def test_a_process_below_a_run_and_an_external_process_counts_for_the_run(family: Family) -> None:
+    """As when the broker is restarted from the shell that holds a lease."""
     gpu = Gpu(
         "GPU-a", used_mb=900, compute=[process_on(family.child, 700), process_on(family.parent.pid, 200)]
     )
@@ -221,7 +221,7 @@ async def test_what_is_below_a_run_and_a_leases_process_is_the_runs(family: Fami
 
 
 @pytest.mark.parametrize("step", ["write_record", "pidfd_open"])
-async def test_a_watch_that_could_not_be_begun_is_tried_again(
+async def test_a_watch_that_failed_is_tried_again(
     open_leader: OpenLeader, process: Process, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     leader = open_leader()
@@ -244,7 +244,9 @@ async def test_a_watch_that_could_not_be_begun_is_tried_again(
     assert await proof_of_end(leader, "task_lease") == "process_absent"
 
 
-async def test_one_that_ended_while_nobody_watched_is_gone(open_leader: OpenLeader, process: Process) -> None:
+async def test_a_process_that_ended_while_no_agent_watched_is_reported_gone(
+    open_leader: OpenLeader, process: Process
+) -> None:
     first = open_leader()
     await first.announce()
     await watch(first, process.pid)

@@ -11,7 +11,7 @@ from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.processes import boot_id, process_id
 
 
-async def test_of_brokers_that_look_for_a_head_at_once_one_starts_it_and_all_have_that_one(
+async def test_brokers_that_need_a_head_at_the_same_time_start_one_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[HeadState] = []

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 
 class Call:
-    """A method of an actor handle. Each call is answered when the test says so."""
+    """A method of an actor handle. The test answers each call."""
 
     def __init__(self) -> None:
         self._made: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
@@ -40,29 +40,29 @@ class Agent:
         self.announce, self.poll, self.orders, self.leave = Call(), Call(), Call(), Call()
 
 
-class Ears:
+class Received:
     """Implements `node_link.ReportListener`."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.reports: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         self.has_room = asyncio.Event()
         self.has_room.set()
 
     async def send(self, *parts: Any) -> None:
-        self.told.put_nowait(parts)
+        self.reports.put_nowait(parts)
 
     async def send_reports(self, packed: bytes, asked_at: float, term: int) -> None:
-        self.told.put_nowait(("reports", packed))
+        self.reports.put_nowait(("reports", packed))
 
     async def room(self) -> None:
         await self.has_room.wait()
 
 
 class Talk:
-    """A link whose agents are the test's, and what it says of them."""
+    """A link whose agents are the test's, and what it reports."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ears = Ears()
+        self.received = Received()
         self.found: asyncio.Queue[Agent] = asyncio.Queue()
         self.killed: list[Agent] = []
         self.faults: list[Exception] = []
@@ -87,7 +87,7 @@ def talking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., An
         scene = Talk(monkeypatch)
         scene.faults += faults
         async with asyncio.TaskGroup() as tasks:
-            link = NodeLink("ray-node", config, "broker", term, scene.ears, tasks)
+            link = NodeLink("ray-node", config, "broker", term, scene.received, tasks)
             yield scene, link
             link.close()
 
@@ -100,12 +100,12 @@ async def test_an_agent_that_never_answers_an_announcement_is_replaced(
     monkeypatch.setattr(node_link, "ANNOUNCE_SECONDS", 0.02)
     async with talking() as (scene, _link):
         hung = await scene.found.get()
-        assert "did not answer" in (await scene.ears.told.get())[1]
+        assert "did not answer" in (await scene.received.reports.get())[1]
         await scene.found.get()
         assert scene.killed[0] is hung
 
 
-async def test_orders_that_did_not_arrive_are_asked_for_by_another_announcement(
+async def test_orders_that_did_not_arrive_lead_to_another_announcement(
     talking: Callable[..., Any],
 ) -> None:
     async with talking() as (scene, link):
@@ -122,16 +122,16 @@ async def test_orders_that_did_not_arrive_are_asked_for_by_another_announcement(
 @pytest.mark.parametrize("fault", [RuntimeError("of ray.kill"), KeyError("unforeseen"), RayError("foreseen")])
 async def test_no_fault_ends_the_conversation_for_good(talking: Callable[..., Any], fault: Exception) -> None:
     async with talking(fault) as (scene, _link):
-        assert "n1 is away" in (await scene.ears.told.get())[1]
+        assert "n1 is away" in (await scene.received.reports.get())[1]
         agent = await scene.found.get()
         await agent.announce.answer(("welcome", "i.1"))
         await agent.poll.answer((1, b"reports"))
-        assert await scene.ears.told.get() == ("reports", b"reports")
+        assert await scene.received.reports.get() == ("reports", b"reports")
 
 
-async def test_an_agent_is_asked_for_no_reports_while_there_is_no_room(talking: Callable[..., Any]) -> None:
+async def test_an_agent_is_not_polled_while_there_is_no_room(talking: Callable[..., Any]) -> None:
     async with talking() as (scene, link):
-        scene.ears.has_room.clear()
+        scene.received.has_room.clear()
         agent = await scene.found.get()
         await agent.announce.answer(("welcome", "i.1"))
         link.send(b"orders")
@@ -139,7 +139,7 @@ async def test_an_agent_is_asked_for_no_reports_while_there_is_no_room(talking: 
         polled = asyncio.ensure_future(agent.poll.made())
         await asyncio.sleep(0)
         assert not polled.done()
-        scene.ears.has_room.set()
+        scene.received.has_room.set()
         await polled
 
 
@@ -149,7 +149,7 @@ async def welcomed(scene: Talk, incarnation: str = "i.1") -> Agent:
     return agent
 
 
-async def test_who_only_waits_to_lead_disturbs_no_agent(talking: Callable[..., Any]) -> None:
+async def test_a_standby_calls_no_agent(talking: Callable[..., Any]) -> None:
     async with talking(term=0) as (scene, link):
         await link._talking
         assert scene.found.empty()
@@ -158,7 +158,7 @@ async def test_who_only_waits_to_lead_disturbs_no_agent(talking: Callable[..., A
         await link.dismiss()
 
 
-async def test_what_was_ordered_in_an_earlier_term_is_not_delivered_in_a_later_one(
+async def test_orders_of_an_earlier_term_are_not_delivered_in_a_later_one(
     talking: Callable[..., Any],
 ) -> None:
     async with talking() as (scene, link):
@@ -171,7 +171,7 @@ async def test_what_was_ordered_in_an_earlier_term_is_not_delivered_in_a_later_o
         assert [arguments[-1] for arguments in agent.orders.said] == [b"of term 2"]
 
 
-async def test_who_has_stood_back_can_still_end_what_is_its_own_and_who_never_led_ends_nothing(
+async def test_a_former_leader_can_dismiss_its_agents_and_a_standby_cannot(
     talking: Callable[..., Any],
 ) -> None:
     async with talking() as (scene, link):
@@ -214,7 +214,7 @@ async def test_an_agent_that_shares_no_form_is_replaced(talking: Callable[..., A
         assert scene.killed == [stranger]
 
 
-async def test_a_link_is_flushed_once_the_agent_has_taken_what_was_sent(talking: Callable[..., Any]) -> None:
+async def test_a_link_is_flushed_when_the_agent_has_taken_all_orders(talking: Callable[..., Any]) -> None:
     async with talking() as (scene, link):
         await link.flush()
         agent = await welcomed(scene)

@@ -1,4 +1,4 @@
-"""What the process of a run answers its agent: bytes of plain values, whatever user code left there."""
+"""A runner answers its agent with bytes of plain values, whatever user code wrote."""
 
 import os
 import sys
@@ -44,19 +44,19 @@ async def ends(runner: Runner, *items: Any) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-async def test_it_says_who_it_is_in_bytes(runner: Runner) -> None:
+async def test_it_describes_itself_in_bytes(runner: Runner) -> None:
     packed = await runner.describe()
     assert type(packed) is bytes
     who = {"pid": os.getpid(), "shared": False, "runs": ()}
     assert unpack(packed) == {"speaks": SPOKEN, **who}
 
 
-async def test_an_address_that_is_a_path_ends_no_run(runner: Runner) -> None:
+async def test_a_checkpoint_uri_may_be_a_path(runner: Runner) -> None:
     told = await ends(runner, share("t", lambda: current_task().checkpoint(uri=Path("/data"))))
     assert told["t"][5] == "succeeded"
 
 
-async def test_what_no_wire_carries_fails_its_run_and_holds_up_no_other(runner: Runner) -> None:
+async def test_a_report_that_cannot_be_carried_fails_its_run_and_no_other(runner: Runner) -> None:
     def forge() -> None:
         task = current_task()
         task._journal.add(("checkpointed", task.id, 1, 0, 1.0, 7, "abc", None, object()))

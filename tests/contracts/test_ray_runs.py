@@ -1,4 +1,4 @@
-"""That memory is told free only after it was measured, whatever stands in the way."""
+"""Memory is reported free only after it was measured."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ from tests.patience import PATIENCE_SECONDS
 
 
 class Probe:
-    """Implements `device_ports.DeviceProbe` of one device, which answers only when the test says so."""
+    """Implements `device_ports.DeviceProbe` of one device, which the test can silence."""
 
     def __init__(self) -> None:
         self.fault: Exception | None = None
@@ -47,7 +47,7 @@ class Probe:
 
 
 class Scene:
-    """A runs, and what it reports."""
+    """The runs of one node, and their reports."""
 
     def __init__(self, run_dir: Path) -> None:
         self.runners = FakeRunners()
@@ -96,7 +96,7 @@ async def test_a_run_with_memory_is_gone_only_when_its_devices_can_be_measured(s
     assert (proof, samples) == ("process_absent", ((GPU, 0, 0, {}, None),))
 
 
-async def test_a_device_that_does_not_answer_is_waited_for(scene: Scene) -> None:
+async def test_a_run_is_not_gone_while_its_device_does_not_answer(scene: Scene) -> None:
     await scene.start("t", GPU)
     scene.probe.is_on_the_bus = False
     scene.runners.runner_of("t").process.kill()
@@ -106,7 +106,7 @@ async def test_a_device_that_does_not_answer_is_waited_for(scene: Scene) -> None
     await scene.until(scene.gone)
 
 
-async def test_a_device_that_is_not_in_this_machine_any_more_holds_nothing_up(scene: Scene) -> None:
+async def test_a_device_that_was_removed_from_the_machine_is_not_waited_for(scene: Scene) -> None:
     await scene.start("t", GPU, "GPU-taken-out")
     scene.runners.runner_of("t").process.kill()
     await scene.until(scene.gone)
@@ -124,11 +124,11 @@ STARTS_ONE = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {TA
 
 
 def a_large_process() -> "subprocess.Popen[bytes]":
-    """It takes a megabyte or ten itself, and a hundred in a process below it."""
+    """It takes some megabytes itself, and a hundred in a process below it."""
     return subprocess.Popen([sys.executable, "-c", STARTS_ONE], stdin=PIPE, stdout=PIPE)
 
 
-async def test_a_run_of_which_a_process_takes_too_much_host_memory_is_ended(
+async def test_a_run_with_a_process_that_takes_too_much_host_memory_is_killed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scene.runs, "_config", replace(scene.config, process_memory_mb=64))
@@ -162,10 +162,10 @@ async def test_a_run_may_take_the_host_memory_that_it_asked_for(
     assert run.process.breach == ""
 
 
-async def test_a_run_that_somebody_lets_go_on_while_it_is_being_ended_is_ended_all_the_same(
+async def test_a_run_that_gets_sigcont_while_it_is_being_killed_is_killed_all_the_same(
     scene: Scene,
 ) -> None:
-    """As an operator does who wakes all of a node that stood still."""
+    """An operator may continue every process of a node."""
     pid = await scene.start("t", GPU)
     held_up = threading.Event()
     loop = asyncio.get_running_loop()
@@ -179,7 +179,9 @@ async def test_a_run_that_somebody_lets_go_on_while_it_is_being_ended_is_ended_a
     await scene.until(scene.gone)
 
 
-async def test_who_leaves_a_node_leaves_no_process_and_no_file(scene: Scene, tmp_path: Path) -> None:
+async def test_an_agent_that_leaves_a_node_leaves_no_process_and_no_file(
+    scene: Scene, tmp_path: Path
+) -> None:
     await scene.start("a", GPU)
     await scene.start("b")
     await scene.runs.close()

@@ -107,13 +107,13 @@ def test_times_are_moved_from_the_nodes_clock_to_the_readers() -> None:
     assert report.at == 4990.0
 
 
-def test_what_waited_on_its_way_is_as_old_as_it_is() -> None:
+def test_the_age_of_a_report_includes_its_time_on_the_way() -> None:
     [report] = carried(("sampled", 999.0, WIRE_SAMPLE), now=5000.0, asked_seconds_ago=80.0, held_seconds=20.0)
     assert isinstance(report, Sampled)
     assert report.at == report.samples[0].at == 4939.0
 
 
-def test_nothing_is_younger_than_the_message_that_tells_of_it() -> None:
+def test_no_report_is_younger_than_its_message() -> None:
     [report] = carried(("started", "t", 3, 0, 1e300, 42))
     assert isinstance(report, Started)
     assert report.at == 1000.0
@@ -152,7 +152,7 @@ def swapped(report: tuple[object, ...], place: int, value: object) -> tuple[obje
         (*ENDED, "more"),
     ],
 )
-def test_a_run_that_tells_what_no_report_says_has_failed_and_nobody_else(told: tuple[object, ...]) -> None:
+def test_a_malformed_report_fails_its_run_and_no_other(told: tuple[object, ...]) -> None:
     failed, other = carried(told, ("started", "u", 1, 0, 1000.0, 43))
     assert isinstance(failed, Ended)
     assert (failed.task, failed.fence, failed.ending) == (T, F, Ending.FAILED)
@@ -181,11 +181,11 @@ def test_a_run_that_tells_what_no_report_says_has_failed_and_nobody_else(told: t
         ("node_seen", 1000.0, NODE, [], [("t",)]),
     ],
 )
-def test_what_names_no_run_and_cannot_be_read_is_left_out(told: object) -> None:
+def test_a_malformed_report_that_names_no_run_is_dropped(told: object) -> None:
     assert carried(told, STARTED) == [Started(T, F, AT, 42)]
 
 
-def test_what_people_wrote_may_hold_any_letter() -> None:
+def test_messages_of_users_may_hold_any_character() -> None:
     progressed, ended = carried(
         swapped(PROGRESSED, 6, "a\0b"), swapped(ENDED, 8, ("exception", "embedded \0 and \ud800", ""))
     )
@@ -194,12 +194,12 @@ def test_what_people_wrote_may_hold_any_letter() -> None:
     assert ended.ending is Ending.SUCCEEDED
 
 
-def test_reports_of_another_release_are_refused() -> None:
+def test_reports_in_an_unknown_form_are_refused() -> None:
     with pytest.raises(ValueError, match="form 999"):
         ReportReader("c", lambda: 0.0).read(pack((999, "n1", 0.0, 0.0, [])), 0.0)
 
 
-def test_a_start_carries_what_the_run_needs_and_devices_by_uuid() -> None:
+def test_a_start_carries_everything_the_run_needs_with_devices_by_uuid() -> None:
     spec = RunSpec(kind="function", python="3.11", env={"A": "b"}, result_format="cloudpickle")
     payload = RunPayload(spec, b"\x80args", b"state", None, 3, "name", "tenant", 60.0)
     order = StartOrder(T, F, N, "i", ((DeviceKey("c/n1/GPU-a"), Mib(100)),), shareable=False, priority=70)
@@ -224,7 +224,7 @@ def test_a_start_carries_what_the_run_needs_and_devices_by_uuid() -> None:
     )
 
 
-def test_stops_and_forgets_name_the_claim() -> None:
+def test_the_other_orders_name_the_claim() -> None:
     form = OrderWriter(0, 0)
     stop = StopOrder(T, F, N, "i", StopReason.PREEMPT, Seconds(2.5), rank=1)
     assert form.write(stop, None) == ("stop", "t", 3, 1, "preempt", 2.5)

@@ -1,4 +1,4 @@
-"""Objects as files below one directory: `ab/cd/abcd…`, named by the sha256 of what is in them."""
+"""Objects as files below one directory: `ab/cd/abcd…`, named by the sha256 of their bytes."""
 
 import asyncio
 import hashlib
@@ -43,14 +43,14 @@ class DirectoryBlobs:
             return await asyncio.to_thread(self._get, digest)
 
     async def delete(self, digest: str) -> None:
-        """One that is not there is deleted already."""
+        """Nothing happens if it is not there."""
         path = self._path(digest)
         with self._reachable("deleted"):
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
     @contextmanager
     def _reachable(self, what: str) -> Iterator[None]:
-        """A full disk, a lost mount or a missing right may pass: what was asked for is worth asking again."""
+        """A full disk, a lost mount or missing access may be temporary, so the caller may try again."""
         try:
             yield
         except OSError as error:
@@ -66,7 +66,7 @@ class DirectoryBlobs:
         every_seconds: Seconds = Seconds(900.0),
         age_seconds: Seconds = Seconds(3600.0),
     ) -> None:
-        """Sweep again and again, until cancelled; while the database or the disk is away nothing is swept."""
+        """Sweep again and again, until cancelled. Nothing is swept while the database or the disk is away."""
         while True:
             await asyncio.sleep(every_seconds)
             try:
@@ -75,9 +75,9 @@ class DirectoryBlobs:
                 log.warning("objects not swept; trying again later", fault=str(fault))
 
     async def sweep(self, referenced: Referenced, *, age_seconds: Seconds) -> int:
-        """Delete what no row names, if it was put at least so long ago; how many were deleted.
+        """Delete objects that no row names, if they were put at least so long ago; returns how many.
 
-        The row of a younger one may still be on its way. A file that cannot be touched is passed over.
+        The row of a younger one may still be on its way. A file that cannot be deleted is skipped.
         """
         before = time.time() - age_seconds
         old = await asyncio.to_thread(lambda: list(self._older_than(before)))
@@ -86,21 +86,21 @@ class DirectoryBlobs:
             digests = old[start : start + _ASKED_AT_ONCE]
             needed = await referenced(digests)
             for digest in set(digests) - set(needed):
-                with _passing_over(digest):
+                with _skipping_faults(digest):
                     deleted += await asyncio.to_thread(self._drop, digest, before)
         return deleted
 
     def _older_than(self, before: float) -> Iterator[str]:
         for path in self._root.glob("??/??/*"):
-            with _passing_over(path.name):
+            with _skipping_faults(path.name):
                 if path.stat().st_mtime <= before:
                     if len(path.name) == _DIGEST_LENGTH:
                         yield path.name
                     else:
-                        path.unlink()  # left over from a write that was cut short
+                        path.unlink()  # of a write that was interrupted
 
     def _drop(self, digest: str, before: float) -> bool:
-        """Take it off its name first: if it was put again meanwhile, that is seen, and it is put back."""
+        """Rename it first: if it was put again meanwhile, its time shows that, and it is renamed back."""
         path = self._path(digest)
         aside = path.with_name(f".old-{digest}")
         try:
@@ -118,7 +118,7 @@ class DirectoryBlobs:
         path = self._path(digest)
         if not self._holds(path, data):
             self._write(path, data)
-        # Also when it was there: whoever wrote it may not have come this far.
+        # Also if it was there: the earlier write may not have come this far.
         for folder in (path.parent, path.parent.parent, self._root, self._root.parent):
             sync_folder(folder)
         return digest
@@ -139,7 +139,7 @@ class DirectoryBlobs:
             raise
 
     def _holds(self, path: Path, data: bytes) -> bool:
-        """It is there whole, and counts as put now; a damaged one is written again."""
+        """Whether it is there undamaged. Its time is then that of this put."""
         try:
             if path.read_bytes() != data:
                 return False
@@ -166,17 +166,17 @@ class DirectoryBlobs:
 
 
 @contextmanager
-def _passing_over(name: str) -> Iterator[None]:
+def _skipping_faults(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        pass  # somebody was quicker
+        pass  # another process was quicker
     except OSError as error:
         log.warning("object cannot be swept", digest=name, fault=str(error))
 
 
 def sync_folder(folder: Path) -> None:
-    """Which files it holds is on disk from here on."""
+    """Afterwards the list of its files is on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

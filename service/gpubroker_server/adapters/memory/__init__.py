@@ -1,1 +1,1 @@
-"""Complete stand-ins that live in memory: for tests, for trying things out, never for keeping things."""
+"""Complete adapters that live in memory: for tests and for trying things out. They keep nothing."""

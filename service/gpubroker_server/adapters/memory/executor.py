@@ -1,4 +1,4 @@
-"""An executor that runs nothing: every task only waits. For load tests, planning and tests of the broker."""
+"""An executor that runs nothing: a task only waits. For load tests, simulations and tests of the broker."""
 
 import asyncio
 import json
@@ -46,17 +46,17 @@ class SimulatedNode:
 
 
 REMEMBERED_FENCES = 100_000
-NOBODY_LISTENS = "127.0.0.1:9"
-"""The discard port: what runs of no process offer each other."""
+DISCARD_ADDRESS = "127.0.0.1:9"
+"""The discard port: the rendezvous address of runs that have no process."""
 LONGEST_SECONDS = 10 * 365 * 86400
 
 
 @dataclass(slots=True)
 class _Run:
     devices: tuple[tuple[DeviceKey, Mib], ...]
-    told: list[Report] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
     end: asyncio.TimerHandle | None = None
-    """None before it waits, and once it has ended."""
+    """None before the run waits, and after its end."""
     waits_seconds: float = 0.0
     is_over: bool = False
 
@@ -81,18 +81,18 @@ class WaitingExecutor:
         self._runs: dict[RunId, _Run] = {}
         """Until they have ended and are forgotten."""
         self._watched: dict[RunId, tuple[tuple[DeviceKey, Mib], ...]] = {}
-        """What external holders are taken to use, until they are forgotten."""
+        """Devices and MiB of external holders, until they are forgotten."""
         self._fences: dict[tuple[TaskId, int], Fence] = {}
-        """The highest that was heard of, by task and rank: neither it nor a lower one starts again."""
+        """The highest fence seen, by task and rank: neither it nor a lower one starts again."""
         keys = [device_key(node.cluster, node.name, seen.uuid) for seen in node.devices]
         self._used: dict[DeviceKey, dict[str, Mib]] = {key: {} for key in keys}
-        """Device -> what each run that is not over holds of it, by its mark."""
+        """Device -> MiB of each run that is not over, by the mark of the run."""
         self._pending: list[Report] = []
         self._arrived = asyncio.Event()
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
-        """There is nothing to reach."""
+        """There is no process to connect to."""
 
     async def start(self, tenure: Tenure) -> None:
         self._tenure = tenure
@@ -111,10 +111,10 @@ class WaitingExecutor:
             incarnation=self._incarnation,
             boot_id="simulated",
         )
-        self._say(NodeSeen(node, self._node.devices, (*self._runs, *self._watched), self._clock.now()))
+        self._report(NodeSeen(node, self._node.devices, (*self._runs, *self._watched), self._clock.now()))
         for run in self._runs.values():
-            for report in run.told:
-                self._say(report)
+            for report in run.reports:
+                self._report(report)
         self.measure()
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
@@ -131,7 +131,7 @@ class WaitingExecutor:
                 case StopOrder() if _key(order) not in self._watched:
                     self._stop(order)
                 case ForgetOrder() if _key(order) in self._watched:
-                    self._look_away(_key(order))
+                    self._stop_watching(_key(order))
                 case ForgetOrder() if (run := self._runs.get(_key(order))) and run.is_over:
                     del self._runs[_key(order)]
                 case StartOrder() | StopOrder() | ForgetOrder() | WorldOrder():
@@ -151,10 +151,10 @@ class WaitingExecutor:
         return {"state": "connected", "address": "simulated", "message": "tasks only wait"}
 
     async def flush(self) -> None:
-        """Orders are carried out when they are handed over."""
+        """Orders are carried out at once."""
 
     async def stand_back(self) -> None:
-        """Runs go on, and are told of at the next start."""
+        """Runs go on; they are reported at the next start."""
         self._tenure = None
         if self._heartbeat is not None:
             self._heartbeat.cancel()
@@ -185,14 +185,14 @@ class WaitingExecutor:
             self._end(key, Ending.FAILED, Failure("exception", str(fault)))
             return
         now = self._clock.now()
-        self._tell(run, Started(order.task, order.fence, now, pid=0, rank=order.rank))
+        self._report_of(run, Started(order.task, order.fence, now, pid=0, rank=order.rank))
         if order.barrier:
-            self._tell(run, Ready(order.task, order.fence, now, NOBODY_LISTENS, order.rank))
+            self._report_of(run, Ready(order.task, order.fence, now, DISCARD_ADDRESS, order.rank))
         else:
             self._go(key)
 
     def _go(self, key: RunId) -> None:
-        """A run waits once, however often it is told to begin."""
+        """Repeated orders change nothing."""
         run = self._runs.get(key)
         if run is not None and run.end is None and not run.is_over:
             after = asyncio.get_running_loop().call_later
@@ -204,12 +204,12 @@ class WaitingExecutor:
         for device, mb in order.devices:
             self._used[device][mark_of(*key)] = mb
 
-    def _look_away(self, key: RunId) -> None:
+    def _stop_watching(self, key: RunId) -> None:
         for device, _ in self._watched.pop(key):
             del self._used[device][mark_of(*key)]
 
     def _stop(self, order: StopOrder) -> None:
-        """A run that only waits gives way at once; without a grace period it has no time for that."""
+        """A run with a grace period stops at once; one without is killed."""
         key = _key(order)
         run = self._runs.get(key)
         if run is not None and not run.is_over:
@@ -219,14 +219,14 @@ class WaitingExecutor:
         elif run is None and self._is_new(key):
             self._refuse(key)
         elif run is None:
-            self._say_gone(key, "process_absent", self._samples(self._used))
+            self._report_gone(key, "process_absent", self._samples(self._used))
 
     def _refuse(self, key: RunId) -> None:
         """It has not been started and never will be."""
         self._note_fence(key)
         task, fence, rank = key
-        self._say(Ended(task, fence, self._clock.now(), Ending.NEVER_STARTED, rank=rank))
-        self._say_gone(key, "never_started")
+        self._report(Ended(task, fence, self._clock.now(), Ending.NEVER_STARTED, rank=rank))
+        self._report_gone(key, "never_started")
 
     def _is_new(self, key: RunId) -> bool:
         task, fence, rank = key
@@ -249,16 +249,16 @@ class WaitingExecutor:
         now = self._clock.now()
         task, fence, rank = key
         result = b"null" if ending is Ending.SUCCEEDED else None
-        self._tell(run, Ended(task, fence, now, ending, result=result, failure=failure, rank=rank))
-        self._tell(run, Gone(task, fence, now, "process_absent", self._samples(left), rank))
+        self._report_of(run, Ended(task, fence, now, ending, result=result, failure=failure, rank=rank))
+        self._report_of(run, Gone(task, fence, now, "process_absent", self._samples(left), rank))
 
-    def _say_gone(self, key: RunId, proof: str, samples: tuple[DeviceSample, ...] = ()) -> None:
+    def _report_gone(self, key: RunId, proof: str, samples: tuple[DeviceSample, ...] = ()) -> None:
         task, fence, rank = key
-        self._say(Gone(task, fence, self._clock.now(), proof, samples, rank))
+        self._report(Gone(task, fence, self._clock.now(), proof, samples, rank))
 
-    def _tell(self, run: _Run, report: Report) -> None:
-        run.told.append(report)
-        self._say(report)
+    def _report_of(self, run: _Run, report: Report) -> None:
+        run.reports.append(report)
+        self._report(report)
 
     def _samples(self, devices: Iterable[DeviceKey]) -> tuple[DeviceSample, ...]:
         now = self._clock.now()
@@ -270,16 +270,16 @@ class WaitingExecutor:
 
     def measure(self) -> None:
         """Report what every device holds now."""
-        self._say(Sampled(NodeName(self._node.name), self._clock.now(), self._samples(self._used)))
+        self._report(Sampled(NodeName(self._node.name), self._clock.now(), self._samples(self._used)))
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._period_seconds)
             self.measure()
 
-    def _say(self, report: Report) -> None:
+    def _report(self, report: Report) -> None:
         if self._tenure is None:
-            return  # nobody listens
+            return  # no leader
         self._pending.append(report)
         self._arrived.set()
 
@@ -289,7 +289,7 @@ def _key(order: Order) -> RunId:
 
 
 def _seconds(payload: RunPayload) -> float:
-    """What the task asks to wait; what is no entrypoint asks for nothing. Raises ValueError."""
+    """How long the task waits; 0 if it is no entrypoint. Raises ValueError."""
     if payload.spec.kind != "entrypoint" or not payload.arguments:
         return 0.0
     match json.loads(payload.arguments):

@@ -1,4 +1,4 @@
-"""A server of models that holds nothing: loads and unloads only take time. For tests and for trying out."""
+"""A model server that holds nothing: loads and unloads only take time. For tests and demonstrations."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -27,17 +27,17 @@ class SimulatedModel:
     load_seconds: Seconds = Seconds(0.0)
     steps: tuple[str, ...] = ()
     fails: HostRefused | None = None
-    """What each load of it ends with."""
+    """How each load of it ends."""
     stuck: bool = False
-    """Asked to unload it goes on serving a request that never ends."""
+    """An unload does not finish: a request of it never ends."""
     dead: bool = False
-    """Its process was killed, and nobody has missed it: until it leaves it stays ready."""
+    """Its process was killed, and the server did not notice: it stays ready until it is unloaded."""
     unreadable: bool = False
-    """Nothing can be told of it but that it is there."""
+    """Its configuration cannot be read."""
 
 
 @dataclass(slots=True)
-class _Home:
+class _Residency:
     stage: Stage = Stage.ABSENT
     reason: str = ""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -45,18 +45,18 @@ class _Home:
 
 
 class SimulatedHost(ModelHost):
-    """Implements `host_ports.ModelHost`, and does to itself what servers do: `restart`, `go_away`."""
+    """A ModelHost. `restart` and `go_away` do what a real server may do."""
 
     def __init__(self, name: str, models: Iterable[SimulatedModel]) -> None:
         self._name = name
         self.models = {model.name: model for model in models}
-        self._homes: dict[str, _Home] = {}
+        self._residencies: dict[str, _Residency] = {}
         self._starts = 1
         self._is_away = False
         self.asked: list[tuple[str, str]] = []
-        """Each load and unload that reached it, in order: (`load` or `unload`, model)."""
+        """Each load and unload that it got, in order: (`load` or `unload`, model)."""
         self.devices: dict[str, tuple[DeviceKey, ...]] = {}
-        """Where each model was last told to go."""
+        """The devices of the last load of each model."""
 
     @property
     def name(self) -> str:
@@ -64,22 +64,22 @@ class SimulatedHost(ModelHost):
 
     @property
     def ready(self) -> list[str]:
-        return sorted(name for name, home in self._homes.items() if home.stage is Stage.READY)
+        return sorted(name for name, residency in self._residencies.items() if residency.stage is Stage.READY)
 
     @property
     def used_mb(self) -> int:
-        """What all that is not absent holds."""
-        here = (name for name, home in self._homes.items() if home.stage is not Stage.ABSENT)
+        """The size of all models that are not absent."""
+        here = (name for name, residency in self._residencies.items() if residency.stage is not Stage.ABSENT)
         return sum(self.models[name].size_mb for name in here)
 
     def restart(self) -> None:
-        """It ends and starts again, with nothing in memory."""
+        """The server ends and starts again, with no model loaded."""
         self._starts += 1
-        for home in self._homes.values():
-            if home.load is not None:
-                home.load.cancel()
-            home.ready.set()
-        self._homes.clear()
+        for residency in self._residencies.values():
+            if residency.load is not None:
+                residency.load.cancel()
+            residency.ready.set()
+        self._residencies.clear()
 
     def go_away(self) -> None:
         self._is_away = True
@@ -88,9 +88,9 @@ class SimulatedHost(ModelHost):
         self._is_away = False
 
     def let_go(self, model: str) -> None:
-        """The request that kept it ends."""
+        """The request that held up an unload ends."""
         self.models[model].stuck = False
-        if self._home(model).stage is Stage.UNLOADING:
+        if self._residency(model).stage is Stage.UNLOADING:
             self._leave(model)
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
@@ -107,10 +107,10 @@ class SimulatedHost(ModelHost):
         if model not in self.models:
             return
         for name in (model, *self.models[model].steps):
-            home = self._home(name)
-            if home.stage is Stage.READY and self.models[name].stuck:
-                home.stage = Stage.UNLOADING
-            elif home.stage is Stage.READY:
+            residency = self._residency(name)
+            if residency.stage is Stage.READY and self.models[name].stuck:
+                residency.stage = Stage.UNLOADING
+            elif residency.stage is Stage.READY:
                 self._leave(name)
 
     async def index(self, within_seconds: Seconds) -> Index:  # noqa: ARG002
@@ -126,47 +126,47 @@ class SimulatedHost(ModelHost):
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:  # noqa: ARG002
         self._reach()
-        if self._home(model).stage is not Stage.READY:
+        if self._residency(model).stage is not Stage.READY:
             raise HostRefused(HostFault.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
         return not self.models[model].dead
 
     async def close(self) -> None:
-        for home in self._homes.values():
-            if home.load is not None:
-                home.load.cancel()
+        for residency in self._residencies.values():
+            if residency.load is not None:
+                residency.load.cancel()
 
     async def _bring(self, model: str, within_seconds: Seconds) -> None:
-        """A load that is under way is joined."""
-        home, known = self._home(model), self._known(model)
-        if home.stage is Stage.READY:
+        """Joins a load that is under way."""
+        residency, known = self._residency(model), self._known(model)
+        if residency.stage is Stage.READY:
             return
         if known.fails is not None:
-            home.reason = str(known.fails)
+            residency.reason = str(known.fails)
             raise known.fails
-        if home.stage is not Stage.LOADING:
-            home.stage, home.reason = Stage.LOADING, ""
-            home.ready.clear()
-            home.load = asyncio.get_running_loop().call_later(known.load_seconds, self._arrive, model)
+        if residency.stage is not Stage.LOADING:
+            residency.stage, residency.reason = Stage.LOADING, ""
+            residency.ready.clear()
+            residency.load = asyncio.get_running_loop().call_later(known.load_seconds, self._arrive, model)
         try:
             async with asyncio.timeout(within_seconds):
-                await home.ready.wait()
+                await residency.ready.wait()
         except TimeoutError:
             raise HostRefused(HostFault.UNKNOWN, f"{model} was not ready in {within_seconds:g} s") from None
-        if home.stage is not Stage.READY:
+        if residency.stage is not Stage.READY:
             raise HostRefused(HostFault.UNKNOWN, f"the server ended while it loaded {model}")
 
     def _arrive(self, model: str) -> None:
-        home = self._home(model)
-        home.stage, home.load = Stage.READY, None
-        home.ready.set()
+        residency = self._residency(model)
+        residency.stage, residency.load = Stage.READY, None
+        residency.ready.set()
 
     def _leave(self, model: str) -> None:
-        home = self._home(model)
-        home.stage, home.reason = Stage.ABSENT, ""
+        residency = self._residency(model)
+        residency.stage, residency.reason = Stage.ABSENT, ""
         self.models[model].dead = False
 
-    def _home(self, model: str) -> _Home:
-        return self._homes.setdefault(model, _Home())
+    def _residency(self, model: str) -> _Residency:
+        return self._residencies.setdefault(model, _Residency())
 
     def _known(self, model: str) -> SimulatedModel:
         if model not in self.models:
@@ -174,9 +174,9 @@ class SimulatedHost(ModelHost):
         return self.models[model]
 
     def _indexed(self, model: str) -> IndexedModel:
-        home = self._homes.get(model, _Home())
-        versions = ("1",) if home.stage is Stage.READY else ()
-        return IndexedModel(model, home.stage, versions, home.reason)
+        residency = self._residencies.get(model, _Residency())
+        versions = ("1",) if residency.stage is Stage.READY else ()
+        return IndexedModel(model, residency.stage, versions, residency.reason)
 
     def _reach(self) -> None:
         if self._is_away:

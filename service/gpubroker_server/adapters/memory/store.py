@@ -1,11 +1,11 @@
-"""The task store in memory: the same guards and the same log as in SQL, and nothing survives the process."""
+"""The task store in memory: the same guards and the same log as in SQL. Nothing survives the process."""
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from gpubroker_server.adapters.memory.tokens_and_objects import MemoryPossessions
+from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
     AuditNote,
     Decision,
@@ -45,7 +45,7 @@ from gpubroker_server.ports.store import (
 _CHECKPOINTS_KEPT = 3
 
 
-class MemoryStore(MemoryPossessions):
+class MemoryStore(TokensAndObjects):
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
     def __init__(
@@ -76,10 +76,10 @@ class MemoryStore(MemoryPossessions):
         self._estimates: dict[Topic, Sketch] = {}
         self._usage = Accounts(usage_half_life_seconds)
         self._pruned = 0
-        """So many events are no longer told."""
+        """How many of the first events were removed."""
         self._log: list[tuple[Event, TaskId | None]] = []
         self.audited: list[AuditNote] = []
-        """What decisions noted."""
+        """Audit notes of decisions."""
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)
@@ -105,7 +105,7 @@ class MemoryStore(MemoryPossessions):
         return SubmitOutcome(SubmitVerdict.ACCEPTED, task.id)
 
     def _holder(self, task: Task) -> TaskId | None:
-        """Who has, or waits for, the same home."""
+        """The task that has, or waits for, the same residency."""
         if task.model is None:
             return None
         others = (other for other in self._tasks.values() if other.model and not other.is_terminal)
@@ -190,7 +190,7 @@ class MemoryStore(MemoryPossessions):
         return CommitVerdict.COMMITTED if self._fits(decision) else CommitVerdict.REFUSED
 
     def _fits(self, decision: Decision) -> bool:
-        """The net below the ledger: no device is leased beyond what it physically has, or below nothing."""
+        """A second check below the ledger: a device has leases from 0 up to its physical memory."""
         physical = {device.key: device.physical_mb for device in decision.devices}
         delta = device_delta_mb(decision)
         for key in {*physical, *delta}:
@@ -361,7 +361,7 @@ class MemoryStore(MemoryPossessions):
         return frozenset(digest for digest in digests if digest in named)
 
     async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
-        """Nobody could read it once the process has ended."""
+        """Not kept: it would end with the process."""
 
     async def held_back(self) -> None:
         return None

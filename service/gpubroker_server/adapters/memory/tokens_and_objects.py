@@ -1,4 +1,4 @@
-"""What tenants have besides tasks, in memory: their tokens, and what they have uploaded."""
+"""Tokens and uploaded objects of tenants, in memory."""
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
@@ -8,7 +8,7 @@ from gpubroker_server.ports.objects import Counted, Quota, StoredObject
 from gpubroker_server.ports.store import TokenRow
 
 
-class MemoryPossessions:
+class TokensAndObjects:
     def __init__(self) -> None:
         self._tokens: dict[str, TokenRow] = {}
         self._objects: dict[tuple[str, str], StoredObject] = {}
@@ -57,11 +57,11 @@ class MemoryPossessions:
         return self._objects.pop((tenant, digest), None) is not None
 
     def uploaded(self) -> Set[str]:
-        """Their digests."""
+        """Digests of all objects."""
         return {digest for _, digest in self._objects}
 
     def prune_objects(self, now: Instant) -> bool:
-        """Whether any whose time is over went."""
+        """Whether an expired object was removed."""
         return self._drop_over(list(self._objects.values()), now)
 
     def _drop_over(self, some: Sequence[StoredObject], now: Instant) -> bool:

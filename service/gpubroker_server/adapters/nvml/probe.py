@@ -1,4 +1,4 @@
-"""GPUs through NVIDIA's management library, and what each process group uses of them."""
+"""GPUs through NVIDIA's management library, and how much of them each process group uses."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 
 def load_nvml() -> Any | None:
-    """The initialised `pynvml` module; None where there is no NVIDIA driver. The one import of it."""
+    """The initialised `pynvml` module; None if there is no NVIDIA driver. The only import of it."""
     import pynvml
 
     try:
@@ -29,7 +29,7 @@ def load_nvml() -> Any | None:
 
 
 def new_probe(simulated: Sequence[SeenDevice] | None) -> DeviceProbe:
-    """Simulated devices if the configuration names some (also an empty list), else what NVML finds."""
+    """Simulated devices if the configuration has a list of them (even an empty one), else those of NVML."""
     from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
 
     if simulated is not None:
@@ -41,8 +41,8 @@ def new_probe(simulated: Sequence[SeenDevice] | None) -> DeviceProbe:
 def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
     """Whether process ids mean the same here as to the driver.
 
-    In a container with process ids of its own, drivers answer with the host's ids, with translated ones, or
-    with translated ones and no memory, depending on their release: none of it can be relied on.
+    In a container with process ids of its own, some drivers answer with the host's ids, some with translated
+    ones, and some with translated ones and no memory, depending on their release.
     """
     try:
         return str(own_namespace.readlink()) == _FIRST_PID_NAMESPACE
@@ -51,10 +51,10 @@ def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
 
 
 class NvmlProbe:
-    """Implements `device_ports.DeviceProbe`. What NVML cannot tell is None or left out, never an error.
+    """A DeviceProbe. A value that NVML does not have is None or left out, never an error.
 
-    Where it does not say which process uses how much (MIG, a driver that does not tell), or says it in
-    process ids that are not ours (`shares_pids` is False), use is attributed to nobody.
+    Use is attributed to no holder where NVML does not say which process uses how much (MIG, some drivers), or
+    says it in process ids that are not ours (`shares_pids` is False).
     """
 
     def __init__(self, nvml: Any, *, shares_pids: bool = True) -> None:
@@ -62,7 +62,7 @@ class NvmlProbe:
         self._shares_pids = shares_pids
         self._handles: dict[str, Any] = {}
         self._instances: set[str] = set()
-        """Those of `_handles` that are instances of a GPU."""
+        """UUIDs of instances of a GPU (MIG)."""
         self._devices: list[SeenDevice] = []
         whole = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         for handle in whole:
@@ -72,7 +72,7 @@ class NvmlProbe:
                 self._enter(instance, parent=_text(nvml.nvmlDeviceGetUUID(handle)))
 
     def _enter(self, handle: Any, parent: str = "") -> None:
-        """Numbered through; instances come after all GPUs, whose numbers are the driver's."""
+        """GPUs have the driver's numbers; instances are numbered after all of them."""
         uuid = _text(self._nvml.nvmlDeviceGetUUID(handle))
         self._handles[uuid] = handle
         if parent:
@@ -90,7 +90,7 @@ class NvmlProbe:
         )
 
     def _instances_of(self, handle: Any) -> Iterator[Any]:
-        """Of a GPU that is split (MIG); slots may be empty."""
+        """Of a GPU that is split (MIG). Slots may be empty."""
         if not self._is_split(handle):
             return
         for slot in range(self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
@@ -103,10 +103,10 @@ class NvmlProbe:
         return self._devices
 
     def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
-        """A device that fell off the bus has no entry: its sample gets stale and it takes nothing new."""
+        """A device that fell off the bus has no entry: its sample gets stale, so it gets no new leases."""
         measured = []
         for uuid, handle in self._handles.items():
-            # A run on a device that it has no lease of is as foreign there as anybody.
+            # A run is foreign on a device on which it has no lease.
             here = {name: group for name, group in holders.items() if uuid in group.leased_mb}
             owners = {pid: name for name, group in here.items() for pid in group.pids}
             try:
@@ -133,9 +133,9 @@ class NvmlProbe:
         return MeasuredDevice(uuid, used_mb, Mib(foreign_mb), by_holder, utilization)
 
     def _memory(self, handle: Any) -> tuple[Mib, Mib]:
-        """(what processes can have, what of it is in use). What the driver keeps for itself is in neither.
+        """(MiB that processes can use, MiB of that in use), without what the driver keeps for itself.
 
-        Drivers before 510 do not tell the latter apart; it is in both then.
+        Drivers before 510 do not report that part; it is in both then.
         """
         nvml = self._nvml
         try:
@@ -143,12 +143,12 @@ class NvmlProbe:
             reserved = memory.reserved
         except nvml.NVMLError:
             memory, reserved = nvml.nvmlDeviceGetMemoryInfo(handle), 0
-        # Releases disagree on whether `used` includes what is reserved; `free` means the same in all.
+        # Releases disagree on whether `used` includes `reserved`; `free` means the same in all.
         physical = memory.total - reserved
         return Mib(physical // MIB), Mib((physical - memory.free) // MIB)
 
     def _processes(self, handle: Any) -> Iterator[tuple[int, int | None]]:
-        """(pid, MiB or None). One process may be listed for compute and graphics with the same sum."""
+        """(pid, MiB or None). A process may be listed for compute and for graphics, with the same MiB."""
         nvml = self._nvml
         compute, graphics = (
             nvml.nvmlDeviceGetComputeRunningProcesses,
@@ -179,7 +179,7 @@ class NvmlProbe:
 
 
 def _text(value: str | bytes) -> str:
-    """Older bindings answer bytes."""
+    """Older bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 

@@ -7,34 +7,32 @@ from gpubroker_server.core.domain.orders import SeenDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import MeasuredDevice, ProcessGroup
 
-SAYS_WHAT_IT_USES = "SIMULATED_GPU_MB"
-"""Variable in the environment of a process: so many MiB of each of its devices it is taken to use."""
-_NAME = SAYS_WHAT_IT_USES.encode()
+_VARIABLE = b"SIMULATED_GPU_MB"
+"""In the environment of a process: the MiB that it uses of each of its devices."""
 
 
 class SimulatedProbe:
-    """Implements `device_ports.DeviceProbe`. A run uses exactly its lease for as long as a process of it
-    lives, or what one of its processes was started to say that it uses; that counts until none lives.
-    """
+    """A DeviceProbe. A run uses its lease while a process of it lives. If the environment of a process
+    names another amount, the run uses that until its last process ends."""
 
     def __init__(self, devices: Sequence[SeenDevice]) -> None:
         self._devices = tuple(devices)
-        self._said_mb: dict[str, Mib] = {}
+        self._declared_mb: dict[str, Mib] = {}
 
     def inventory(self) -> Sequence[SeenDevice]:
         return self._devices
 
     def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
-        self._said_mb = {
-            holder: said_mb
+        self._declared_mb = {
+            holder: declared_mb
             for holder, group in holders.items()
-            if group.pids and (said_mb := _said_mb(group.pids) or self._said_mb.get(holder))
+            if group.pids and (declared_mb := _declared_mb(group.pids) or self._declared_mb.get(holder))
         }
         return [self._measured(device.uuid, holders) for device in self._devices]
 
     def _measured(self, uuid: str, holders: Mapping[str, ProcessGroup]) -> MeasuredDevice:
         by_holder = {
-            holder: self._said_mb.get(holder, group.leased_mb[uuid])
+            holder: self._declared_mb.get(holder, group.leased_mb[uuid])
             for holder, group in holders.items()
             if group.pids and uuid in group.leased_mb
         }
@@ -47,16 +45,16 @@ class SimulatedProbe:
         )
 
 
-def _said_mb(pids: Iterable[int]) -> Mib:
-    """The most that one of these processes says it uses; 0 if none says so."""
-    return max(map(_said_by, pids), default=Mib(0))
+def _declared_mb(pids: Iterable[int]) -> Mib:
+    """The largest amount that one of these processes declares; 0 if none does."""
+    return max(map(_declared_by, pids), default=Mib(0))
 
 
-def _said_by(pid: int) -> Mib:
+def _declared_by(pid: int) -> Mib:
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return Mib(0)  # it has ended
-    said = (value for name, _, value in (one.partition(b"=") for one in variables) if name == _NAME)
-    value = next(said, b"")
+    declared = (value for name, _, value in (one.partition(b"=") for one in variables) if name == _VARIABLE)
+    value = next(declared, b"")
     return Mib(int(value)) if value.isdigit() else Mib(0)
