@@ -66,7 +66,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 7, "bd1a4b460f8b"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 7, "cef9f3c0f048"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 5, "90ca60bafacd"),
     ],
     ids=["driver and agent", "agent and run process"],
