@@ -1,7 +1,9 @@
 """`gpubroker nodes`, `tenants`, `stats`, `policy` and `estimates`."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -10,8 +12,10 @@ from rich.text import Text
 from gpubroker.cli.lookup import connect
 from gpubroker.cli.printing import Format, Output, emit, emit_all
 from gpubroker.cli.tables import Column, PlainTable, details, duration, executor_in_words, gib, size
-from gpubroker.cluster.fleet import Fragmentation, Node, Policy, Stats, Tenant
-from gpubroker.tasks.estimates import Estimate, ForecastsKept
+
+if TYPE_CHECKING:
+    from gpubroker.cluster.fleet import Fragmentation, Node, Policy, Stats, Tenant
+    from gpubroker.tasks.estimates import Estimate, ForecastsKept
 
 
 def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:

@@ -1,5 +1,7 @@
 """`gpubroker gpus`: each GPU's memory as a bar, with its holders."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,10 +15,10 @@ from rich.text import Text
 from gpubroker.cli.lookup import connect, stats_if_allowed
 from gpubroker.cli.printing import Format, Output, Watch, emit_all, watch
 from gpubroker.cli.tables import executor_in_words, gib, short_id, size
-from gpubroker.cluster.fleet import Gpu, Holder
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
+    from gpubroker.cluster.fleet import Gpu, Holder
 
 _LEGEND = (
     "█ leased and used  ▒ leased, not yet used  ▓ freed and kept for a waiting task  ░ free  ! not leased"
@@ -37,7 +39,7 @@ def gpus(context: typer.Context, watching: Watch = False, output: Output = Forma
             emit_all(output, broker.gpus().items, drawn)
 
 
-def _why_none(broker: "Broker") -> str:
+def _why_none(broker: Broker) -> str:
     stats = stats_if_allowed(broker)
     if stats and stats.executor.get("state") != "connected":
         return f"no GPUs yet: {executor_in_words(stats.executor)}"

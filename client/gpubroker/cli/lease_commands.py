@@ -1,5 +1,7 @@
 """`gpubroker lease`: ask, run, list, show, renew, release."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import threading
@@ -17,10 +19,10 @@ from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, ago, details, size, timestamp, with_short_ids
 from gpubroker.cli.tasks.submit import CommandAfterDashes, GpuMb, Gpus, Kinds, Priority
 from gpubroker.errors import BrokerError
-from gpubroker.leases.lease import Lease, LeaseOptions, LeaseState
 
 if TYPE_CHECKING:
     from gpubroker.leases.held_lease import HeldLease
+    from gpubroker.leases.lease import Lease, LeaseOptions
 
 lease = typer.Typer(
     help="Lease GPU memory for programs that the broker does not start.", no_args_is_help=True
@@ -159,11 +161,13 @@ def release(context: typer.Context, lease: LeaseId, output: Output = Format.TABL
 
 def _options(given: dict[str, Any]) -> LeaseOptions:
     """The command's parameters that the SDK takes under the same name."""
-    known = LeaseOptions.__annotations__
+    from gpubroker.leases.lease import LeaseOptions as Known
+
+    known = Known.__annotations__
     return cast("LeaseOptions", {name: given[name] for name in known if given.get(name) not in (None, [])})
 
 
-def _end_on_notice(child: ChildProcess, held: "HeldLease") -> None:
+def _end_on_notice(child: ChildProcess, held: HeldLease) -> None:
     held.wait_for_notice()
     if held.notice is not None and not child.has_ended.is_set():
         why = f": {held.fault.detail}" if held.fault else ""
@@ -171,7 +175,7 @@ def _end_on_notice(child: ChildProcess, held: "HeldLease") -> None:
         child.end(held.lease.grace_seconds * 0.8)
 
 
-def _warn_not_released(held: "HeldLease", fault: BrokerError | SystemExit) -> None:
+def _warn_not_released(held: HeldLease, fault: BrokerError | SystemExit) -> None:
     why = "interrupted" if isinstance(fault, SystemExit) else fault
     eprint(f"gpubroker: the command has ended, but its lease was not released: {why}")
     if held.lease.pid is None:
@@ -191,10 +195,10 @@ _COLUMNS = (
     Column("NOTE", wraps=True),
 )
 _STYLES = {
-    LeaseState.PENDING: "yellow",
-    LeaseState.HELD: "green",
-    LeaseState.STOPPING: "magenta",
-    LeaseState.QUARANTINED: "bold red",
+    "pending": "yellow",
+    "held": "green",
+    "stopping": "magenta",
+    "quarantined": "bold red",
 }
 
 
@@ -229,7 +233,7 @@ def _lease(shown: Lease) -> RenderableType:
         "held": timestamp(shown.held_at),
         "ended": timestamp(shown.ended_at),
     }
-    if shown.state in (LeaseState.PENDING, LeaseState.HELD):
+    if shown.state in ("pending", "held"):
         rows["renew by"] = timestamp(shown.deadline_at)
     return details(rows.items())
 

@@ -1,7 +1,9 @@
 """`gpubroker models`, `load`, `unload` and `pin`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
@@ -11,7 +13,9 @@ from gpubroker.cli import EXIT_WAIT_TIMEOUT, parsing
 from gpubroker.cli.lookup import connect
 from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, ago, size
-from gpubroker.models.model import ServedModel
+
+if TYPE_CHECKING:
+    from gpubroker.models.model import ServedModel
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model on its server.")]
 Server = Annotated[

@@ -1,5 +1,7 @@
 """`gpubroker upload`, `objects` and `objects delete`: inputs that are stored for queued inferences."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -12,10 +14,10 @@ from gpubroker.cli import SHOWN_ID_LENGTH
 from gpubroker.cli.lookup import change_each, connect, is_part_of_id, matches, only
 from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, ago, size_of_bytes, timestamp
-from gpubroker.models.model import StoredObject
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
+    from gpubroker.models.model import StoredObject
 
 objects = typer.Typer(help="List the objects that your tenant has uploaded.")
 
@@ -82,7 +84,7 @@ def _created(stored: StoredObject) -> float:
     return stored.created_at.timestamp() if stored.created_at else 0.0
 
 
-def _found(broker: "Broker", words: Sequence[str]) -> Sequence[str]:
+def _found(broker: Broker, words: Sequence[str]) -> Sequence[str]:
     """The ids of all objects that a person means, before any is deleted; exits with 6 if one is ambiguous."""
     if all(map(_WHOLE_ID.fullmatch, words)):
         return list(dict.fromkeys(words))

@@ -1,9 +1,11 @@
 """`gpubroker plan`: whether the components of a file fit the fleet, or a fleet that the file describes."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -14,7 +16,9 @@ from gpubroker.cli.lookup import connect
 from gpubroker.cli.printing import Format, Output, emit
 from gpubroker.cli.tables import Column, PlainTable, details, gib
 from gpubroker.cli.tasks.explain import run_in_words
-from gpubroker.cluster.plan import FleetPlan
+
+if TYPE_CHECKING:
+    from gpubroker.cluster.plan import FleetPlan
 
 _KNOWN = ("components", "fleet", "tenant")
 _MOST_NODES = 8

@@ -1,5 +1,7 @@
 """`gpubroker quarantine`, `quarantine release` and `resume`: holders and nodes that do not answer."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +12,11 @@ from rich.text import Text
 from gpubroker.cli.lookup import connect, matches, only
 from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, ago, size
-from gpubroker.tasks.task import Quarantined
 
 if TYPE_CHECKING:
     from gpubroker.admin import Released
     from gpubroker.broker import Broker
+    from gpubroker.tasks.task import Quarantined
 
 quarantine = typer.Typer(help="List memory that counts as used because its holder is not confirmed gone.")
 
@@ -78,7 +80,7 @@ def resume(context: typer.Context, because: Because, yes: Yes = False, output: O
         emit(output, resumed, lambda shown: f"given up unless they answer first: {', '.join(shown.nodes)}")
 
 
-def _found(broker: "Broker", word: str) -> Sequence[Quarantined]:
+def _found(broker: Broker, word: str) -> Sequence[Quarantined]:
     """All quarantined runs of the holder that a person means."""
     found = [
         one for one in broker.quarantine().items if one.id and (matches(one.id, word) or one.name == word)
@@ -128,7 +130,7 @@ def _quarantined(listed: Sequence[Quarantined]) -> RenderableType:
     return PlainTable(_COLUMNS, rows) if rows else Text("nothing is in quarantine")
 
 
-def _released(released: "Released") -> RenderableType:
+def _released(released: Released) -> RenderableType:
     text = f"released {size(released.gpu_mb)} of {released.id}; it is free after the next measurement"
     left = sum(one.gpu_mb for one in released.quarantine)
     return Text(f"{text}; still in quarantine: {size(left)}" if released.quarantine else text)

@@ -1,12 +1,13 @@
 """`gpubroker token create`, `list` and `revoke`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
 
-from gpubroker.admin import Token
 from gpubroker.cli import parsing
 from gpubroker.cli.lookup import connect
 from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
@@ -21,6 +22,9 @@ _COLUMNS = (
     Column("SCOPES", wraps=True),
     Column("EXPIRES"),
 )
+
+if TYPE_CHECKING:
+    from gpubroker.admin import Token
 
 
 @token.command()

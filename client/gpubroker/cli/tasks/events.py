@@ -1,5 +1,7 @@
 """`gpubroker events`, and what a task's own events say about its past."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +14,10 @@ from gpubroker.cli.lookup import connect, task_id
 from gpubroker.cli.printing import Format, Output, emit, emit_all
 from gpubroker.cli.tables import short_id, size, timestamp
 from gpubroker.errors import Refused
-from gpubroker.tasks.task import Event, Task, TaskState
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
+    from gpubroker.tasks.task import Event, Task
 
 _KIND_CELLS = 16
 
@@ -136,9 +138,9 @@ def _learned(kind: str, what: str, value: float | None) -> str:
     return " ".join(word for word in (used or what, f"on {kind}" if kind else "") if word)
 
 
-def past_of(broker: "Broker", task: Task) -> dict[str, str]:
+def past_of(broker: Broker, task: Task) -> dict[str, str]:
     """What made a task stop, by subject. Only asks for the events of a task that was stopped."""
-    if not task.preemptions and not task.stop_reason and task.state is not TaskState.CANCELLED:
+    if not task.preemptions and not task.stop_reason and task.state != "cancelled":
         return {}
     lines: dict[str, str] = {}
     notice: Event | None = None
@@ -160,7 +162,7 @@ def past_of(broker: "Broker", task: Task) -> dict[str, str]:
     return lines
 
 
-def _preempted(broker: "Broker", task: Task, notice: Event) -> str:
+def _preempted(broker: Broker, task: Task, notice: Event) -> str:
     other = notice.fields.get("freeing_for")
     preemptor = f"{_name(broker, other)} ({short_id(other)})" if other else "a task of another tenant"
     times = f"{task.preemptions}×, last " if task.preemptions > 1 else ""
@@ -168,13 +170,13 @@ def _preempted(broker: "Broker", task: Task, notice: Event) -> str:
 
 
 def _resumed_from(task: Task, saved_at: str | None) -> str:
-    resumes, starts = ("resumes", "starts") if task.state is TaskState.PENDING else ("resumed", "started")
+    resumes, starts = ("resumes", "starts") if task.state == "pending" else ("resumed", "started")
     if saved_at is None:
         return f"; without a checkpoint it {starts} from the beginning"
     return f"; it {resumes} from its checkpoint of {timestamp(datetime.fromisoformat(saved_at))}"
 
 
-def _name(broker: "Broker", task: str) -> str:
+def _name(broker: Broker, task: str) -> str:
     try:
         return broker.get(task).name or "a task"
     except Refused:

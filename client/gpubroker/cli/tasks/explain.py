@@ -1,5 +1,7 @@
 """`gpubroker explain`, and the answer of `submit --dry-run`: why a task waits and what would help."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,20 +25,20 @@ from gpubroker.cli.tables import (
 )
 from gpubroker.cli.tasks.events import past_of
 from gpubroker.cli.tasks.view import failure
-from gpubroker.tasks.estimates import Expected, ForecastsKept
-from gpubroker.tasks.explanation import (
-    DeviceVerdict,
-    Explanation,
-    Preemption,
-    Quota,
-    RankVerdict,
-    Remedy,
-    Run,
-    Simulation,
-)
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
+    from gpubroker.tasks.estimates import Expected, ForecastsKept
+    from gpubroker.tasks.explanation import (
+        DeviceVerdict,
+        Explanation,
+        Preemption,
+        Quota,
+        RankVerdict,
+        Remedy,
+        Run,
+        Simulation,
+    )
 
 _MOST_DEVICES = 24
 """The table has the devices that have room soonest; `-o json` has all."""
@@ -63,7 +65,7 @@ def explain(context: typer.Context, task: TaskWord, output: Output = Format.TABL
         emit(output, found, lambda found: _explanation(found, _background(broker, found)))
 
 
-def _background(broker: "Broker", explained: Explanation) -> Iterator[str]:
+def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
     """Why it failed, which task preempted it, and whether the cluster can run tasks."""
     found = broker.get(explained.id)
     if found.error and found.is_finished:
@@ -116,8 +118,7 @@ def _place(explained: Explanation | Simulation) -> Iterator[Text]:
     if explained.position:
         length = max(explained.queue_length, explained.position)
         parts.append(f"position {explained.position} of {length} in the queue")
-    if isinstance(explained, Explanation) and explained.inherits:
-        inherited = explained.inherits
+    if inherited := getattr(explained, "inherits", None):
         parts.append(f"inherits priority {inherited.priority} from {short_id(inherited.task)}")
     if explained.start and explained.start.p50_seconds:
         parts.append(f"room expected {_within(explained.start)}{_record(explained.start_record)}")

@@ -1,5 +1,7 @@
 """`gpubroker wait`, `result` and `logs`: how a task ended, and what it returned and printed."""
 
+from __future__ import annotations
+
 import json
 import sys
 from pathlib import Path
@@ -12,10 +14,10 @@ from gpubroker.cli.lookup import TaskWord, connect, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint
 from gpubroker.cli.tasks.view import task_details
 from gpubroker.errors import Unreachable
-from gpubroker.tasks.task import Outcome, check_success
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
+    from gpubroker.tasks.task import Outcome
 
 Timeout = Annotated[
     float | None,
@@ -33,7 +35,7 @@ def wait(
         wanted = task_id(broker, task)
         _wait(broker, wanted, timeout)
         emit(output, broker.get(wanted), task_details)
-        check_success(broker.outcome(wanted))
+        _check_success(broker.outcome(wanted))
 
 
 def result(
@@ -61,13 +63,13 @@ def logs(context: typer.Context, task: TaskWord) -> None:
         typer.echo(_log_of(broker.outcome(task_id(broker, task))), nl=False)
 
 
-def wait_and_show(broker: "Broker", task: str, timeout_seconds: float | None, output: Format) -> None:
+def wait_and_show(broker: Broker, task: str, timeout_seconds: float | None, output: Format) -> None:
     """Wait, then print the result. Raises what the exit codes stand for."""
     _wait(broker, task, timeout_seconds)
     _show(broker.outcome(task), output)
 
 
-def _wait(broker: "Broker", task: str, timeout_seconds: float | None) -> None:
+def _wait(broker: Broker, task: str, timeout_seconds: float | None) -> None:
     """Wait with the retry time of the SDK, which survives a restart of the service."""
     from gpubroker.broker import Broker
 
@@ -88,7 +90,7 @@ def _show(outcome: Outcome, output: Format, save: Path | None = None) -> None:
     if output is not Format.TABLE:
         emit(output, outcome, lambda _: "")
     try:
-        check_success(outcome)
+        _check_success(outcome)
     finally:
         if outcome.log_tail:
             eprint(_log_of(outcome).rstrip())
@@ -105,6 +107,12 @@ def _show(outcome: Outcome, output: Format, save: Path | None = None) -> None:
         value = outcome.value
         typer.echo(value if isinstance(value, str) else json.dumps(value, indent=2))
     sys.stdout.flush()
+
+
+def _check_success(outcome: Outcome) -> None:
+    from gpubroker.tasks.task import check_success
+
+    check_success(outcome)
 
 
 def _log_of(outcome: Outcome) -> str:

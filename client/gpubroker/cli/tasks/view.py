@@ -1,5 +1,7 @@
 """`gpubroker ps` and `gpubroker show`: tasks as a table, and one task in full."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -27,23 +29,23 @@ from gpubroker.cli.tables import (
     with_short_ids,
 )
 from gpubroker.cli.tasks.events import past_of
-from gpubroker.tasks.estimates import Expected
-from gpubroker.tasks.task import Quarantined, Task, TaskDevice, TaskRank, TaskState
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
+    from gpubroker.tasks.estimates import Expected
+    from gpubroker.tasks.task import Quarantined, Task, TaskDevice, TaskRank
     from gpubroker.tasks.task_api import ListOptions
 
 NO_PAST: Mapping[str, str] = MappingProxyType({})
 _REASONS_ASKED = 20
 _STATE_STYLES = {
-    TaskState.PENDING: "yellow",
-    TaskState.ADMITTED: "cyan",
-    TaskState.RUNNING: "green",
-    TaskState.STOPPING: "magenta",
-    TaskState.SUCCEEDED: "bold green",
-    TaskState.FAILED: "bold red",
-    TaskState.EXPIRED: "red",
+    "pending": "yellow",
+    "admitted": "cyan",
+    "running": "green",
+    "stopping": "magenta",
+    "succeeded": "bold green",
+    "failed": "bold red",
+    "expired": "red",
 }
 _COLUMNS = (
     Column("ID"),
@@ -113,7 +115,7 @@ def ps(
 
 
 def _list(
-    broker: "Broker", filters: "ListOptions", limit: int, watching: bool, output: Format, if_none: str
+    broker: Broker, filters: ListOptions, limit: int, watching: bool, output: Format, if_none: str
 ) -> None:
     filters["limit"] = min(limit, 200)
 
@@ -133,7 +135,7 @@ def _list(
         emit_all(output, listed(), drawn)
 
 
-def _with_reasons(broker: "Broker", listed: list[Task]) -> list[Task]:
+def _with_reasons(broker: Broker, listed: list[Task]) -> list[Task]:
     """A list has no reasons, since each costs the service time; ask for those of the newest pending tasks."""
     asked = [task.id for task in listed if task.state == "pending"][:_REASONS_ASKED]
     return [broker.get(task.id) if task.id in asked else task for task in listed]
@@ -170,7 +172,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "id": task.id,
         "name": task.name,
         "state": task.raw.get("state"),
-        "why": "" if task.state is TaskState.RUNNING else _now(task),
+        "why": "" if task.state == "running" else _now(task),
         "progress": _progress(task),
         "ends": _expected_end(task.eta) if task.eta else None,
         "priority": f"{task.priority} ({task.band})",
@@ -249,7 +251,7 @@ def _note(task: Task) -> str:
 def _now(task: Task) -> str:
     """What matters about a task in its present state."""
     match task.state:
-        case TaskState.PENDING if task.pending:
+        case "pending" if task.pending:
             position = f" (position {task.pending.position})" if task.pending.position else ""
             inherited = task.pending.inherits
             note = (
@@ -259,11 +261,11 @@ def _now(task: Task) -> str:
             )
             message = with_short_ids(task.pending.message)
             return f"{message}{position}{note}{_expected_start(task.pending.start)}"
-        case TaskState.RUNNING:
+        case "running":
             return _progress(task)
-        case TaskState.STOPPING if task.stop_deadline_at:
+        case "stopping" if task.stop_deadline_at:
             return f"{task.stop_reason}, by {task.stop_deadline_at:%H:%M:%S}Z"
-        case TaskState.FAILED | TaskState.EXPIRED:
+        case "failed" | "expired":
             return failure(task)
         case _:
             return ""
