@@ -68,7 +68,7 @@ def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_the_picture
         with pytest.raises(BrokerError):
             service.broker.submit("tests.e2e.work:add", cpu=0.5)
         assert service.ended() == 1
-        assert "is missing; read the picture anew" in service.log()
+        assert "is missing; read the World again" in service.log()
         service.start()
         task = service.broker.submit("tests.e2e.work:add", cpu=0.5)
         assert service.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"

@@ -58,7 +58,7 @@ async def test_cancelling_what_others_wait_for_fails_them(gateway: Gateway, api:
     await gateway.settle_dependencies()
     failed = (await api.get(f"/tasks/{second}")).json()
     assert (failed["state"], failed["failed_by"]) == ("failed", first)
-    assert failed["error"]["message"] == f"it was to run after {first}, which was cancelled"
+    assert failed["error"]["message"] == f"it runs after {first}, which was cancelled"
 
 
 async def test_one_that_ended_before_the_submit_is_accepted_and_looked_up(

@@ -78,7 +78,7 @@ def test_a_run_past_its_tasks_deadline_gets_notice_and_ends_expired(state: TaskS
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
     assert decision.outcome.failure.kind == "deadline"
-    assert decision.outcome.failure.message == "its deadline passed when the run had had 100 s"
+    assert decision.outcome.failure.message == "its deadline passed after the run had run for 100 s"
 
 
 def test_a_result_that_arrives_after_the_deadline_and_before_the_confirmation_is_accepted() -> None:
@@ -123,9 +123,7 @@ def expired(world: World, now: float = NOW) -> list[str]:
 def test_a_task_that_waits_past_its_time_expires_even_where_it_stands_aside(aside: dict[str, Any]) -> None:
     world = a_world(a_task(expires_at=Instant(NOW + 60.0), queue_ttl_seconds=30.0, **aside))
     assert expired(world, NOW + 59.0) == []
-    assert expired(world, NOW + 60.0) == [
-        "it was not given its devices within the 30 s it was to wait for them"
-    ]
+    assert expired(world, NOW + 60.0) == ["it did not get its devices within its time limit to wait of 30 s"]
     assert (world.tasks, len(world.queue)) == ({}, 0)
     assert due(world, Instant(NOW + 99.0), POLICY, watched(NOW + 99.0)) == []
 

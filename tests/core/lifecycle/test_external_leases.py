@@ -254,7 +254,7 @@ def test_it_ends_with_its_process() -> None:
     assert decision.tasks[0].task.state is TaskState.FAILED
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
-    assert decision.outcome.failure.message.startswith(f"its process {PID} is not there")
+    assert decision.outcome.failure.message.startswith(f"its process {PID} no longer exists")
     assert [type(order) for order in decision.orders] == [ForgetOrder]
     assert (world.leases, world.tasks) == ({}, {})
 
@@ -370,5 +370,5 @@ def test_a_process_that_is_somebody_elses_ends_the_lease_and_says_so() -> None:
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
     assert decision.outcome.failure.kind == "not_your_process"
-    assert f"process {PID} is a run's" in decision.outcome.failure.message
+    assert f"process {PID} belongs to a run" in decision.outcome.failure.message
     assert leases(world) == []

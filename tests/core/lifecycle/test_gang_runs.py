@@ -255,7 +255,7 @@ def test_a_rank_that_went_down_with_its_agent_costs_no_retry(proof: str) -> None
 def test_an_end_without_words_is_told_as_a_kill() -> None:
     gang = running()
     lost = Ended(gang.id, gang.fence, NOW, Ending.LOST, rank=2)
-    assert outcome_of(gang, lost).failure.message.startswith("rank 2: the process went away")
+    assert outcome_of(gang, lost).failure.message.startswith("rank 2: the process ended without a report")
 
 
 def test_when_the_last_rank_goes_without_a_word_the_gang_moves_on_at_once() -> None:

@@ -247,7 +247,7 @@ def external(pid: int | None) -> World:
                 a_lease(done, "gpu0", 8 * GIB, state=LeaseState.QUARANTINED),
             ),
             Proof.PROCESS_ABSENT,
-            "the agent of n1, which goes on ending its process, finds nothing of it",
+            "the agent of n1, which keeps killing its process, finds no trace of it",
         ),
         (external(None), Proof.HOLDER, "its holder says that the memory is free"),
         (external(4711), Proof.PROCESS_ABSENT, "process 4711"),

@@ -355,4 +355,4 @@ def test_one_that_waited_too_long_for_its_model_says_so() -> None:
     [expired] = pass_time(world, 30.0)
     assert expired.outcome is not None
     assert expired.outcome.failure is not None
-    assert "a turn at its model llm within the 30 s" in expired.outcome.failure.message
+    assert "a turn at its model llm within its time limit to wait of 30 s" in expired.outcome.failure.message

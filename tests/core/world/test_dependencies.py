@@ -73,7 +73,7 @@ def test_a_task_comes_in_when_the_last_of_those_before_it_has_succeeded() -> Non
     end(world, "b")
     assert settled(world) == {"c": "in"}
     assert TaskId("c") in world.queue
-    assert world.awaited.left == world.awaited.dependents == {}
+    assert world.awaited.remaining == world.awaited.dependents == {}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_task_comes_in_when_the_last_of_those_before_it_has_succeeded() -> Non
 def test_a_dependency_that_does_not_succeed_fails_its_dependents_at_once(how: str, says: str) -> None:
     world = a_world(a_task("a"), a_task("b"), a_task("c", **after("a", "b")))
     end(world, "a", how)
-    assert settled(world) == {"c": f"it was to run after a, which {says}"}
+    assert settled(world) == {"c": f"it runs after a, which {says}"}
     assert TaskId("c") not in world.tasks
     assert world.finished["default", TaskState.FAILED] == 1 + (how == "failed")
     end(world, "b")
@@ -106,10 +106,10 @@ def test_a_failure_cascades_in_one_round_and_names_the_first_of_the_chain() -> N
     assert [decision.subject for decision in decisions] == ["t2", "t3", "t4", "t5"]
     assert {decision.tasks[0].task.failed_by for decision in decisions} == {"t1"}
     assert settled(world) == {
-        "t2": "it was to run after t1, which has failed",
-        "t3": "it was to run after t2, which could not run because t1 did not succeed",
-        "t4": "it was to run after t3, which could not run because t1 did not succeed",
-        "t5": "it was to run after t4, which could not run because t1 did not succeed",
+        "t2": "it runs after t1, which has failed",
+        "t3": "it runs after t2, which could not run because t1 did not succeed",
+        "t4": "it runs after t3, which could not run because t1 did not succeed",
+        "t5": "it runs after t4, which could not run because t1 did not succeed",
         "free": "in",
     }
 
@@ -121,8 +121,8 @@ def test_many_dependents_are_settled_a_bounded_number_at_a_time(monkeypatch: pyt
     end(world, "a", "failed")
     assert len(one_round(world)) == 3
     assert len(settled(world)) == 14
-    assert world.awaited.doomed == {}
-    assert world.awaited.ripe == set()
+    assert world.awaited.unsatisfiable == {}
+    assert world.awaited.ready == set()
 
 
 def test_what_ended_before_the_world_heard_of_the_dependent_is_asked_for() -> None:
@@ -133,7 +133,7 @@ def test_what_ended_before_the_world_heard_of_the_dependent_is_asked_for() -> No
     world.awaited.learn(["gone"], {TaskId("gone"): TaskEnd(TaskState.SUCCEEDED)})
     assert settled(world) == {"d": "in"}
     world.awaited.learn(["lost"], {})
-    assert settled(world) == {"c": "it was to run after lost, which ended long ago, and its record is gone"}
+    assert settled(world) == {"c": "it runs after lost, which ended long ago, and its record is gone"}
     assert world.awaited.unknown == set()
 
 
@@ -159,8 +159,8 @@ def test_one_that_has_ended_and_still_holds_memory_is_known_to_have_ended() -> N
 def test_a_dependent_that_is_cancelled_is_awaited_by_nobody_and_awaits_nobody() -> None:
     world = a_world(a_task("a"), a_task("b", **after("a", "x")), a_task("c", **after("b")))
     end(world, "b", "cancelled")
-    assert settled(world) == {"c": "it was to run after b, which was cancelled"}
-    assert world.awaited.left == world.awaited.dependents == {}
+    assert settled(world) == {"c": "it runs after b, which was cancelled"}
+    assert world.awaited.remaining == world.awaited.dependents == {}
     assert world.awaited.unknown == set()
 
 

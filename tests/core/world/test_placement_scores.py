@@ -171,16 +171,16 @@ def test_nothing_is_usual_where_nothing_that_was_asked_for_could_run():
 
 def test_what_was_usual_once_is_forgotten():
     mix = Mix()
-    for _ in range(mixes.MOST_COUNTED):
+    for _ in range(mixes.MAX_COUNTED):
         mix.add(a_demand(gpu_mb=GIB))
-    for _ in range(3 * mixes.MOST_COUNTED):
+    for _ in range(3 * mixes.MAX_COUNTED):
         mix.add(a_demand(gpus=1))
     counts = [mix.edition.get(a_demand(gpu_mb=GIB), 0), mix.edition[a_demand(gpus=1)]]
     assert counts[0] < counts[1] / 4
 
 
 def test_no_more_is_remembered_than_is_told_apart(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mixes, "MOST_TOLD_APART", 10)
+    monkeypatch.setattr(mixes, "MAX_DEMANDS", 10)
     mix = Mix()
     for size in range(1, 100):
         mix.add(a_demand(gpus=1))

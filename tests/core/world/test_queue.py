@@ -125,10 +125,10 @@ def test_delayed_tasks_come_in_when_their_time_has_come_earliest_first():
     tasks = [a_task(f"t{at}", not_before=Instant(NOW + at)) for at in (3, 1, 2)]
     for task in tasks:
         queue.add(task)
-    assert queue.due(Instant(NOW + 2.0)) == ["t1", "t2"]
+    assert queue.delayed.due(Instant(NOW + 2.0)) == ["t1", "t2"]
     queue.enter(tasks[1])
     assert TaskId("t1") in queue
-    assert queue.due(Instant(NOW + 2.0)) == ["t2"]
+    assert queue.delayed.due(Instant(NOW + 2.0)) == ["t2"]
 
 
 def test_an_empty_group_is_dropped():

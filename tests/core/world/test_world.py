@@ -95,11 +95,11 @@ def test_a_gap_in_the_log_is_a_mistake_and_nothing_of_the_batch_is_applied():
     assert (world.position, set(world.nodes)) == (2, {"n1", "n2"})
 
 
-def test_an_event_that_does_not_fit_the_picture_is_named_and_what_came_before_it_stands():
+def test_an_event_that_does_not_fit_the_world_is_named_and_earlier_ones_are_applied():
     world = World()
     lease = a_lease(a_task("run"), "gpu7", 1, version=1)
     strange = Event(Position(2), NOW, "lease.reserved", lease.key, 1, "default", lease_fields(lease))
-    with pytest.raises(OutOfSync, match=rf"event 2 \(lease\.reserved {lease.key}\).*the picture stands at 1"):
+    with pytest.raises(OutOfSync, match=rf"event 2 \(lease\.reserved {lease.key}\).*the World is at 1"):
         world.apply([*node_events(1), strange, *node_events(3)])
     assert (world.position, set(world.nodes)) == (1, {"n1"})
 

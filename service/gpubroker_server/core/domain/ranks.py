@@ -16,7 +16,7 @@ def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
         return ()
     if task.members:
         return tuple((member.rank, member.node) for member in task.members if not member.gone)
-    assert task.node is not None, "an active task has its place"
+    assert task.node is not None, "an active task has a node"
     return ((0, task.node),)
 
 
@@ -27,7 +27,7 @@ def parts_of(task: Task) -> tuple[tuple[NodeName, Task], ...]:
         return ()
     if task.members:
         return tuple((node, part_of(task, rank)) for rank, node in ranks_of(task))
-    assert task.node is not None, "an active task has its place"
+    assert task.node is not None, "an active task has a node"
     return ((task.node, task),)
 
 
@@ -87,10 +87,6 @@ def may_be_late_at(task: Task) -> Instant:
     return min(limits, default=Instant(inf))
 
 
-def member_of(task: Task, rank: int) -> Member:
-    return task.members[rank]
-
-
 def with_member(task: Task, member: Member) -> tuple[Member, ...]:
     """The members of a gang after one has changed."""
     before = task.members
@@ -100,7 +96,7 @@ def with_member(task: Task, member: Member) -> tuple[Member, ...]:
 def node_of(task: Task, rank: int) -> NodeName:
     if task.members:
         return task.members[rank].node
-    assert task.node is not None, "an active task has its place"
+    assert task.node is not None, "an active task has a node"
     return task.node
 
 

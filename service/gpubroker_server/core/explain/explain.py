@@ -150,7 +150,7 @@ def _blockers(seen: Survey, room: list[Blocker], position: int | None) -> list[B
 def _awaited(world: World, task: Task) -> str:
     """Its own tenant's tasks: they may be named."""
     awaited = (
-        {it.task for it in task.after} if task.id not in world.tasks else world.awaited.left.get(task.id)
+        {it.task for it in task.after} if task.id not in world.tasks else world.awaited.remaining.get(task.id)
     )
     left = sorted(awaited or ())
     names = [f"{name} ({_state_of(world, name)})" for name in left[:MOST_NAMED]]

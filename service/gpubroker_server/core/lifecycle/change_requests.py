@@ -1,5 +1,5 @@
-"""What clients ask of tasks that exist: cancel, change, renew, release, attest. Only the leader carries it
-out."""
+"""Requests of clients for existing tasks: cancel, change, renew, release, attest, and so on. Only the leader
+carries them out."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,14 +14,13 @@ from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, give_notice, 
 from gpubroker_server.core.world.world import World
 
 TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
-"""What may be changed of a task that waits, as instants and seconds."""
+"""Times of a pending task that may be changed: instants and seconds."""
 
 
 def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> Decision:
-    """One decision that settles the request, whatever becomes of it.
+    """One decision that settles the request in any case.
 
-    A request that comes too late, or that a newer version wrote and this one does not know, is settled
-    without a change.
+    A request that comes too late, or that a newer release wrote and this one does not know, changes nothing.
     """
     done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
     task = world.tasks.get(request.task)
@@ -66,9 +65,9 @@ def _cancel(
 def _cancel_stopping(
     world: World, task: Task, grace_seconds: Seconds | None, now: Instant, done: Decision
 ) -> Decision:
-    """A run that was to come back will not; a run past its limit still ends as timed out.
+    """A run that was to be requeued is cancelled; a run past its limit still ends as timed out.
 
-    A shorter grace period than the one that runs takes its place, a longer one does not.
+    A shorter grace period replaces the current one, a longer one does not.
     """
     assert task.stop_deadline_at is not None
     changes: dict[str, Any] = {}
@@ -84,8 +83,8 @@ def _cancel_stopping(
 
 
 def _change(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """`held` and times mean something only while the task waits. Leases keep the priority of their
-    admission; decisions about a run read its task's."""
+    """`held` and times apply to pending tasks only. Leases keep the priority of their admission; decisions
+    about a run read its task's."""
     changes: dict[str, Any] = {}
     priority = request.fields.get("priority", task.priority)
     held = request.fields.get("held", task.held)
@@ -108,8 +107,8 @@ def _change(world: World, task: Task, request: Request, now: Instant, done: Deci
 
 
 def _new_times(task: Task, asked: Mapping[str, Any], now: Instant) -> dict[str, Any]:
-    """None takes a limit away. A time to wait that changes, or begins at another time, is counted anew: from
-    now, or from when the task may start; of one that waits for others still from their end."""
+    """None removes a limit. A changed time to wait, or start time, counts anew: from now, or from when the
+    task may start; for a task with dependencies still from their end."""
     changes = {name: asked[name] for name in TIMES if name in asked and asked[name] != getattr(task, name)}
     if changes.get("not_before") is not None and changes["not_before"] <= now:
         changes["not_before"] = None

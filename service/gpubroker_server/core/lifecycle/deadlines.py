@@ -1,4 +1,4 @@
-"""What time alone makes due: limits of runs and of waiting, kills, runs nobody confirms, late pledges."""
+"""What becomes due with time: limits of runs and of waiting, kills, unconfirmed runs, late pledges."""
 
 from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ from gpubroker_server.core.lifecycle.stopping import (
 from gpubroker_server.core.world.world import World
 
 KILL_AGAIN_SECONDS = 3.0
-"""A kill order may be lost with its connection; it is sent again this often until the run is given up."""
+"""A kill order may be lost with its connection, so it is repeated until the run is given up."""
 
 GAP_SECONDS = 5.0
-"""A leader that did not look for so long may have reports waiting: what they say comes first."""
+"""After a gap this long the leader may have unread reports: they come first."""
 
-MOST_NAMED = 3
-"""So many ranks are named in a sentence, and the others counted."""
+MAX_NAMED = 3
+"""Ranks named in a message; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +50,23 @@ class ObservationWindow:
 
 
 def extend_window(watch: ObservationWindow | None, now: Instant) -> ObservationWindow:
-    """The watch after a look at `now`. None starts one; a gap starts it anew."""
+    """The window after a look at `now`. None or a gap starts a new one."""
     if watch is None or now - watch.last > GAP_SECONDS:
         return ObservationWindow(since=now, last=now)
     return ObservationWindow(since=watch.since, last=now)
 
 
 def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | None) -> list[Decision]:
-    """Decisions that time has made due; `watch` is how it stood after the look before this one.
+    """Decisions that are due; `watch` is the window before this look.
 
-    A leader that was late, slept or has just taken over counts nobody as unconfirmed before the whole
-    patience has passed again. Looks at the active tasks whose time may be up, at the runs that are over and
-    not confirmed gone, at the pledges, and at those pending tasks whose time is up.
+    A leader that was late, slept or has just taken over counts no run as unconfirmed before the whole
+    patience has passed again. Looks at active tasks at a limit, ended runs that are not confirmed gone,
+    pledges, and expired pending tasks.
     """
     since = extend_window(watch, now).since
     decisions: list[Decision] = []
     moved: set[TaskId] = set()
-    let_down: set[TaskId | None] = set()
+    abandoned: set[TaskId | None] = set()
     overdue = _overdue(world, now, policy, since)
     for task in overdue:
         if task.state is not TaskState.STOPPING:
@@ -75,7 +75,7 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
         elif _is_over(task.stop_deadline_at, policy.kill_patience_seconds, since, now):
             decisions.append(_give_up(world, task, now, policy))
             moved.add(task.id)
-            let_down.add(task.freeing_for)
+            abandoned.add(task.freeing_for)
         elif task.external is None and (
             watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now)
         ):
@@ -86,27 +86,28 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
         if lost:
             decisions.append(gang_runs.give_up(world, task, lost, now))
             moved.add(task.id)
-            let_down |= {member.freeing_for for member in lost}
+            abandoned |= {member.freeing_for for member in lost}
         elif watch is None or any(_is_kill_due(m.stop_deadline_at, watch.last, now) for m in late):
             decisions.append(gang_runs.kills(world, task, late))
     for (holder, fence, rank), ended_at in world.unconfirmed.releasing.items():
         run = world.holder(holder, fence)
-        # Of one under notice the deadline is looked at above.
+        # A run that is asked to stop has a deadline, checked above.
         has_notice = run is not None and run.is_active and notice_of(run, rank)[1]
         if not has_notice and _is_over(ended_at, policy.kill_patience_seconds, since, now):
             decisions.append(_quarantine(world, holder, fence, rank, now))
             if run is not None:
                 moved.add(run.id)
-                let_down.add(notice_of(run, rank)[0])
+                abandoned.add(notice_of(run, rank)[0])
     expiring = world.expiring.due(now)
     for preemptor, pledges in world.pledges.items():
         if preemptor in expiring:
-            continue  # which ends its pledges
+            continue  # its expiry ends its pledges
         deadline_at = max(pledge.deadline_at for pledge in pledges.values())
         mover = world.tasks.get(preemptor)
         is_late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
-        is_late = is_late and not (mover is not None and mover.is_moving)  # else it had no turn to go there
-        if is_late or preemptor in let_down:
+        if mover is not None and mover.is_moving:
+            is_late = False  # while its run stops, it has had no turn
+        if is_late or preemptor in abandoned:
             dissolved = _dissolve(world, preemptor, moved)
             decisions.append(dissolved)
             moved |= {write.task.id for write in dissolved.tasks}  # a gang may free for several
@@ -117,7 +118,7 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
 def _late_leavers(
     world: World, now: Instant, but_not: Collection[Task]
 ) -> Iterator[tuple[Task, list[Member]]]:
-    """Gangs with ranks that should have left by now, and those ranks."""
+    """Running gangs with ranks that should have left by now, and those ranks."""
     for name in sorted(set(world.active.due(now)) - {task.id for task in but_not}):
         task = world.tasks[name]
         late = [member for member in leavers_of(task) if now >= (member.stop_deadline_at or now)]
@@ -126,14 +127,14 @@ def _late_leavers(
 
 
 def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:
-    """Active past a limit or STOPPING past its grace period, in order of id."""
+    """Active tasks past a limit, or STOPPING past their grace period, ordered by id."""
     perhaps = map(world.tasks.__getitem__, world.active.due(now))
     late = (task for task in perhaps if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
     return sorted(late, key=lambda task: task.id)
 
 
 def _was_waited_for(task: Task, since: Instant, now: Instant) -> bool:
-    """Who holds an external lease renews it, and could not while nobody was there to hear of it."""
+    """An external holder could not renew its lease while no leader was listening."""
     if task.external is None or task.state is TaskState.STOPPING:
         return True
     return now >= since + task.external.ttl_seconds
@@ -147,14 +148,15 @@ def _limit_of(task: Task, policy: Policy) -> float:
 
 
 def _start_limit_of(task: Task, policy: Policy) -> float:
-    """Until when all ranks of a gang must be ready."""
+    """When all ranks of a gang must be ready."""
     if not task.members or task.started_at is not None or task.admitted_at is None:
         return inf
     return task.admitted_at + policy.gang_start_seconds
 
 
 def _timeout_of(task: Task, policy: Policy) -> float:
-    """A run may hang before anybody hears that it has begun: then its time counts from the latest start."""
+    """When the run's time limit ends. A run may hang before it reports its start: then it counts from the
+    latest possible start."""
     if task.admitted_at is None or task.timeout_seconds is None:
         return inf
     latest_start_at = task.admitted_at + policy.gang_start_seconds
@@ -172,7 +174,7 @@ def _is_kill_due(deadline_at: Instant | None, last: Instant, now: Instant) -> bo
 
 
 def _stop_for_time(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
-    """The verdict is written with the notice; what the run still leaves behind is added to it."""
+    """The outcome is written with the stop notice; what the run still reports is added to it."""
     limit = _limit_of(task, policy)
     if _start_limit_of(task, policy) <= limit:
         reason = StopReason.START_TIMEOUT
@@ -186,29 +188,28 @@ def _stop_for_time(world: World, task: Task, now: Instant, policy: Policy) -> De
 
 
 def _not_ready(task: Task, policy: Policy) -> Failure:
-    """Which ranks the others waited for."""
+    """Names the ranks that were not ready."""
     late = [f"{m.rank} on {m.node}" for m in task.members if m.state is MemberState.PLACED]
-    more = f" and {len(late) - MOST_NAMED} more" if len(late) > MOST_NAMED else ""
+    more = f" and {len(late) - MAX_NAMED} more" if len(late) > MAX_NAMED else ""
     message = (
         f"not all {len(task.members)} ranks were ready within {policy.gang_start_seconds:g} s, so that none "
-        f"began; missing: {', '.join(late[:MOST_NAMED])}{more}; "
+        f"began; missing: {', '.join(late[:MAX_NAMED])}{more}; "
         f"{'it is tried again' if will_requeue(task) else f'it was tried {task.failures + 1} times'}"
     )
     return Failure("start_timeout", message)
 
 
 def _expire(world: World, task: Task, now: Instant) -> Decision:
-    """A task that still waits when its time to wait, or its deadline, is over."""
+    """A task that is still pending when its time to wait, or its deadline, is over."""
     if task.deadline_at is not None and now >= task.deadline_at:
         what = "its deadline passed" if task.external is None else "it was not renewed"
         missed = Failure("deadline", f"{what} while it waited{_attempts(task)}")
     elif task.model is not None:
-        missed = Failure("expired", "nobody has asked for it again, and it did not get its memory meanwhile")
+        missed = Failure("expired", "no request wanted it again, and it did not get its memory in time")
     else:
-        patience, what = f"{task.queue_ttl_seconds or 0:g} s", "its devices"
-        if task.is_inference:
-            what = f"a turn at its model {task.demand.answered_by}"
-        missed = Failure("expired", f"it was not given {what} within the {patience} it was to wait for them")
+        what = f"a turn at its model {task.demand.answered_by}" if task.is_inference else "its devices"
+        limit = f"its time limit to wait of {task.queue_ttl_seconds or 0:g} s"
+        missed = Failure("expired", f"it did not get {what} within {limit}")
     return Decision(
         task.id,
         "expire",
@@ -219,17 +220,17 @@ def _expire(world: World, task: Task, now: Instant) -> Decision:
 
 
 def _attempts(task: Task) -> str:
-    """What came before, of a task that comes back to the queue."""
+    """The earlier attempts of a requeued task."""
     past = [f"{n} {what}" for n, what in ((task.failures, "failed"), (task.preemptions, "preempted")) if n]
     return f" (attempts before: {', '.join(past)})" if past else ""
 
 
 def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
-    """Nobody confirms that the run is gone: its task moves on, its memory does not come back."""
+    """The run is not confirmed gone: its task moves on, its leases go into quarantine."""
     leases = (lease for lease in world.leases_of(task) if lease.state is not LeaseState.QUARANTINED)
     what, changes = after_stop(task, now, policy)
     outcome = None if task.external is None else not_released(task, now)
-    if task.model is not None:  # which is not to come back beside what is left of it
+    if task.model is not None:  # not loaded again beside what is left of it
         what, changes = Move.FAILED, {"finished_at": now, "freeing_for": None}
         outcome = not_unloaded(task, now)
     return Decision(
@@ -242,14 +243,14 @@ def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision
 
 
 def _quarantine(world: World, holder: TaskId, fence: Fence, rank: int, now: Instant) -> Decision:
-    """A run is over and its process stays: nobody waits any longer for what it holds."""
+    """A run has ended, and its process is not confirmed gone in time."""
     claim = world.leases[holder, fence]
     leases = (claim[key] for key in sorted(claim) if claim[key].rank == rank)
     return Decision(holder, "unconfirmed", leases=tuple(quarantine(lease, now) for lease in leases))
 
 
 def _dissolve(world: World, preemptor: TaskId, moved: Set[TaskId]) -> Decision:
-    """The preemptor is planned again; what its victims still free is nobody's in particular."""
+    """The preemptor is planned again; memory that its victims still free is no longer kept for it."""
     pledges = world.pledges[preemptor]
     victims = (world.tasks[name] for name in sorted(world.active.keys() - moved))
     return Decision(

@@ -1,4 +1,4 @@
-"""Leases of holders that nobody starts: their own word ends them, or the proof that their process is gone."""
+"""Leases of external holders: released by their own request, or by proof that their process is gone."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,13 +21,14 @@ from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 NOT_YOUR_PROCESS = "not_your_process"
-"""In place of a proof: the process that it named is accounted for with others, and is none of its own."""
+"""In place of a proof: the named process belongs to something else."""
 _PROOFS = frozenset({"process_absent", "boot_changed", NOT_YOUR_PROCESS})
-"""That an agent does not know of a holder says nothing about it."""
+"""That an agent does not know a holder proves nothing."""
 
 
 def begun(task: Task, now: Instant) -> dict[str, Any]:
-    """What its admission changes besides its claim: it begins at once, and has its whole time from then."""
+    """What its admission changes besides its claim: it starts at once, and its whole time counts from
+    then."""
     assert task.external is not None
     return {"started_at": now, "deadline_at": Instant(now + task.external.ttl_seconds)}
 
@@ -42,7 +43,7 @@ def watch_orders(world: World, task: Task, leases: list[Lease]) -> tuple[WatchOr
 
 
 def holders_on(world: World, node: NodeName) -> list[Task]:
-    """Those with memory there, also when they should have left; in order of id."""
+    """Holders with memory there, also those that should have left; ordered by id."""
     leases = (h.lease for key in world.by_node.get(node, ()) for h in world.books[key].holdings.values())
     names = {lease.holder for lease in leases if lease.holder_kind is HolderKind.EXTERNAL}
     return [world.tasks[TaskId(name)] for name in sorted(names)]
@@ -54,7 +55,7 @@ def watched_on(world: World, node: NodeName) -> Iterator[WatchOrder]:
 
 
 def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:
-    """Its process is gone, and with it what it held. Asked to leave, it has left."""
+    """Its process is gone, and so is what it held. If it was asked to leave, it has left."""
     if report.proof not in _PROOFS:
         return
     known = update.task
@@ -73,7 +74,7 @@ def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:
 
 
 def renew(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """One that is under notice, or over, is not renewed."""
+    """One that is asked to leave, or has ended, is not renewed."""
     if task.external is None or task.state not in (TaskState.PENDING, TaskState.RUNNING):
         return done
     ttl_seconds = request.fields.get("ttl_seconds", task.external.ttl_seconds)
@@ -82,8 +83,8 @@ def renew(task: Task, request: Request, now: Instant, done: Decision) -> Decisio
 
 
 def release(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """The holder's word that it has left, whatever was asked of it before; also when it is long over. Of what
-    is in quarantine by then it is noted who said it."""
+    """The holder says that it has left, whatever was asked of it before and also after its end. The audit log
+    names who said so of leases in quarantine."""
     if task.external is None:
         return done
     if task.state is TaskState.PENDING:
@@ -103,7 +104,7 @@ def release(world: World, task: Task, request: Request, now: Instant, done: Deci
 
 
 def not_released(task: Task, now: Instant) -> Outcome:
-    """For one that was asked to leave and did not say that it has."""
+    """The outcome of a holder that was asked to leave and did not release its lease."""
     message = (
         f"it was asked to leave ({task.stop_reason}) and was not released; its memory counts as used until "
         "it is, or until its process is known to be gone: release it when the memory is free"
@@ -112,7 +113,7 @@ def not_released(task: Task, now: Instant) -> Outcome:
 
 
 def _given_back(task: Task, now: Instant) -> Outcome:
-    """In place of whatever was said when it was asked to leave."""
+    """Replaces the outcome written when it was asked to leave."""
     return Outcome(task.id, task.fence, Ending.SUCCEEDED, now)
 
 
@@ -120,16 +121,16 @@ def _failure(task: Task, proof: str) -> Failure:
     pid = None if task.external is None else task.external.pid
     if proof == NOT_YOUR_PROCESS:
         message = (
-            f"process {pid} is a run's, another lease's or the broker's, or above or below one of "
-            "theirs; name the process of your own program, or none"
+            f"process {pid} belongs to a run, to another lease or to the broker, or is a parent or child of "
+            "such a process; name the process of your own program, or none"
         )
         return Failure(NOT_YOUR_PROCESS, message)
-    what = "its node was started anew" if pid is None else f"its process {pid} is not there (any more)"
-    return Failure("process_gone", f"{what}; the lease ended with it, without having been released")
+    what = "its node was rebooted" if pid is None else f"its process {pid} no longer exists"
+    return Failure("process_gone", f"{what}; the lease ended with it and was not released")
 
 
 def _forget(world: World, task: Task) -> tuple[ForgetOrder, ...]:
-    """Its agent need not look at it any longer."""
+    """Its agent need not watch it any longer."""
     if task.external is None or task.external.pid is None or task.node is None:
         return ()
     incarnation = world.nodes[task.node].incarnation

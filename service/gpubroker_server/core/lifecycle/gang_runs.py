@@ -1,4 +1,4 @@
-"""What the reports of node agents do to a gang: its ranks begin together, and stop when one of them fails."""
+"""What reports change of a gang: its ranks begin together, stop when one fails, and some may leave early."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import member_of, with_member
+from gpubroker_server.core.domain.ranks import with_member
 from gpubroker_server.core.domain.task import Member, MemberState, Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.stopping import after_stop, timeout_failure
@@ -26,15 +26,15 @@ from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 _SETTLED = (StopReason.TIMEOUT, StopReason.DEADLINE, StopReason.OVERUSE, StopReason.RANK_FAILED)
-"""With these the verdict is written already; that the other ranks still succeed does not change it."""
+"""With these the outcome is final; another rank's success does not change it."""
 
 _TOLD = (StopReason.OVERUSE, StopReason.RANK_FAILED, StopReason.START_TIMEOUT)
-"""With these it says more than what rank 0 leaves behind when it is stopped for it."""
+"""With these the outcome says more than what rank 0 reports when it is stopped."""
 
 
 def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Instant) -> None:
-    """The last rank to be ready lets all begin. One that says so again is told again."""
-    member = member_of(task, report.rank)
+    """The last rank to be ready starts all. A rank that repeats its Ready gets the GoOrder again."""
+    member = task.members[report.rank]
     if task.state is TaskState.RUNNING and member.state is MemberState.READY:
         update.orders.append(go_order(world, task, member))
     if task.state is not TaskState.ADMITTED or member.has_ended:
@@ -57,10 +57,10 @@ def go_order(world: World, task: Task, member: Member) -> GoOrder:
 def ended(
     update: TaskUpdate, world: World, report: Ended, outcome: Outcome, now: Instant, policy: Policy
 ) -> None:
-    """The result of a gang is that of rank 0; its failure is that of the rank which failed first."""
+    """The result of a gang is rank 0's; its failure is that of the rank which failed first."""
     task = update.task
     assert task is not None
-    member = member_of(task, report.rank)
+    member = task.members[report.rank]
     update.move_leases(report.fence, report.rank, LeaseState.RELEASING)
     if member.has_ended:
         return
@@ -93,7 +93,7 @@ def _go_on(update: TaskUpdate, members: tuple[Member, ...], at: Instant) -> None
 
 
 def _left(update: TaskUpdate, member: Member, at: Instant, now: Instant, policy: Policy) -> None:
-    """A rank that was asked to leave has ended, or is gone: nothing that it did is the gang's outcome."""
+    """A rank that was asked to leave has ended: its outcome does not count."""
     task = update.task
     assert task is not None
     members = with_member(task, member)
@@ -120,10 +120,10 @@ def _ended_by_stop(
 def gone(
     update: TaskUpdate, world: World, report: Gone, killed: Failure, now: Instant, policy: Policy
 ) -> None:
-    """`killed`: what people read of a rank that went away without a word."""
+    """`killed`: the failure of a rank that ended without a report."""
     task = update.task
     assert task is not None
-    member = member_of(task, report.rank)
+    member = task.members[report.rank]
     if member.gone:
         return
     if not member.takes_part:
@@ -171,7 +171,7 @@ def _stop_others(
     now: Instant,
     policy: Policy,
 ) -> None:
-    """Notice to all ranks that still run; once each rank is gone, or given up, the gang moves on."""
+    """Stop all ranks that still run; once each is gone, or given up, the gang moves on."""
     task = update.task
     assert task is not None
     until = Instant(now + task.grace_seconds)
@@ -215,7 +215,7 @@ def _of_rank(outcome: Outcome, rank: int) -> Outcome:
 def ask_to_leave(
     world: World, task: Task, ranks: Collection[int], preemptor: TaskId, now: Instant
 ) -> tuple[TaskWrite, tuple[Order, ...]]:
-    """Of a gang at work, ranks that it can do without. They get notice, the others hear who is left."""
+    """Ask ranks that a running gang can lose to stop, and send the others the list of those that remain."""
     until = Instant(now + task.grace_seconds)
     members = tuple(
         replace(member, state=MemberState.LEAVING, freeing_for=preemptor, stop_deadline_at=until)
@@ -235,7 +235,7 @@ def stop_order(world: World, task: Task, member: Member, grace_seconds: Seconds)
 
 
 def world_orders(world: World, task: Task) -> Iterator[WorldOrder]:
-    """For each rank at work which others are; none if all are that ever were."""
+    """For each remaining rank, which ranks remain; none if none has left."""
     if all(member.takes_part for member in task.members):
         return
     ranks = tuple(member.rank for member in task.members if member.takes_part)
@@ -246,7 +246,7 @@ def world_orders(world: World, task: Task) -> Iterator[WorldOrder]:
 
 
 def without_preemptor(task: Task, preemptor: TaskId) -> dict[str, Any]:
-    """What changes of a task, and of its ranks, when this preemptor does not wait for them any longer."""
+    """The changes of a task and its ranks when this preemptor no longer waits for their memory."""
     changes: dict[str, Any] = {"freeing_for": None} if task.freeing_for == preemptor else {}
     if any(member.freeing_for == preemptor for member in task.members):
         changes["members"] = tuple(
@@ -262,7 +262,7 @@ def kills(world: World, task: Task, late: Collection[Member]) -> Decision:
 
 
 def give_up(world: World, task: Task, late: Collection[Member], now: Instant) -> Decision:
-    """Nobody confirms that these ranks are gone: the gang goes on, their memory does not come back."""
+    """These ranks are not confirmed gone in time: the gang goes on, their leases go into quarantine."""
     ranks = {member.rank for member in late}
     members = tuple(
         replace(member, state=MemberState.LEFT, gone=True) if member.rank in ranks else member
@@ -279,8 +279,8 @@ def give_up(world: World, task: Task, late: Collection[Member], now: Instant) ->
 
 
 def going_on(members: tuple[Member, ...], at: Instant) -> tuple[Move, dict[str, Any]]:
-    """A gang at work after one of its ranks ended well, or left. It has succeeded when every rank that took
-    part to the end has, and nobody is still on its way out."""
+    """The move of a running gang after a rank succeeded or left. It has succeeded when every rank that took
+    part has, and none is still leaving."""
     if all(member.state in (MemberState.SUCCEEDED, MemberState.LEFT) for member in members):
         return Move.SUCCEEDED, {"finished_at": at, "members": members}
     return Move.CHANGED, {"members": members}

@@ -1,4 +1,8 @@
-"""What the end of a run teaches about the next run of the same subject."""
+"""What runs and model loads teach about the size and duration of later ones.
+
+A model's size is the most that its device has more in use once it is loaded and answers its first requests. A
+load during which anything else on the device changes teaches nothing.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +20,7 @@ from gpubroker_server.core.world.ledger import NOISE_DIVISOR, Book
 from gpubroker_server.core.world.world import World
 
 MAX_TOPICS = 10_000
-"""With more, those are forgotten that have learned nothing for the longest time."""
+"""Beyond this many, the least recently updated are forgotten."""
 
 _OTHER_ENDS = frozenset({Move.REQUEUED, Move.FAILED, Move.CANCELLED, Move.EXPIRED})
 
@@ -24,12 +28,11 @@ _OTHER_ENDS = frozenset({Move.REQUEUED, Move.FAILED, Move.CANCELLED, Move.EXPIRE
 def learn(
     world: World, decisions: Sequence[Decision], now: Instant, most_topics: int = MAX_TOPICS
 ) -> list[Decision]:
-    """The decisions of one batch, each with what the runs that it ends teach.
+    """Add to each decision of a batch what is learned from the runs that it ends.
 
-    A run that succeeded teaches the most that it used of each kind of device, and how long it took unless
-    it resumed earlier work. One that ended otherwise did not do its work and teaches nothing, except how
-    much memory it took where that was more than its lease: else nobody would ever lease enough. Each rank of
-    a gang teaches what it used when it ends itself, the gang how long it took.
+    A run that succeeded teaches its peak use of each kind of device, and its duration unless it resumed
+    earlier work. One that ended otherwise teaches its peak only where that exceeded its lease: otherwise no
+    later run would lease enough. Each rank of a gang teaches its use when it ends, the gang its duration.
     """
     known: dict[Topic, Sketch] = {}
     taught: list[Decision] = []
@@ -66,9 +69,9 @@ def _values(world: World, write: TaskWrite) -> Iterator[tuple[Topic, float]]:
 
 
 def _ends(before: Task, write: TaskWrite) -> Iterator[tuple[int, bool]]:
-    """(rank, whether it did its work) of each run that ends with this.
+    """(rank, whether it succeeded) of each run that ends with this.
 
-    A rank that ends well after notice was given to its gang has done its work only if the gang has.
+    A rank that ends well after its gang was asked to stop has succeeded only if the gang has.
     """
     succeeded = write.what is Move.SUCCEEDED
     if not before.members:
@@ -85,12 +88,12 @@ def _ends(before: Task, write: TaskWrite) -> Iterator[tuple[int, bool]]:
 
 
 def kind_of_run(world: World, task: Task) -> str:
-    """Of its devices, by which run times are told apart; empty if it has none."""
+    """The kind of its devices, by which durations are kept; empty if it has none."""
     return min((world.books[lease.device].device.kind for lease in world.leases_of(task)), default="")
 
 
 def _run_seconds(task: Task) -> float | None:
-    """How long the whole work took; None if nobody knows."""
+    """The duration of the whole work; None if it is not known."""
     if task.started_at is None or task.finished_at is None:
         return None
     resumed = task.checkpoint_at is not None and task.checkpoint_at < task.started_at
@@ -105,16 +108,16 @@ def _too_many(world: World, learning: dict[Topic, Sketch], most_topics: int) -> 
 
 
 WARM_SECONDS = Seconds(30.0)
-"""So long after its load what a model takes for its first requests counts as its own."""
+"""Growth within this time after its load counts as the model's size."""
 
 _TOLD_APART = HOLDERS_WITH_RUNS | {HolderKind.SERVER}
-"""Beside these what a model takes more is seen for what it is: runs are measured each for itself, and a
-server takes more for its models alone."""
+"""Other holders whose use can be told from a model's growth: runs are measured by process, and a server grows
+only with its models."""
 
 
 def topic_of(tenant: str, model: str, kind: str, versions: Sequence[str] = ()) -> Topic:
-    """Of these versions of a model, loaded together, on a kind of device, on whichever server. No model has a
-    slash in its name: to its server it is a folder."""
+    """The topic of these versions of a model, loaded together, on a kind of device. Model names have no
+    slash: a model is a folder to its server."""
     subject = f"model {model}/{','.join(versions)}" if versions else f"model {model}"
     return Topic(tenant, subject, kind, What.GPU_MB)
 
@@ -127,16 +130,15 @@ def learned_mb(
     margin: float,
     versions: Sequence[str] = (),
 ) -> Mib | None:
-    """What to lease for it on any of these kinds, with so much more for its requests; None while nobody has
-    seen it loaded on one. `versions`: that will be loaded, if that is known; of others than have been seen
-    nothing better is known than what the last ones took."""
+    """What to lease for it on any of these kinds, with the margin; None if it was never measured. `versions`:
+    those that will be loaded, if known; without a measurement of these, the last measured ones count."""
     sketches = (_sketch(world, topic_of(tenant, model, kind, versions)) for kind in sorted(kinds))
     sizes = [size for sketch in sketches if (size := sketch.quantile(0.95)) is not None]
     return Mib(ceil((1 + margin) * max(sizes))) if sizes else None
 
 
 def _sketch(world: World, topic: Topic) -> Sketch:
-    """Of the topic, else of those versions of the model that were seen last."""
+    """The sketch of the topic, else of the versions of the model that were measured last."""
     known = world.learned.sketches
     if topic in known:
         return known[topic]
@@ -151,18 +153,17 @@ def _of_any_version(topic: Topic) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SizeAccuracy:
-    """How true the sizes are that are leased for the models which a server has in memory, of those that were
-    measured."""
+    """How well leases fit the measured sizes of a server's models."""
 
     server: str
     ratio: float
-    """Leased to measured, in the median of the models: 1 is right, 2 twice too much."""
+    """Median of leased over measured: 1 is right, 2 is twice too much."""
     enough: float
-    """Share of them (0 to 1) of which no more was measured than is leased."""
+    """Share (0 to 1) of models whose lease suffices."""
 
 
 def size_accuracies(world: World) -> list[SizeAccuracy]:
-    """By server. A model is taken to need what it did in the median of its loads."""
+    """By server. A model's size is the median of its loads."""
     ratios: dict[str, list[float]] = {}
     for task in world.homes.live():
         leases = world.leases_of(task)
@@ -181,27 +182,27 @@ def size_accuracies(world: World) -> list[SizeAccuracy]:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """What was there before a load, and what has come since."""
+    """A device before a load, and its growth since."""
 
     fence: Fence
     device: DeviceKey
     used_mb: int
     others: dict[str, int]
-    """What each other lease of the device was measured to use."""
+    """Lease key -> measured use of the device's other holders."""
     peak_mb: int = 0
-    """The most that was in use beyond `used_mb` since the model is there."""
+    """Peak use beyond `used_mb` since the load."""
     is_over: bool = False
-    """What comes now would not be the model's, or not be seen to be."""
+    """Later growth would not be the model's, or could not be told apart."""
 
 
 class ModelMeter:
-    """Of one leader, in its memory: what it does not see from the beginning it does not learn from."""
+    """In one leader's memory: a load that it did not see from the beginning teaches nothing."""
 
     def __init__(self) -> None:
         self._watches: dict[TaskId, _Watch] = {}
 
     def look(self, world: World, now: Instant, but_not: Collection[str] = ()) -> list[Decision]:
-        """What was learned since; `but_not`: tasks of which something else is decided at the moment."""
+        """Decisions with what was learned since; `but_not`: tasks with other decisions in this batch."""
         known, self._watches = self._watches, {}
         decisions: list[Decision] = []
         sketches: dict[Topic, Sketch] = {}
@@ -220,7 +221,7 @@ class ModelMeter:
 
 
 def _before(world: World, task: Task) -> _Watch | None:
-    """Measured before its room was given to it, with nobody else about to come or to go."""
+    """The watch of a load, if the device was measured before and no other holder is arriving or leaving."""
     leases = world.leases_of(task)
     if task.state is not TaskState.ADMITTED or len(leases) != 1 or task.admitted_at is None:
         return None
@@ -232,7 +233,7 @@ def _before(world: World, task: Task) -> _Watch | None:
 
 
 def _others(book: Book, task: Task) -> dict[str, int] | None:
-    """What each is measured to use; None unless all are there to stay."""
+    """Measured use of each; None unless all are there to stay."""
     others = {key: one for key, one in book.holdings.items() if one.lease.holder != task.id}
     if any(one.lease.state is not LeaseState.HELD or one.is_leaving for one in others.values()):
         return None
@@ -240,7 +241,7 @@ def _others(book: Book, task: Task) -> dict[str, int] | None:
 
 
 def _looked(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
-    """With what its device's newest sample tells."""
+    """The watch after the device's newest sample."""
     if task.state is TaskState.ADMITTED or watch.is_over:
         return watch
     if task.state is not TaskState.RUNNING or task.started_at is None:
@@ -257,7 +258,7 @@ def _looked(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
 
 
 def _is_alone(book: Book, task: Task, watch: _Watch) -> bool:
-    """Nothing else on its device has changed."""
+    """Whether nothing else on its device has changed."""
     others = _others(book, task)
     if others is None or others.keys() != watch.others.keys():
         return False
@@ -274,7 +275,7 @@ def _noise_mb(book: Book) -> int:
 def _learned(
     world: World, task: Task, watch: _Watch, sketches: dict[Topic, Sketch], now: Instant
 ) -> list[Decision]:
-    """`sketches`: with what other decisions of the same look add; of each topic the last row stays."""
+    """`sketches`: updated by the decisions of this look; the last row of each topic stays."""
     book = world.books[watch.device]
     assert task.model is not None
     if watch.peak_mb <= _noise_mb(book):

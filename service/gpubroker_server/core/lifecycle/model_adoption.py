@@ -1,8 +1,7 @@
-"""Models that their server has in memory though nobody has given them room there: loaded by hand, or when it
-was started. What they take is in use already, and measured as that of nobody.
+"""Models that a server has loaded without a lease: by hand, or at its start. And models of removed servers.
 
-A holder that waits gets its leases where it is, as far as they fit: nobody is stopped for it. What an earlier
-holder of the same model has left there, of which nobody could say that it is gone, has become its own.
+A pending model gets leases where it is loaded, as far as they fit: no run is preempted for it. What an
+earlier holder of the same model left there without confirmation becomes its own.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,7 +20,7 @@ from gpubroker_server.core.world.world import World
 
 
 def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | None:
-    """None while its leases would not fit: what it uses counts as foreign until then."""
+    """None while its leases would not fit: until then its use counts as foreign."""
     assert task.model is not None
     fence = Fence(task.fence + 1)
     kind = HolderKind.MODEL if task.model.model else HolderKind.SERVER
@@ -49,8 +48,8 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
 
 
 def _left_there(world: World, task: Task) -> Iterator[Lease]:
-    """Leases of its own earlier claims, and of those who had the model at this server before. What was taken
-    for it is in use still, as its server's index says: once, whoever holds it."""
+    """Unconfirmed leases of earlier claims on the model at this server: the memory is still in use, as the
+    index says, and counts once."""
     assert task.model is not None
     for other in world.homes.on(task.model.server):
         if other.model is None or other.model.model != task.model.model:
@@ -61,7 +60,7 @@ def _left_there(world: World, task: Task) -> Iterator[Lease]:
 
 
 def _rooms(world: World, task: Task) -> list[tuple[Book, Mib]]:
-    """The devices that it may be on, with what it takes there; those with most of nobody's use first."""
+    """The devices that it may be on, with the MiB to lease there; those with most foreign use first."""
     found = [
         (book, mb)
         for book in world.books.values()
@@ -90,15 +89,16 @@ def _lease(
 
 
 def _fits(book: Book, lease: Lease, task: Task) -> bool:
-    """With what it uses no longer counted as foreign, and nothing taken that is kept for others."""
+    """Whether the lease fits once its use no longer counts as foreign, without taking what is pledged to
+    others."""
     after = book.copy()
     after.put(lease)
     return after.free_mb(task=task.id) >= 0 and after.leased_mb() <= book.device.allocatable_mb
 
 
 def give_up_removed_servers(world: World, servers: Collection[str], now: Instant) -> list[Decision]:
-    """`servers`: those that there are. What others have may be in memory still: it counts until somebody says
-    that it is gone, or the server is back and does. What is under notice has its deadline."""
+    """`servers`: those in the settings. A model of another server may still be in memory: it counts until an
+    operator says that it is gone, or the server is back and does."""
     decisions = []
     for task in world.homes.live():
         assert task.model is not None
@@ -112,7 +112,7 @@ def give_up_removed_servers(world: World, servers: Collection[str], now: Instant
 
 
 def _released(world: World, task: Task, now: Instant) -> Decision:
-    """What a server takes itself is the word of its operator, who has taken it back."""
+    """A server's base cost ends with its removal from the settings."""
     update = TaskUpdate(world, task.id, now)
     update.release_leases(task.fence, 0, Proof.HOLDER)
     update.move(Move.SUCCEEDED, "server_removed", finished_at=now)

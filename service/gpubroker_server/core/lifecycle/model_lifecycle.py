@@ -1,7 +1,7 @@
-"""Models as holders of memory: what their server's index, their users and time make of them.
+"""Models as holders of memory: what changes with their server's index, requests and time.
 
-A model waits, is loaded, stays and leaves as the task that it is. Its priority says who may have its room:
-while it is wanted that of those who want it; afterwards none, so that everybody may who asks for it.
+A model is a task that waits, is loaded, stays and leaves. While it is wanted its priority is that of its
+requests; afterwards 0, so that any task may take its memory.
 """
 
 from collections.abc import Iterator
@@ -29,14 +29,14 @@ from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 TOP_PRIORITY = 100
-"""Nobody has a higher priority: the room of who has it is never taken."""
+"""The highest priority: a model that has it is never preempted."""
 
 MAX_USES = 64
-"""So many uses of one report are counted: those that follow at once say little more."""
+"""At most this many uses of one report are counted."""
 
 
 WANTED_SHARE = 0.5
-"""Who goes on wanting a model says so anew when so much of its time is over."""
+"""A client that still wants a model repeats its request after this share of the time."""
 
 
 def is_wanted(task: Task, now: Instant) -> bool:
@@ -44,8 +44,8 @@ def is_wanted(task: Task, now: Instant) -> bool:
 
 
 def needs_want_request(task: Task, priority: int, now: Instant, *, queued: bool = False) -> bool:
-    """Whether it matters to the model that it is wanted at this priority. `queued`: by inferences in the
-    queue, the highest of all."""
+    """Whether a request at this priority changes anything. `queued`: it is the highest of all queued
+    inferences."""
     terms = task.model
     assert terms is not None
     if task.expires_at is None or priority > terms.asked_priority:
@@ -60,8 +60,8 @@ def needs_want_request(task: Task, priority: int, now: Instant, *, queued: bool 
 
 
 def _gives_way(terms: ModelTerms, now: Instant, *, queued: bool) -> bool:
-    """Whether its priority may become a lower one: nobody has wanted it at that one lately, or it was wanted
-    so by inferences that no longer wait."""
+    """Whether its priority may fall: it was not wanted at that one lately, or only by inferences that no
+    longer wait."""
     return (queued and terms.queued) or now >= _asked_until(terms)
 
 
@@ -70,7 +70,7 @@ def _asked_until(terms: ModelTerms) -> Instant:
 
 
 def standing(task: Task, now: Instant) -> int:
-    """The priority that a model which is there has now."""
+    """The current priority of a loaded model."""
     assert task.model is not None
     if task.model.pinned or not task.model.model:
         return TOP_PRIORITY
@@ -78,15 +78,16 @@ def standing(task: Task, now: Instant) -> int:
 
 
 def in_time(task: Task, room_by: Instant) -> bool:
-    """Whether a model that has room by then would be ready while it is wanted; others always are."""
+    """Whether a model that gets its memory by then would be loaded while it is wanted; always true for
+    others."""
     if task.model is None or task.expires_at is None:
         return True
     return room_by + task.model.load_seconds <= task.expires_at
 
 
 def due(world: World, now: Instant) -> list[Decision]:
-    """Models that are no longer wanted, or are pinned since: their priority follows. And servers whose own
-    memory nobody is to count any more: that takes the word of their operator."""
+    """Models whose priority changes because they are no longer wanted, or pinned. And cancelled base costs of
+    servers, which end at their operator's word."""
     decisions: list[Decision] = []
     for task in world.homes.live():
         assert task.model is not None
@@ -102,7 +103,7 @@ def due(world: World, now: Instant) -> list[Decision]:
 
 
 def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[Decision]:
-    """What a server's index says of the models that rows know there, a decision for each that it changes."""
+    """Apply a server's index to its models, with one decision per changed model."""
     decisions: list[Decision] = []
     is_adopting = False
     for task in world.homes.on(index.server):
@@ -112,7 +113,7 @@ def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[
         update = TaskUpdate(world, task.id, now)
         stage = index.stage_of(task.model.model)
         if task.state is TaskState.PENDING and stage is Stage.READY:
-            # one at a time: each is to find what the one before has left
+            # One at a time, so that the next one sees the leases of this one.
             adopted = None if is_adopting else adopt(world, task, standing(task, now), now)
             is_adopting = is_adopting or adopted is not None
             decisions += filter(None, [adopted])
@@ -129,14 +130,10 @@ def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[
 
 
 def _claims(world: World, task: Task) -> set[Fence]:
-    """All that may still hold something."""
+    """All claims that may still hold something."""
     return world.unconfirmed.claims_of(task.id) | (
-        {task.fence} if task.state is TaskState.STOPPING or _is_there(task) else set()
+        {task.fence} if task.state in (TaskState.STOPPING, TaskState.RUNNING) else set()
     )
-
-
-def _is_there(task: Task) -> bool:
-    return task.state is TaskState.RUNNING
 
 
 def _follow(update: TaskUpdate, task: Task, index: ServerSeen, now: Instant, policy: Policy) -> None:
@@ -168,12 +165,12 @@ def _follow(update: TaskUpdate, task: Task, index: ServerSeen, now: Instant, pol
 
 
 _VANISHED = Failure(
-    "model_gone", "its server no longer has it: it was unloaded by hand, or the server was started anew"
+    "model_gone", "its server no longer has it: it was unloaded by hand, or the server was restarted"
 )
 
 
 def _orders_again(world: World, task: Task, stage: Stage, now: Instant) -> Iterator[ModelOrder]:
-    """What was ordered may have been lost with the leader that did."""
+    """Load and unload orders may have been lost with an earlier leader."""
     if task.state is TaskState.ADMITTED and stage is Stage.ABSENT:
         yield load_order(task, _room_of(world, task))
     elif task.state is TaskState.STOPPING and stage is Stage.READY:
@@ -181,13 +178,13 @@ def _orders_again(world: World, task: Task, stage: Stage, now: Instant) -> Itera
 
 
 def back_in_queue(task: Task, **changes: Any) -> dict[str, Any]:
-    """With the priority of those who want it, whatever it was while it was there."""
+    """Requeue it with the priority of its requests."""
     assert task.model is not None
     return off_the_nodes(task, priority=task.model.asked_priority, **changes)
 
 
 def ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
-    """Its load failed, or could not be begun. What it left behind is free when the index says so."""
+    """Its load failed or could not begin. What it left behind is free when the index says so."""
     update.move_leases(report.fence, 0, LeaseState.RELEASING)
     if task.state is TaskState.STOPPING:
         what, changes = after_stop(task, now, policy)
@@ -203,14 +200,14 @@ def ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: P
 
 
 def want(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """Somebody asks for it, or has asked for it so many times since it was last told. `doubted`: it is there,
-    and answers as nothing does that is alive."""
+    """A request for the model, or a number of uses since the last one. `doubted`: it is loaded, and answers
+    as if its process were gone."""
     if task.model is None:
         return done
     fields = request.fields
     usage = _used(task.model.usage, min(int(fields.get("uses", 1)), MAX_USES), now)
     terms = replace(task.model, usage=usage)
-    if not fields.get("doubted"):  # who doubts has asked before
+    if not fields.get("doubted"):
         terms = _asked(
             terms, int(fields["priority"]), now, wanted=is_wanted(task, now), queued="queued" in fields
         )
@@ -221,7 +218,7 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
     priority = standing(after, now) if task.state is TaskState.RUNNING else terms.asked_priority
     if priority != task.priority:
         changes["priority"] = priority
-    if task.held:  # it was in memory without room, and somebody wants it now
+    if task.held:  # it was loaded without a lease, and is wanted now
         changes["held"] = False
     orders: tuple[ModelOrder, ...] = ()
     if fields.get("doubted") and task.state is TaskState.RUNNING:
@@ -230,7 +227,7 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
 
 
 def _asked(terms: ModelTerms, priority: int, now: Instant, *, wanted: bool, queued: bool) -> ModelTerms:
-    """As they are once somebody asks at this priority."""
+    """The terms after a request at this priority."""
     is_new = not wanted or _gives_way(terms, now, queued=queued) or priority > terms.asked_priority
     if not is_new and priority < terms.asked_priority:
         return terms
@@ -242,7 +239,7 @@ def _room_of(world: World, task: Task) -> tuple[tuple[DeviceKey, Mib], ...]:
 
 
 def pin(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """It stays, or need not stay any longer. One that is pinned waits for its room without end."""
+    """Pin or unpin it. A pinned model waits for its memory without limit."""
     if task.model is None:
         return done
     is_pinned = bool(request.fields["pinned"])
@@ -264,9 +261,9 @@ def _used(usage: ModelUsage, times: int, now: Instant) -> ModelUsage:
 
 
 def not_unloaded(task: Task, now: Instant) -> Outcome:
-    """For one that nobody confirms to be gone."""
+    """The outcome of a model whose unload was not confirmed."""
     message = (
         "its server was asked to unload it and still has it; its memory counts as used until the server's "
-        "index says that it is gone: end what still asks it, or start the server anew"
+        "index says that it is gone: stop what still sends it requests, or restart the server"
     )
     return Outcome(task.id, task.fence, Ending.LOST, now, failure=Failure("not_unloaded", message))

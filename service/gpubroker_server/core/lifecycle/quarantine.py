@@ -1,4 +1,4 @@
-"""What is in quarantine, which proof each run there waits for, and the word of an operator in its place."""
+"""What is in quarantine, which proof each holder waits for, and an operator's statement in its place."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from gpubroker_server.core.world.world import World
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """One run, or one other holder, of which nobody can say that it is gone: it counts as there."""
+    """A run or other holder that is not confirmed gone; its memory counts as used."""
 
     kind: HolderKind
     holder: str
@@ -22,15 +22,15 @@ class Quarantined:
     node: NodeName
     since: Instant
     leases: tuple[Lease, ...]
-    """In order of their devices."""
+    """Ordered by device."""
     awaits: tuple[Proof, ...]
-    """Any of these ends it; the one that is likely to come first."""
+    """Any of these proofs ends it; the likeliest first."""
     message: str
-    """The same for people."""
+    """The same, for people."""
 
 
 def quarantined(world: World, holder: str | None = None) -> list[Quarantined]:
-    """Of one holder or of all, the longest first."""
+    """Of one holder or of all, the longest in quarantine first."""
     known = world.unconfirmed.quarantined
     leases = known.values() if holder is None else [known.get(holder, {})]
     found = [one for of_holder in leases for one in _runs(world, of_holder.values())]
@@ -66,7 +66,7 @@ def _awaited(world: World, lease: Lease, node: NodeName) -> tuple[tuple[Proof, .
     if lease.holder_kind is HolderKind.EXTERNAL:
         pid = _outside_pid(world, lease)
         if pid is None:
-            said = f"its holder says that the memory is free, or {node} is booted anew"
+            said = f"its holder says that the memory is free, or {node} is rebooted"
             return (Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
         said = f"the agent of {node} finds process {pid} gone, or its holder releases it"
         return (Proof.PROCESS_ABSENT, Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
@@ -74,11 +74,9 @@ def _awaited(world: World, lease: Lease, node: NodeName) -> tuple[tuple[Proof, .
         said = "the index of its server says that it is not there"
         return (Proof.UNLOADED, *always), f"waits until {said}"
     if answers(world, node):
-        said = f"the agent of {node}, which goes on ending its process, finds nothing of it"
+        said = f"the agent of {node}, which keeps killing its process, finds no trace of it"
         return (Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED, *always), f"waits until {said}"
-    said = (
-        f"an agent answers on {node} and finds nothing of its process there, or another boot of the machine"
-    )
+    said = f"an agent answers on {node} and finds no trace of its process, or finds a reboot of the machine"
     proofs = (Proof.AGENT_RESTARTED, Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED)
     return (*proofs, *always), f"{node} does not answer: waits until {said}"
 
@@ -89,18 +87,18 @@ def answers(world: World, node: NodeName) -> bool:
 
 
 def is_watched(world: World, lease: Lease) -> bool:
-    """Whether the agent of its node, while it answers, can tell by a process that its holder is gone."""
+    """Whether its node's agent can tell by a process whether the holder is gone."""
     return lease.holder_kind in HOLDERS_WITH_RUNS or _outside_pid(world, lease) is not None
 
 
 def _outside_pid(world: World, lease: Lease) -> int | None:
-    """Of who holds an external lease, if he named a process."""
+    """The process of an external holder, if it named one."""
     task = world.holder(lease.holder, lease.fence)
     return None if task is None or task.external is None else task.external.pid
 
 
 def removed(world: World) -> list[Decision]:
-    """The end of quarantine on devices that their machine no longer has: nothing can be held there."""
+    """End quarantine on removed devices: nothing can be held there."""
     decisions = []
     for holder, leases in sorted(world.unconfirmed.quarantined.items()):
         gone = [leases[key] for key in sorted(leases) if not world.books[leases[key].device].device.present]
@@ -111,9 +109,9 @@ def removed(world: World) -> list[Decision]:
 
 
 def seen_in_use(world: World, lease: Lease, now: Instant, period_seconds: Seconds) -> int:
-    """MiB that its processes were lately measured to use: no word makes these free.
+    """MiB that its processes were recently measured to use: no statement makes these free.
 
-    What an agent measured before it fell silent says nothing of what became of its node since.
+    What an agent measured before it fell silent says nothing about its node since.
     """
     book = world.books[lease.device]
     if book.sample is None or book.is_stale(now, period_seconds):
@@ -124,8 +122,8 @@ def seen_in_use(world: World, lease: Lease, now: Instant, period_seconds: Second
 
 
 def attest(world: World, request: Request, now: Instant, period_seconds: Seconds, done: Decision) -> Decision:
-    """An operator states that what had these leases is gone: those that are still in quarantine, and are not
-    measured to be in use, come back. Who said so, and why, is noted with it."""
+    """An operator states that the holder of these leases is gone. Those that are still in quarantine and not
+    measured to be in use are released. The audit log records who said so, and why."""
     wanted = frozenset(request.fields["leases"])
     leases = world.unconfirmed.quarantined.get(request.task, {})
     left = tuple(
@@ -141,20 +139,21 @@ def attest(world: World, request: Request, now: Instant, period_seconds: Seconds
 
 
 PROBE_SECONDS = Seconds(60.0)
-"""An agent that finds a process gone says so by itself, once; to be asked costs it a look at its machine, and
-the orders on their way to it."""
+"""An agent that finds a process gone reports it once by itself. A repeated question costs it a look at its
+machine and delays orders to it."""
 
 
 class QuarantineProbe:
-    """What one leader has asked, in its memory. `at` is in seconds on a clock that nobody sets."""
+    """Which nodes to ask again about leases in quarantine, since the report that ends it may have been lost.
+    In one leader's memory; `at` is in seconds by a monotonic clock."""
 
     def __init__(self) -> None:
         self._since: dict[NodeName, Ticks] = {}
         """When a node with such leases was first noticed, or last asked."""
 
     def due(self, world: World, at: Ticks) -> list[NodeName]:
-        """The nodes to ask now, which are those that answer: what becomes of the others is known when an
-        agent of theirs answers again."""
+        """The nodes to ask now, of those whose agents answer; the others are reconciled when an agent answers
+        again."""
         self._since = {node: self._since.get(node, at) for node in _in_doubt(world)}
         due = sorted(node for node, since in self._since.items() if at - since >= PROBE_SECONDS)
         self._since |= dict.fromkeys(due, at)

@@ -1,4 +1,4 @@
-"""What rows say of a node, held against what its agent says: the answer of the agent wins."""
+"""Reconcile the rows of a node with its agent's answer; the agent's answer wins."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,10 +27,10 @@ from gpubroker_server.core.world.world import World
 
 
 def take_over(world: World) -> Decision | None:
-    """The first decision of a term: nothing is placed on a node before its agent has answered this term.
+    """The first decision of a term: no node takes anything before its agent has answered this term.
 
-    From that answer on, starts which an older term had ordered can no longer arrive, because agents refuse
-    lower terms. That makes the answer a proof of what never started.
+    After that answer, starts that an older term ordered can no longer arrive, because agents refuse lower
+    terms. So the answer proves what never started.
     """
     ready = (node for name, node in sorted(world.nodes.items()) if node.ready)
     nodes = tuple(replace(node, ready=False, version=node.version + 1) for node in ready)
@@ -39,16 +39,16 @@ def take_over(world: World) -> Decision | None:
 
 @dataclass(frozen=True, slots=True)
 class InventoryRules:
-    """How devices that agents report are entered."""
+    """How reported devices and nodes become rows."""
 
     cluster: str
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mapping[str, Mib] = field(default_factory=dict)
-    """Per GPU, by the name of its node or by its kind; the node's number wins."""
+    """Per GPU, by node name or by kind; the node's number wins."""
     node_custom: tuple[tuple[str, float], ...] = ()
     """Amounts of the custom resources that each node has for itself, sorted by name."""
     node_labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """The operator's labels by name of the node; they win over the agent's own."""
+    """The operator's labels by node name; they win over the agent's."""
     kinds: tuple[GpuKind, ...] = ()
 
 
@@ -57,8 +57,8 @@ def reconcile(
 ) -> list[Decision]:
     """First the node and its devices, then one decision per task whose run is not there, then orders.
 
-    Runs that both sides know go on. Runs that only rows know are gone, whatever they were; runs that only
-    the agent knows are killed.
+    Runs that both sides know go on. Runs that only rows know are gone. Runs that only the agent knows are
+    killed.
     """
     decisions = []
     nodes, devices = _node_row(world, seen, rules), _device_rows(world, seen, rules)
@@ -76,7 +76,7 @@ def reconcile(
 
 
 def _node_row(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[Node, ...]:
-    """Whether it is cordoned is the operator's word, not the agent's."""
+    """The operator, not the agent, says whether it is cordoned."""
     known = world.nodes.get(seen.node.name)
     labels = {**dict(seen.node.labels), **rules.node_labels.get(seen.node.name, {})}
     row = replace(
@@ -103,7 +103,7 @@ def _device_rows(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[D
 
 
 def _gone_devices(world: World, seen: NodeSeen) -> Iterator[Device]:
-    """Those that the rows know on this node and its agent no longer finds."""
+    """Devices in the rows of this node that its agent no longer finds."""
     found = {device.uuid for device in seen.devices}
     for key in world.by_node.get(seen.node.name, ()):
         device = world.books[key].device
@@ -133,7 +133,7 @@ def _device(seen: NodeSeen, device: SeenDevice, rules: InventoryRules) -> Device
 
 
 def _absences(world: World, seen: NodeSeen) -> Iterator[Gone]:
-    """One proof for each claim that rows place on this node and its agent does not know."""
+    """A Gone for each claim in the rows of this node that its agent does not know."""
     known = world.nodes.get(seen.node.name)
     if known is None:
         return
@@ -159,7 +159,7 @@ def _absences(world: World, seen: NodeSeen) -> Iterator[Gone]:
 
 
 def _node_proof(known: Node, answering: Node) -> str:
-    """Why nothing that ran under the agent we knew can still run; empty if that agent answers."""
+    """Why nothing that ran under the earlier agent can still run; empty if the agent is the same."""
     if answering.boot_id != known.boot_id:
         return "boot_changed"
     return "agent_restarted" if answering.incarnation != known.incarnation else ""
@@ -172,14 +172,14 @@ def _has_begun(task: Task, rank: int) -> bool:
 
 
 def _active_on(world: World, seen: NodeSeen) -> list[tuple[Task, int]]:
-    """Each run that is not gone, as rows know it."""
+    """Each run on the node that is not gone, by the rows."""
     name = seen.node.name
     tasks = (world.tasks[task] for task in sorted(world.runs.get(name, ())))
     return [(task, rank) for task in tasks for rank, node in ranks_of(task) if node == name]
 
 
 def _claims_on(world: World, seen: NodeSeen) -> list[RunId]:
-    """Claims with memory on this node, of tasks that have moved on or ended as well."""
+    """Claims with memory on this node, also of tasks that have moved on or ended."""
     books = (world.books[key] for key in world.by_node.get(seen.node.name, ()))
     leases = (holding.lease for book in books for holding in book.holdings.values())
     runs = (lease for lease in leases if lease.holder_kind in HOLDERS_WITH_RUNS)
@@ -187,8 +187,7 @@ def _claims_on(world: World, seen: NodeSeen) -> list[RunId]:
 
 
 def _orders_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order]:
-    """A notice, the word to begin, or what to watch, may have been lost with the leader or the agent that
-    carried it."""
+    """Stop, go and watch orders may have been lost with the leader or the agent."""
     there = set(seen.runs)
     for watch in external_leases.watched_on(world, seen.node.name):
         if (watch.task, watch.fence, watch.rank) not in there:
@@ -206,7 +205,7 @@ def _orders_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order]
 
 
 def _gang_orders_again(world: World, task: Task, member: Member, now: Instant) -> Iterator[Order]:
-    """For a rank of a gang at work."""
+    """For a rank of a running gang."""
     if not member.takes_part:
         left = Seconds(max(0.0, (member.stop_deadline_at or now) - now))
         yield stop_order(world, task, member, left)
@@ -216,7 +215,7 @@ def _gang_orders_again(world: World, task: Task, member: Member, now: Instant) -
 
 
 def _unwanted(world: World, seen: NodeSeen) -> Iterator[Order]:
-    """Runs whose outcome nobody will accept: of tasks that ended, moved on or were never ours."""
+    """Kill runs whose outcome is not accepted: of tasks that ended, moved on or are unknown."""
     name, incarnation = seen.node.name, seen.node.incarnation
     wanted = {(task.id, task.fence, rank) for task, rank in _active_on(world, seen)}
     wanted |= {(outsider.id, outsider.fence, 0) for outsider in external_leases.holders_on(world, name)}

@@ -1,4 +1,4 @@
-"""What the reports of node agents do to tasks and leases."""
+"""What reports change of tasks and leases."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -40,33 +40,34 @@ from gpubroker_server.core.lifecycle.task_update import TaskUpdate, TaskUpdates
 from gpubroker_server.core.world.world import World
 
 _NODE_PROOFS = frozenset({"boot_changed", "agent_restarted"})
-"""The run went down with its node or its agent: no fault of its own, so no retry is used up."""
+"""The run was lost with its node or its agent; no retry is used up."""
 
 _KILLED = Failure(
-    "killed", "the process went away without a word: it was killed or it crashed; its log may say why"
+    "killed", "the process ended without a report: it was killed or it crashed; its log may say why"
 )
 _STOPPED_UNASKED = Failure(
-    "stopped_unasked", "the run says that it gave way to a stop notice, but none was given"
+    "stopped_unasked", "the run reports that a stop notice ended it, but none was given"
 )
 
 INFERENCE_REFUSED = "inference_refused"
-"""The kind of failure of a request that its model does not take: to send it again would change nothing."""
+"""Failure kind of an inference that its model refuses: repeating it would change nothing."""
 
 LOST_RETRIES = 3
-"""So often at least one is sent again whose server broke off: most often it is no fault of the request, and
-one that brings its server down each time ends all the same."""
+"""An inference whose server broke off is sent again at least this often, since the request is rarely at
+fault; one that brings its server down each time still ends."""
 
 AGE_SHARE = 0.25
 AGAIN_MOST_SECONDS = 30.0
-"""One that its server could not take is sent again after this share of its age, and after so long at most."""
+"""An inference that its server could not take is sent again after this share of its age, at most
+AGAIN_MOST_SECONDS."""
 
 
 def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy) -> list[Decision]:
     """At most one decision per task, in order of its first report, then one per lost node.
 
-    Reports of one run must be in the order in which its agent made them. A report whose (task, fence) is
-    no longer the task's running claim never touches the task; its Gone still releases that claim's leases.
-    NodeSeen and ServerSeen are for others, in their places between the reports; the other three are no rows.
+    Reports of one run must be in the order in which its agent made them. A report whose (task, fence) is not
+    the task's active claim never touches the task; its Gone still releases that claim's leases. NodeSeen and
+    ServerSeen are handled elsewhere, in their place between the reports.
     """
     updates = TaskUpdates(world, now)
     nodes: dict[NodeName, Decision] = {}
@@ -95,7 +96,7 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
 
 
 def _started(update: TaskUpdate, report: Started, now: Instant) -> None:
-    """A gang has not begun before all its ranks are ready."""
+    """A gang starts once all its ranks are ready."""
     task = update.live(report.fence, report.rank)
     if task is None:
         return
@@ -112,7 +113,7 @@ def _ready(update: TaskUpdate, world: World, report: Ready, now: Instant) -> Non
 
 
 def _checkpointed(update: TaskUpdate, report: Checkpointed, now: Instant) -> None:
-    """Of a gang, rank 0 saves for all."""
+    """Of a gang, only rank 0's checkpoints count."""
     task = update.live(report.fence)
     if (
         report.rank
@@ -154,7 +155,7 @@ def _ended(update: TaskUpdate, world: World, report: Ended, now: Instant, policy
 
 
 def _ended_by_stop(update: TaskUpdate, world: World, task: Task, report: Ended, at: Instant) -> None:
-    """The state waits for the proof that the memory is free; what the run left behind is kept now."""
+    """The task moves on at the proof that its process is gone; the outcome is kept now."""
     if report.ending is Ending.NEVER_STARTED:
         return
     why = task.stop_reason
@@ -202,10 +203,9 @@ def _requeue(update: TaskUpdate, why: str, **changes: Any) -> None:
 
 
 def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, policy: Policy) -> None:
-    """Processes on a lost node may still live: every lease there is quarantined until there is proof.
+    """Processes on a lost node may still run: every lease there goes into quarantine until there is proof.
 
-    External holders keep theirs: they are not ours to give up, and say themselves when they have left. Of
-    models their server says it.
+    External holders release their leases themselves, and a model server's index says what it still holds.
     """
     for key in world.by_node.get(node.name, ()):
         for holding in world.books[key].holdings.values():
@@ -228,7 +228,7 @@ def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, 
 
 
 def _close(world: World, node: Node) -> dict[NodeName, Decision]:
-    """The node takes nothing new, and nobody waits any longer for memory that was being freed there."""
+    """The node takes nothing new, and pledges on it are dissolved."""
     pledges = dissolved_pledges(world, world.by_node.get(node.name, ()))
     if not node.ready and not pledges:
         return {}
@@ -237,7 +237,7 @@ def _close(world: World, node: Node) -> dict[NodeName, Decision]:
 
 
 def dissolved_pledges(world: World, devices: Iterable[DeviceKey]) -> tuple[PledgeWrite, ...]:
-    """The end of all pledges of everybody who waits for memory of these devices."""
+    """The end of all pledges of every task that waits for memory of these devices."""
     waiting = {preemptor for key in devices for preemptor in world.books[key].pledges}
     return tuple(
         PledgeWrite(pledge, PledgeEnd.DISSOLVED)
@@ -266,13 +266,13 @@ def _failure_of(report: Ended) -> Failure:
 
 
 def _credible(at: Instant, task: Task, now: Instant) -> Instant:
-    """An agent's clock may be wrong: nothing happens before the admission, nor after now."""
+    """An agent's clock may be wrong: clamp to the time between admission and now."""
     earliest = task.started_at or task.admitted_at or now
     return Instant(min(max(at, earliest), now))
 
 
 def _inference_ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
-    """It was answered, or will not be by what was sent."""
+    """An inference was answered, or this attempt failed."""
     failure = None if report.ending is Ending.SUCCEEDED else report.failure
     outcome = Outcome(
         task.id,
@@ -300,7 +300,7 @@ def _inference_ended(update: TaskUpdate, task: Task, report: Ended, now: Instant
 
 
 def _never_sent(update: TaskUpdate, report: Gone, now: Instant, policy: Policy) -> None:
-    """What was to be sent could not be read now."""
+    """The input of an inference could not be read now."""
     task = update.live(report.fence)
     if task is not None:
         at = report.at
@@ -308,7 +308,7 @@ def _never_sent(update: TaskUpdate, report: Gone, now: Instant, policy: Policy) 
 
 
 def _with_retries(task: Task, report: Ended) -> Task:
-    """As it stands for this end of an attempt."""
+    """The task with the retries that this kind of failure allows."""
     if report.ending is Ending.LOST:
         return changed(task, max_retries=max(task.max_retries, LOST_RETRIES))
     if report.failure is not None and report.failure.kind == INFERENCE_REFUSED:
@@ -317,6 +317,6 @@ def _with_retries(task: Task, report: Ended) -> Task:
 
 
 def _again_at(task: Task, now: Instant, policy: Policy) -> Instant:
-    """A moment later at first, and less often the longer it has been tried."""
+    """Soon at first, and less often the longer it has been tried."""
     pause = min(AGAIN_MOST_SECONDS, AGE_SHARE * (now - task.submitted_at))
     return Instant(now + max(policy.retry_first_seconds, pause))

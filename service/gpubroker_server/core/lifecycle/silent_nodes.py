@@ -1,8 +1,8 @@
-"""Which nodes have fallen silent, and whether the leader may give them up.
+"""Which nodes have fallen silent, and whether the leader may declare them lost.
 
-A node that is given up loses its runs to other nodes, and its memory to quarantine. So nobody is given up by
-a leader that was itself not listening, nor while no node at all is heard of, nor when too many go at once:
-then it is likelier that the network is at fault, or the leader. That pauses until they are heard of again, or
+The runs of a lost node are requeued and its memory goes into quarantine. So no node is declared lost by a
+leader that was itself not listening, nor while no node at all is heard, nor when too many fall silent at
+once: then the network or the leader is likelier at fault. Detection pauses until they are heard again, or
 until an operator lets it go on.
 """
 
@@ -15,29 +15,29 @@ from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.world.world import World
 
 NODE_PATIENCE_SECONDS = 30.0
-"""How long a new term waits for the agent of a node with runs before it gives the node up: one may have to be
-started there first."""
+"""How long a new term waits for the agent of a node with runs before it declares the node lost: the agent may
+have to be started first."""
 
 RECENT_SECONDS = 30.0
-"""Nodes that go within so long go at once."""
+"""Nodes that are lost within this time count as lost at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PausedDetection:
-    """Nodes that would be given up, and are not."""
+    """Nodes that would be declared lost, and are not."""
 
     since: Instant
     nodes: tuple[NodeName, ...]
-    """In order of their names."""
+    """Sorted."""
     runs: int
-    """On these, and on those that were given up just before."""
+    """On these nodes, and on those declared lost just before."""
     of_runs: int
     message: str
 
 
 class HeartbeatMonitor:
-    """What one leader has heard, in its memory. `at` is in seconds on a clock that nobody sets and that goes
-    on while the machine sleeps."""
+    """What one leader has heard of its nodes, in its memory. `at` is in seconds by a clock that never jumps
+    and runs while the machine sleeps."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -47,26 +47,26 @@ class HeartbeatMonitor:
         """Since when it has listened without a gap."""
         self._looked_at = 0.0
         self._accused: dict[NodeName, NodeLost] = {}
-        """Told to be lost, and not given up."""
+        """Reported as lost by the cluster, and not yet declared lost."""
         self._allowed: set[NodeName] = set()
-        """An operator has said that these may be given up."""
+        """An operator allows declaring these lost."""
         self._gone: list[tuple[float, NodeName, int]] = []
-        """When which node was given up, and with how many runs."""
+        """(when, node, its number of runs) of nodes declared lost."""
         self.paused: PausedDetection | None = None
 
     def hear(self, node: NodeName, at: float) -> None:
-        """Its agent has said something."""
+        """Its agent has sent something."""
         self._heard[node] = at
         self._accused.pop(node, None)
         self._allowed.discard(node)
 
     def resume(self, nodes: Iterable[NodeName]) -> None:
-        """These may be given up, however many they are."""
+        """Allow declaring these nodes lost, however many they are."""
         self._allowed |= set(nodes)
 
     def accuse(self, told: Sequence[NodeLost], world: World, at: float, now: Instant) -> list[NodeLost]:
-        """The nodes that the cluster says are dead: those that are given up now. The others are looked at
-        again until they are heard of."""
+        """The cluster reports nodes as dead. Returns those declared lost now; the others are judged again
+        until they are heard."""
         fresh = [report for report in told if _is_current(world, report)]
         if not fresh:
             return []
@@ -74,8 +74,8 @@ class HeartbeatMonitor:
         return self._judge([report.node for report in fresh], world, at, now)
 
     def look(self, world: World, at: float, now: Instant, *, listening: bool) -> list[NodeLost]:
-        """The nodes that are given up now. To be called more often than agents say something: whoever comes
-        later, or was not `listening`, has to listen for the whole patience first."""
+        """The nodes declared lost now. To be called more often than agents send heartbeats: after a gap, or
+        while not `listening`, it waits for the whole patience anew."""
         if self._since is None or not listening or at - self._looked_at > self._policy.beat_seconds:
             self._since = at
         self._looked_at = at
@@ -84,21 +84,20 @@ class HeartbeatMonitor:
         return self._judge([*late, *self._accused], world, at, now)
 
     def late(self, world: World, at: float, now: Instant) -> dict[NodeName, Instant]:
-        """Of the nodes that answer, those of which nothing was heard for more than two beats, with when it
-        was last."""
+        """Answering nodes that were silent for more than two heartbeats, with when they were last heard."""
         longest = 2 * self._policy.beat_seconds
         silences = self._silences(world, at)
         return {node: Instant(now - silence) for node, silence in silences if silence > longest}
 
     def _silences(self, world: World, at: float) -> Iterator[tuple[NodeName, float]]:
-        """How long nothing was heard of each node that has answered this term and is not given up."""
+        """How long each node that has answered this term and is not lost has been silent."""
         if self._since is not None:
             for name in sorted(world.nodes):
                 if world.nodes[name].ready:
                     yield name, at - max(self._heard.get(name, self._since), self._since)
 
     def _judge(self, doomed: Collection[NodeName], world: World, at: float, now: Instant) -> list[NodeLost]:
-        """Of these nodes, those that may be given up."""
+        """Which of these nodes are declared lost."""
         names = sorted(set(doomed))
         why = self._doubt(names, world, at)
         given_up = [name for name in names if why is None or name in self._allowed]
@@ -107,7 +106,7 @@ class HeartbeatMonitor:
         return [self._give_up(name, world, at, now) for name in given_up]
 
     def _doubt(self, names: Sequence[NodeName], world: World, at: float) -> str | None:
-        """Why it may not be the nodes that are at fault; None if nothing speaks for that."""
+        """Why the nodes may not be at fault; None if nothing speaks for that."""
         if not names:
             return None
         missed = self._missed(names, world, at)
@@ -115,7 +114,7 @@ class HeartbeatMonitor:
         if certain != set(names) and not any(
             node.ready and node.name not in missed for node in world.nodes.values()
         ):
-            return "no node is heard of: the leader may be cut off"
+            return "no node is heard: the leader may be cut off"
         recent = {node: runs for _at, node, runs in self._recent(at)}
         runs = {node: _runs_on(world, node) for node in missed} | recent
         total = sum(_runs_on(world, node) for node in world.nodes) + sum(recent.values())
@@ -128,7 +127,7 @@ class HeartbeatMonitor:
         )
 
     def _missed(self, names: Sequence[NodeName], world: World, at: float) -> set[NodeName]:
-        """With them, those that are late too: what goes at one moment is missed within an interval."""
+        """These and others that are late: nodes that go at one moment are missed within one interval."""
         late = {n for n, silence in self._silences(world, at) if silence > self._patience / 2}
         return late | set(names)
 
@@ -155,15 +154,15 @@ class HeartbeatMonitor:
         if told is not None:
             return told
         silence = dict(self._silences(world, at))[node]
-        why = f"nothing was heard of its agent for {silence:.1f} s"
+        why = f"its agent was silent for {silence:.1f} s"
         return NodeLost(node, world.nodes[node].incarnation, now, why)
 
 
 def nodes_without_answer(world: World, since: Instant, now: Instant) -> list[NodeLost]:
-    """Nodes with runs whose agent has not answered this term, though others have; `since` when the leader has
-    listened without a gap.
+    """Nodes with runs whose agent has not answered this term, though others have; `since`: when the leader
+    began to listen without a gap.
 
-    While no agent at all answers, it is the leader that is cut off, and giving up runs would free nothing.
+    While no agent at all answers, the leader is cut off, and giving up runs would free nothing.
     """
     if now < since + NODE_PATIENCE_SECONDS or not any(node.ready for node in world.nodes.values()):
         return []
@@ -176,7 +175,7 @@ def nodes_without_answer(world: World, since: Instant, now: Instant) -> list[Nod
 
 
 def _is_current(world: World, told: NodeLost) -> bool:
-    """Of an agent that another one has taken the place of it says nothing."""
+    """A report about an agent that was replaced says nothing."""
     node = world.nodes.get(told.node)
     return node is not None and node.incarnation == told.incarnation
 

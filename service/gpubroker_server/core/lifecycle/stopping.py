@@ -1,4 +1,4 @@
-"""How a run is asked to leave, and what becomes of its task once it has left."""
+"""How a run is asked to stop, also for overuse, and what becomes of its task once it has stopped."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -24,17 +24,16 @@ _OFF_THE_NODE: dict[str, Any] = {
     "freeing_for": None,
 }
 AnyStopOrder = StopOrder | UnloadOrder | DropOrder
-"""What whoever has started it is told."""
+"""For node agents, model servers, and the sender of inferences."""
 
 _COME_BACK = (StopReason.PREEMPT, StopReason.MOVE, StopReason.RANK_LOST)
 
 START_RETRIES = 3
-"""So often a gang whose ranks were not ready in time is started again, even if it has fewer retries."""
+"""A gang whose ranks were not ready in time is started again this often, even if it has fewer retries."""
 
 
 def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:
-    """What a task forgets when it goes back to the queue, and what else changes. Its fence and its
-    checkpoint stay."""
+    """The changes of a task that is requeued. Its fence and its checkpoint stay."""
     ranks = {"members": ()} if task.members else {}
     return {**_OFF_THE_NODE, **ranks, **changes}
 
@@ -42,16 +41,17 @@ def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:
 def give_notice(
     world: World, task: Task, reason: StopReason, grace_seconds: Seconds, now: Instant
 ) -> tuple[TaskWrite, tuple[AnyStopOrder, ...]]:
-    """An ADMITTED or RUNNING task on its way to STOPPING, and the notices that its agents get."""
+    """Move an ADMITTED or RUNNING task to STOPPING. Returns its row and the orders to send."""
     deadline_at = Instant(now + grace_seconds)
     write = write_move(task, Move.STOPPING, stop_reason=reason, stop_deadline_at=deadline_at)
     return write, orders_to_leave(world, write.task, grace_seconds)
 
 
 def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
-    """How a STOPPING task moves on when its runs are gone, or are given up. A preemption or a move uses up
-    no retry, nor does a rank that was lost. An external holder does not come back, and a model does while it
-    is wanted.
+    """How a STOPPING task moves on when its runs are gone or given up.
+
+    A preemption, a move or a lost rank uses up no retry. An external holder does not come back; a model does
+    while it is wanted.
     """
     if task.model is not None:
         return _after_unload(task, now)
@@ -86,7 +86,7 @@ def _after_unload(task: Task, now: Instant) -> tuple[Move, dict[str, Any]]:
 
 
 def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
-    """How a task moves on when its run failed, at an instant that may be past."""
+    """How a task moves on when its run failed at `at`, which may be past."""
     failures = task.failures + 1
     if failures > _retries_of(task):
         return Move.FAILED, {"failures": failures, "finished_at": at, "freeing_for": None}
@@ -108,7 +108,7 @@ def _retries_of(task: Task) -> int:
 
 
 def timeout_failure(task: Task, reason: StopReason | None) -> Failure | None:
-    """What people read of a run that was stopped by the clock, whatever else it left behind."""
+    """The failure of a run that was stopped at a time limit, whatever else it reports."""
     match reason:
         case StopReason.TIMEOUT:
             return Failure("timeout", f"the run passed its limit of {task.timeout_seconds:g} s")
@@ -117,13 +117,13 @@ def timeout_failure(task: Task, reason: StopReason | None) -> Failure | None:
         case StopReason.DEADLINE:
             began_at = task.started_at or task.admitted_at or task.submitted_at
             ran_seconds = (task.deadline_at or began_at) - began_at
-            return Failure("deadline", f"its deadline passed when the run had had {ran_seconds:.0f} s")
+            return Failure("deadline", f"its deadline passed after the run had run for {ran_seconds:.0f} s")
         case _:
             return None
 
 
 def overuse_failure(reason: StopReason | None, leases: Iterable[Lease]) -> Failure | None:
-    """What people read of a run that was stopped because it used more than it leased."""
+    """The failure of a run that was stopped for overuse."""
     if reason is not StopReason.OVERUSE:
         return None
     used = "; ".join(
@@ -135,7 +135,7 @@ def overuse_failure(reason: StopReason | None, leases: Iterable[Lease]) -> Failu
 
 
 def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[AnyStopOrder, ...]:
-    """For a task that is STOPPING, whoever has started it."""
+    """The stop orders of a STOPPING task of any kind."""
     if task.is_inference:
         return (DropOrder(task.id, task.fence),)
     if task.model is not None:
@@ -144,7 +144,7 @@ def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[A
 
 
 def stop_orders(world: World, task: Task, grace_seconds: Seconds) -> tuple[StopOrder, ...]:
-    """For a task that is STOPPING: one for each of its runs that is not gone."""
+    """One per run of a STOPPING task that is not gone."""
     assert task.stop_reason is not None
     why = task.stop_reason, grace_seconds
     return tuple(
@@ -154,16 +154,16 @@ def stop_orders(world: World, task: Task, grace_seconds: Seconds) -> tuple[StopO
 
 
 def forget_order(world: World, task: Task, rank: int) -> ForgetOrder:
-    """For an active task: the agent may drop what it kept of this run."""
+    """The agent may drop what it keeps of this run of an active task."""
     node = node_of(task, rank)
     return ForgetOrder(task.id, task.fence, node, world.nodes[node].incarnation, rank)
 
 
 def overuse_decisions(world: World, now: Instant, policy: Policy) -> list[Decision]:
-    """Each such lease is marked once, for whoever asks later; by policy its run is told to stop.
+    """Mark each lease that its run exceeds, once; by policy, stop the run.
 
-    Looks at what was measured above its lease only. A run that has not said that it began, or is under
-    notice, is left alone: what becomes of it is decided elsewhere.
+    Looks only at leases that were measured to be exceeded. A run that is not RUNNING, or is asked to stop, is
+    left alone.
     """
     over: dict[TaskId, list[str]] = defaultdict(list)
     for key, holding in world.learned.above.items():

@@ -1,4 +1,4 @@
-"""Everything a batch of reports does to one task, gathered into one decision."""
+"""What a batch of reports changes of one task, gathered into one decision."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ _AHEAD = {
     LeaseState.QUARANTINED: 3,
     LeaseState.RELEASED: 4,
 }
-"""A lease only ever goes forward in this order, and may skip any step but its last."""
+"""A lease goes forward in this order only."""
 
 
 class TaskUpdate:
-    """One task with the leases of all its claims, as they stand after the reports read so far.
+    """One task with the leases of all its claims, after the reports read so far.
 
-    The store guards each row by its version, so a decision writes a row once: the last move that changed
-    the state wins, the changed fields add up, and a lease goes to its final state in one step.
+    The store guards each row by its version, so a decision writes a row once: the last move that changed the
+    state wins, changed fields add up, and a lease goes to its final state in one step.
     """
 
     def __init__(self, world: World, task: TaskId, now: Instant) -> None:
@@ -43,8 +43,8 @@ class TaskUpdate:
         self.orders: list[Order] = []
 
     def live(self, fence: Fence, rank: int = 0) -> Task | None:
-        """The task if this fence is its newest claim, has this rank and still runs; a report of any other
-        is stale."""
+        """The task if it is active and this fence is its newest claim and has this rank; else the report is
+        stale."""
         task = self.task
         if task is None or not task.is_active or task.fence != fence:
             return None
@@ -60,7 +60,7 @@ class TaskUpdate:
         self.why = why
 
     def move_leases(self, fence: Fence, rank: int, state: LeaseState) -> None:
-        """Bring the leases of one run forward to `state`; those already there or further stay."""
+        """Bring the leases of one run forward to `state`; leases already there or further stay."""
         for lease in self._world.leases.get((self._id, fence), {}).values():
             if lease.rank != rank:
                 continue
@@ -73,13 +73,13 @@ class TaskUpdate:
         self.move_leases(fence, rank, LeaseState.RELEASED)
 
     def clear_freeing_for(self, fence: Fence) -> None:
-        """The memory of a claim that ended in this batch is free in this batch too."""
+        """Memory of a claim that ended in this batch is free in this batch too."""
         task = self.task
         if self._what is not None and task is not None and task.fence == fence and task.freeing_for:
             self._changes["freeing_for"] = None
 
     def decision(self) -> Decision | None:
-        """None if the reports changed nothing and nobody waits for an answer."""
+        """None if the reports changed nothing and need no order."""
         leases = tuple(self._moved(*self._leases[key]) for key in sorted(self._leases))
         tasks: tuple[TaskWrite, ...] = ()
         if self._before is not None and self._what is not None:
@@ -107,7 +107,7 @@ class TaskUpdate:
 
 
 class TaskUpdates(dict[TaskId, TaskUpdate]):
-    """The updates of one batch, in order of first mention; one that is asked for is made."""
+    """The updates of one batch, in order of first mention; a missing one is created."""
 
     def __init__(self, world: World, now: Instant) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""When what is due for which task: asked often, and cheap however many tasks wait."""
+"""Due times of tasks: cheap to ask, however many tasks wait."""
 
 from heapq import heapify, heappop, heappush
 
@@ -8,12 +8,12 @@ _STALE_ENTRIES = 64
 
 
 class DueTimes(dict[TaskId, Instant]):
-    """A mapping of tasks to instants. Entries are set one by one and taken out with `pop` or `del`."""
+    """A mapping of tasks to instants. Entries are set one by one, and removed with `pop` or `del`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._heap: list[tuple[Instant, TaskId]] = []
-        """Every entry, and some that no longer hold: those are passed over when they come up."""
+        """Every entry, and stale ones, which are skipped."""
 
     def __setitem__(self, task: TaskId, at: Instant) -> None:
         super().__setitem__(task, at)
@@ -30,7 +30,7 @@ class DueTimes(dict[TaskId, Instant]):
         return twin
 
     def due(self, now: Instant) -> list[TaskId]:
-        """Those whose time has come, earliest first, then by id. They stay until they are taken out."""
+        """The due tasks, by time and id. They stay until they are removed."""
         come: list[tuple[Instant, TaskId]] = []
         while self._heap and self._heap[0][0] <= now:
             at, task = heappop(self._heap)

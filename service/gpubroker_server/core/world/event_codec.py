@@ -1,4 +1,4 @@
-"""Rows as plain JSON values and back: one spelling for the event log, snapshots and followers."""
+"""Rows as plain JSON values and back: one encoding for the event log, snapshots and followers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -38,17 +38,17 @@ _DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))
 _WHERE_NAMES = tuple(f.name for f in dataclass_fields(Where))
 _TASK_NAMES = tuple(f.name for f in dataclass_fields(Task))
 _TASK_DEFAULTS = tuple(f.default for f in dataclass_fields(Task))
-"""MISSING, which equals no value, where a field has none."""
+"""MISSING, which equals no value, for a field without a default."""
 _task_values = attrgetter(*_TASK_NAMES)
 _DEVICE_NAMES = tuple(f.name for f in dataclass_fields(Device) if f.init)
 _NODE_NAMES = tuple(f.name for f in dataclass_fields(Node))
 _LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease) if f.name not in ("quarantined_at", "proof"))
-"""Of a new one; how a quarantine begins and ends, the event of that says."""
+"""Fields of a new lease; the beginning and end of a quarantine have events of their own."""
 _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
 
 
 def demand_fields(demand: Demand) -> dict[str, Any]:
-    """Only what differs from the default; an empty dict is the empty demand. Whoever asks may keep it."""
+    """Only what differs from the default. The caller may keep the result."""
     row = dict(_demand_row(demand))
     if demand.custom:
         row["custom"] = [list(pair) for pair in demand.custom]
@@ -63,7 +63,7 @@ def demand_fields(demand: Demand) -> dict[str, Any]:
 
 @lru_cache(4096)
 def _demand_row(demand: Demand) -> Fields:
-    """Tasks come in many, demands in few kinds: worked out once for all of a kind, and not to be changed."""
+    """Cached, since many tasks share few demands; not to be changed."""
     return {
         name: value
         for name in _DEMAND_NAMES
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def task_fields(task: Task) -> dict[str, Any]:
-    """The state, and what differs from the defaults of a task, for its first event."""
+    """The state, and what differs from a task's defaults, for its first event."""
     row = {
         name: value
         for name, value, default in zip(_TASK_NAMES, _task_values(task), _TASK_DEFAULTS, strict=True)
@@ -165,7 +165,7 @@ def task_from(fields: Fields) -> Task:
 
 
 def task_changes(write: TaskWrite) -> dict[str, Any]:
-    """The state and the changed hot fields, for every event after the first."""
+    """The state and the changed hot fields, for every later event."""
     row: dict[str, Any] = {"state": write.task.state.value}
     for name in write.changed:
         row[name] = _plain(getattr(write.task, name))
@@ -213,7 +213,7 @@ def lease_fields(lease: Lease) -> dict[str, Any]:
 
 
 def lease_change(lease: Lease) -> tuple[str, dict[str, Any]]:
-    """What happened to a lease, and what its event carries: all of a new one, else what changed."""
+    """What happened to a lease, and the fields of its event: all of a new one, else what changed."""
     if lease.version == 1:
         return lease.state.value, lease_fields(lease)
     changed = {"state": lease.state.value}

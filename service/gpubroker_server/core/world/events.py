@@ -1,4 +1,4 @@
-"""The event log's lines, and how a decision becomes some of them."""
+"""The events of the log, and how a decision becomes events."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import field
@@ -26,7 +26,7 @@ SUBMITTED = "task.submitted"
 
 @value
 class Event:
-    """One line of the log: what changed on which row, in commit order. Never a payload."""
+    """One event of the log: what changed in which row, in commit order. Never a payload."""
 
     position: Position
     at: Instant
@@ -37,24 +37,24 @@ class Event:
     tenant: str
     fields: Fields
     task: Task | None = field(default=None, compare=False, repr=False)
-    """What `fields` make of the task, where this process wrote the event: it need not be worked out again."""
+    """The task after the event, if this process wrote the event: it need not be decoded."""
 
 
 def consecutive(events: Iterable[Event], position: Position) -> list[Event]:
-    """Those after a position, without a gap. Raises OutOfSync if one is missing."""
+    """The events after a position. Raises OutOfSync if one is missing."""
     fresh = [event for event in events if event.position > position]
     for expected, event in enumerate(fresh, start=position + 1):
         if event.position != expected:
             raise OutOfSync(
                 f"after position {position}, event {event.position} came: {expected} is missing; "
-                "read the picture anew from the rows"
+                "read the World again from the rows"
             )
     return fresh
 
 
 @value
 class NewEvent:
-    """An event that has no position yet; the last statement before COMMIT numbers it."""
+    """An event without a position; the last statement before COMMIT numbers it."""
 
     kind: str
     key: str
@@ -62,22 +62,22 @@ class NewEvent:
     tenant: str
     fields: Fields
     task: Task | None = field(default=None, compare=False, repr=False)
-    """The task as it is after the event."""
+    """The task after the event."""
     reader: int = 1
-    """The form that a reader must know to go on past it. A new kind that changes a picture, or another
-    meaning of a known field, has a new number; a field that may be left out has not."""
+    """The lowest reader form that may read on past this event. A new kind that changes the World, or a new
+    meaning of a known field, gets a new number; an optional field does not."""
 
     def at(self, position: Position, at: Instant) -> Event:
         return Event(position, at, self.kind, self.key, self.version, self.tenant, self.fields, self.task)
 
 
 def submitted(task: Task) -> NewEvent:
-    """The first event of a task: every field of it."""
+    """The first event of a task: all its fields."""
     return NewEvent(SUBMITTED, task.id, task.version, task.tenant, task_fields(task), task, _form_of(task))
 
 
 def _form_of(task: Task) -> int:
-    """Who does not know of models or of inferences would start them as runs."""
+    """A reader that does not know models or inferences would start them as runs."""
     if task.is_inference:
         return 3
     return 1 if task.model is None else 2
@@ -88,7 +88,7 @@ def requested(request: Request) -> NewEvent:
 
 
 def task_of(event: Event | NewEvent) -> TaskId | None:
-    """The task whose history an event belongs to; None for nodes, devices and holders that are no runs."""
+    """The task whose history an event belongs to; None for nodes, devices and holders that are no tasks."""
     match event.kind.partition(".")[0]:
         case "task":
             return TaskId(event.key)
@@ -103,7 +103,7 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
 
 
 def events_of(decision: Decision) -> Iterator[NewEvent]:
-    """The log lines of one decision, in a fixed order: nodes, devices, tasks, leases, pledges, requests,
+    """The events of a decision, in this order: nodes, devices, tasks, leases, pledges, requests,
     estimates."""
     for node in decision.nodes:
         yield NewEvent("node.seen", node.name, node.version, "", node_fields(node))
@@ -126,7 +126,7 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
 
 
 def _estimates(what: str, topics: Iterable[tuple[Topic, float | None]]) -> Iterator[NewEvent]:
-    """What one run teaches is one line. A line holds values, never a sketch."""
+    """One event for what one run teaches. It holds values, never a sketch."""
     for (tenant, subject), group in groupby(topics, key=lambda pair: (pair[0].tenant, pair[0].subject)):
         values = [[topic.kind, topic.what.value, value] for topic, value in group]
         yield NewEvent(f"estimate.{what}", subject, 1, tenant, {"values": values})

@@ -1,8 +1,8 @@
-"""How much of what is left of a node no usual demand could use, and where a demand strands the least.
+"""How much of a node's free room no typical demand could use, and where a demand strands the least.
 
 After Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation Gradient
-Descent" (USENIX ATC 2023; github.com/hkust-adsl/kubernetes-scheduler-simulator). Why the service's own
-measure differs: docs/decisions/0024. Host memory is no part of it: whoever asks has checked that it suffices.
+Descent" (USENIX ATC 2023; github.com/hkust-adsl/kubernetes-scheduler-simulator). Why our own measure differs:
+docs/decisions/0024. Host memory is left out: the caller has checked it.
 
 Amounts are in one unit of the caller's choice: MiB in the service, thousandths of a GPU in the benchmark.
 """
@@ -12,27 +12,27 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 COVERAGE = 0.95
-"""The part of recent tasks whose demands are taken for usual."""
+"""The share of recent tasks that the typical demands cover."""
 
 CAPACITY_SHARE = 0.1
-"""How much the capacity measure counts in ours; chosen on the openb traces, flat from 0.05 to 0.2."""
+"""Weight of the capacity term in our measure; chosen on the openb traces, where 0.05 to 0.2 give the same."""
 
 MAX_CACHED = 50_000
-"""Answers kept before a measure starts to remember afresh: some 20 MB."""
+"""Answers that a measure caches before it starts afresh: some 20 MB."""
 
 
 class Shape(NamedTuple):
-    """What a demand takes of a node, without who asks and how urgently."""
+    """What a demand takes of a node, without tenant and priority."""
 
     cpu: float
     devices: int
     amounts: tuple[tuple[str, int], ...] = ()
-    """(kind, amount on each device, at least 1), sorted by kind; what is not listed cannot host it. A whole
-    device is asked for by naming all that a device of the kind has."""
+    """(kind, amount on each device, at least 1), sorted by kind; other kinds cannot host it. A whole device
+    is asked for as all that a device of the kind has."""
 
 
 class Remainder(NamedTuple):
-    """What is left of a node: CPU, and the amount left on each of its devices of one kind, in index order."""
+    """What is left of a node: CPU, and the amount on each of its devices of one kind, in index order."""
 
     cpu: float
     left: tuple[int, ...]
@@ -43,31 +43,29 @@ class DeviceChoice(NamedTuple):
     """Where on a node a demand strands the least."""
 
     score: int
-    """0..100; more is better, 50 and more means that nothing is stranded that was not before."""
+    """0..100; 50 or more means that nothing new is stranded."""
     devices: tuple[int, ...]
-    """Places in `Remainder.left`, ascending."""
+    """Indexes into `Remainder.left`, ascending."""
 
 
 Inventory = Mapping[str, tuple[int, int]]
-"""kind -> (how many devices, the whole amount of one)"""
+"""kind -> (number of devices, amount of a whole one)"""
 
 
 class TypicalDemand(NamedTuple):
-    """One usual demand as it counts on nodes of one kind."""
+    """A typical demand on nodes of one kind."""
 
     cpu: float
     devices: int
     amount: int | None
     """On each device; None if the kind cannot host it."""
     weight: float
-    """Of one unit of room."""
+    """Per unit of room."""
 
 
 def typical_shapes(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict[Shape, float]:
-    """The most frequent shapes until `coverage` of all tasks is covered, with their share among themselves.
-
-    Of equally frequent ones the larger comes first, as in the paper's simulator.
-    """
+    """The most frequent shapes until `coverage` of all tasks is covered, with their shares among themselves.
+    Of equally frequent ones the larger comes first, as in the paper's simulator."""
     enough = coverage * sum(mix.values())
     counted: dict[Shape, int] = {}
     covered = 0
@@ -80,17 +78,17 @@ def typical_shapes(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict
 
 
 class FragmentationMeasure:
-    """The room of a node that usual demands, weighted, could not use; and scores of placements by it.
+    """The room of a node that typical demands, weighted, could not use, and placement scores by it.
 
-    Remembers what it was asked; the answers depend on the arguments alone.
+    Answers are cached; they depend on the arguments alone.
     """
 
     def __init__(
         self, weights: Mapping[Shape, float], *, capacity_share: float, step: float, in_tasks: bool
     ) -> None:
-        """`step` is the growth at which a score falls from 50 to 26: about one device.
+        """`step`: the growth at which a score falls from 50 to 26, about one device.
 
-        `in_tasks`: room counts by how many tasks of a shape it would hold, not by its amount.
+        `in_tasks`: room counts by the number of tasks of a shape that it holds, not by its amount.
         """
         self._weights = tuple(weights.items())
         self._capacity_share = capacity_share
@@ -102,10 +100,10 @@ class FragmentationMeasure:
         self._spots: dict[Shape, dict[Remainder, DeviceChoice | None]] = {}
         self._remembered = 0
         self.worked_out = 0
-        """Rows of devices judged so far: what questions cost that were not asked before."""
+        """Rows of devices evaluated so far: the cost of questions that were not cached."""
 
     def lost(self, room: Remainder) -> float:
-        """What usual demands could not use of this room: at least 0, at most `whole`."""
+        """The weighted room that typical demands could not use: between 0 and `whole`."""
         key = Remainder(room.cpu, tuple(sorted(room.left)), room.kind)
         lost = self._lost.get(key)
         if lost is None:
@@ -114,14 +112,12 @@ class FragmentationMeasure:
         return lost
 
     def whole(self, room: Remainder) -> float:
-        """What `lost` would be if no usual demand could use any of it."""
+        """What `lost` would be if no typical demand could use any of it."""
         return self._table(tuple(sorted(room.left)), room.kind).whole
 
     def spot(self, shape: Shape, room: Remainder) -> DeviceChoice | None:
-        """Where the demand strands the least on this node; None if it does not fit.
-
-        Equal scores: the lowest device. Several devices per demand: the fullest that have room.
-        """
+        """Where the demand strands the least on this node; None if it does not fit. Of equal scores the
+        lowest device; for several devices per demand, the fullest that have room."""
         spots = self._spots.setdefault(shape, {})
         try:
             return spots[room]
@@ -146,7 +142,7 @@ class FragmentationMeasure:
         return best
 
     def rate(self, gain: float) -> int:
-        """The score of what makes so much usable: 0..100, 50 if nothing changes."""
+        """The score of a gain in usable room: 0..100, 50 for none."""
         steps = max(-700.0, gain / self._step)  # exp(710) overflows
         return math.floor(100 / (1 + math.exp(-steps)))
 
@@ -183,14 +179,14 @@ class FragmentationMeasure:
 
 
 class Table:
-    """What usual demands could use of one row of devices, for any CPU left beside them."""
+    """What typical demands could use of one row of devices, for any amount of CPU."""
 
     def __init__(
         self, left: tuple[int, ...], known: tuple[TypicalDemand, ...], capacity_share: float
     ) -> None:
         self.whole = sum(left) * math.fsum(one.weight for one in known)
         self._uses: list[tuple[float, float, float, int]] = []
-        """(CPU of one, what counts if one fits, what for each that fits, how many fit if CPU allows)"""
+        """(CPU of one task, value if one fits, value of each that fits, how many fit if CPU allows)"""
         roomiest_first = left[::-1]  # `left` ascends
         for cpu, devices, amount, weight in known:
             if amount is None:
@@ -225,16 +221,16 @@ def fgd(shapes: Mapping[Shape, float], device: float) -> FragmentationMeasure:
     """The paper's measure: a shape counts by its share of all tasks, tasks without devices included.
 
     F = sum over shapes of share x R if the node cannot host one, else share x what is left on devices too
-    full for it; R is what is left on all devices. `device`: the whole amount of one.
+    full for it; R is what is left on all devices. `device`: the amount of a whole one.
     """
     return FragmentationMeasure(shapes, capacity_share=0.0, step=device, in_tasks=False)
 
 
 def tasks_lost(shapes: Mapping[Shape, float], stock: Inventory) -> FragmentationMeasure:
-    """The service's measure: the usual tasks, not the amount, that what is left could not hold.
+    """The service's measure: the number of typical tasks that what is left could not hold.
 
-    A shape counts by its share x sqrt(all of the stock / what of it can host the shape), and room by
-    (0.9 x the paper's F + 0.1 x (R - what copies of the shape could fill)) / what one task takes.
+    A shape counts by its share x sqrt(all of the stock / what of it can host the shape), and room by (0.9 x
+    the paper's F + 0.1 x (R - what copies of the shape could fill)) / what one task takes.
     """
     weights = {shape: share * scarcity(shape, stock) for shape, share in shapes.items() if shape.devices}
     weights = {shape: weight for shape, weight in weights.items() if weight}
@@ -245,10 +241,10 @@ def tasks_lost(shapes: Mapping[Shape, float], stock: Inventory) -> Fragmentation
 
 
 def scarcity(shape: Shape, stock: Inventory) -> float:
-    """1 for what may go anywhere, more the less of the stock can host it, 0 if nothing can.
+    """1 for a shape that fits anywhere, more the less of the stock can host it, 0 if nothing can.
 
-    The square root is a compromise: without it demands for a rare kind find it taken, with the plain ratio
-    the rest of the stock fills worse.
+    The square root is a compromise: without scarcity, demands for a rare kind find it taken; with the plain
+    ratio the rest of the stock is filled worse.
     """
     everything = sum(number * size for number, size in stock.values())
     usable = sum(stock[kind][0] * stock[kind][1] for kind, _ in shape.amounts if kind in stock)
@@ -256,14 +252,14 @@ def scarcity(shape: Shape, stock: Inventory) -> float:
 
 
 def task_amount(shape: Shape, kind: str | None = None) -> int:
-    """What one task takes of all its devices, on a kind that can host it or else where it takes least."""
+    """The sum over all devices of one task, on this kind or else where it takes least."""
     amounts = dict(shape.amounts)
     amount = amounts.get(kind) if kind is not None else None
     return shape.devices * (amount or min(amounts.values()))
 
 
 def most_copies(slots: list[int], devices: int) -> int:
-    """How many tasks of so many different devices each fit, if each device has so many slots."""
+    """How many tasks of `devices` different devices each fit, if each device has that many slots."""
     if devices == 1:
         return sum(slots)
     copies = sum(slots) // devices
@@ -273,7 +269,7 @@ def most_copies(slots: list[int], devices: int) -> int:
 
 
 def candidate_devices(left: tuple[int, ...], devices: int, amount: int) -> list[tuple[int, ...]]:
-    """The devices that are worth comparing: of equally full ones the lowest, of several the fullest."""
+    """The choices worth comparing: of equally full devices the lowest, of several the fullest."""
     fitting = [place for place, room in enumerate(left) if room >= amount]
     if devices > 1:
         fullest = sorted(fitting, key=lambda place: left[place])[:devices]
@@ -285,7 +281,7 @@ def candidate_devices(left: tuple[int, ...], devices: int, amount: int) -> list[
 
 
 def remaining_after(room: Remainder, shape: Shape, devices: tuple[int, ...], amount: int) -> Remainder:
-    """The room once the demand has taken its part."""
+    """The room after the demand has taken its part."""
     left = list(room.left)
     for place in devices:
         left[place] -= amount

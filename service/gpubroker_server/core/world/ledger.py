@@ -1,4 +1,5 @@
-"""The book of one device: who holds how much, what is pledged, and what is free for whom."""
+"""The ledger of one device: its leases, measured use, pledges and free memory. And holders not confirmed
+gone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,42 +12,42 @@ from gpubroker_server.core.domain.orders import RunId
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, TaskId
 
 NOISE_DIVISOR = 256
-"""Of a device's memory, this part may be in use without a process that uses it: contexts and the driver."""
+"""1/NOISE_DIVISOR of a device's memory may be in use without a process: contexts and the driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One lease with what was measured of its holder, and for whom it is being freed, if it is."""
+    """A lease, its holder's measured use, and the preemptor that it is freed for."""
 
     lease: Lease
     measured_mb: Mib = Mib(0)
     freeing_for: TaskId | None = None
     stopping: bool = False
-    """Its run is under notice."""
+    """Its run is asked to stop."""
 
     @property
     def takes_mb(self) -> Mib:
-        """What it counts for: its lease or its measured use, whichever is more."""
+        """Its lease or its measured use, whichever is more."""
         return max(self.lease.mb, self.measured_mb)
 
     @property
     def is_leaving(self) -> bool:
-        """Its memory is on its way back: its run is over or under notice, and nobody doubts that it goes."""
+        """Its memory is being freed: its run has ended or is asked to stop, and is not in quarantine."""
         state = self.lease.state
         return state is LeaseState.RELEASING or (self.stopping and state is not LeaseState.QUARANTINED)
 
 
 class LedgerTotals(NamedTuple):
-    """Of the holdings of one device."""
+    """Sums over the holdings of one device."""
 
     leased_mb: int = 0
     held_mb: int = 0
-    """What they count for."""
+    """Sum of `takes_mb`."""
     begun_mb: int = 0
-    """The leases whose runs may use memory."""
+    """Leases whose runs may use memory."""
     measured_mb: int = 0
     loaded_mb: int = 0
-    """The leases of what servers of models have in memory."""
+    """Leases of models and servers that are loaded."""
 
     def with_that_of(self, holding: Holding, sign: int) -> "LedgerTotals":
         lease = holding.lease
@@ -64,12 +65,12 @@ NO_HOLDINGS = LedgerTotals()
 
 
 class Book:
-    """Mutable account of one device; owned by one World, or copied into one Draft.
+    """The mutable ledger of one device; owned by one World, or copied into one Draft.
 
     free = physical - reserve - foreign - unexplained - sum of max(lease, measured) - pledged and freed
 
-    A pledge is a claim: of its MiB, what its own victims still hold has yet to come, and the rest is kept
-    from everybody of the same or lower priority, as far as it is there.
+    A pledge is a claim. What its victims still hold of it has yet to be freed; the rest is kept from every
+    task of the same or lower priority, as far as it is there.
     """
 
     __slots__ = ("_leaving", "_since", "_sums", "_unheld_mb", "device", "holdings", "pledges", "sample")
@@ -77,12 +78,12 @@ class Book:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.holdings: dict[str, Holding] = {}
-        """To be read; `_enter` alone changes them."""
+        """Changed by `_enter` only."""
         self.pledges: dict[TaskId, Pledge] = {}
         self.sample: DeviceSample | None = None
-        """The newest one; None until the node's agent has sent one."""
+        """The newest one; None before the first."""
         self._since = Instant(-inf)
-        """What was measured before is no longer believed."""
+        """Samples up to this instant are not used."""
         self._unheld_mb: int | None = None
         self._sums = NO_HOLDINGS
         self._leaving: dict[str, Holding] = {}
@@ -101,23 +102,23 @@ class Book:
 
     @property
     def foreign_mb(self) -> Mib:
-        """What processes of no lease use: as measured, and at least as the operator declared."""
+        """Use by processes without a lease: as measured, and at least what the operator declared."""
         measured_mb = 0 if self.sample is None else self.sample.foreign_mb or 0
         return Mib(max(measured_mb - self.served_mb, self.device.declared_foreign_mb))
 
     @property
     def served_mb(self) -> int:
-        """What of the measured use of processes without a lease is that of servers of models: up to what is
-        leased to what they have in memory (ADR 111)."""
+        """The part of foreign use that is the model servers': at most what is leased to what they have loaded
+        (ADR 111)."""
         measured_mb = 0 if self.sample is None else self.sample.foreign_mb or 0
         return min(measured_mb, self._sums.loaded_mb)
 
     @property
     def unexplained_mb(self) -> Mib:
-        """What is in use though nobody is known to use it: by a dying process, or from another container.
+        """Use that no known process explains: a dying process, or one in another container.
 
-        Where use cannot be attributed, that is all beyond what was declared and what is leased to runs that
-        have begun. The reserve covers it first, and a little of it is noise of the driver; see ADR 20.
+        Where use cannot be attributed, this is all beyond what was declared and what is leased to runs that
+        have begun. The reserve covers it first, and a little of it is driver noise; see ADR 20.
         """
         sample, device = self.sample, self.device
         if sample is None:
@@ -135,14 +136,14 @@ class Book:
         self._unheld_mb = None
 
     def put(self, lease: Lease, freeing_for: TaskId | None = None, *, stopping: bool = False) -> None:
-        """Enter or update a lease; a released one leaves the book."""
+        """Add or update a lease; a released one is removed."""
         if lease.state is LeaseState.RELEASED:
             self._enter(lease.key, None)
         else:
             self._enter(lease.key, Holding(lease, self._measured_mb(lease), freeing_for, stopping))
 
     def vacate(self, lease: str) -> None:
-        """As if the holder had left, and had been measured to be gone."""
+        """As if the holder had left, and a sample had shown it."""
         holding = self.holdings[lease]
         self._enter(lease, None)
         if self.sample is not None:
@@ -156,7 +157,7 @@ class Book:
             self.sample = replace(self.sample, used_mb=Mib(max(0, used_mb)), foreign_mb=foreign_mb)
 
     def measure(self, sample: DeviceSample) -> None:
-        """Take over a sample: foreign memory, and what each holder really uses."""
+        """Take over a sample."""
         self._unheld_mb = None
         self.sample = sample
         for key, holding in self.holdings.items():
@@ -165,11 +166,11 @@ class Book:
                 self._enter(key, replace(holding, measured_mb=measured))
 
     def takes(self, sample: DeviceSample) -> bool:
-        """Whether it is news."""
+        """Whether the sample is newer than what is known."""
         return sample.at > self._since and (self.sample is None or sample.at >= self.sample.at)
 
     def measure_anew(self, since: Instant) -> None:
-        """Nothing more is taken here before somebody has looked at what is in use after this instant."""
+        """Take nothing new before a sample after this instant."""
         self._since, self._unheld_mb = since, None
         if self.sample is not None and self.sample.at <= since:
             self.sample = None
@@ -181,11 +182,11 @@ class Book:
         return self._sums.held_mb
 
     def taken(self) -> tuple[int, list[Mib]]:
-        """What plans see of its samples: (MiB that nobody has, MiB of each holding)."""
+        """What plans depend on of its samples: (free MiB, MiB of each holding)."""
         return self.unheld_mb(), [holding.takes_mb for holding in self.holdings.values()]
 
     def unheld_mb(self) -> int:
-        """What nobody holds or uses, pledged or not; negative if over-used."""
+        """MiB that are neither held nor used, pledged or not; negative if over-used."""
         if self._unheld_mb is None:
             device = self.device
             usable = device.physical_mb - device.reserve_mb if device.offers else 0
@@ -193,15 +194,15 @@ class Book:
         return self._unheld_mb
 
     def yet_to_come_mb(self, preemptor: TaskId) -> int:
-        """What the runs being stopped for this preemptor still hold here, and will give back."""
+        """What the runs being stopped for this preemptor still hold here."""
         return sum(holding.takes_mb for holding in self.leaving() if holding.freeing_for == preemptor)
 
     def claim_mb(self, pledge: Pledge) -> int:
-        """What others must leave for this preemptor: its pledge without what its victims will bring."""
+        """What others must leave free for this preemptor: its pledge without what its victims still hold."""
         return max(0, pledge.mb - self.yet_to_come_mb(pledge.preemptor))
 
     def kept_free_mb(self, pledge: Pledge) -> int:
-        """The part of a claim that is there and waits for its preemptor; higher priorities come first."""
+        """The free part of a pledge's claim; claims of higher priority come first."""
         left = max(0, self.unheld_mb())
         for other in self.pledges.values():
             if (-other.priority, other.preemptor) < (-pledge.priority, pledge.preemptor):
@@ -209,7 +210,7 @@ class Book:
         return max(0, min(left, self.claim_mb(pledge)))
 
     def free_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
-        """MiB that a task of this id and priority could take now; negative if over-used or over-claimed.
+        """MiB that a task of this id and priority could take now; negative if over-used or over-pledged.
 
         Its own pledge counts as free, and so do pledges of strictly lower priority.
         """
@@ -223,7 +224,7 @@ class Book:
         return iter(self._leaving.values())
 
     def soon_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
-        """The same as `free_mb` once everybody who is leaving has left; negative if too much is pledged."""
+        """`free_mb` once every holding that is being freed is gone; negative if too much is pledged."""
         soon = self.unheld_mb() + sum(holding.takes_mb for holding in self.leaving())
         for pledge in self.pledges.values():
             if pledge.preemptor != task and pledge.priority >= priority:
@@ -231,12 +232,12 @@ class Book:
         return soon
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
-        """Its last sample is older than three periods, or there is none: it takes nothing new."""
+        """Its last sample is older than three periods, or missing: it takes nothing new."""
         return self.sample is None or now - self.sample.at > 3 * period_seconds
 
     def _enter(self, key: str, after: Holding | None) -> None:
-        """Put a holding in the place of the one with this key, or take that one out. The sums go along:
-        thousands may hold something of one device, and each of their changes asks for them."""
+        """Replace or remove the holding of this key. The sums are kept up to date: a device may have
+        thousands of holdings, and each change asks for them."""
         self._unheld_mb = None
         before = self.holdings.get(key)
         if before is not None:
@@ -258,13 +259,13 @@ class Book:
 
 
 class UnconfirmedHolders:
-    """Kept by the World beside its leases."""
+    """An index over leases whose holders are not confirmed gone."""
 
     def __init__(self) -> None:
         self.releasing: dict[RunId, Instant] = {}
-        """Each run with when its end was heard of; rows tell only that it was. It gives all back together."""
+        """Run -> when its end was reported; rows say only that it ended. Its leases are released together."""
         self.quarantined: dict[str, dict[str, Lease]] = {}
-        """By holder, the leases in quarantine of all its attempts, by key."""
+        """Holder -> leases in quarantine of all its attempts, by key."""
 
     def note(self, lease: Lease, at: Instant) -> None:
         run = (TaskId(lease.holder), lease.fence, lease.rank)
@@ -280,6 +281,6 @@ class UnconfirmedHolders:
                 del self.quarantined[lease.holder]
 
     def claims_of(self, holder: TaskId) -> set[Fence]:
-        """Those of its claims that are over, or given up, and hold something still."""
+        """The holder's claims that have ended, or were given up, and still hold memory."""
         ending = {fence for name, fence, _ in self.releasing if name == holder}
         return ending | {lease.fence for lease in self.quarantined.get(holder, {}).values()}

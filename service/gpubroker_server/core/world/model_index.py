@@ -1,4 +1,4 @@
-"""Which models are wanted or in memory, where, and who is asking them; kept by the World beside its tasks."""
+"""An index over models that are wanted or loaded, and the inferences that ask them."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -11,18 +11,18 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import TaskId
 
 WAIT_BOUNDS: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
-"""Seconds, between which waits are counted."""
+"""Bounds of the histogram of waits, in seconds."""
 
 
 class InferenceCounts:
     def __init__(self) -> None:
         self.ended: Counter[TaskState] = Counter()
         self.waited_seconds = 0.0
-        """Of all that were sent to a model for the first time."""
+        """Sum over all first sends."""
         self._waits = [0] * (len(WAIT_BOUNDS) + 1)
 
     def note(self, before: Task, after: Task) -> None:
-        """It has changed. Its wait ends when it is sent first, and begins with its submit, or when it may."""
+        """A task changed. The wait ends at the first send; it begins at submit, or at `not_before`."""
         if not after.is_inference:
             return
         if not before.fence and after.fence and after.started_at is not None:
@@ -34,7 +34,7 @@ class InferenceCounts:
             self.ended[after.state] += 1
 
     def waits(self) -> Sequence[int]:
-        """How many waited no longer than each of the bounds, and how many there were."""
+        """Cumulative counts by bound, and the total."""
         return tuple(accumulate(self._waits))
 
 
@@ -42,12 +42,12 @@ class ModelIndex:
     def __init__(self) -> None:
         self._live: dict[Home, Task] = {}
         self._known: dict[TaskId, Task] = {}
-        """Those that are over as well, as long as they may hold something."""
+        """Ended ones too, as long as they may hold memory."""
         self._asking: dict[str, dict[TaskId, Task]] = {}
         self.answered = InferenceCounts()
 
     def note(self, task: Task) -> None:
-        """It is new, or has changed."""
+        """A task is new or has changed."""
         if task.is_inference:
             self._note_inference(task)
         if task.model is None:
@@ -60,15 +60,15 @@ class ModelIndex:
             del self._live[home]
 
     def drop(self, task: Task) -> None:
-        """It is over and holds nothing any more."""
+        """It has ended and holds nothing."""
         self._known.pop(task.id, None)
 
     def asking(self, model: str) -> Mapping[TaskId, Task]:
-        """The inferences of a model that are with a server, or about to be; also those that are to end."""
+        """The inferences of a model that were sent and have not ended."""
         return self._asking.get(model, {})
 
     def asked(self) -> list[str]:
-        """The models for which there are any, in order."""
+        """The models that have such inferences, sorted."""
         return sorted(self._asking)
 
     def _note_inference(self, task: Task) -> None:
@@ -81,16 +81,16 @@ class ModelIndex:
                 del self._asking[model]
 
     def of(self, home: Home) -> Task | None:
-        """The task of a model that is wanted or there."""
+        """The task of a model that is wanted or loaded."""
         return self._live.get(home)
 
     def on(self, server: str) -> Iterator[Task]:
-        """All of one server, the ended ones with memory included, in order of id."""
+        """All of one server, ended ones with memory included, ordered by id."""
         for name in sorted(self._known):
             task = self._known[name]
             if task.model is not None and task.model.server == server:
                 yield task
 
     def live(self) -> Iterator[Task]:
-        """In order of their homes."""
+        """Ordered by server and model."""
         return (self._live[home] for home in sorted(self._live))

@@ -1,4 +1,4 @@
-"""What a World knows of past runs, and the most that each present run was measured to use."""
+"""What past runs have used, and the peaks of present ones."""
 
 from collections.abc import Mapping
 
@@ -9,25 +9,24 @@ from gpubroker_server.core.world.ledger import Holding
 
 
 class RunHistory:
-    """Mutable, owned by one World.
+    """Learned sketches by topic, and measured peaks by lease. Owned by one World.
 
-    Peaks live in memory only: after a restart those of the present runs begin anew.
+    Peaks live in memory only: after a restart those of present runs begin anew.
     """
 
     def __init__(self) -> None:
         self.sketches: dict[Topic, Sketch] = {}
-        """The one that learned last comes last."""
+        """Least recently updated first."""
         self.peaks: dict[str, Mib] = {}
-        """Lease key -> the most that its holder was measured to use of its device."""
+        """Lease key -> peak use of its device."""
         self.above: dict[str, Holding] = {}
-        """Lease key -> the holding, where its holder was last measured to use more than its lease."""
+        """Lease key -> holding, where the last measurement exceeds the lease."""
 
     def put(self, topic: Topic, sketch: Sketch) -> None:
         self.sketches.pop(topic, None)
         self.sketches[topic] = sketch
 
     def sketch(self, topic: Topic) -> Sketch:
-        """Empty if nothing was learned about it."""
         return self.sketches.get(topic, Sketch())
 
     def apply(self, event: Event, what: str) -> None:
@@ -39,7 +38,7 @@ class RunHistory:
                 self.sketches.pop(topic, None)
 
     def measure(self, holdings: Mapping[str, Holding]) -> None:
-        """Look at the holdings of a device after it was measured."""
+        """Update peaks after a sample of a device."""
         for key, holding in holdings.items():
             if holding.measured_mb > self.peaks.get(key, 0):
                 self.peaks[key] = holding.measured_mb
@@ -49,6 +48,6 @@ class RunHistory:
                 self.above.pop(key, None)
 
     def drop(self, lease: str) -> None:
-        """Its lease is released."""
+        """The lease is released."""
         self.peaks.pop(lease, None)
         self.above.pop(lease, None)

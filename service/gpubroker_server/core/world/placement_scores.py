@@ -1,4 +1,5 @@
-"""What places are worth to the demands that are usual: the measures of `stranding` on real nodes."""
+"""Scores of placements on real nodes by the fragmentation measures, and the mix of demands that they are
+for."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,35 +23,35 @@ from gpubroker_server.core.world.fragmentation_gradient import (
 from gpubroker_server.core.world.ledger import Book
 
 MAX_TYPICAL = 64
-"""So many shapes are taken for usual at most: each of them is asked about each state of a node."""
+"""The most shapes that count as typical: each is evaluated on each state of a node."""
 
 MAX_CACHED_STATES = 10_000
-"""Answers of nodes in so many states are kept, some megabytes, before all are forgotten."""
+"""Cached answers, some megabytes, before all are dropped."""
 
 DeviceClasses = Mapping[str, tuple[int, Device]]
-"""Name of a sort -> (how many devices, one of them)."""
+"""Device class -> (number of devices, one of them)"""
 
 
 class Row(NamedTuple):
-    """What is left of the devices of one sort on one node, for one asker."""
+    """What is left of the devices of one class on one node, for one task."""
 
     room: Remainder
     devices: tuple[Device, ...]
-    """In key order; of each, `room.left` tells what is left."""
+    """In key order; `room.left` says what is left of each."""
 
 
 class Spot(NamedTuple):
-    """The best devices of one node for a demand, by the sort of devices that it wants most."""
+    """The best devices of one node for a demand."""
 
     unwanted: int
     score: int
-    """0..100; 50 and more means that nothing is stranded that was not before."""
+    """0..100; 50 or more means that nothing new is stranded."""
     devices: tuple[DeviceKey, ...]
     """In key order."""
 
 
 def device_classes(devices: Iterable[Device]) -> DeviceClasses:
-    """The sorts of devices of which anything can be leased."""
+    """The classes of devices of which anything can be leased."""
     some: dict[str, Device] = {}
     count: Counter[str] = Counter()
     for device in devices:
@@ -61,7 +62,8 @@ def device_classes(devices: Iterable[Device]) -> DeviceClasses:
 
 
 def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
-    """What is left of a node, sort by sort. `left`: its devices in key order and MiB; less than 0 is 0."""
+    """What is left of a node, class by class. `left`: its devices in key order, with MiB; negative counts as
+    0."""
     sorts: dict[str, list[tuple[Device, int]]] = {}
     for device, free_mb in left:
         sorts.setdefault(device.sort, []).append((device, max(0, free_mb)))
@@ -72,7 +74,7 @@ def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
 
 
 class Worth:
-    """Remembers what it was asked; the answers depend on the arguments alone."""
+    """Scores placements. Answers are cached; they depend on the arguments alone."""
 
     def __init__(self, edition: Mapping[Demand, int], alike: DeviceClasses, policy: str) -> None:
         """`policy`: `stranded` (the service's measure) or `fgd` (the paper's)."""
@@ -86,8 +88,8 @@ class Worth:
     def spot(self, demand: Demand, node: tuple[Row, ...]) -> Spot | None:
         """Where on this node the demand strands the least; None if its devices do not suffice.
 
-        On devices that it wants equally: the highest score, then the lowest device. Several devices per
-        demand: those wanted most, then the fullest that have room, then the lowest.
+        Of equally preferred devices the highest score wins, then the lowest device. For several devices per
+        demand: the most preferred, then the fullest that have room, then the lowest.
         """
         if not demand.gpus:
             rooms = [row.room for row in node]
@@ -101,8 +103,7 @@ class Worth:
         return self._on_mixed(demand, node)
 
     def stranded(self, room: Remainder) -> tuple[Mib, ...]:
-        """What of each device the usual demands could not use: of each demand that could use none of it,
-        the demand's share."""
+        """The MiB of each device that typical demands could not use, weighted by the demands' shares."""
         known = self._stranded.get(room)
         if known is None:
             if len(self._stranded) >= MAX_CACHED_STATES:
@@ -125,11 +126,11 @@ class Worth:
 
     @property
     def worked_out(self) -> int:
-        """How many rows of devices were looked at so far; what was remembered is not counted again."""
+        """Rows of devices evaluated so far, without cached ones."""
         return self._measure.worked_out
 
     def shape(self, demand: Demand) -> Shape:
-        """What it would take of devices of each sort of the fleet."""
+        """What it would take of devices of each class of the fleet."""
         shape = self._shapes.get(demand)
         if shape is None:
             shape = self._shapes[demand] = Shape(demand.cpu, demand.gpus, tuple(self._amounts(demand)))
@@ -143,7 +144,8 @@ class Worth:
                     yield name, need
 
     def _usual(self, edition: Mapping[Demand, int]) -> dict[Shape, float]:
-        """Of what could run here at all, the most frequent; of equally frequent ones the larger, as there."""
+        """The most frequent shapes that could run here; of equally frequent ones the larger, as in the
+        paper's simulator."""
         mix: Counter[Shape] = Counter()
         for demand, count in edition.items():
             shape = self.shape(demand)
@@ -203,38 +205,36 @@ class _Option(NamedTuple):
 
 
 def _mean(stock: Inventory) -> float:
-    """The amount of a device, on average."""
+    """The mean amount of a device."""
     return sum(count * whole for count, whole in stock.values()) / sum(count for count, _ in stock.values())
 
 
-MOST_COUNTED = 10_000
-"""With more submissions than this in it all counts are halved, so that what was usual once is forgotten."""
+MAX_COUNTED = 10_000
+"""Beyond this many submissions all counts are halved, so that old ones fade."""
 
-MOST_TOLD_APART = 1_000
-"""With more different demands than this counts are halved as well: the rare ones go."""
+MAX_DEMANDS = 1_000
+"""Beyond this many different demands counts are halved as well: the rare ones go."""
 
 FRESH_SHARE = 0.125
-"""With so many new ones among those that are counted, planners are told anew."""
+"""With this share of new submissions a new edition is published."""
 
 
 class Mix:
-    """Depends on what was submitted, and in which order; on no clock, and on no end of a task."""
+    """How often each demand was submitted. Depends on the submissions and their order alone."""
 
     def __init__(self, edition: Mapping[Demand, int] | None = None) -> None:
         self.edition: Mapping[Demand, int] = {} if edition is None else edition
-        """What planners are told: how often each demand was submitted. It stays for a while, so that they
-        need not begin anew with each submission."""
+        """The published counts. They stay for a while, so that scorers keep their caches."""
         self._counts: dict[Demand, int] = {}
         self._total = 0
         self._fresh = 0
         self._worths: dict[str, Worth | None] = {}
-        """By policy; of this edition and these devices."""
-        self._told: Mapping[Demand, int] = self.edition
+        """By policy, for this edition and these devices."""
         self._alike: DeviceClasses = {}
         self._inventory_version = -1
 
     def add(self, demand: Demand) -> None:
-        """Count a submission. Those without devices teach nothing about devices; of a gang each rank does."""
+        """Count a submission; of a gang, each rank. Demands without devices are not counted."""
         for rank in demand.bundles:
             self.add(rank)
         if not demand.gpus:
@@ -243,17 +243,18 @@ class Mix:
         self._counts[plain] = self._counts.get(plain, 0) + 1
         self._total += 1
         self._fresh += 1
-        if self._total > MOST_COUNTED or len(self._counts) > MOST_TOLD_APART:
+        if self._total > MAX_COUNTED or len(self._counts) > MAX_DEMANDS:
             self._counts = {known: count // 2 for known, count in self._counts.items() if count > 1}
             self._total = sum(self._counts.values())
         if self._fresh >= FRESH_SHARE * self._total:
             self.edition = dict(self._counts)
+            self._worths.clear()
             self._fresh = 0
 
     def worth(self, books: Mapping[DeviceKey, Book], version: int, policy: str) -> Worth | None:
-        """What places on these devices are worth; None while nothing is known to be usual.
+        """The scorer for these devices; None while no demand is typical.
 
-        The same one until the edition or the devices change. `version`: of the devices.
+        The same object until the edition or the devices change. `version`: of the devices.
         """
         if policy not in ("stranded", "fgd"):
             return None
@@ -263,9 +264,6 @@ class Mix:
             if alike != self._alike:
                 self._alike = alike
                 self._worths.clear()
-        if self._told is not self.edition:
-            self._told = self.edition
-            self._worths.clear()
         if policy not in self._worths:
             found = Worth(self.edition, self._alike, policy)
             self._worths[policy] = found if found.usual else None
@@ -274,7 +272,7 @@ class Mix:
 
 @lru_cache(4096)
 def _plain(demand: Demand) -> Demand:
-    """What decides on which devices it fits, and the CPU it needs beside them."""
+    """The parts that decide on which devices it fits, and the CPU that it needs."""
     where = demand.where
     kinds = Where(kinds=where.kinds, min_power=where.min_power, min_device_mb=where.min_device_mb)
     return replace(demand, memory_mb=Mib(0), custom=(), slots=(), pool="", placement="pack", where=kinds)

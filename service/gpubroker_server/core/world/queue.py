@@ -1,4 +1,4 @@
-"""The order of the queue, and the queue itself: groups of equal demands, each in order of submission."""
+"""The queue and its order: pending tasks in groups of equal demands, each in order of submission."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
@@ -12,27 +12,27 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.world.due_times import DueTimes
 
 GroupKey = tuple[str, int, Demand, str, int]
-"""(tenant, priority, demand, stream, standing): tasks that differ in nothing the planner looks at but their
-age. `standing` is the priority by which they stand in the queue: their own, or one that they inherit."""
+"""(tenant, priority, demand, stream, effective priority): the tasks of a group differ in age only. The
+effective priority is their own, or one that they inherit."""
 
 Member = tuple[float, TaskId]
 """(submitted_at, id)"""
 
 Rank = tuple[int, int]
-"""A tenant's place within a band: (0 below its guarantee and 1 else, steps of its fair share it has had)."""
+"""A tenant's place within a band: (0 below its guarantee, else 1; steps of fair share that it has used)."""
 
 EVEN: Rank = (0, 0)
-"""Of all, where nobody need be ranked."""
+"""For all tenants where none is ranked."""
 
 OwnKey = tuple[int, int, float, float, TaskId]
 """A task's place among those of its tenant."""
 
 OrderKey = tuple[int, int, int, int, float, float, TaskId]
-"""A task's place in the order of the queue: smallest first, never equal to another's."""
+"""A task's place in the queue: smallest first, never equal to another's."""
 
 
 def aged(priority: int, top: int, waited_seconds: float, policy: Policy) -> int:
-    """One point more for each `ageing_seconds_per_point`, and never above the top of its band."""
+    """One point more per `ageing_seconds_per_point`, at most up to the top of its band."""
     points = int(waited_seconds / policy.ageing_seconds_per_point) if waited_seconds > 0 else 0
     return min(top, priority + points)
 
@@ -68,20 +68,20 @@ def reserves_before(first: OrderKey, other: OrderKey) -> bool:
 
 
 class Kin:
-    """The groups of one demand, whoever asks. Compares by identity."""
+    """The groups of one demand. Compares by identity."""
 
     __slots__ = ("_most_urgent", "bands", "demand", "highest")
 
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
         self.bands: dict[int, dict[int, dict[GroupKey, Group]]] = {}
-        """Top of the band in which they stand -> priority -> the groups of it; none is empty."""
+        """Top of the band -> priority -> groups; none is empty."""
         self.highest: dict[int, int] = {}
         """Top of the band -> the highest priority of its groups."""
         self._most_urgent: dict[int, Group] = {}
 
     def most_urgent_of(self, top: int) -> "Group":
-        """One of the highest priority in a band that has any."""
+        """A group of the highest priority in a band that has groups."""
         found = self._most_urgent.get(top)
         if found is None:
             likes = self.bands[top][self.highest[top]]
@@ -108,7 +108,7 @@ class Kin:
 
 
 class Group:
-    """Pending tasks of one key in order of submission. Removal at the head is the common case and cheap."""
+    """Pending tasks of one key in order of submission. Removal at the head is the common case, and cheap."""
 
     __slots__ = ("_first", "_first_key", "_members", "key", "kin")
 
@@ -118,7 +118,7 @@ class Group:
         self._members: list[Member] = []
         self._first = 0
         self._first_key: tuple[Member, Policy, float, float, OwnKey] | None = None
-        """(first member, policy, since when and until when this holds, its key)"""
+        """(first member, policy, valid from, valid until, its key)"""
 
     @property
     def tenant(self) -> str:
@@ -150,7 +150,7 @@ class Group:
         return own_key(self.standing, self.key[3], Instant(submitted_at), task, now, policy)
 
     def first_key(self, now: Instant, policy: Policy) -> OwnKey:
-        """Of the first member. Worked out anew when that is another one, or is a point older."""
+        """The key of the first member; cached until that changes or ages."""
         first, known = self._members[self._first], self._first_key
         if known is None or known[0] is not first or known[1] is not policy or not known[2] <= now < known[3]:
             key = self.own_key(first, now, policy)
@@ -161,15 +161,15 @@ class Group:
         return known[4]
 
     def count_until(self, key: OrderKey, rank: Rank, now: Instant, policy: Policy) -> int:
-        """How many members stand at this place of the queue or before it, by the rank of their tenant."""
+        """How many members are at or before this place of the queue, given their tenant's rank."""
         mine = (-band_of(self.standing)[2], *rank)
         if key[:3] != mine:
             return 0 if key[:3] < mine else len(self)
         return self.count_own((key[0], *key[3:]), now, policy)
 
     def count_own(self, key: OwnKey, now: Instant, policy: Policy) -> int:
-        """How many members stand at this place among their tenant's tasks or before it. Order of submission
-        is order of the queue within a group, so this takes a few looks only."""
+        """How many members are at or before this place among their tenant's tasks. Within a group the order
+        of submission is the order of the queue, so this is a binary search."""
         standing, top, weight = self.standing, band_of(self.standing)[2], policy.weight_of(self.key[3])
 
         def place(index: int) -> OwnKey:
@@ -181,7 +181,7 @@ class Group:
         return 0 if key < place(0) else bisect_right(range(len(self)), key, key=place)
 
     def after(self, member: Member) -> Member | None:
-        """The next one; the one before it need not be here any more."""
+        """The next member; `member` itself may be gone."""
         at = bisect_right(self._members, member, lo=self._first)
         return self._members[at] if at < len(self._members) else None
 
@@ -203,26 +203,26 @@ class Group:
 
 
 class PendingQueue:
-    """All pending tasks that may be planned, grouped; those held, delayed or awaiting others stand aside."""
+    """All pending tasks that may be planned, in groups; held, delayed and dependent ones are kept apart."""
 
     def __init__(self, inherited: Mapping[TaskId, int]) -> None:
-        """`inherited`: task -> the highest priority among those that wait for it."""
+        """`inherited`: task -> the highest priority of its dependents."""
         self._inherited = inherited
         self.groups: dict[GroupKey, Group] = {}
         self.kin: dict[Demand, Kin] = {}
         self.tenants: Counter[str] = Counter()
-        """Tenant -> how many groups it has."""
+        """Tenant -> number of groups."""
         self.delayed = DueTimes()
         self.held: set[TaskId] = set()
         self.awaiting: set[TaskId] = set()
-        """Those that wait for other tasks to end."""
+        """Tasks that wait for others to end."""
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
         return len(self._where) + len(self.delayed) + len(self.held) + len(self.awaiting)
 
     def __contains__(self, task: TaskId) -> bool:
-        """Whether a task may be planned: pending, and nothing makes it stand aside."""
+        """Whether a task may be planned now."""
         return task in self._where
 
     def add(self, task: Task) -> None:
@@ -236,7 +236,7 @@ class PendingQueue:
             self._let_in(task)
 
     def count_until(self, key: OrderKey, rank: Callable[[str], Rank], now: Instant, policy: Policy) -> int:
-        """How many stand at this place or before it, by the ranks of their tenants."""
+        """How many tasks are at or before this place, given the ranks of tenants."""
         ranks, count = {tenant: rank(tenant) for tenant in self.tenants}, 0
         first, own = key[:3], (key[0], *key[3:])
         for (tenant, _, _, _, standing), group in self.groups.items():
@@ -251,11 +251,11 @@ class PendingQueue:
         return self._where.get(task) == group.key
 
     def standing_of(self, task: Task) -> int:
-        """The priority by which it stands in the queue, or would."""
+        """Its priority in the queue: its own, or an inherited one."""
         return max(task.priority, self._inherited.get(task.id, task.priority))
 
     def group_of(self, task: TaskId) -> Group:
-        """Raises KeyError unless it may be planned."""
+        """Raises KeyError unless it may be planned now."""
         return self.groups[self._where[task]]
 
     def remove(self, task: Task) -> None:
@@ -269,17 +269,13 @@ class PendingQueue:
             if not group:
                 self._drop(group)
 
-    def due(self, now: Instant) -> list[TaskId]:
-        """Delayed tasks whose time has come, earliest first."""
-        return self.delayed.due(now)
-
     def enter(self, task: Task) -> None:
-        """Let a delayed task whose time has come into its group."""
+        """Queue a delayed task whose time has come."""
         del self.delayed[task.id]
         self._let_in(task)
 
     def stand_anew(self, changed: set[TaskId], tasks: Mapping[TaskId, Task]) -> None:
-        """Move those whose inheritance has changed to their new places, and take them out of the set."""
+        """Move tasks whose inherited priority has changed, and clear the set."""
         for name in sorted(changed):
             key = self._where.get(name)
             if key is not None and key[4] != self.standing_of(tasks[name]):

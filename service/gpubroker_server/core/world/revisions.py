@@ -1,16 +1,16 @@
-"""Which nodes changed and in which order, so that what was found on the others need not be found again."""
+"""The order in which nodes changed, so that answers about unchanged nodes stay valid."""
 
 from gpubroker_server.core.domain.units import NodeName
 
 
 class Changes:
-    """Counts marks. Costs no more than there are nodes, however often they change."""
+    """Numbers the changes of nodes; its size is the number of nodes."""
 
     __slots__ = ("_at", "revision")
 
     def __init__(self) -> None:
         self.revision = 0
-        """Of the newest mark; 0 before the first."""
+        """Number of the newest mark; 0 before the first."""
         self._at: dict[NodeName, int] = {}
         """Node -> revision of its newest mark, the newest last."""
 
@@ -20,11 +20,11 @@ class Changes:
         self._at[node] = self.revision
 
     def at(self, node: NodeName) -> int:
-        """The revision at which the node was marked last; 0 if never."""
+        """The node's newest revision; 0 if none."""
         return self._at.get(node, 0)
 
     def since(self, revision: int) -> list[NodeName]:
-        """The nodes marked after this revision, the last one first."""
+        """The nodes marked after this revision, newest first."""
         found: list[NodeName] = []
         if revision < self.revision:
             for node, at in reversed(self._at.items()):
@@ -35,14 +35,14 @@ class Changes:
 
 
 class Marks:
-    """Of the nodes of one World."""
+    """The changes of one World's nodes."""
 
     __slots__ = ("changes", "growth")
 
     def __init__(self) -> None:
         self.changes = Changes()
         self.growth = Changes()
-        """Those of them on which a task may now find what it did not find before."""
+        """Changes after which a task may find room that it did not find before."""
 
     def mark(self, node: NodeName, *, grows: bool = True) -> None:
         self.changes.mark(node)

@@ -1,4 +1,4 @@
-"""What each tenant holds, and what it has used: GPU-MiB-seconds that fade with a half-life."""
+"""What each tenant holds, and has used: GPU-MiB-seconds that decay with a half-life."""
 
 from collections.abc import Iterable, Iterator
 from math import log
@@ -10,7 +10,7 @@ from gpubroker_server.core.world.ledger import Book
 
 
 class TenantUsage(NamedTuple):
-    """What a tenant had used at its last change of leases; since then it holds what its leases say."""
+    """A tenant's use at its last change of leases; since then it uses what its leases say."""
 
     tenant: str
     mb_seconds: float
@@ -20,9 +20,9 @@ class TenantUsage(NamedTuple):
 def decayed(
     mb_seconds: float, held_mb: int, seconds: float, half_life_seconds: Seconds = HALF_LIFE_SECONDS
 ) -> float:
-    """Usage after some seconds in which so much was held all the time: exact, not sampled.
+    """Usage after some seconds of constantly holding `held_mb`: exact, not sampled.
 
-    What is held for ever comes to `held_mb` times `life_seconds(half_life_seconds)`.
+    Holding it for ever comes to `held_mb * mean_life_seconds(half_life_seconds)`.
     """
     left: float = 0.5 ** (max(0.0, seconds) / half_life_seconds)
     return mb_seconds * left + held_mb * mean_life_seconds(half_life_seconds) * (1.0 - left)
@@ -34,25 +34,26 @@ def mean_life_seconds(half_life_seconds: Seconds) -> float:
 
 
 class Account:
-    """Of one tenant; owned by one World."""
+    """One tenant's account; owned by one World."""
 
     __slots__ = ("at", "held_mb", "mb_seconds")
 
     def __init__(self, held_mb: int = 0, mb_seconds: float = 0.0, at: Instant = Instant(0.0)) -> None:
         self.held_mb = held_mb
-        """The sum of its leases that are not released, whatever their state."""
+        """Sum of its unreleased leases, whatever their state."""
         self.mb_seconds = mb_seconds
         self.at = at
-        """Up to when `mb_seconds` tells."""
+        """`mb_seconds` holds for this instant."""
 
 
 class Accounts:
-    """Of all tenants that ever held anything. The same events make the same accounts, to the last bit."""
+    """Accounts of all tenants that ever held anything. The same events give the same accounts, to the last
+    bit."""
 
     def __init__(self, half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self.half_life_seconds = half_life_seconds
         self.revision = 0
-        """Of the newest change of what anybody holds."""
+        """Rises with every change of what a tenant holds."""
         self._known: dict[str, Account] = {}
         self._whole: tuple[int, int] = (-1, 0)
 
@@ -67,7 +68,7 @@ class Accounts:
         return twin
 
     def change(self, tenant: str, mb: int, at: Instant) -> None:
-        """So much more is held from now on."""
+        """`mb` more is held from now on."""
         self.revision += 1
         account = self._known.setdefault(tenant, Account())
         account.mb_seconds = self._used(account, at)
@@ -75,12 +76,12 @@ class Accounts:
         account.held_mb += mb
 
     def restore(self, usage: TenantUsage) -> None:
-        """What a row tells of a tenant whose leases are entered already."""
+        """Take over the row of a tenant whose leases are entered already."""
         account = self._known.setdefault(usage.tenant, Account())
         account.mb_seconds, account.at = usage.mb_seconds, usage.at
 
     def rows(self) -> list[TenantUsage]:
-        """In order of tenants."""
+        """Sorted by tenant."""
         known = sorted(self._known.items())
         return [TenantUsage(tenant, account.mb_seconds, account.at) for tenant, account in known]
 
@@ -93,12 +94,12 @@ class Accounts:
         return [(name, account.held_mb) for name, account in self._known.items() if account.held_mb]
 
     def used(self, tenant: str, now: Instant) -> float:
-        """In GPU-MiB-seconds, as they count now."""
+        """GPU-MiB-seconds, decayed to now."""
         account = self._known.get(tenant)
         return 0.0 if account is None else self._used(account, now)
 
     def whole_mb(self, books: Iterable[Book], version: int) -> int:
-        """What all devices together could have leased; `version`: of the devices."""
+        """The MiB that all devices together can lease. `version`: of the devices."""
         if self._whole[0] != version:
             self._whole = version, sum(book.device.allocatable_mb for book in books)
         return self._whole[1]

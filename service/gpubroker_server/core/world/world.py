@@ -1,4 +1,4 @@
-"""The picture of everything decisions depend on, built from the event log and from nothing else."""
+"""Everything that decisions depend on, built from the event log alone."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -38,10 +38,11 @@ Claim = tuple[str, int]
 
 
 class World:
-    """Mutable, owned by one loop, changed only by `apply` (committed events) and `measure` (samples).
+    """Mutable, owned by one loop, changed by `apply` (committed events) and `measure` (samples) only.
 
-    `tasks` holds every task that is not terminal, and terminal ones until their last lease is released.
-    From a snapshot, rows are added in this order: nodes, devices, tasks, leases, usage, pledges, requests.
+    `tasks` holds every task that is not terminal, and terminal ones until their last lease is released. From
+    a database snapshot, rows are added in this order: nodes, devices, tasks, leases, usage, pledges,
+    requests.
     """
 
     def __init__(self, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
@@ -51,37 +52,37 @@ class World:
         self.awaited = DependencyIndex()
         self.queue = PendingQueue(self.awaited.inheritance.priorities)
         self.expiring = DueTimes()
-        """The pending tasks that do not wait for ever, and until when they do."""
+        """When pending tasks expire."""
         self.marks = Marks()
-        """Of nodes on which anything changed that a plan may depend on, time apart."""
+        """Nodes on which anything changed that a plan depends on, time apart."""
         self.nodes: dict[NodeName, Node] = {}
         self.books: dict[DeviceKey, Book] = {}
         self.inventory_version = 0
-        """Rises with every new or changed row of a node or device."""
+        """Rises with every new or changed node or device row."""
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
         self.leases: dict[Claim, dict[str, Lease]] = {}
-        """The leases of each claim that are not released, by key."""
+        """Unreleased leases of each claim, by key."""
         self.unconfirmed = UnconfirmedHolders()
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
         self.use: dict[NodeName, NodeUse] = {}
         self.custom_use: dict[str, float] = {}
         self.active = DueTimes()
-        """Each that runs, with the earliest moment at which its time, or that of a rank, may be up."""
+        """Active tasks, with the earliest instant at which a limit of theirs, or of a rank, can pass."""
         self.runs: dict[NodeName, set[TaskId]] = {}
-        """The active tasks of each node."""
+        """Active tasks of each node."""
         self.finished: Counter[tuple[str, TaskState]] = Counter()
-        """(tenant, terminal state) -> how many ever ended so; survives pruning."""
+        """(tenant, terminal state) -> how many tasks ever ended so; survives pruning."""
         self.homes = ModelIndex()
         self.learned = RunHistory()
         self.mix = Mix()
         self.accounts = Accounts(usage_half_life_seconds)
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Take over committed events in position order; those already applied change nothing.
+        """Apply committed events in order of position; earlier ones are skipped.
 
-        Raises OutOfSync if one is missing: then nothing is changed. Raises it, too, if one does not fit what
-        is known: then the events before that one are applied.
+        Raises OutOfSync if one is missing: then nothing is changed. Raises it, too, if one does not fit: then
+        the events before it are applied.
         """
         for event in consecutive(events, self.position):
             self.as_of = event.at
@@ -89,13 +90,13 @@ class World:
                 self._take_over(event)
             except Exception as fault:
                 raise OutOfSync(
-                    f"event {event.position} ({event.kind} {event.key}) does not fit what is known: "
-                    f"{fault!r}; the picture stands at {self.position}; read it anew from the rows"
+                    f"event {event.position} ({event.kind} {event.key}) does not fit the World: "
+                    f"{fault!r}; the World is at {self.position}; read it again from the rows"
                 ) from fault
             self.position = event.position
 
     def measure(self, samples: Iterable[DeviceSample]) -> None:
-        """Take over device samples; a device nobody registered is ignored."""
+        """Take over device samples; unknown devices are ignored."""
         for sample in samples:
             book = self.books.get(sample.device)
             if book is not None and book.takes(sample):
@@ -106,7 +107,7 @@ class World:
                 self.learned.measure(book.holdings)
 
     def add_task(self, task: Task) -> None:
-        """Enter a task row as it stands, from a snapshot or from its first event."""
+        """Add a task row, from a database snapshot or from its first event."""
         self.tasks[task.id] = task
         self.mix.add(task.demand)
         self._count_in(task)
@@ -148,18 +149,18 @@ class World:
         self.requests[request.id] = request
 
     def leases_of(self, task: Task) -> list[Lease]:
-        """The leases of a task's newest claim that are not released, in key order."""
+        """Unreleased leases of a task's newest claim, ordered by key."""
         run = self.leases.get((task.id, task.fence), {})
         return [run[key] for key in sorted(run)] if len(run) > 1 else list(run.values())
 
     def holder(self, holder: str, fence: int) -> Task | None:
-        """The task whose newest claim this is; None if that is over, or was never a task's."""
+        """The task whose newest claim this is; None if that has ended, or was never a task's."""
         task = self.tasks.get(TaskId(holder))
         return task if task is not None and task.fence == fence else None
 
     def enter_due(self, now: Instant) -> None:
-        """Let delayed tasks whose time has come into the queue."""
-        for task in self.queue.due(now):
+        """Queue delayed tasks whose time has come."""
+        for task in self.queue.delayed.due(now):
             self.queue.enter(self.tasks[task])
 
     def snapshot(self) -> "World":
@@ -218,7 +219,7 @@ class World:
         self._count_out(before, grows=grows)
         self.tasks[after.id] = after
         self._count_in(after, grows=grows)
-        self.awaited.note(after)
+        self.awaited.update(after)
         self.homes.answered.note(before, after)
         self.queue.stand_anew(self.awaited.inheritance.changed, self.tasks)
         for device in self.pledges.get(after.id, ()):
@@ -270,7 +271,8 @@ class World:
         self._drop_if_gone(book)
 
     def _enter(self, lease: Lease) -> None:
-        """Book a lease, with what its run's notice says. Raises KeyError for a device nobody registered."""
+        """Enter a lease in its device's ledger, with its run's stop notice. Raises KeyError for an unknown
+        device."""
         task = self.holder(lease.holder, lease.fence)
         freeing_for, stopping = (None, False) if task is None else notice_of(task, lease.rank)
         book = self.books[lease.device]
@@ -307,7 +309,7 @@ class World:
         count_custom(self.custom_use, task, sign)
 
     def _drop_if_gone(self, book: Book) -> None:
-        """A device that left its machine is forgotten when nobody holds or awaits anything of it."""
+        """A removed device is forgotten once nothing on it is held or pledged."""
         device = book.device
         if not (device.present or book.holdings or book.pledges):
             self.inventory_version += 1
