@@ -18,7 +18,7 @@ from gpubroker_server.core.planning.nodes.node_room import Outlooks
 from gpubroker_server.core.planning.nodes.offers import Offers
 from gpubroker_server.core.planning.places import Places, worth_of
 from gpubroker_server.core.planning.plan_cache import PlanCache
-from gpubroker_server.core.planning.queue_order import Agenda, Head
+from gpubroker_server.core.planning.queue_order import Head, QueueOrder
 from gpubroker_server.core.planning.refusal_cache import RefusalCache
 from gpubroker_server.core.planning.tenants.fair_share import Shares
 from gpubroker_server.core.planning.tenants.guarantees import Claims
@@ -149,13 +149,13 @@ class Slice:
         self._cache.order = None  # of a cycle that was given up
         return Cursor(now, Shares(world, policy, now), worth_of(world, policy), forecasts=tuple(forecasts))
 
-    def _open_order(self, world: World, policy: Policy) -> Agenda:
+    def _open_order(self, world: World, policy: Policy) -> QueueOrder:
         began_at, after, shares = self._cursor.began_at, self._cursor.after, self._cursor.shares
         order = self._cache.order
-        if order is None or not order.goes_on(world, began_at, after, shares):
-            return Agenda(world, policy, began_at, after, shares.copy())
+        if order is None or not order.continues(world, began_at, after, shares):
+            return QueueOrder(world, policy, began_at, after, shares.copy())
         if self._cache.has_news:
-            order.wake()
+            order.requeue_inadmissible()
         return order
 
     def _withdraw(self) -> list[Decision]:
@@ -214,7 +214,7 @@ class Slice:
         self._decisions.append(decision)
         self._order.charge(task, given_mb(decision))
         if self._cache.revisions.growth.revision > grown or self._is_awaited(decision):
-            self._order.wake()
+            self._order.requeue_inadmissible()
 
     def _is_awaited(self, decision: Decision) -> bool:
         """It takes room on a node on which tasks wait for more to come."""
@@ -244,7 +244,7 @@ def _view_of(
     now: Instant,
     cursor: Cursor,
     cache: PlanCache,
-    order: Agenda,
+    order: QueueOrder,
     budget: ProbeBudget,
 ) -> tuple[Outlooks, View]:
     draft = Draft(world, cache.revisions.changes, cache.revisions.growth)

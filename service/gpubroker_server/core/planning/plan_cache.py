@@ -9,7 +9,7 @@ from gpubroker_server.core.planning.nodes.node_revisions import NodeRevisions
 from gpubroker_server.core.planning.nodes.node_room import Known
 from gpubroker_server.core.planning.nodes.offers import Offered
 from gpubroker_server.core.planning.places import PlaceTables
-from gpubroker_server.core.planning.queue_order import Agenda
+from gpubroker_server.core.planning.queue_order import QueueOrder
 from gpubroker_server.core.planning.refusal_cache import Refusals
 from gpubroker_server.core.planning.tenants.quota import Needs
 from gpubroker_server.core.world.placement_scores import Worth
@@ -39,7 +39,7 @@ class PlanCache:
         self.places: PlaceTables = {}
         self.refusals = Refusals()
         self.needs = Needs()
-        self.order: Agenda | None = None
+        self.order: QueueOrder | None = None
         """Of a cycle that is not finished."""
         self.has_news = False
         """A refusal may no longer hold: a node grew, or one changed on which a task waits for room."""

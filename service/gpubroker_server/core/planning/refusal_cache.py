@@ -113,7 +113,7 @@ class RefusalCache:
             revisions.growth.mark(node)
         known.reserved_nodes = frozenset(reservations.on)
 
-    def hopeless(self, kins: Iterable[Kin], band: int) -> Iterator[Kin]:
+    def inadmissible(self, kins: Iterable[Kin], band: int) -> Iterator[Kin]:
         """Those demands of which every task in a band is refused, and every equal one of a lower priority.
 
         None with quotas, for then it depends on what other tenants are given before.

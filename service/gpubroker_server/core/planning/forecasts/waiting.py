@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.planning.budget import ProbeBudget
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.queue_order import Agenda
+from gpubroker_server.core.planning.queue_order import QueueOrder
 from gpubroker_server.core.planning.tenants.fair_share import Shares
 from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.queue import Group, Kin
@@ -29,10 +29,10 @@ def waiting(
     world = draft.world
     are_lines = lines_too and (policy.has_quotas or bool(policy.custom_limits))
     lines = _Lines(draft, policy, most, most if are_lines else 0)
-    agenda = Agenda(world, policy, now, None, Shares(world, policy, now))
-    while not (lines.are_done or agenda.is_done):
+    order = QueueOrder(world, policy, now, None, Shares(world, policy, now))
+    while not (lines.are_done or order.is_done):
         lines.budget.allow(GROUPS_AT_A_TIME)
-        head = agenda.next(lines)
+        head = order.next(lines)
         if head is not None and head.task not in world.pledges:
             task = world.tasks[head.task]
             yield task, lines.let_in(task)
@@ -79,7 +79,7 @@ class _Lines:
         self._waiting.update(awaited)
         return first_in
 
-    def hopeless(self, kins: Iterable[Kin], band: int) -> Iterable[Kin]:  # noqa: ARG002
+    def inadmissible(self, kins: Iterable[Kin], band: int) -> Iterable[Kin]:  # noqa: ARG002
         return ()  # each group may be the first in a line
 
     def is_refused(self, group: Group) -> bool:
