@@ -1,6 +1,6 @@
 """Placements and evictions as decisions: the rows that change together, and the orders that follow.
 
-Each function enters what it decides into the draft, so that the next one builds on it.
+Each function enters its decision into the draft, so that the next one builds on it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.preemption.eviction import Eviction
 
 _OF_THE_LAST_ATTEMPT = ("not_before", "started_at", "stop_reason", "stop_deadline_at", "freeing_for")
-"""What a new claim forgets. The checkpoint stays: the run resumes from it."""
+"""Fields that a new claim clears. The checkpoint stays: the run resumes from it."""
 
 
 def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -> Decision:
-    """The task takes its place, or each rank of a gang its own: a new claim, its leases, the end of its
-    pledges, the orders to start."""
+    """Admit a task or all ranks of a gang: a new claim with its leases, the end of its pledges, orders to
+    start."""
     fence = Fence(task.fence + 1)
     forgotten: dict[str, Any] = {
         name: None for name in _OF_THE_LAST_ATTEMPT if getattr(task, name) is not None
@@ -117,8 +117,8 @@ def evict(
     reason: StopReason = StopReason.PREEMPT,
     kept_up_to: int = 0,
 ) -> Decision:
-    """The victims get notice, and what they free is pledged to the task, which stays pending. Nobody of at
-    most the priority `kept_up_to` takes it, even if that of the task is lower."""
+    """The victims get notice, and what they free is pledged to the task, which stays pending. No task of
+    priority `kept_up_to` or lower may take it, even if that is above the task's own."""
     stops = [_stop(draft, victim, eviction, task.id, now, reason) for victim in eviction.victims]
     made = []
     for device, mb in eviction.devices:
@@ -139,8 +139,8 @@ def evict(
 def keep_room(
     draft: Draft, run: Task, place: Placement, now: Instant, gone_by: Instant, kept_up_to: int
 ) -> tuple[PledgeWrite, ...]:
-    """Room that is free now is pledged to a run that is moving there. `gone_by`: if nobody confirms it to be
-    gone, by then it is given up. Nobody of at most the priority `kept_up_to` takes it."""
+    """Pledge room that is free now to a run that is moving there. `gone_by`: the pledge ends if the run is
+    not confirmed gone by then."""
     made = []
     for device, mb in place.devices:
         pledge = Pledge(run.id, device, mb, kept_up_to, run.tenant, now, gone_by)
@@ -150,7 +150,7 @@ def keep_room(
 
 
 def withdraw(draft: Draft, preemptor: TaskId) -> Decision:
-    """Give back what was kept for a task that no longer waits for it."""
+    """End the pledges of a task that no longer waits for them."""
     ended = draft.end_pledges(preemptor)
     writes = tuple(PledgeWrite(pledge, PledgeEnd.WITHDRAWN) for pledge in ended)
     return Decision(preemptor, "withdraw", pledges=writes)
@@ -176,15 +176,15 @@ def _stop(
 
 
 def _end_own(pledge: Pledge, devices: set[DeviceKey]) -> PledgeWrite:
-    """Room elsewhere may have come sooner than what was pledged."""
+    """A pledge elsewhere is withdrawn: other room came first."""
     return PledgeWrite(pledge, PledgeEnd.CONSUMED if pledge.device in devices else PledgeEnd.WITHDRAWN)
 
 
 def _overtake(draft: Draft, devices: set[DeviceKey]) -> list[PledgeWrite]:
     """End the pledges, lowest priority first, that these devices can no longer honour.
 
-    Whoever found room here left enough for all of its own or a higher priority: those are never reached.
-    A preemptor that loses one pledge loses all, because what is left would be too little to start on.
+    A placement leaves enough for pledges of its own or higher priority, so those never end here. A preemptor
+    that loses one pledge loses all: the rest would be too little to start.
     """
     taken: list[PledgeWrite] = []
     for device in sorted(devices):

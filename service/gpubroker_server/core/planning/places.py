@@ -1,4 +1,4 @@
-"""Where a task can run now: one node, and on it as many devices as it asks for."""
+"""Where a task can run now: a node, and on it as many devices as it asks for."""
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -21,23 +21,23 @@ from gpubroker_server.core.world.placement_scores import Row, Worth, rows
 from gpubroker_server.core.world.world import World
 
 Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
-"""((what is left on its devices, CPU left on the node, names), placement): the smallest is the best."""
+"""((memory left on its devices, CPU left on the node, names), placement): the smallest is the best."""
 
 Option = tuple[float, DeviceKey, Mib]
-"""(MiB left on the device afterwards, negated for `spread`; the device; MiB to lease)"""
+"""(MiB left on the device afterwards, negated for `spread`; device; MiB to lease)"""
 
 CLOSE_LOOK = 5
-"""A look at a node's devices costs as much as so many at what the node has at most."""
+"""Cost of probing a node's devices, in glances at its room."""
 
 Allows = Callable[[DeviceKey, Mib], bool]
-"""Whether a task may have so much of a device."""
+"""Whether a task may take so many MiB of a device."""
 
 FAR_MB = 2**40
-"""A place that is less wanted comes after all that are more so, as if more were left there than GPUs have."""
+"""Added for each unmet preference: more than any device has left."""
 
 
 def worth_of(world: World, policy: Policy) -> Worth | None:
-    """What places are worth now to what is usual; None if the policy does not ask, or nothing is known."""
+    """Placement scores as of now; None if the policy does not ask for them or no demand is known."""
     return world.mix.worth(world.books, world.inventory_version, policy.placement)
 
 
@@ -84,10 +84,10 @@ class Places:
     def best(self, task: Task) -> Placement | None:
         """The best place for a task. Total order, smallest first:
 
-        1. unmet preferences: of kinds, device by device, and of nodes
-        2. what it strands of what is usually asked for, in steps of one in a hundred; or, if the task or the
-           policy says `spread` or `best_fit`, if the task names its devices, or nothing is usual yet: room
-           left on its devices, then CPU left on the node (`spread`: most first)
+        1. unmet preferences: kinds, device by device, and nodes
+        2. how much of the usual demands it strands, in percent; or room left on its devices, then CPU left on
+           the node (`spread`: most first), if the task or the policy says `spread` or `best_fit`, if the task
+           names its devices, or if no demand is known
         3. names of node and devices
         """
         if self._draft.short_of(task, self._policy.custom_limits):
@@ -96,8 +96,8 @@ class Places:
         return min(found)[1] if found else None
 
     def table(self, task: Task, nodes: Set[NodeName] | None = None) -> Steps[Mapping[NodeName, Found]]:
-        """The best place on each node that has one; what is reserved counts as free. `nodes`: the others are
-        known to have none."""
+        """The best place on each node that has one; what is reserved counts as free. `nodes`: the others have
+        none."""
         self._budget.spent += 1
         if self._draft.short_of(task, self._policy.custom_limits):
             return NOWHERE
@@ -118,7 +118,7 @@ class Places:
         return table.found
 
     def kept(self, task: Task) -> Placement | None:
-        """On the devices that are pledged to it, and on no others; None if it cannot start there now."""
+        """On the devices pledged to it and no others; None if it cannot start there now."""
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
         mine = self._draft.pledges_of(task.id)
@@ -144,8 +144,8 @@ class Places:
         return self.on(node, task, leeway.allows) if leeway.fits((task,)) else None
 
     def gang(self, task: Task, guards: Guards | None = None) -> Gang | None:
-        """Places for the ranks of a gang, all at once, and for no more than its quota leaves. `guards`: so
-        that it delays nobody who stands ahead of it."""
+        """Places for all ranks of a gang, within its quota. `guards`: where it delays no reservation ahead of
+        it."""
         self._budget.spent += CLOSE_LOOK * len(self._nodes)
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
@@ -159,7 +159,7 @@ class Places:
         return found
 
     def on(self, node: NodeName, task: Task, allows: Allows | None = None) -> Found | None:
-        """The best place for a task on one node, of the devices that are allowed."""
+        """The best place on one node, of the devices that are allowed."""
         demand = task.demand
         self._budget.spent += 1
         if node not in self._nodes:
@@ -211,7 +211,7 @@ class Places:
         return (rank, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
 
     def _is_kept_for(self, node: NodeName, task: Task) -> bool:
-        """Whether there is room on the node that only this task may have."""
+        """Whether room on the node is pledged to this task."""
         pledges = self._draft.pledges_of(task.id)
         return any(self._draft.book(device).device.node == node for device in pledges)
 
@@ -226,7 +226,7 @@ class Places:
 
 
 def _allowed(room: Room, task: Task, allows: Allows) -> tuple[Row, ...]:
-    """Of devices that are not allowed there is nothing left."""
+    """Devices that are not allowed have nothing left."""
     left = []
     for device, mb in room.devices:
         need = need_mb(task.demand, device) if task.demand.gpus else None

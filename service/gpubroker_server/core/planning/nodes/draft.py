@@ -1,4 +1,4 @@
-"""A picture of the World in which a plan is tried out: copy on write, thrown away or made into decisions."""
+"""A copy-on-write picture of the World in which a plan is tried out, then dropped or made into decisions."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -18,19 +18,19 @@ from gpubroker_server.core.world.world import World
 
 
 class Draft:
-    """Reads through to the World; what it changes stays here. Cheap: only touched devices are copied."""
+    """Reads through to the World; changes stay here. Only touched devices are copied."""
 
     def __init__(self, world: World, changes: Changes | None = None, growth: Changes | None = None) -> None:
         self.world = world
         self.changes = Changes() if changes is None else changes
-        """Nodes that are marked when they change in this draft."""
+        """Nodes that changed in this draft."""
         self.growth = Changes() if growth is None else growth
-        """Those on which somebody may now find room, or ways to make it, who found none before."""
+        """Nodes on which a task may now find room, or victims, that it did not find before."""
         self.custom_use: dict[str, float] = dict(world.custom_use)
         self.given: list[tuple[str, int]] = []
-        """(tenant, MiB) of each lease that this draft has made; less than 0 of what it has taken back."""
+        """(tenant, MiB) of each lease made in this draft; negative for a lease taken back."""
         self._given_to: dict[str, list[DeviceKey]] = {}
-        """Holder -> the devices of the leases that it has from this draft."""
+        """Holder -> devices it was leased in this draft."""
         self._books: dict[DeviceKey, Book] = {}
         self._use: dict[NodeName, NodeUse] = {}
         self._tasks: dict[TaskId, Task] = {}
@@ -39,7 +39,7 @@ class Draft:
         self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
 
     def copy(self) -> "Draft":
-        """One more that goes on from here; what changes in either stays there."""
+        """An independent copy."""
         twin = Draft(self.world)
         twin.custom_use, twin.given = dict(self.custom_use), list(self.given)
         twin._given_to = {holder: list(devices) for holder, devices in self._given_to.items()}
@@ -53,61 +53,62 @@ class Draft:
         return self._tasks.get(task) or self.world.tasks[task]
 
     def holder(self, lease: Lease) -> Task | None:
-        """The task whose newest claim the lease belongs to; None if that is over, or was never a task's."""
+        """The task whose newest claim holds the lease; None if that claim is over or no task's."""
         task = self._tasks.get(TaskId(lease.holder)) or self.world.tasks.get(TaskId(lease.holder))
         return task if task is not None and task.fence == lease.fence else None
 
     def book(self, device: DeviceKey) -> Book:
-        """The book to read; never change what this returns."""
+        """To read only."""
         return self._books.get(device) or self.world.books[device]
 
     def books_on(self, node: NodeName) -> Iterator[Book]:
-        """In key order; never change what this yields."""
+        """In key order; to read only."""
         look_up = self.book if self._books else self.world.books.__getitem__
         return map(look_up, self.world.by_node.get(node, ()))
 
     def usable_nodes(self) -> Iterator[NodeName]:
-        """Nodes on which something may be placed, in no particular order."""
+        """Nodes on which something may be placed, in no order."""
         return (node.name for node in self.world.nodes.values() if node.ready and not node.cordoned)
 
     def usable_books(self, node: NodeName, policy: Policy, now: Instant) -> Iterator[Book]:
-        """The books whose last sample is fresh enough to be believed, in key order."""
+        """Devices whose last sample is fresh enough, in key order."""
         period = policy.sample_period_seconds
         return (book for book in self.books_on(node) if not book.is_stale(now, period))
 
     def use(self, node: NodeName) -> NodeUse:
-        """The node's use to read; never change what this returns."""
+        """To read only."""
         return self._use.get(node) or self.world.use[node]
 
     def pledges_of(self, task: TaskId) -> dict[DeviceKey, Pledge]:
         return self._pledges.get(task, {})
 
     def pledged(self) -> Iterator[TaskId]:
-        """Whoever has a live pledge, in no particular order."""
+        """Tasks with a live pledge, in no order."""
         return iter(self._pledges)
 
     def runs_on(self, node: NodeName) -> Iterator[Task]:
-        """The runs that were on the node before this draft, as they stand now, in no particular order."""
+        """Runs that were on the node before this draft, as they are now, in no order."""
         look_up = self.task if self._tasks else self.world.tasks.__getitem__
         return map(look_up, self.world.runs.get(node, ()))
 
     def active_on(self, node: NodeName) -> Iterator[Task]:
-        """Each run there as a task of its own: those, and what this draft has admitted."""
+        """Each of its runs as a task of its own, those admitted in this draft included."""
         for name in (*self.world.runs.get(node, ()), *self._admitted.get(node, ())):
             yield from parts_on(self.task(name), node)
 
     def active(self) -> Iterator[Task]:
-        """Whoever runs anywhere, and what this draft has admitted, in no particular order."""
+        """All runs, those admitted in this draft included, in no order."""
         return filter(lambda row: row.is_active, map(self.task, {*self.world.active, *self._tasks}))
 
     def kinds_for(self, node: NodeName, task: Task) -> set[str]:
-        """Of the devices by which run times of the task are told apart there; the empty kind if by none."""
+        """Kinds of the node's devices, by which the task's run times are told apart; the empty kind without
+        GPUs."""
         return {book.device.kind for book in self.books_on(node)} if asks_for_gpus(task.demand) else {""}
 
     def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> Headroom:
-        """What a task of this id and priority could take of the node: what is unused and not kept for others.
+        """What a task of this id and priority could take of the node: unused and not pledged to others.
 
-        A preemptor with pledges here will need a run slot, CPU and host memory too when its devices are free.
+        A preemptor with pledges here needs a run slot, CPU and host memory too when its devices are free.
         """
         row, use = self.world.nodes[node], self.use(node)
         custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
@@ -118,7 +119,7 @@ class Draft:
         return room
 
     def headroom_soon(self, node: NodeName, *, priority: int) -> Headroom:
-        """The same once everybody on the node who is under notice has left."""
+        """The same once every run under notice has left the node."""
         room = self.headroom(node, priority=priority)
         touched = self._tasks.keys() & self.world.runs.get(node, set())
         for name in touched | self.use(node).stopping:
@@ -128,15 +129,15 @@ class Draft:
         return room
 
     def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:
-        """The cluster-wide resources of which there is too little left for this task now, in name order.
+        """The cluster-wide resources of which too little is left for this task now, in name order.
 
-        Of what is kept for higher priorities there is nothing; a node's own never fall short: see `Headroom`.
+        What is reserved for higher priorities counts as used. A node's own resources are in its `Headroom`.
         """
         left = self.left_of(task, limits) if task.demand.counted else {}
         return [name for name, amount in task.demand.counted if amount > round(left[name], 6)]
 
     def left_of(self, task: Task, limits: Iterable[CustomLimit]) -> dict[str, float]:
-        """What this task could take now of each of the cluster-wide resources that it counts against."""
+        """What this task could take now of each cluster-wide resource that it counts against."""
         known = {limit.name: limit for limit in limits}
         left: dict[str, float] = {}
         for name, _ in task.demand.counted:
@@ -148,13 +149,13 @@ class Draft:
         return left
 
     def _counted_when_it_starts(self, preemptor: TaskId) -> Iterable[tuple[str, float]]:
-        """Of a gang all that it takes together; nothing of one that is moving, which counts already."""
+        """A gang counts as a whole. A task that is being moved counts already: nothing."""
         task = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
         return task.demand.counted if task is not None and task.state is TaskState.PENDING else ()
 
     def _left_of(self, name: str, limit: CustomLimit | None, priority: int) -> float:
-        """Infinitely too little, whoever leaves, of a resource that nobody offers any more, and of one that
-        is kept for higher priorities. A limit that is gone limits nothing."""
+        """-inf for a resource that no node offers any more, or that is reserved for higher priorities. A
+        limit that was removed limits nothing."""
         if limit is None:
             return inf if ":" in name else -inf
         if priority < limit.priority_threshold:
@@ -162,7 +163,7 @@ class Draft:
         return inf if limit.per_node else limit.amount - self.custom_use.get(name, 0.0)
 
     def replace_task(self, before: Task, after: Task) -> None:
-        """Enter a task that was admitted, which now counts on its node, or a run that was given notice."""
+        """Enter a task that was admitted and now counts on its node, or a run that was given notice."""
         self._tasks[after.id] = after
         told = notices_of(before) != notices_of(after)
         for node, part in parts_of(after):
@@ -180,7 +181,7 @@ class Draft:
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
 
     def dismiss(self, run: Task, ranks: Collection[int] | None = None) -> None:
-        """As if the run had ended, or had never been; of a gang that goes on without them, only `ranks`."""
+        """As if the run had ended; of a gang that goes on without them, only `ranks`."""
         if ranks is None:
             after, parts = changed(run, state=TaskState.SUCCEEDED), parts_of(run)
             count_custom(self.custom_use, run, -1)
@@ -198,7 +199,7 @@ class Draft:
                 self._take_back(lease)
 
     def receive(self, node: NodeName) -> None:
-        """As if what the runs that are over still hold on the node were back."""
+        """As if everything that ended runs still hold on the node were released."""
         for key in self.world.by_node.get(node, ()):
             for holding in list(self.book(key).holdings.values()):
                 if holding.lease.state is LeaseState.RELEASING:
@@ -209,7 +210,7 @@ class Draft:
         self.given.append((lease.tenant, -lease.mb))
 
     def put_lease(self, lease: Lease) -> None:
-        """Enter a new lease. Raises Overcommitted if it does not fit, pledges aside; nothing is changed."""
+        """Enter a new lease. Raises Overcommitted, and changes nothing, if it does not fit (pledges aside)."""
         if lease.mb > self.book(lease.device).unheld_mb():
             raise Overcommitted(f"{lease.key}: {lease.mb} MiB do not fit on {lease.device}")
         self._own(lease.device).put(lease)
@@ -217,16 +218,16 @@ class Draft:
         self._given_to.setdefault(lease.holder, []).append(lease.device)
 
     def given_to(self, holder: str) -> Sequence[DeviceKey]:
-        """The devices of which this draft has leased it something."""
+        """Devices on which this draft has leased it something."""
         return self._given_to.get(holder, ())
 
     def leaving(self) -> Iterator[Lease]:
-        """Each whose run is over or under notice, and nobody doubts that it goes."""
+        """Leases of runs that are over or under notice and are expected to be released."""
         return (holding.lease for key in self.world.books for holding in self.book(key).leaving())
 
     def claimed(self, task: TaskId, priority: int) -> Iterator[tuple[str, int]]:
-        """(tenant, MiB) of what is pledged to others than this task, at its priority or a higher one. Who is
-        moving does not claim twice."""
+        """(tenant, MiB) pledged to other tasks at this priority or a higher one. A task that is being moved
+        holds its memory already and does not count twice."""
         for preemptor, pledges in self._pledges.items():
             other = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
             if preemptor != task and not (other is not None and other.is_moving):
@@ -238,7 +239,7 @@ class Draft:
         self._waiting = None
 
     def end_pledges(self, preemptor: TaskId) -> tuple[Pledge, ...]:
-        """All pledges of a preemptor end together; returns them in device order."""
+        """End all pledges of a preemptor together; returns them in device order."""
         ended = self._pledges.pop(preemptor, {})
         for device in ended:
             book = self._own(device)
@@ -253,7 +254,8 @@ class Draft:
                 yield other
 
     def _preemptors(self) -> dict[NodeName, list[tuple[int, Task]]]:
-        """Node -> (priority of its pledges, task) of each that waits for room there; of a gang each rank."""
+        """Node -> (priority of its pledges, task) of each task that waits for room there; of a gang each
+        rank."""
         if self._waiting is None:
             self._waiting = {}
             for preemptor, pledges in self._pledges.items():
@@ -266,7 +268,7 @@ class Draft:
     def _awaited_parts(
         self, task: Task, pledges: dict[DeviceKey, Pledge]
     ) -> Iterator[tuple[NodeName, int, Task]]:
-        """Ranks without GPU have no pledge, and nothing is kept for them."""
+        """Ranks without a GPU have no pledge."""
         if not task.demand.bundles:
             device, pledge = next(iter(pledges.items()))
             yield self.book(device).device.node, pledge.priority, task

@@ -1,4 +1,4 @@
-"""What a node has for a task: now, soon and at most, told at a glance and without saying at whose cost."""
+"""What each node has for a task: free now, free after releases, and free if all possible victims left."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,29 +23,28 @@ CRITICAL = BANDS[0][1]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What could be had of each device of a node, and of the node beside them."""
+    """What could be had of a node: of each device, and of CPU, host memory and slots."""
 
     devices: tuple[tuple[Device, int], ...]
     """(device, MiB), in key order."""
     ceiling: Ceiling
     beside: Headroom
     alike: Device | None
-    """One of them, if they differ in nothing that a demand looks at but their names."""
+    """One of the devices, if no demand can tell them apart."""
 
     def with_amounts(self, devices: tuple[tuple[Device, int], ...], beside: Headroom) -> "Room":
-        """Of the same devices."""
+        """The same devices with other amounts."""
         return Room(devices, ceiling(devices), beside, self.alike)
 
     def rows(self) -> tuple[Row, ...]:
-        """The same by sorts of devices."""
+        """By class of device."""
         return rows(self.devices, self.beside.cpu)
 
     def may_fit(self, task: Task) -> bool:
-        """False: there is not enough for such a task. True: perhaps there is."""
+        """False: too small. True: perhaps large enough."""
         return self.ceiling.may_fit(task.demand) and self.beside.fits(task)
 
     def fits(self, task: Task) -> bool:
-        """Whether there is enough."""
         demand = task.demand
         if not (demand.gpus and self.may_fit(task)):
             return not demand.gpus and self.beside.fits(task)
@@ -58,23 +57,23 @@ class Room:
 
 @dataclass(slots=True)
 class _Facts:
-    """Of one node, since its newest mark. By how many of its steps a priority is above: for all between the
-    same two steps it is the same."""
+    """What is known of one node since its newest revision. Rooms are kept by how many of the node's steps a
+    priority is above: between two steps they are the same."""
 
     revision: int
     pledges: list[int]
-    """The priorities of its pledges."""
+    """Priorities of its pledges."""
     now: dict[int, Room] = field(default_factory=dict)
     rows: dict[int, tuple[Room, tuple[Row, ...]]] = field(default_factory=dict)
-    """Of `now`, by sorts of devices."""
+    """Of `now`, by class of device."""
     soon: dict[int, Room] = field(default_factory=dict)
     runs: Mapping[TaskId, Sequence[Stoppable]] | None = None
-    """Who may be stopped for somebody, once somebody asks."""
+    """Runs that could be victims of some task; None until asked for."""
     before: Mapping[TaskId, Sequence[Stoppable]] = field(default_factory=dict)
-    """The same as it was found before that mark, and what was measured then."""
+    """The same before this revision, and the samples of that time."""
     samples: list[DeviceSample | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    """The priorities of its pledges, of all its runs, and by which these went first."""
+    """Priorities of its pledges and runs, and those up to which runs are protected by their turn."""
     most: dict[int, Room] = field(default_factory=dict)
 
 
@@ -82,8 +81,8 @@ Known = dict[NodeName, _Facts]
 
 
 class Outlooks:
-    """Of the nodes of one draft, for tasks without pledges of their own. What is known of a node holds until
-    it is marked as changed."""
+    """Rooms of the nodes of one draft, for tasks without pledges of their own. What is known of a node holds
+    until its next revision."""
 
     def __init__(self, draft: Draft, policy: Policy, now: Instant, began_at: Instant, known: Known) -> None:
         self._draft = draft
@@ -101,7 +100,7 @@ class Outlooks:
         return room
 
     def rows(self, node: NodeName, priority: int) -> tuple[Row, ...]:
-        """What `now` tells, by sorts of devices."""
+        """`now` by class of device."""
         room, facts = self.now(node, priority), self._facts(node)
         above = bisect_left(facts.pledges, priority)
         known = facts.rows.get(above)
@@ -110,7 +109,7 @@ class Outlooks:
         return known[1]
 
     def now_of(self, node: NodeName, task: Task) -> Room:
-        """For a task that has pledges."""
+        """For a task with pledges."""
         return self._look(node, task.id, task.priority)
 
     def _look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
@@ -119,7 +118,7 @@ class Outlooks:
         return _room(devices, self._draft.headroom(node, task=task, priority=priority))
 
     def soon(self, node: NodeName, priority: int) -> Room:
-        """Once everybody who is leaving has left."""
+        """Once every run that is leaving has left."""
         facts = self._facts(node)
         above = bisect_left(facts.pledges, priority)
         room = facts.soon.get(above)
@@ -130,7 +129,7 @@ class Outlooks:
         return room
 
     def most(self, node: NodeName, priority: int) -> Room:
-        """Once everybody who may be stopped for such a task has left as well."""
+        """Once every run that may be preempted at this priority has left too."""
         priorities = self._draft.use(node).priorities
         if not priorities or min(priorities) >= priority:
             return self.soon(node, priority)
@@ -150,7 +149,7 @@ class Outlooks:
         return room
 
     def steps(self, node: NodeName) -> Sequence[int]:
-        """The priorities above each of which a task may have more there than up to it; not to be changed."""
+        """The priorities above each of which a task may have more there; to read only."""
         facts = self._facts(node)
         if not facts.steps:
             first = (first_up_to(one.task, self._policy, self._began_at) for one in self.stoppable(node))
@@ -158,7 +157,7 @@ class Outlooks:
         return facts.steps
 
     def took(self, node: NodeName, since: int, task: Task, placement: Placement) -> None:
-        """A task was given this place, and that is all that changed on the node since that mark."""
+        """Update what is known after a placement, if nothing else changed on the node since that revision."""
         facts = self._known.get(node)
         if facts is None or facts.revision != since:
             return
@@ -170,13 +169,13 @@ class Outlooks:
                 rooms[above] = room.with_amounts(devices, room.beside.with_room_of(task, sign=-1))
 
     def leavers(self, node: NodeName, priority: int) -> list[Stoppable]:
-        """Who may be stopped for such a task, in no particular order."""
+        """Possible victims for a task of this priority, in no order."""
         began_at, policy = self._began_at, self._policy
         runs = self.stoppable(node)
         return [run for run in runs if gives_way(run, priority, policy, began_at)]
 
     def stoppable(self, node: NodeName) -> Iterable[Stoppable]:
-        """Every task with a run there that could be stopped for somebody, in no particular order."""
+        """Possible victims for any task, in no order."""
         facts = self._facts(node)
         if facts.runs is None:
             facts.runs = stoppable(self._draft, node, self._began_at, facts.before)

@@ -1,4 +1,4 @@
-"""What each node could offer a preemptor: room that is coming, and runs that may be stopped."""
+"""What each node offers a preemptor: room being released, and runs that may be preempted."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ from gpubroker_server.core.world.ledger import Book
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One device as it could be cleared. All sizes are for a task without pledges of its own."""
+    """One device. All sizes are for a task without pledges of its own."""
 
     device: Device
     free_mb: int
-    """What it could have now."""
+    """Free now."""
     soon_mb: int
-    """What it could have once everybody who is leaving has left."""
+    """Free after all releases under way."""
     holders: tuple[Candidate, ...]
-    """Who may be stopped here, cheapest first."""
+    """Possible victims on it, cheapest first."""
     most_mb: int
-    """What it could have if all of them were stopped."""
+    """Free if all of them left."""
 
     def least_cost(self, missing_mb: int) -> Cost:
-        """No choice among the holders that gives back so much costs less."""
+        """A lower bound of what freeing so much more costs."""
         if missing_mb <= 0:
             return NO_COST
         largest = max(candidate.frees[self.device.key] for candidate in self.holders)
@@ -43,7 +43,7 @@ class Site:
         return cost_of(self.holders[:count])
 
     def after_mb(self, gone: Sequence[Candidate]) -> int:
-        """What it could have once these, and everybody who is leaving, have left."""
+        """Free once these victims have left, after all releases under way."""
         key = self.device.key
         return self.soon_mb + sum(candidate.frees.get(key, 0) for candidate in gone)
 
@@ -52,19 +52,19 @@ class Site:
 class Offer:
     node: NodeName
     room: Headroom
-    """CPU, host memory and run slots once everybody who is leaving has left."""
+    """CPU, host memory and run slots after all releases under way."""
     found: tuple[Candidate, ...]
-    """Who may be stopped on the node, cheapest first."""
+    """Possible victims on the node, cheapest first."""
     sites: tuple[Site, ...]
-    """Its usable devices, in key order."""
+    """Usable devices, in key order."""
 
 
 Offered = dict[tuple[NodeName, int], tuple[int, Offer]]
-"""(node, priority) -> (revision, offer): holds for one cycle, and until the node is marked as changed."""
+"""(node, priority) -> (revision, offer). Holds for one cycle, and until the node's next revision."""
 
 
 class Offers:
-    """The offers of one draft, worked out when asked for and again when something changed on the node."""
+    """Offers of one draft, computed on demand and again when a node changes."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Offers:
         offered: Offered | None = None,
         outlooks: Outlooks | None = None,
     ) -> None:
-        """`began_at`: of the cycle. Costs and shields are those of that moment, and what the cycle has
-        admitted itself may begin before anybody asks it to stop."""
+        """`began_at`: when the cycle began. Costs and shields are those of that moment; runs that the cycle
+        admitted itself are left alone."""
         self.draft = draft
         self.policy = policy
         self.nodes = frozenset(draft.usable_nodes())
@@ -86,7 +86,7 @@ class Offers:
         self.outlooks = outlooks or Outlooks(draft, policy, now, self.began_at, {})
 
     def of(self, node: NodeName, priority: int) -> Offer:
-        """What a usable node offers to a task of this priority that has no pledges."""
+        """For a task of this priority without pledges."""
         revision = self.draft.changes.at(node)
         known = self._known.get((node, priority))
         if known is None or known[0] != revision:
@@ -97,11 +97,11 @@ class Offers:
         return self.among(node, priority, self.outlooks.leavers(node, priority))
 
     def stoppable(self, node: NodeName) -> Iterable[Stoppable]:
-        """Every task with a run there that could be stopped for somebody, in no particular order."""
+        """Possible victims for any task, in no order."""
         return self.outlooks.stoppable(node)
 
     def among(self, node: NodeName, priority: int, runs: Iterable[Stoppable]) -> Offer:
-        """What the node offers if just these may be stopped."""
+        """The offer if only these may be preempted."""
         found = tuple(cheapest_first(runs, self.began_at))
         books = self.draft.usable_books(node, self.policy, self._now)
         sites = tuple(_site(book, priority, found) for book in books)

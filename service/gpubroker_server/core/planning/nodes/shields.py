@@ -1,4 +1,4 @@
-"""Which runs may be stopped for whom, and from when on: what spares a run of lower priority."""
+"""Which runs of lower priority are protected from preemption, and for how long."""
 
 from math import inf
 
@@ -11,15 +11,15 @@ from gpubroker_server.core.world.queue import aged
 
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Strictly lower priority, and nothing spares it; from who is critical nothing does."""
+    """Strictly lower priority, and not protected. Nothing is protected from critical tasks."""
     if run.priority >= for_priority or is_spared(run, for_priority, policy, now):
         return False
     return not has_its_turn(run, for_priority, policy, now)
 
 
 def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> float:
-    """From when on it may be stopped for such a task, as things are with it; infinite if never. Of a task
-    that waits: if it began now."""
+    """When a task of this priority may preempt it, as things are; infinite if never. For a waiting task: if
+    it started now."""
     if run.priority >= for_priority:
         return inf
     if _is_critical(for_priority):
@@ -31,34 +31,34 @@ def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
 
 
 def is_spared(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Shielded, from anybody who is not critical."""
+    """Protected by its shield from a task of this priority."""
     return not _is_critical(for_priority) and is_shielded(run, policy, now)
 
 
 def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
-    """It has hardly begun, or its preemption budget is spent and this attempt has neither saved its work nor
-    run for long."""
+    """It has just started; or its preemption budget is spent, and this attempt has neither saved a checkpoint
+    nor run for the shield time."""
     if run.started_at is None:
         return is_young(run, policy, now) or run.preemptions >= policy.preemption_budget
     return now - run.started_at < shielded_seconds(run, policy)
 
 
 def is_young(run: Task, policy: Policy, now: Instant) -> bool:
-    """It has hardly begun."""
+    """It has run for less than the minimum."""
     began, least = run.started_at, _least_seconds(run, policy)
     return least > 0 and (began is None or now - began < least)
 
 
 def _least_seconds(run: Task, policy: Policy) -> Seconds:
-    """So long after its start it has hardly begun; a model that was loaded for it has hardly been there."""
+    """The minimum run time; of a model its minimum residency, if longer."""
     if run.model is None:
         return policy.min_run_seconds
     return max(policy.min_run_seconds, min_residency_seconds(run.model.load_seconds))
 
 
 def shielded_seconds(run: Task, policy: Policy, *, is_first: bool = False) -> Seconds:
-    """For how long after its start a run that has begun is left alone, as things are with it. `is_first`: by
-    those before whom it went."""
+    """How long after its start a run is protected, as things are. `is_first`: from tasks that it was ahead of
+    when it was admitted."""
     least = _least_seconds(run, policy)
     if _has_saved(run) or not (is_first or run.preemptions >= policy.preemption_budget):
         return least
@@ -66,32 +66,30 @@ def shielded_seconds(run: Task, policy: Policy, *, is_first: bool = False) -> Se
 
 
 def has_its_turn(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """It went before all of such a priority in its band, and this attempt has neither saved its work nor run
-    for long: else who stood behind it would stop it at once, and its start was for nothing. Who is critical
-    does not mind."""
+    """Whether it was ahead of all such tasks of its band when it was admitted, and this attempt has neither
+    saved a checkpoint nor run for the shield time. Otherwise the next task would stop it at once."""
     if _is_critical(for_priority) or now >= turn_ends_at(run, policy):
         return False
     return for_priority <= first_up_to(run, policy, now)
 
 
 def turn_ends_at(run: Task, policy: Policy) -> float:
-    """From when on it is of no account any more when the run was admitted, as things are with it; infinite
-    if it has not begun."""
+    """When that protection ends; infinite if it has not started."""
     if policy.shield_seconds <= 0 or _has_saved(run):
         return -inf
     return inf if run.started_at is None else run.started_at + policy.shield_seconds
 
 
 def first_up_to(run: Task, policy: Policy, now: Instant) -> int:
-    """The priority by which it stood in its band when it was admitted: nobody of at most this one who comes
-    later would have stood before it. Of a task that waits: if it were admitted now."""
+    """The priority up to which it is ahead of every later task of its band, by its age when it was admitted.
+    Of a waiting task: if it were admitted now."""
     admitted_at = run.admitted_at
     at = admitted_at if admitted_at is not None and run.is_active else now
     return aged(run.priority, band_of(run.priority)[2], at - run.submitted_at, policy)
 
 
 def _has_saved(run: Task) -> bool:
-    """This attempt."""
+    """In this attempt."""
     return run.checkpoint_at is not None and run.started_at is not None and run.checkpoint_at > run.started_at
 
 

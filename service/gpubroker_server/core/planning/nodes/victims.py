@@ -1,4 +1,4 @@
-"""Who may be asked to leave, what that would cost, and the cheapest set of them that makes room."""
+"""Possible victims, what stopping them costs, and the cheapest set that makes room."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,47 +14,48 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.shields import may_be_stopped
 
 EXACT_LIMIT = 8
-"""Up to so many candidates every subset is considered; above, cheapest first and then filled back."""
+"""Up to this many candidates every subset is tried; above, cheapest first with fill-back."""
 
 Cost = tuple[float, int, int]
-"""(lost GPU-seconds, number of tasks stopped, number of ranks stopped that their gangs can do without)"""
+"""(lost GPU-seconds, tasks stopped, ranks stopped that their gangs can do without)"""
 
 NO_COST: Cost = (0.0, 0, 0)
 WITHOUT_LIMIT: Cost = (inf, 0, 0)
 
 Suffices = Callable[[Sequence["Candidate"]], bool]
-"""Whether there is room once these have left. Monotone: more leavers never mean less room."""
+"""Whether there is room once these have left. Monotone: more victims never mean less room."""
 
 Together = Callable[[Sequence["Candidate"]], Sequence["Candidate"]]
-"""Of these, in their order, each who may leave beside those before it. If so many may, fewer of them may."""
+"""Those of these candidates, in order, that may leave together. A subset of what may leave may leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stoppable:
-    """What may be stopped for somebody, and what that would give back: a task, or one rank of a gang that
-    goes on without it. Where a gang has such ranks, the gang is what is left of it without them."""
+    """A possible victim and what it frees: a run, or one rank of a gang that goes on without it. Of a gang
+    with such ranks, the run is the rest of the gang."""
 
     task: Task
     frees: dict[DeviceKey, int]
-    """MiB by device, wherever it is."""
+    """MiB by device, on all nodes."""
     runs: tuple[tuple[NodeName, Task], ...]
-    """Each as a task of its own, wherever it is."""
+    """Each rank as a task of its own, on all nodes."""
     rank: int | None = None
-    """Which rank, if it is only one."""
+    """The rank, if only one leaves."""
 
     @property
     def key(self) -> tuple[TaskId, int]:
         return self.task.id, -1 if self.rank is None else self.rank
 
     def parts(self, node: NodeName) -> Iterator[Task]:
-        """What is on one node."""
+        """Its part on one node."""
         return (part for there, part in self.runs if there == node)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Stoppable):
     lost: float = 0.0
-    """GPU-seconds of work since its start or newest checkpoint; of a rank alone none, the gang goes on."""
+    """GPU-seconds of work since its start or newest checkpoint; 0 for a single rank, since its gang goes on.
+    """
 
     @property
     def order(self) -> tuple[float, bool, int, int, TaskId, int]:
@@ -66,10 +67,11 @@ class Candidate(Stoppable):
 def stoppable(
     draft: Draft, node: NodeName, began_at: Instant, known: Mapping[TaskId, Sequence[Stoppable]]
 ) -> dict[TaskId, Sequence[Stoppable]]:
-    """By task everything with a run on a node that could be stopped for somebody, in no particular order.
+    """Task -> possible victims with a run on the node, in no order.
 
-    What was admitted in this very cycle, which began then, may begin first. `known`: what was found here
-    before; it holds for a task that has not changed if nothing was measured meanwhile.
+    A run admitted in the cycle that began at `began_at` is left alone, since it may not have started.
+    `known`: what was found here before; it holds for a task that has not changed if nothing was measured
+    since.
     """
     found: dict[TaskId, Sequence[Stoppable]] = {}
     for run in draft.runs_on(node):
@@ -86,7 +88,8 @@ def stoppable(
 
 
 def _of_gang(draft: Draft, run: Task) -> Iterator[Stoppable]:
-    """Every rank that it can do without, and the rest of it. Who is leaving already gives nothing more."""
+    """Every rank that the gang can do without, and the rest of the gang. Ranks that are leaving free nothing
+    more."""
     surplus = surplus_of(run)
     for rank in surplus:
         alone = ((run.members[rank].node, part_of(run, rank)),)
@@ -99,12 +102,12 @@ def _of_gang(draft: Draft, run: Task) -> Iterator[Stoppable]:
 
 
 def cheapest_first(runs: Iterable[Stoppable], now: Instant) -> list[Candidate]:
-    """In the order in which they are considered:
+    """The order in which victims are considered:
 
     1. fewer lost GPU-seconds
     2. ranks that their gangs can do without before whole tasks
     3. lower priority
-    4. more memory given back
+    4. more memory freed
     5. smaller id, higher rank
     """
     found = []
@@ -115,20 +118,20 @@ def cheapest_first(runs: Iterable[Stoppable], now: Instant) -> list[Candidate]:
 
 
 def is_old_enough(run: Task, began_at: Instant) -> bool:
-    """It was admitted before the cycle that began then."""
+    """Whether it was admitted before the cycle that began then."""
     return (run.admitted_at or 0.0) < began_at
 
 
 def gives_way(one: Stoppable, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Shields are for work that would be lost: a rank alone has none."""
+    """A rank that its gang can do without has no shield: no work is lost."""
     if one.rank is not None:
         return one.task.priority < for_priority
     return may_be_stopped(one.task, for_priority, policy, now)
 
 
 def lost_gpu_seconds(run: Task, now: Instant) -> float:
-    """Work that stopping would throw away, or of a model the loading that is expected to be needed again. A
-    run without GPU counts as if it had one."""
+    """Work that stopping throws away; of a model, the time to load it that is expected to be needed again. A
+    run without a GPU counts as if it had one."""
     if run.started_at is None:
         return 0.0
     if run.model is not None:
@@ -138,7 +141,7 @@ def lost_gpu_seconds(run: Task, now: Instant) -> float:
 
 
 def after(room: Headroom, node: NodeName, leavers: Iterable[Stoppable]) -> Headroom:
-    """What a node has left beside its devices once these have left."""
+    """The node's headroom once these have left."""
     return room.with_room_of(*(run for leaver in leavers for there, run in leaver.runs if there == node))
 
 
@@ -148,7 +151,7 @@ def cost_of(victims: Sequence[Candidate]) -> Cost:
 
 
 def named(victims: Iterable[Candidate]) -> tuple[tuple[Task, ...], dict[TaskId, tuple[int, ...]]]:
-    """The tasks in id order, and of those that are to go on the ranks that leave."""
+    """The victims in id order, and of gangs that go on the ranks that leave."""
     chosen = list(victims)
     whole = {victim.task.id for victim in chosen if victim.rank is None}
     ranks: dict[TaskId, tuple[int, ...]] = {}
@@ -158,13 +161,12 @@ def named(victims: Iterable[Candidate]) -> tuple[tuple[Task, ...], dict[TaskId, 
     return tuple(tasks[id] for id in sorted(tasks)), ranks
 
 
-def anybody(_gone: Sequence[Candidate]) -> bool:
-    """All may leave together."""
+def any_may_leave(_gone: Sequence[Candidate]) -> bool:
     return True
 
 
 def all_of(together: Together) -> Suffices:
-    """Whether all of some may leave together."""
+    """Whether all of them may leave together."""
     return lambda gone: len(together(gone)) == len(gone)
 
 
@@ -172,9 +174,9 @@ def cheapest(
     found: Sequence[Candidate],
     suffices: Suffices,
     below: Cost = WITHOUT_LIMIT,
-    may_leave: Suffices = anybody,
+    may_leave: Suffices = any_may_leave,
 ) -> list[Candidate] | None:
-    """The set with the least lost work, then the fewest victims; None if none suffices and costs less.
+    """The set with the least lost work, then the fewest victims; None if none suffices for less than `below`.
 
     `found` is in order of cost. Exact up to EXACT_LIMIT candidates; above, minimal by inclusion.
     """
@@ -187,12 +189,11 @@ def cheapest(
 
 
 def filled_back(
-    found: Sequence[Candidate], suffices: Suffices, may_leave: Suffices = anybody
+    found: Sequence[Candidate], suffices: Suffices, may_leave: Suffices = any_may_leave
 ) -> list[Candidate]:
-    """Take candidates in the given order until it suffices, then put back whoever is not needed after all.
+    """Take candidates in order until it suffices, then put back each that is not needed, the costliest first.
 
-    The costliest is put back first. `suffices` being monotone, one pass leaves a set that is minimal by
-    inclusion. After Kueue's fill-back.
+    `suffices` is monotone, so one pass leaves a set that is minimal by inclusion. After Kueue's fill-back.
     """
     taken: list[Candidate] = []
     for candidate in found:
@@ -208,14 +209,14 @@ def filled_back(
 
 
 def costliest_first(taken: Iterable[Candidate]) -> list[Candidate]:
-    """The order in which they are put back."""
+    """The order in which victims are put back."""
     return sorted(taken, key=lambda c: (c.lost, c.rank is None, c.key), reverse=True)
 
 
 def _exact(
     found: Sequence[Candidate], suffices: Suffices, below: Cost, may_leave: Suffices
 ) -> list[Candidate] | None:
-    """Depth first over all subsets, cut where it costs too much or where the rest cannot suffice."""
+    """Depth first over all subsets; cut where it costs too much or the rest cannot suffice."""
     best: list[Candidate] | None = None
     branches: list[tuple[list[Candidate], int]] = [([], 0)]
     while branches:  # (those taken, how many were decided on), the next one last
@@ -234,7 +235,7 @@ def _exact(
 
 
 def _frees(draft: Draft, run: Task, ranks: Collection[int]) -> dict[DeviceKey, int]:
-    """What is coming back anyway is not counted."""
+    """What is being released anyway does not count."""
     freed: dict[DeviceKey, int] = {}
     for key, lease in draft.world.leases.get((run.id, run.fence), {}).items():
         holding = draft.book(lease.device).holdings.get(key)  # none if it has left in this draft

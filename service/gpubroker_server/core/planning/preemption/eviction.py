@@ -1,4 +1,4 @@
-"""Whom to stop so that a task of higher priority can run: the node, the devices and the victims."""
+"""Which runs to stop so that a single task can start: node, devices and victims."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +28,12 @@ from gpubroker_server.core.planning.nodes.victims import (
 )
 
 CLOSE_LOOK = 10
-"""A look at all who may be stopped on a node costs as much as so many at what the node has at most."""
+"""Cost of looking at all possible victims of a node, in glances at its room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Runs to stop, and the room that will then be there for the preemptor."""
+    """Runs to stop, and the room that they free for the preemptor."""
 
     node: NodeName
     devices: tuple[tuple[DeviceKey, Mib], ...]
@@ -41,11 +41,11 @@ class Eviction:
     victims: tuple[Task, ...]
     """In id order."""
     deadline_at: Instant
-    """When the last of the victims, and of those who leave anyway and are counted on, must be gone."""
+    """When the last victim, and the last leaving run that is counted on, must be gone."""
     ranks: Mapping[DeviceKey, tuple[int, ...]] = field(default_factory=dict)
-    """Which ranks of a gang will have a device."""
+    """Device -> the ranks of a gang that get it."""
     surplus: Mapping[TaskId, tuple[int, ...]] = field(default_factory=dict)
-    """Of victims that go on without them, the ranks that leave."""
+    """Of gangs that go on, the ranks that leave."""
 
 
 Target = tuple[Site, Mib]
@@ -73,15 +73,15 @@ NO_LESS: Cost = (0.0, 0, 1)
 
 class _Way(NamedTuple):
     least: Cost
-    """It costs no less to make room there."""
+    """Lower bound."""
     node: NodeName
     is_close: bool
-    """That comes of a close look."""
+    """Whether the bound comes from looking at all possible victims."""
 
 
 def may_preempt(offers: Offers, task: Task) -> bool:
-    """Only demands for GPUs preempt, because freed memory can be kept for the preemptor and a freed CPU
-    cannot; and nobody is stopped for a task that a limit of the whole cluster keeps from running."""
+    """Only demands for GPUs preempt: freed memory can be pledged, a freed CPU cannot. No run is stopped for a
+    task that a limit of the whole cluster holds back."""
     policy = offers.policy
     if not policy.preemption or not asks_for_gpus(task.demand):
         return False
@@ -89,12 +89,12 @@ def may_preempt(offers: Offers, task: Task) -> bool:
 
 
 def is_coming(offers: Offers, task: Task, node: NodeName) -> bool:
-    """Whether the task could run there if only those left who are leaving."""
+    """Whether the task fits once all releases under way are done."""
     return node in offers.nodes and offers.outlooks.soon(node, task.priority).fits(task)
 
 
 def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
-    """Whether it could if everybody left who is leaving or may be stopped for it."""
+    """Whether it fits once all possible victims have left too."""
     return node in offers.nodes and offers.outlooks.most(node, task.priority).fits(task)
 
 
@@ -131,12 +131,12 @@ def search_eviction(
 
 
 def _is_settled(best: Option | None, way: _Way) -> bool:
-    """Neither this way nor one that costs more is better than the best so far."""
+    """Whether neither this way nor a costlier one beats the best so far."""
     return best is not None and way[:2] >= (best.cost, best.offer.node)
 
 
 def _cheaper(offer: Offer, task: Task, best: Option | None) -> Option | None:
-    """The best way on this node if it is better than the best so far, else that."""
+    """The better of the best so far and the best on this node."""
     below = WITHOUT_LIMIT
     if best is not None:  # of two that cost the same, the one whose node comes first by name
         below = best.cost if best.offer.node < offer.node else (*best.cost[:2], best.cost[2] + 1)
@@ -155,7 +155,7 @@ def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
 
 
 def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) -> Option | None:
-    """The better of the best so far and the cheapest way on this node with such victims only."""
+    """The better of the best so far and the cheapest set of such victims on this node."""
     targets = _targets(offer, task)
     if len(targets) < task.demand.gpus:
         return best
@@ -165,7 +165,7 @@ def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) 
 
 
 def _least_cost(offer: Offer, task: Task) -> Cost:
-    """No way to make room on this node costs less: at least so many devices have to be cleared one by one."""
+    """A lower bound of what making room on this node costs: so many devices must be cleared one by one."""
     costs = sorted(site.least_cost(need - site.soon_mb) for site, need in _targets(offer, task))
     least = NO_COST if offer.room.fits(task) else cost_of(offer.found[:1])
     return max(least, costs[task.demand.gpus - 1])
@@ -180,7 +180,7 @@ def _targets(offer: Offer, task: Task) -> list[Target]:
 
 
 def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
-    """The best way to one device of this node; None if there is none that costs less than this."""
+    """The best way to one device of this node for less than `below`."""
     best: Option | None = None
     has_room = offer.room.fits(task)
     for target in _targets(offer, task):
@@ -196,7 +196,7 @@ def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
 
 
 def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:
-    """The same for several devices: exact for few candidates; above, device by device and filled back."""
+    """The same for several devices: exact for few candidates; above, device by device with fill-back."""
     targets = _targets(offer, task)
     if len(offer.found) <= EXACT_LIMIT:
         victims = cheapest(offer.found, _suffices(offer, task, targets), below)
@@ -210,7 +210,7 @@ def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:
 
 
 def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
-    """Whether the task fits on as many of these devices as it asks for once such candidates have left."""
+    """Whether the task fits on enough of these devices once the victims have left."""
 
     def suffices(gone: Sequence[Candidate]) -> bool:
         roomy = sum(site.after_mb(gone) >= need for site, need in targets)
@@ -220,7 +220,7 @@ def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
 
 
 def _option(offer: Offer, task: Task, targets: Sequence[Target], victims: Sequence[Candidate]) -> Option:
-    """To stop these; of the devices that are then free, the fullest."""
+    """Of the devices that are then free, the fullest are taken."""
     left = [(site.after_mb(victims) - need, site.device.key, (site, need)) for site, need in targets]
     roomy = sorted(option for option in left if option[0] >= 0)
     chosen = tuple(target for _, _, target in roomy[: task.demand.gpus])
@@ -230,7 +230,7 @@ def _option(offer: Offer, task: Task, targets: Sequence[Target], victims: Sequen
 def _cheapest_devices(
     targets: Sequence[Target], gpus: int, found: Sequence[Candidate]
 ) -> tuple[list[Target], list[Candidate]]:
-    """The devices that are cheapest to clear one by one, and all candidates, those who must leave first."""
+    """The devices that are cheapest to clear one by one, and all candidates, those to stop first in front."""
     priced = []
     for site, need in targets:
         victims = cheapest(site.holders, partial(_clears, site, need))
@@ -239,7 +239,7 @@ def _cheapest_devices(
     priced.sort(key=lambda price: price[:2])
     wanted = {victim.key for *_, victims in priced[:gpus] for victim in victims}
     first = [candidate for candidate in found if candidate.key in wanted]
-    # Beyond them somebody must leave only if CPU, host memory or run slots are short as well.
+    # The rest leaves only if CPU, host memory or run slots are short as well.
     rest = [candidate for candidate in found if candidate.key not in wanted]
     rest.sort(key=lambda one: (one.lost, one.rank is None, -one.task.demand.cpu, one.key))
     return [target for _, _, target, _ in priced[:gpus]], first + rest
@@ -250,7 +250,7 @@ def _clears(site: Site, need: Mib, gone: Sequence[Candidate]) -> bool:
 
 
 def deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:
-    """Until when they must be gone who are leaving a device anyway."""
+    """Deadlines of the runs that are leaving the device."""
     for holding in draft.book(device).leaving():
         run = draft.holder(holding.lease)
         until = None if run is None else stop_deadline_of(run, holding.lease.rank)

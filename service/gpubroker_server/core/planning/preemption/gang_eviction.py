@@ -1,4 +1,4 @@
-"""Whom to stop, on several nodes, so that all ranks of a gang can run, or so that a quota has room."""
+"""Which runs to stop, on several nodes, so that a gang can start or a quota has room."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -27,16 +27,15 @@ from gpubroker_server.core.planning.preemption.eviction import (
 )
 
 EXACT_NODES = 4_096
-"""Every subset of the candidates is considered if that is a look at no more nodes than so many."""
+"""Every subset of the candidates is tried if that probes at most this many nodes."""
 
 
 def choose_for_gang(
     offers: Offers, task: Task, now: Instant, nodes: Collection[NodeName], together: Together = tuple
 ) -> Eviction | Coming | None:
-    """Runs of strictly lower priority whose memory lets all ranks run, on these nodes, that the gang needs at
-    least.
+    """Runs of strictly lower priority that make room, on these nodes, for all ranks that the gang needs.
 
-    Nobody is named if it would still not fit. One gang gives way as a whole, everywhere.
+    None if it would still not fit. A gang gives way as a whole, on all its nodes.
     """
     if not may_preempt(offers, task):
         return None
@@ -53,8 +52,8 @@ def choose_among(
     together: Together = tuple,
     gives_enough: Suffices | None = None,
 ) -> Eviction | Coming | None:
-    """The same of those that these nodes offer, with such sets of victims only (and all their subsets), and
-    with so many that they give enough. A task that is no gang is one of one rank."""
+    """The same among these offers. `together`: which victims may leave together; `gives_enough`: how many are
+    needed besides. A single task counts as a gang of one rank."""
     site = _Site(there, draft, task, gives_enough)
     if (coming := site.places(())) is not None:
         return Coming(tuple(sorted({place.node for place in coming})))
@@ -63,7 +62,7 @@ def choose_among(
 
 
 class _Site:
-    """What all usable nodes together could offer the gang."""
+    """What all usable nodes together offer the gang."""
 
     def __init__(
         self, there: Sequence[Offer], draft: Draft, task: Task, gives_enough: Suffices | None
@@ -77,12 +76,11 @@ class _Site:
         }
         names = {candidate.key: candidate for offer in there for candidate in offer.found}
         self._found = sorted(names.values(), key=lambda candidate: candidate.order)
-        """Who may be stopped, cheapest first."""
+        """Possible victims, cheapest first."""
 
     def cheapest(self, together: Together) -> tuple[list[Candidate], Gang] | None:
-        """Whom to stop, and where the gang then runs. Of few candidates on few nodes the set that costs
-        least, as for one node. Of more, the fewest in order of cost, of which then whoever is not needed is
-        put back: minimal by inclusion."""
+        """The victims, and where the gang then runs. Of few candidates on few nodes the cheapest set; of
+        more, the fewest in order of cost with fill-back: minimal by inclusion."""
         found = self._found
         if len(found) <= EXACT_LIMIT and len(self._offers) << len(found) <= EXACT_NODES:
             found = (
@@ -100,14 +98,14 @@ class _Site:
         return None if gang is None else self._only_needed(leavers[:many], gang)
 
     def places(self, gone: Sequence[Candidate]) -> Gang | None:
-        """Where the gang could run once these, and everybody who is leaving, have left."""
+        """Where the gang could run once these victims, and all leaving runs, have left."""
         if self._gives_enough is not None and not self._gives_enough(gone):
             return None
         grounds = self._grounds(self._offers, gone)
         return place_ranks(self._task, self._task.demand.least_ranks or 1, grounds)
 
     def _grounds(self, nodes: Iterable[NodeName], gone: Iterable[Candidate]) -> list[Ground]:
-        """These nodes once such candidates have left."""
+        """These nodes once such victims have left."""
         room = {node: self._offers[node].room for node in nodes}
         free = {node: {site.device.key: site.soon_mb for site in self._offers[node].sites} for node in room}
         for candidate in gone:
@@ -122,8 +120,8 @@ class _Site:
         return [Ground(nodes_of[node], room[node], free[node], self._devices[node]) for node in room]
 
     def _only_needed(self, gone: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
-        """Those without whom the gang has no place: first none that these places do not need, then, where
-        that is little work, none without whom there are others."""
+        """The victims without which the gang has no place: first those that these places need; then, if they
+        are few, those without which no other places exist."""
         victims = self._needed_for(gang, gone)
         if len(victims) > EXACT_LIMIT:
             return victims, gang
@@ -134,8 +132,8 @@ class _Site:
         return victims, gang
 
     def _needed_for(self, gang: Gang, gone: Sequence[Candidate]) -> list[Candidate]:
-        """Those without whom these very places would not be free; the costliest is put back first. Only the
-        nodes of whoever is put back are looked at again: there may be thousands."""
+        """The victims without which these very places are not free; the costliest is put back first. Only its
+        nodes are looked at again: there may be thousands of victims."""
         ranks: dict[NodeName, list[int]] = {}
         for rank, place in enumerate(gang):
             ranks.setdefault(place.node, []).append(rank)
@@ -163,7 +161,7 @@ class _Site:
         return list(taken.values())
 
     def _has_room(self, gang: Gang, node: NodeName, ranks: Iterable[int], gone: Iterable[Candidate]) -> bool:
-        """Whether these very places on a node are free once such candidates have left."""
+        """Whether these places on a node are free once such victims have left."""
         [ground] = self._grounds((node,), gone)
         for rank in ranks:
             place, part = gang[rank], part_of(self._task, rank)

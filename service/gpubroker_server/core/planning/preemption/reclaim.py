@@ -1,4 +1,4 @@
-"""How room is made by preemption where guarantees have a say in it."""
+"""Preemption where quotas and guarantees have a say."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -23,10 +23,10 @@ from gpubroker_server.core.planning.tenants.guarantees import Restraint, Surplus
 def reclaim(
     offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | None:
-    """The cheapest way to room for a task by stopping borrowers on these nodes; None if there is none.
+    """The cheapest way to take room back from borrowers on these nodes; None if there is none.
 
-    Borrowers of the same band or a lower one may be stopped, whatever their priority, but for what spares
-    any run; and none so that it is left with less than it is guaranteed.
+    Borrowers of the same band or a lower one may be preempted, whatever their priority, unless protected; no
+    tenant is left with less than its guarantee.
     """
     there = (offer for offer in _borrowers_on(offers, task, surplus, nodes) if offer.found)
     return _cheapest_of(
@@ -37,8 +37,8 @@ def reclaim(
 def evict_with_restraint(
     offers: Offers, task: Task, restraint: Restraint, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | None:
-    """The same for a task that would borrow, by stopping runs of lower priority; none of the nodes has room
-    that is coming."""
+    """The same for a task that would borrow, by preempting runs of lower priority. No node has room being
+    released."""
     there = (offers.of(node, task.priority) for node in sorted(nodes))
     return _cheapest_of(there, offers, task, now, restraint.together)
 
@@ -55,7 +55,7 @@ def _cheapest_of(
 def reclaim_for_gang(
     offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | Coming | None:
-    """As `reclaim`, for a gang, on all these nodes at once."""
+    """`reclaim` for a gang, on all these nodes together."""
     if not may_preempt(offers, task):
         return None
     there = list(_borrowers_on(offers, task, surplus, nodes))
@@ -66,9 +66,9 @@ def reclaim_for_gang(
 def make_room_in_quota(
     offers: Offers, task: Task, lacks_mb: int, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | None:
-    """The cheapest way to room for a task, or a gang, above the quota of its tenant: runs of that tenant are
-    stopped, of strictly lower priority, until the quota has room for it as well. None if there is none, or
-    if they need only be waited for who are leaving."""
+    """The cheapest way for a task or gang over its tenant's quota: runs of that tenant, of strictly lower
+    priority, are stopped until the quota has room too. None if there is none, or if runs that are leaving
+    will do."""
     if not lacks_mb or not may_preempt(offers, task):
         return None
     there = []
@@ -83,7 +83,7 @@ def make_room_in_quota(
 
 
 def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[NodeName]) -> Iterator[Offer]:
-    """What the nodes offer if just those of their runs may be stopped that are asked to give back."""
+    """What these nodes offer if only borrowers that must give back may be preempted."""
     for node in sorted(nodes):
         runs = offers.stoppable(node)
         asked = [run for run in runs if run.task.tenant in surplus and _may_be_asked(run, task, offers)]
@@ -91,8 +91,8 @@ def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[
 
 
 def _may_be_asked(run: Stoppable, task: Task, offers: Offers) -> bool:
-    """Nothing spares a rank that its gang can do without: no work is lost. Who went before whom does not
-    matter: what was borrowed is given back."""
+    """A rank that its gang can do without is never protected: no work is lost. The turn of a run does not
+    count: what was borrowed is given back."""
     same_or_lower = band_of(run.task.priority)[2] <= band_of(task.priority)[2]
     is_alone = run.rank is not None
     spared = not is_alone and is_spared(run.task, task.priority, offers.policy, offers.began_at)
