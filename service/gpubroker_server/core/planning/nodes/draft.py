@@ -210,7 +210,7 @@ class Draft:
         self.given.append((lease.tenant, -lease.mb))
 
     def put_lease(self, lease: Lease) -> None:
-        """Enter a new lease. Raises Overcommitted, and changes nothing, if it does not fit (pledges aside)."""
+        """Enter a new lease. Raises Overcommitted, with no change, if it does not fit (pledges aside)."""
         if lease.mb > self.book(lease.device).unheld_mb():
             raise Overcommitted(f"{lease.key}: {lease.mb} MiB do not fit on {lease.device}")
         self._own(lease.device).put(lease)
