@@ -84,10 +84,10 @@ def stoppable_from(naive: Any, run: Task, other: Task) -> float:
     policy, begun = naive.policy, replace(run, started_at=began)
     moments = [naive.now, began + policy.min_run_seconds, began + policy.shield_seconds]
 
-    def is_spared(at: float) -> bool:
-        return naive.is_shielded(begun, at) or naive.has_its_turn(begun, other.priority, at)
+    def is_protected(at: float) -> bool:
+        return naive.is_shielded(begun, at) or naive.has_turn_protection(begun, other.priority, at)
 
-    return min(at for at in moments if at >= naive.now and (other.priority >= 90 or not is_spared(at)))
+    return min(at for at in moments if at >= naive.now and (other.priority >= 90 or not is_protected(at)))
 
 
 def lease_until(naive: Any, lease: Lease, forecast: Forecast) -> float:

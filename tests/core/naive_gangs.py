@@ -174,7 +174,7 @@ def make_room(naive: Any, task: Task) -> list[Any]:
     if may_stop:
         if any(places(naive, task, task.demand.least_ranks, nodes, ())):
             return []  # room is coming
-        found = [one for node in nodes for one in naive.stoppable(node, task)]
+        found = [one for node in nodes for one in naive.possible_victims(node, task)]
         if step := stop(naive, task, nodes, found, lambda gone: naive.may_be_stopped_for(task, gone)):
             return step
     naive.kept_away += any(
@@ -189,7 +189,7 @@ def could_hold_a_rank(naive: Any, task: Task, node: Any) -> bool:
         return False
     alone = [replace(task, demand=bundle) for bundle in task.demand.bundles]
     return any(
-        naive.is_open(node, rank) and naive.would_fit(node, devices, rank, naive.stoppable(node, rank))
+        naive.is_open(node, rank) and naive.would_fit(node, devices, rank, naive.possible_victims(node, rank))
         for rank in alone
         for devices in combinations(naive.devices(node.name), rank.demand.gpus)
     )
@@ -200,7 +200,7 @@ def room_in_quota(naive: Any, task: Task) -> list[Any]:
     if not lacks or not naive.policy.preemption or not naive.custom_is_there(task):
         return []
     nodes = [node for node in naive.nodes if node.name not in closed]
-    found = [one for node in nodes for one in naive.stoppable(node, task) if one.tenant == task.tenant]
+    found = [one for node in nodes for one in naive.possible_victims(node, task) if one.tenant == task.tenant]
     return stop(naive, task, nodes, found, enough=lambda gone: naive.held_by(gone) >= lacks)
 
 

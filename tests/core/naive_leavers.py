@@ -72,7 +72,7 @@ class NaiveLeavers(NaiveTenants):
     leavers_of = staticmethod(leavers)
     is_alone = staticmethod(is_alone)
 
-    def stoppable(self, node: Any, task: Task) -> list[Task]:
+    def possible_victims(self, node: Any, task: Task) -> list[Task]:
         """What may be stopped for a task, in the documented order: of a gang at work each rank that it can do
         without, and the rest of it."""
         found = [
@@ -84,7 +84,7 @@ class NaiveLeavers(NaiveTenants):
             for one in leavers(run)
             if task.priority >= 90
             or is_alone(one)
-            or not (self.is_shielded(run) or self.has_its_turn(run, task.priority))
+            or not (self.is_shielded(run) or self.has_turn_protection(run, task.priority))
         ]
         return sorted((one for one in found if is_on(one, node.name)), key=self.by_cost)
 
@@ -117,7 +117,7 @@ class NaiveLeavers(NaiveTenants):
         young = not began or now - run.started_at < self.policy.min_run_seconds
         return (young and self.policy.min_run_seconds > 0) or (spent and not saved and not long)
 
-    def has_its_turn(self, run: Task, priority: int, at: float | None = None) -> bool:
+    def has_turn_protection(self, run: Task, priority: int, at: float | None = None) -> bool:
         """Until it has saved its work or run for long, those of its band are kept from it before whom it went
         by its age when it was admitted."""
         now = self.now if at is None else at
@@ -180,7 +180,7 @@ class NaiveLeavers(NaiveTenants):
         for node in self.nodes:
             if not node.ready or node.cordoned or not self.is_open(node, task):
                 continue
-            found = self.stoppable(node, task)
+            found = self.possible_victims(node, task)
             for count in range(len(found) + 1):
                 for gone in combinations(enumerate(found), count):
                     victims = [run for _, run in gone]

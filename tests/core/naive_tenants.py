@@ -46,7 +46,7 @@ class NaiveTenants:
     soon: Any
     room: Any
     unmet: Any
-    stoppable: Any
+    possible_victims: Any
     gives_back: Any
     leases_of: Any
     standings: dict[str, int]
@@ -167,7 +167,9 @@ class NaiveTenants:
         if not lacks or not self.policy.preemption or not self.custom_is_there(task):
             return None
         nodes = [n for n in self.nodes if n.ready and not n.cordoned and n.name not in closed]
-        found = [run for node in nodes for run in self.stoppable(node, task) if run.tenant == task.tenant]
+        found = [
+            run for node in nodes for run in self.possible_victims(node, task) if run.tenant == task.tenant
+        ]
         found = list({self.name_of(one): one for one in found}.values())
         found.sort(key=self.by_cost)
         options = []

@@ -384,7 +384,7 @@ class Ground:
             return
         preemptor = self.world.tasks[decision.subject]  # type: ignore[index]
         assert preemptor.priority >= 90 or not any(map(naive.is_shielded, victims))
-        turns = [victim for victim in victims if naive.has_its_turn(victim, preemptor.priority)]
+        turns = [victim for victim in victims if naive.has_turn_protection(victim, preemptor.priority)]
         if any(v.priority >= preemptor.priority or (v in turns and preemptor.priority < 90) for v in victims):
             surplus = naive.surplus_for(preemptor)
             assert {victim.tenant for victim in victims} <= surplus.keys()

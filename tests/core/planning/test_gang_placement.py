@@ -16,7 +16,7 @@ from gpubroker_server.core.planning.gangs import gang_search as gang
 from gpubroker_server.core.planning.gangs.gang_nodes import grounds_of
 from gpubroker_server.core.planning.gangs.gang_search import Gang, fill, place_gang
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.places import worth_of
+from gpubroker_server.core.planning.places import scores_of
 from gpubroker_server.core.world.placement_scores import Mix
 from gpubroker_server.core.world.world import World
 from hypothesis import given
@@ -34,7 +34,7 @@ def placed(world: World, task: Task, *usual: dict[str, Any]) -> Gang | None:
     world.mix = Mix()
     for fields in usual:
         world.mix.add(a_demand(**fields))
-    worth = worth_of(world, Policy())
+    worth = scores_of(world, Policy())
     return place_gang(task, grounds_of(Draft(world), task, Policy(), NOW, worth))
 
 

@@ -84,7 +84,7 @@ def test_every_victim_is_of_lower_priority_and_is_needed(
     eviction = eviction_for(Draft(world), task)
     naive = Naive(world, POLICY, NOW)
     if eviction is None:
-        lower = naive.stoppable(naive.nodes[0], task)
+        lower = naive.possible_victims(naive.nodes[0], task)
         fits = Places(Draft(world), POLICY, NOW).best(task) is not None
         assert fits or not can_be_cleared(naive, task, gpus, lower)
         return

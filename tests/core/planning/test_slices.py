@@ -15,7 +15,7 @@ from gpubroker_server.core.planning.decisions import admit
 from gpubroker_server.core.planning.forecasts.accuracy import Foresight
 from gpubroker_server.core.planning.forecasts.future_capacity import Departures, Supplies
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.node_room import Outlooks
+from gpubroker_server.core.planning.nodes.node_room import NodeRooms
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.revisions import Changes
 
@@ -131,12 +131,12 @@ def test_a_place_that_was_given_is_taken_from_what_is_known_of_its_node():
     new = a_task("new", gpu_mb=20 * GIB, cpu=1.0)
     draft = Draft(a_world(a_node(), a_device(), low, new), Changes())
     node, place = NodeName("n1"), Placement(NodeName("n1"), ((key("gpu0"), Mib(20 * GIB)),))
-    known = Outlooks(draft, POLICY, NOW, NOW, {})
+    known = NodeRooms(draft, POLICY, NOW, NOW, {})
     before = known.most(node, 80), known.now(node, 80)
     since = draft.changes.at(node)
     admit(draft, new, (place,), NOW)
     known.took(node, since, new, place)
-    fresh = Outlooks(draft, POLICY, NOW, NOW, {})
+    fresh = NodeRooms(draft, POLICY, NOW, NOW, {})
     assert (known.most(node, 80), known.now(node, 80)) == (fresh.most(node, 80), fresh.now(node, 80))
     assert (known.most(node, 80), known.now(node, 80)) != before
     known.took(node, since, new, place)

@@ -4,7 +4,7 @@ import pytest
 from gpubroker_server.core.domain.demand import Where
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.places import worth_of
+from gpubroker_server.core.planning.places import scores_of
 from gpubroker_server.core.world import placement_scores as mixes
 from gpubroker_server.core.world.placement_scores import Mix, rows
 from gpubroker_server.core.world.world import World
@@ -119,22 +119,22 @@ def test_several_devices_of_several_sorts_are_the_fullest_ones():
 def test_what_places_are_worth_stays_the_same_until_enough_is_new():
     world = a_world(a_device("gpu0"))
     usual(world, first=(80, {"gpu_mb": GIB}))
-    before = worth_of(world, Policy())
+    before = scores_of(world, Policy())
     usual(world, few=(2, {"gpus": 1}))
-    assert worth_of(world, Policy()) is before
+    assert scores_of(world, Policy()) is before
     world.add_node(a_node("n2"))
-    assert worth_of(world, Policy()) is before, "another node, the same devices"
+    assert scores_of(world, Policy()) is before, "another node, the same devices"
     usual(world, more=(20, {"gpus": 1}))
-    after = worth_of(world, Policy())
+    after = scores_of(world, Policy())
     assert after is not before
     world.add_device(a_device("gpu1"))
-    assert worth_of(world, Policy()) is not after
+    assert scores_of(world, Policy()) is not after
 
 
 def test_what_is_usual_is_known_again_after_a_restart_from_what_waits_and_runs():
     world = a_world(a_device("gpu0"), holding(a_task("runs", gpu_mb=GIB), "gpu0"), a_task("waits", gpus=1))
     assert world.mix.edition == {a_demand(gpu_mb=GIB): 1, a_demand(gpus=1): 1}
-    assert worth_of(world, Policy()) is not None
+    assert scores_of(world, Policy()) is not None
 
 
 def test_each_rank_of_a_gang_teaches_what_is_usual():
@@ -148,7 +148,7 @@ def test_a_place_needs_as_many_devices_with_room_as_are_asked_for(kind: str):
     nothing = a_device("gpu2", mb=8, reserve_mb=8)
     world = a_world(a_device("gpu0"), a_device("gpu1", kind=kind), nothing)
     usual(world, any=(1, {"gpu_mb": GIB}))
-    worth = worth_of(world, Policy())
+    worth = scores_of(world, Policy())
     assert worth is not None
     node = rows([(world.books[key(name)].device, mb) for name, mb in (("gpu0", 9), ("gpu1", 5))], 8.0)
     assert worth.spot(a_demand(gpus=2, gpu_mb=7), node) is None
@@ -166,7 +166,7 @@ def test_the_published_measure_may_be_chosen():
 def test_nothing_is_usual_where_nothing_that_was_asked_for_could_run():
     world = a_world(a_device("gpu0", mb=GIB))
     usual(world, large=(5, {"gpu_mb": 80 * GIB}))
-    assert worth_of(world, Policy()) is None
+    assert scores_of(world, Policy()) is None
 
 
 def test_what_was_usual_once_is_forgotten():

@@ -173,11 +173,11 @@ def _receive_all(draft: Draft) -> None:
     for name in sorted(world.active):
         run = world.tasks[name]
         if run.state is TaskState.STOPPING:
-            draft.dismiss(run)
+            draft.remove_run(run)
         elif leavers := leavers_of(run):
-            draft.dismiss(run, [member.rank for member in leavers])
+            draft.remove_run(run, [member.rank for member in leavers])
     for node in world.nodes:
-        draft.receive(node)
+        draft.release_ended(node)
 
 
 def _put(
@@ -199,7 +199,7 @@ def _make_room(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> tu
     evict(draft, task, eviction, now)  # what they free is pledged to it
     leavers = tuple(Displaced(run, eviction.surplus.get(run.id)) for run in eviction.victims)
     for leaver in leavers:
-        draft.dismiss(draft.task(leaver.run.id), leaver.ranks)
+        draft.remove_run(draft.task(leaver.run.id), leaver.ranks)
     return leavers
 
 

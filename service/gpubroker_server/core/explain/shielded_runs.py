@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.planning.find_way import Evict, Start, WaitReason, Way
-from gpubroker_server.core.planning.nodes.shields import has_its_turn, is_spared, is_young
+from gpubroker_server.core.planning.nodes.shields import has_turn_protection, is_protected, is_young
 from gpubroker_server.core.planning.tenants.guarantees import Claims, Restraint
 from gpubroker_server.core.planning.tenants.quota import Quotas
 
@@ -137,9 +137,9 @@ def _shield(seen: Survey, run: Task, chosen: Set[TaskId], restraint: Restraint |
         return Shield.NONE
     if run.priority >= task.priority:
         return Shield.PRIORITY
-    if is_spared(run, task.priority, seen.policy, seen.now):
+    if is_protected(run, task.priority, seen.policy, seen.now):
         return Shield.YOUNG if is_young(run, seen.policy, seen.now) else Shield.BUDGET
-    if has_its_turn(run, task.priority, seen.policy, seen.now):
+    if has_turn_protection(run, task.priority, seen.policy, seen.now):
         return Shield.TURN
     if restraint is not None and not restraint.allows([run], {}):
         return Shield.GUARANTEED

@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.units import Instant, Mib
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import Known
-from gpubroker_server.core.planning.places import worth_of
+from gpubroker_server.core.planning.places import scores_of
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.ledger import Book
 from gpubroker_server.core.world.world import World
@@ -176,6 +176,6 @@ class Asking:
     ) -> Survey:
         """For one answer, to be found before the World changes; nothing may be decided in its draft."""
         cache = self._cache
-        cache.open(world, policy, now, now, worth_of(world, policy))
+        cache.open(world, policy, now, now, scores_of(world, policy))
         draft = Draft(world, cache.revisions.changes, cache.revisions.growth)
         return survey(draft, task, policy, now, forecasts, cache.rooms)

@@ -51,7 +51,7 @@ def first_end(seen: Survey, departures: Departures) -> End | None:
     )
     for end, run in soonest:
         without = Draft(seen.draft.world)
-        without.dismiss(run)
+        without.remove_run(run)
         what_if = WhatIf(without, seen.policy, seen.now, seen.forecasts)
         places = what_if.places(task) if anywhere else what_if.places_on(nodes_of(run), task)
         if places is None:

@@ -18,7 +18,7 @@ from gpubroker_server.core.planning.decisions import admit
 from gpubroker_server.core.planning.gangs.gang_nodes import Ground, grounds_of
 from gpubroker_server.core.planning.gangs.gang_search import Gang, place_gang, place_ranks
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.places import worth_of
+from gpubroker_server.core.planning.places import scores_of
 
 MOST_SORTS = 8
 """So many different ranks without room are looked at."""
@@ -80,7 +80,7 @@ class _Gang:
         self._whole = whole
         self._task = whole.task
         self._least = whole.task.demand.least_ranks
-        worth = worth_of(whole.draft.world, whole.policy)
+        worth = scores_of(whole.draft.world, whole.policy)
         self._grounds = grounds_of(whole.draft, whole.task, whole.policy, whole.now, worth)
 
     def look(self) -> Look:

@@ -23,9 +23,9 @@ from gpubroker_server.core.planning.forecasts.limits import First, Lines
 from gpubroker_server.core.planning.forecasts.reservations import Forecast, Guards, Planned
 from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.node_room import Known, Outlooks
+from gpubroker_server.core.planning.nodes.node_room import Known, NodeRooms
 from gpubroker_server.core.planning.nodes.offers import Offers
-from gpubroker_server.core.planning.places import Places, worth_of
+from gpubroker_server.core.planning.places import Places, scores_of
 from gpubroker_server.core.planning.preemption.eviction import could_make_room, may_preempt
 from gpubroker_server.core.planning.tenants.fair_share import Shares
 from gpubroker_server.core.planning.tenants.guarantees import Claims
@@ -48,7 +48,7 @@ class WhatIf:
         order = _order_by(draft, policy, now)
         quotas = Quotas(draft, policy)
         guarantees = Claims(draft, policy, quotas)
-        rooms = Outlooks(draft, policy, now, now, {} if known is None else known)
+        rooms = NodeRooms(draft, policy, now, now, {} if known is None else known)
         budget = ProbeBudget(inf)
         self.rooms = rooms
         self.view = View(
@@ -59,8 +59,8 @@ class WhatIf:
             guarantees,
             Guards(draft, policy, now, guarantees, order, forecasts),
             Lines(draft, policy, now, order, forecasts),
-            Places(draft, policy, now, scores=worth_of(draft.world, policy), budget=budget, rooms=rooms),
-            Offers(draft, policy, now, outlooks=rooms),
+            Places(draft, policy, now, scores=scores_of(draft.world, policy), budget=budget, rooms=rooms),
+            Offers(draft, policy, now, rooms=rooms),
             budget,
         )
 

@@ -15,14 +15,14 @@ from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.planning.budget import ProbeBudget
-from gpubroker_server.core.planning.decisions import evict, keep_room
+from gpubroker_server.core.planning.decisions import evict, pledge_destination
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.forecasts.waiting import first_of_queue
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.offers import Offers
 from gpubroker_server.core.planning.nodes.shields import is_shielded
-from gpubroker_server.core.planning.nodes.victims import Candidate, Stoppable
-from gpubroker_server.core.planning.places import Places, worth_of
+from gpubroker_server.core.planning.nodes.victims import Candidate, PossibleVictim
+from gpubroker_server.core.planning.places import Places, scores_of
 from gpubroker_server.core.planning.preemption.eviction import Eviction, best_of, eviction_of, is_coming
 from gpubroker_server.core.world.world import World
 
@@ -86,7 +86,7 @@ def consolidate(
         if (task.demand, task.priority) not in tried:
             tried.add((task.demand, task.priority))
             decision = search.moves_for(task, closed)
-            if decision is not None or search.is_tired:
+            if decision is not None or search.is_exhausted:
                 return decision
         closed |= foreseen.get(task.id, set())
     return None
@@ -116,14 +116,14 @@ class _Search:
         self._now = now
         self._most = most
         self._budget = ProbeBudget(MOST_PROBES)
-        self._worth = worth_of(world, policy)
+        self._worth = scores_of(world, policy)
         self._offers = Offers(self.draft, policy, now)
         self._places = self._places_in(self.draft)
         self._open: dict[Demand, frozenset[NodeName]] = {}
         """Nodes that have room for such a run now."""
 
     @property
-    def is_tired(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self._budget.is_spent
 
     def moves_for(self, task: Task, closed: AbstractSet[NodeName]) -> Decision | None:
@@ -131,7 +131,7 @@ class _Search:
             return None
         best, found = None, None
         for node in sorted(self._offers.nodes - closed):
-            if self.is_tired:
+            if self.is_exhausted:
                 break
             runs = self._movable(node, task)
             if not runs:
@@ -160,8 +160,8 @@ class _Search:
                     free_mb += max(0, book.free_mb(priority=_LEAST))
         return bool(needs) and free_mb >= task.demand.gpus * min(needs)
 
-    def _movable(self, node: NodeName, task: Task) -> list[Stoppable]:
-        runs = self._offers.stoppable(node)
+    def _movable(self, node: NodeName, task: Task) -> list[PossibleVictim]:
+        runs = self._offers.possible_victims(node)
         return [run for run in runs if may_be_moved(run.task, task, self._policy, self._now)]
 
     def _may_go(self, gone: Sequence[Candidate], closed: AbstractSet[NodeName]) -> bool:
@@ -195,7 +195,7 @@ class _Search:
             if not found:
                 return None
             gone_by = Instant(self._now + run.grace_seconds + self._policy.kill_patience_seconds)
-            kept += keep_room(draft, run, min(found)[1], self._now, gone_by, kept_up_to)
+            kept += pledge_destination(draft, run, min(found)[1], self._now, gone_by, kept_up_to)
         return replace(decision, pledges=tuple(kept))
 
     def _size(self, run: Task) -> tuple[int, str]:

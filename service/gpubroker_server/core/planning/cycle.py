@@ -14,9 +14,9 @@ from gpubroker_server.core.planning.find_way import Evict, Start, View, Wait, Wa
 from gpubroker_server.core.planning.forecasts.limits import Lines
 from gpubroker_server.core.planning.forecasts.reservations import Forecast, Guards
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.node_room import Outlooks
+from gpubroker_server.core.planning.nodes.node_room import NodeRooms
 from gpubroker_server.core.planning.nodes.offers import Offers
-from gpubroker_server.core.planning.places import Places, worth_of
+from gpubroker_server.core.planning.places import Places, scores_of
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.planning.queue_order import Head, QueueOrder
 from gpubroker_server.core.planning.refusal_cache import RefusalCache
@@ -147,7 +147,7 @@ class Slice:
     ) -> Cursor:
         world.enter_due(now)
         self._cache.order = None  # of a cycle that was given up
-        return Cursor(now, Shares(world, policy, now), worth_of(world, policy), forecasts=tuple(forecasts))
+        return Cursor(now, Shares(world, policy, now), scores_of(world, policy), forecasts=tuple(forecasts))
 
     def _open_order(self, world: World, policy: Policy) -> QueueOrder:
         began_at, after, shares = self._cursor.began_at, self._cursor.after, self._cursor.shares
@@ -246,9 +246,9 @@ def _view_of(
     cache: PlanCache,
     order: QueueOrder,
     budget: ProbeBudget,
-) -> tuple[Outlooks, View]:
+) -> tuple[NodeRooms, View]:
     draft = Draft(world, cache.revisions.changes, cache.revisions.growth)
-    rooms = Outlooks(draft, policy, now, cursor.began_at, cache.rooms)
+    rooms = NodeRooms(draft, policy, now, cursor.began_at, cache.rooms)
     quotas = Quotas(draft, policy, cache.needs)
     guarantees = Claims(draft, policy, quotas)
     view = View(

@@ -136,7 +136,7 @@ def evict(
     )
 
 
-def keep_room(
+def pledge_destination(
     draft: Draft, run: Task, place: Placement, now: Instant, gone_by: Instant, kept_up_to: int
 ) -> tuple[PledgeWrite, ...]:
     """Pledge room that is free now to a run that is moving there. `gone_by`: the pledge ends if the run is

@@ -15,7 +15,7 @@ from gpubroker_server.core.planning.forecasts.reservations import Guards
 from gpubroker_server.core.planning.gangs.gang_nodes import grounds_of
 from gpubroker_server.core.planning.gangs.gang_search import Gang, place_gang
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.node_room import Outlooks, Room
+from gpubroker_server.core.planning.nodes.node_room import NodeRooms, Room
 from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.placement_scores import Row, Worth, rows
 from gpubroker_server.core.world.world import World
@@ -36,7 +36,7 @@ FAR_MB = 2**40
 """Added for each unmet preference: more than any device has left."""
 
 
-def worth_of(world: World, policy: Policy) -> Worth | None:
+def scores_of(world: World, policy: Policy) -> Worth | None:
     """Placement scores as of now; None if the policy does not ask for them or no demand is known."""
     return world.mix.worth(world.books, world.inventory_version, policy.placement)
 
@@ -67,13 +67,13 @@ class Places:
         *,
         scores: Worth | None = None,
         budget: ProbeBudget | None = None,
-        rooms: Outlooks | None = None,
+        rooms: NodeRooms | None = None,
         tables: PlaceTables | None = None,
     ) -> None:
         """`scores` of places, as they were when the cycle began; None: by room left on the devices.
         `tables`: of earlier drafts that share this draft's changes."""
         self._budget = ProbeBudget(inf) if budget is None else budget
-        self._rooms = Outlooks(draft, policy, now, now, {}) if rooms is None else rooms
+        self._rooms = NodeRooms(draft, policy, now, now, {}) if rooms is None else rooms
         self._tables: PlaceTables = {} if tables is None else tables
         self._draft = draft
         self._policy = policy

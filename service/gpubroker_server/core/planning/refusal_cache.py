@@ -273,7 +273,7 @@ class RefusalCache:
         rooms = self._rooms.get(key)
         if rooms is None:
             preempts = preempts and self._view.policy.preemption
-            room_of = self._view.offers.outlooks.most if preempts else self._view.offers.outlooks.now
+            room_of = self._view.offers.rooms.most if preempts else self._view.offers.rooms.now
             rooms = self._rooms[key] = [room_of(node, priority) for node in self._grown(ruled, since)]
         return rooms
 
@@ -292,7 +292,7 @@ class RefusalCache:
         grown, changes = self._revisions.growth.revision, self._revisions.changes
         if coming.grown == grown and changes.at(coming.node) <= coming.changed:
             return True
-        probe, priority, rooms = self._probe(group), group.priority, self._view.offers.outlooks
+        probe, priority, rooms = self._probe(group), group.priority, self._view.offers.rooms
         if (
             coming.node not in self._view.offers.nodes
             or not rooms.soon(coming.node, priority).fits(probe)

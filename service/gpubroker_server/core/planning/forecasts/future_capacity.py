@@ -216,8 +216,8 @@ class Leaving:
         came_after = (run.admitted_at or now) > waiter.since
         stays = departure.is_guess and came_after and not self._for_plans
         leaves_at = inf if stays else departure.p50_at
-        is_spared = run.tenant in waiter.spared and asks_for_gpus(run.demand)
-        if not waiter.stops or is_spared or run.state is TaskState.STOPPING:
+        is_protected = run.tenant in waiter.spared and asks_for_gpus(run.demand)
+        if not waiter.stops or is_protected or run.state is TaskState.STOPPING:
             return leaves_at
         grace = run.grace_seconds if self._for_plans else 0.0
         return min(leaves_at, stoppable_at(run, waiter.priority, policy, now) + grace)

@@ -13,7 +13,7 @@ from gpubroker_server.core.planning.forecasts.future_capacity import Departures,
 from gpubroker_server.core.planning.forecasts.run_estimates import whole_run_seconds
 from gpubroker_server.core.planning.gangs.gang_nodes import Ground
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.shields import first_up_to, stoppable_at
+from gpubroker_server.core.planning.nodes.shields import ahead_of_priority, stoppable_at
 from gpubroker_server.core.planning.tenants.guarantees import Claims
 from gpubroker_server.core.world.queue import OrderKey, reserves_before
 
@@ -250,7 +250,7 @@ class Guards:
 
     def _goes_before(self, task: Task) -> int:
         """The highest priority of the reservations before which it has its turn; 0 if there are none."""
-        until = first_up_to(task, self._policy, self._now)
+        until = ahead_of_priority(task, self._policy, self._now)
         if until == task.priority:
             return 0
         planned = {one.task.priority for on in self.on.values() for one in on}

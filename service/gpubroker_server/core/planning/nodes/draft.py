@@ -180,7 +180,7 @@ class Draft:
                 freeing_for, stopping = notice_of(after, lease.rank)
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
 
-    def dismiss(self, run: Task, ranks: Collection[int] | None = None) -> None:
+    def remove_run(self, run: Task, ranks: Collection[int] | None = None) -> None:
         """As if the run had ended; of a gang that goes on without them, only `ranks`."""
         if ranks is None:
             after, parts = changed(run, state=TaskState.SUCCEEDED), parts_of(run)
@@ -198,7 +198,7 @@ class Draft:
             if lease.key in self.book(lease.device).holdings and (ranks is None or lease.rank in ranks):
                 self._take_back(lease)
 
-    def receive(self, node: NodeName) -> None:
+    def release_ended(self, node: NodeName) -> None:
         """As if everything that ended runs still hold on the node were released."""
         for key in self.world.by_node.get(node, ()):
             for holding in list(self.book(key).holdings.values()):

@@ -8,10 +8,10 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.planning.nodes.shields import (
-    first_up_to,
+    ahead_of_priority,
     is_shielded,
-    shielded_seconds,
-    turn_ends_at,
+    shield_seconds_of,
+    turn_protection_ends_at,
 )
 from gpubroker_server.core.planning.nodes.victims import is_old_enough
 from gpubroker_server.core.world.revisions import Changes
@@ -112,10 +112,10 @@ class NodeRevisions:
             if is_shielded(run, self._policy, self._cycle_at):
                 turned.append(run.id)
                 if run.started_at is not None:
-                    at = min(at, run.started_at + shielded_seconds(run, self._policy))
+                    at = min(at, run.started_at + shield_seconds_of(run, self._policy))
             if self._has_its_turn(run):
                 turned.append(f"turn of {run.id}")
-                at = min(at, turn_ends_at(run, self._policy))
+                at = min(at, turn_protection_ends_at(run, self._policy))
         self._due[node] = Instant(at - EARLY_SECONDS)
         self._turned[node] = frozenset(turned)
 
@@ -135,8 +135,8 @@ class NodeRevisions:
 
     def _has_its_turn(self, run: Task) -> bool:
         """Before some task of its band whose priority is higher."""
-        is_early = self._cycle_at < turn_ends_at(run, self._policy)
-        return is_early and first_up_to(run, self._policy, self._cycle_at) > run.priority
+        is_early = self._cycle_at < turn_protection_ends_at(run, self._policy)
+        return is_early and ahead_of_priority(run, self._policy, self._cycle_at) > run.priority
 
 
 def _is_committed(world: World, decision: Decision) -> bool:

@@ -13,8 +13,8 @@ from gpubroker_server.core.domain.policy import BANDS, Policy
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.shields import first_up_to
-from gpubroker_server.core.planning.nodes.victims import Stoppable, after, gives_way, stoppable
+from gpubroker_server.core.planning.nodes.shields import ahead_of_priority
+from gpubroker_server.core.planning.nodes.victims import PossibleVictim, after, gives_way, possible_victims
 from gpubroker_server.core.world.placement_scores import Row, rows
 
 CRITICAL = BANDS[0][1]
@@ -67,9 +67,9 @@ class _Facts:
     rows: dict[int, tuple[Room, tuple[Row, ...]]] = field(default_factory=dict)
     """Of `now`, by class of device."""
     soon: dict[int, Room] = field(default_factory=dict)
-    runs: Mapping[TaskId, Sequence[Stoppable]] | None = None
+    runs: Mapping[TaskId, Sequence[PossibleVictim]] | None = None
     """Runs that could be victims of some task; None until asked for."""
-    before: Mapping[TaskId, Sequence[Stoppable]] = field(default_factory=dict)
+    before: Mapping[TaskId, Sequence[PossibleVictim]] = field(default_factory=dict)
     """The same before this revision, and the samples of that time."""
     samples: list[DeviceSample | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -80,7 +80,7 @@ class _Facts:
 Known = dict[NodeName, _Facts]
 
 
-class Outlooks:
+class NodeRooms:
     """Rooms of the nodes of one draft, for tasks without pledges of their own. What is known of a node holds
     until its next revision."""
 
@@ -152,7 +152,10 @@ class Outlooks:
         """The priorities above each of which a task may have more there; to read only."""
         facts = self._facts(node)
         if not facts.steps:
-            first = (first_up_to(one.task, self._policy, self._began_at) for one in self.stoppable(node))
+            first = (
+                ahead_of_priority(one.task, self._policy, self._began_at)
+                for one in self.possible_victims(node)
+            )
             facts.steps = sorted({*facts.pledges, *self._draft.use(node).priorities, *first, CRITICAL - 1})
         return facts.steps
 
@@ -168,17 +171,17 @@ class Outlooks:
                 devices = tuple((device, mb - taken.get(device.key, 0)) for device, mb in room.devices)
                 rooms[above] = room.with_amounts(devices, room.beside.with_room_of(task, sign=-1))
 
-    def leavers(self, node: NodeName, priority: int) -> list[Stoppable]:
+    def leavers(self, node: NodeName, priority: int) -> list[PossibleVictim]:
         """Possible victims for a task of this priority, in no order."""
         began_at, policy = self._began_at, self._policy
-        runs = self.stoppable(node)
+        runs = self.possible_victims(node)
         return [run for run in runs if gives_way(run, priority, policy, began_at)]
 
-    def stoppable(self, node: NodeName) -> Iterable[Stoppable]:
+    def possible_victims(self, node: NodeName) -> Iterable[PossibleVictim]:
         """Possible victims for any task, in no order."""
         facts = self._facts(node)
         if facts.runs is None:
-            facts.runs = stoppable(self._draft, node, self._began_at, facts.before)
+            facts.runs = possible_victims(self._draft, node, self._began_at, facts.before)
         return chain.from_iterable(facts.runs.values())
 
     def _facts(self, node: NodeName) -> _Facts:
@@ -187,7 +190,7 @@ class Outlooks:
             books = list(self._draft.books_on(node))
             pledges = sorted({pledge.priority for book in books for pledge in book.pledges.values()})
             samples = [book.sample for book in books]
-            before: Mapping[TaskId, Sequence[Stoppable]] = {}
+            before: Mapping[TaskId, Sequence[PossibleVictim]] = {}
             if facts is not None and _are_same(facts.samples, samples):
                 before = facts.before if facts.runs is None else facts.runs
             facts = _Facts(self._draft.changes.at(node), pledges, before=before, samples=samples)

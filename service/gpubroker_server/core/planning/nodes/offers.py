@@ -8,12 +8,12 @@ from gpubroker_server.core.domain.node_capacity import Headroom
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.node_room import Outlooks
+from gpubroker_server.core.planning.nodes.node_room import NodeRooms
 from gpubroker_server.core.planning.nodes.victims import (
     NO_COST,
     Candidate,
     Cost,
-    Stoppable,
+    PossibleVictim,
     cheapest_first,
     cost_of,
 )
@@ -73,7 +73,7 @@ class Offers:
         now: Instant,
         began_at: Instant | None = None,
         offered: Offered | None = None,
-        outlooks: Outlooks | None = None,
+        rooms: NodeRooms | None = None,
     ) -> None:
         """`began_at`: when the cycle began. Costs and shields are those of that moment; runs that the cycle
         admitted itself are left alone."""
@@ -83,7 +83,7 @@ class Offers:
         self._now = now
         self.began_at = now if began_at is None else began_at
         self._known: Offered = {} if offered is None else offered
-        self.outlooks = outlooks or Outlooks(draft, policy, now, self.began_at, {})
+        self.rooms = rooms or NodeRooms(draft, policy, now, self.began_at, {})
 
     def of(self, node: NodeName, priority: int) -> Offer:
         """For a task of this priority without pledges."""
@@ -94,18 +94,18 @@ class Offers:
         return known[1]
 
     def _offer(self, node: NodeName, priority: int) -> Offer:
-        return self.among(node, priority, self.outlooks.leavers(node, priority))
+        return self.among(node, priority, self.rooms.leavers(node, priority))
 
-    def stoppable(self, node: NodeName) -> Iterable[Stoppable]:
+    def possible_victims(self, node: NodeName) -> Iterable[PossibleVictim]:
         """Possible victims for any task, in no order."""
-        return self.outlooks.stoppable(node)
+        return self.rooms.possible_victims(node)
 
-    def among(self, node: NodeName, priority: int, runs: Iterable[Stoppable]) -> Offer:
+    def among(self, node: NodeName, priority: int, runs: Iterable[PossibleVictim]) -> Offer:
         """The offer if only these may be preempted."""
         found = tuple(cheapest_first(runs, self.began_at))
         books = self.draft.usable_books(node, self.policy, self._now)
         sites = tuple(_site(book, priority, found) for book in books)
-        return Offer(node, self.outlooks.soon(node, priority).beside, found, sites)
+        return Offer(node, self.rooms.soon(node, priority).beside, found, sites)
 
 
 def _site(book: Book, priority: int, found: Sequence[Candidate]) -> Site:

@@ -12,9 +12,9 @@ from gpubroker_server.core.world.queue import aged
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
     """Strictly lower priority, and not protected. Nothing is protected from critical tasks."""
-    if run.priority >= for_priority or is_spared(run, for_priority, policy, now):
+    if run.priority >= for_priority or is_protected(run, for_priority, policy, now):
         return False
-    return not has_its_turn(run, for_priority, policy, now)
+    return not has_turn_protection(run, for_priority, policy, now)
 
 
 def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> float:
@@ -24,13 +24,13 @@ def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
         return inf
     if _is_critical(for_priority):
         return now
-    is_first = for_priority <= first_up_to(run, policy, now)
+    is_first = for_priority <= ahead_of_priority(run, policy, now)
     if run.started_at is None or not run.is_active:
-        return now + shielded_seconds(changed(run, started_at=None), policy, is_first=is_first)
-    return max(now, run.started_at + shielded_seconds(run, policy, is_first=is_first))
+        return now + shield_seconds_of(changed(run, started_at=None), policy, is_first=is_first)
+    return max(now, run.started_at + shield_seconds_of(run, policy, is_first=is_first))
 
 
-def is_spared(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
+def is_protected(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
     """Protected by its shield from a task of this priority."""
     return not _is_critical(for_priority) and is_shielded(run, policy, now)
 
@@ -40,7 +40,7 @@ def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
     nor run for the shield time."""
     if run.started_at is None:
         return is_young(run, policy, now) or run.preemptions >= policy.preemption_budget
-    return now - run.started_at < shielded_seconds(run, policy)
+    return now - run.started_at < shield_seconds_of(run, policy)
 
 
 def is_young(run: Task, policy: Policy, now: Instant) -> bool:
@@ -56,7 +56,7 @@ def _least_seconds(run: Task, policy: Policy) -> Seconds:
     return max(policy.min_run_seconds, min_residency_seconds(run.model.load_seconds))
 
 
-def shielded_seconds(run: Task, policy: Policy, *, is_first: bool = False) -> Seconds:
+def shield_seconds_of(run: Task, policy: Policy, *, is_first: bool = False) -> Seconds:
     """How long after its start a run is protected, as things are. `is_first`: from tasks that it was ahead of
     when it was admitted."""
     least = _least_seconds(run, policy)
@@ -65,22 +65,22 @@ def shielded_seconds(run: Task, policy: Policy, *, is_first: bool = False) -> Se
     return max(policy.shield_seconds, least)
 
 
-def has_its_turn(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
+def has_turn_protection(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
     """Whether it was ahead of all such tasks of its band when it was admitted, and this attempt has neither
     saved a checkpoint nor run for the shield time. Otherwise the next task would stop it at once."""
-    if _is_critical(for_priority) or now >= turn_ends_at(run, policy):
+    if _is_critical(for_priority) or now >= turn_protection_ends_at(run, policy):
         return False
-    return for_priority <= first_up_to(run, policy, now)
+    return for_priority <= ahead_of_priority(run, policy, now)
 
 
-def turn_ends_at(run: Task, policy: Policy) -> float:
+def turn_protection_ends_at(run: Task, policy: Policy) -> float:
     """When that protection ends; infinite if it has not started."""
     if policy.shield_seconds <= 0 or _has_saved(run):
         return -inf
     return inf if run.started_at is None else run.started_at + policy.shield_seconds
 
 
-def first_up_to(run: Task, policy: Policy, now: Instant) -> int:
+def ahead_of_priority(run: Task, policy: Policy, now: Instant) -> int:
     """The priority up to which it is ahead of every later task of its band, by its age when it was admitted.
     Of a waiting task: if it were admitted now."""
     admitted_at = run.admitted_at

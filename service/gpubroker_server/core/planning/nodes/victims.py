@@ -30,7 +30,7 @@ Together = Callable[[Sequence["Candidate"]], Sequence["Candidate"]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stoppable:
+class PossibleVictim:
     """A possible victim and what it frees: a run, or one rank of a gang that goes on without it. Of a gang
     with such ranks, the run is the rest of the gang."""
 
@@ -52,7 +52,7 @@ class Stoppable:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate(Stoppable):
+class Candidate(PossibleVictim):
     lost: float = 0.0
     """GPU-seconds of work since its start or newest checkpoint; 0 for a single rank, since its gang goes on.
     """
@@ -64,16 +64,16 @@ class Candidate(Stoppable):
         return self.lost, self.rank is None, self.task.priority, -sum(self.frees.values()), id, -rank
 
 
-def stoppable(
-    draft: Draft, node: NodeName, began_at: Instant, known: Mapping[TaskId, Sequence[Stoppable]]
-) -> dict[TaskId, Sequence[Stoppable]]:
+def possible_victims(
+    draft: Draft, node: NodeName, began_at: Instant, known: Mapping[TaskId, Sequence[PossibleVictim]]
+) -> dict[TaskId, Sequence[PossibleVictim]]:
     """Task -> possible victims with a run on the node, in no order.
 
     A run admitted in the cycle that began at `began_at` is left alone, since it may not have started.
     `known`: what was found here before; it holds for a task that has not changed if nothing was measured
     since.
     """
-    found: dict[TaskId, Sequence[Stoppable]] = {}
+    found: dict[TaskId, Sequence[PossibleVictim]] = {}
     for run in draft.runs_on(node):
         if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at):
             before = known.get(run.id)
@@ -81,27 +81,27 @@ def stoppable(
                 if run.members:
                     before = [one for one in _of_gang(draft, run) if any(one.parts(node))]
                 else:
-                    before = (Stoppable(run, _frees(draft, run, (0,)), ((node, run),)),)
+                    before = (PossibleVictim(run, _frees(draft, run, (0,)), ((node, run),)),)
             if before:
                 found[run.id] = before
     return found
 
 
-def _of_gang(draft: Draft, run: Task) -> Iterator[Stoppable]:
+def _of_gang(draft: Draft, run: Task) -> Iterator[PossibleVictim]:
     """Every rank that the gang can do without, and the rest of the gang. Ranks that are leaving free nothing
     more."""
     surplus = surplus_of(run)
     for rank in surplus:
         alone = ((run.members[rank].node, part_of(run, rank)),)
-        yield Stoppable(run, _frees(draft, run, (rank,)), alone, rank)
+        yield PossibleVictim(run, _frees(draft, run, (rank,)), alone, rank)
     rest = [
         (rank, node) for rank, node in ranks_of(run) if rank not in surplus and run.members[rank].takes_part
     ]
     parts = tuple((node, part_of(run, rank)) for rank, node in rest)
-    yield Stoppable(run, _frees(draft, run, [rank for rank, _ in rest]), parts)
+    yield PossibleVictim(run, _frees(draft, run, [rank for rank, _ in rest]), parts)
 
 
-def cheapest_first(runs: Iterable[Stoppable], now: Instant) -> list[Candidate]:
+def cheapest_first(runs: Iterable[PossibleVictim], now: Instant) -> list[Candidate]:
     """The order in which victims are considered:
 
     1. fewer lost GPU-seconds
@@ -122,7 +122,7 @@ def is_old_enough(run: Task, began_at: Instant) -> bool:
     return (run.admitted_at or 0.0) < began_at
 
 
-def gives_way(one: Stoppable, for_priority: int, policy: Policy, now: Instant) -> bool:
+def gives_way(one: PossibleVictim, for_priority: int, policy: Policy, now: Instant) -> bool:
     """A rank that its gang can do without has no shield: no work is lost."""
     if one.rank is not None:
         return one.task.priority < for_priority
@@ -140,7 +140,7 @@ def lost_gpu_seconds(run: Task, now: Instant) -> float:
     return max(0.0, now - saved_at) * max(1, gpus_of(run))
 
 
-def after(room: Headroom, node: NodeName, leavers: Iterable[Stoppable]) -> Headroom:
+def after(room: Headroom, node: NodeName, leavers: Iterable[PossibleVictim]) -> Headroom:
     """The node's headroom once these have left."""
     return room.with_room_of(*(run for leaver in leavers for there, run in leaver.runs if there == node))
 

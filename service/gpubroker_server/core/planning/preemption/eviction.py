@@ -90,12 +90,12 @@ def may_preempt(offers: Offers, task: Task) -> bool:
 
 def is_coming(offers: Offers, task: Task, node: NodeName) -> bool:
     """Whether the task fits once all releases under way are done."""
-    return node in offers.nodes and offers.outlooks.soon(node, task.priority).fits(task)
+    return node in offers.nodes and offers.rooms.soon(node, task.priority).fits(task)
 
 
 def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
     """Whether it fits once all possible victims have left too."""
-    return node in offers.nodes and offers.outlooks.most(node, task.priority).fits(task)
+    return node in offers.nodes and offers.rooms.most(node, task.priority).fits(task)
 
 
 def search_eviction(

@@ -7,8 +7,8 @@ from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.planning.nodes.offers import Offer, Offers
-from gpubroker_server.core.planning.nodes.shields import is_spared
-from gpubroker_server.core.planning.nodes.victims import Stoppable, Together, all_of
+from gpubroker_server.core.planning.nodes.shields import is_protected
+from gpubroker_server.core.planning.nodes.victims import PossibleVictim, Together, all_of
 from gpubroker_server.core.planning.preemption.eviction import (
     Coming,
     Eviction,
@@ -73,7 +73,7 @@ def make_room_in_quota(
         return None
     there = []
     for node in sorted(nodes):
-        mine = (run for run in offers.outlooks.leavers(node, task.priority) if run.task.tenant == task.tenant)
+        mine = (run for run in offers.rooms.leavers(node, task.priority) if run.task.tenant == task.tenant)
         there.append(offers.among(node, task.priority, mine))
     found = choose_among(
         there, offers.draft, task, now, gives_enough=lambda gone: leased_mb(gone, offers.draft) >= lacks_mb
@@ -85,15 +85,15 @@ def make_room_in_quota(
 def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[NodeName]) -> Iterator[Offer]:
     """What these nodes offer if only borrowers that must give back may be preempted."""
     for node in sorted(nodes):
-        runs = offers.stoppable(node)
+        runs = offers.possible_victims(node)
         asked = [run for run in runs if run.task.tenant in surplus and _may_be_asked(run, task, offers)]
         yield offers.among(node, task.priority, asked)
 
 
-def _may_be_asked(run: Stoppable, task: Task, offers: Offers) -> bool:
+def _may_be_asked(run: PossibleVictim, task: Task, offers: Offers) -> bool:
     """A rank that its gang can do without is never protected: no work is lost. The turn of a run does not
     count: what was borrowed is given back."""
     same_or_lower = band_of(run.task.priority)[2] <= band_of(task.priority)[2]
     is_alone = run.rank is not None
-    spared = not is_alone and is_spared(run.task, task.priority, offers.policy, offers.began_at)
+    spared = not is_alone and is_protected(run.task, task.priority, offers.policy, offers.began_at)
     return same_or_lower and not spared
