@@ -40,7 +40,7 @@ def gateway(
     port: Port = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Start one of the processes that speak HTTP, on PostgreSQL; a broker carries out what they take in."""
+    """Start a gateway, on PostgreSQL: it serves HTTP; a broker decides and runs tasks."""
     flags = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
     _run(_settings(config, **flags, log_level=log_level), speaks=True, leads=False)
 
@@ -51,13 +51,13 @@ def broker(
     database_url: DatabaseUrl = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Start one of the processes that decide and run tasks, on PostgreSQL; one of them leads."""
+    """Start a broker, on PostgreSQL: it decides and runs tasks; one of all brokers leads."""
     flags = {"data_dir": data_dir, "database_url": database_url}
     _run(_settings(config, **flags, log_level=log_level), speaks=False, leads=True)
 
 
 def down(config: Config = None, data_dir: DataDir = None) -> None:
-    """Stop the service of this data directory and the local Ray it left running."""
+    """Stop the service of this data directory and its local Ray."""
     from gpubroker_server.bootstrap.down import StillRunning, stop_everything
 
     try:
@@ -74,12 +74,12 @@ def migrate(
     database_url: DatabaseUrl = None,
     to: Annotated[str, typer.Option(help="Revision to go to, up or down, such as 0003.")] = "head",
     drop_everything: Annotated[
-        bool, typer.Option("--drop-everything", help="Needed for --to base, which drops every table.")
+        bool, typer.Option("--drop-everything", help="Required for --to base, which drops every table.")
     ] = False,
 ) -> None:
     """Bring the database to a revision.
 
-    The service must not be running meanwhile on a SQLite file, nor, to go back, on PostgreSQL.
+    Stop the service first if it uses a SQLite file, or to go back.
     """
     from gpubroker_server.bootstrap.commands import StartRefused, migrate_database
 
@@ -93,15 +93,15 @@ def migrate(
 def migrate_data(
     target: Annotated[str, typer.Option("--to", help="An empty database: postgresql://user@host/name.")],
     source: Annotated[
-        str | None, typer.Option("--from", help="sqlite:///path; otherwise the one of the configuration.")
+        str | None, typer.Option("--from", help="sqlite:///path; default: the configured one.")
     ] = None,
     config: Config = None,
     data_dir: DataDir = None,
 ) -> None:
     """Move a stopped service from its SQLite file to PostgreSQL: everything, or nothing.
 
-    Every table is compared once it has arrived, and the file is then never served again. Broken off at any
-    moment it is simply run again. Runs go on meanwhile.
+    Every table is compared after the copy, and the file is never served again. If the command is interrupted,
+    run it again. Runs continue meanwhile.
     """
     from gpubroker_server.bootstrap.commands import StartRefused, move_database
 
@@ -120,7 +120,7 @@ def openapi() -> None:
 
 
 def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
-    gc.disable()  # a tenth of a start, and finds nothing; see `make_full_collections_rare`
+    gc.disable()  # it takes a tenth of a start and finds nothing; see `make_full_collections_rare`
     from gpubroker_server.bootstrap.commands import StartRefused, run_service
 
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gpubroker import BrokerError
 from gpubroker_server.adapters.sql.store import open_store
-from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.bootstrap.follower import Follower
 from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.settings.loading import load_settings
@@ -42,7 +42,7 @@ async def test_of_parts_that_fail_together_each_is_told_once_and_none_by_the_eve
     async def fail() -> None:
         raise ValueError("of the test")
 
-    monkeypatch.setattr(Picture, "jobs", lambda _: [("first", fail()), ("second", fail())])
+    monkeypatch.setattr(Follower, "jobs", lambda _: [("first", fail()), ("second", fail())])
     unheard: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, about: unheard.append(about))
     settings = load_settings(data_dir=tmp_path, engine="simulated")

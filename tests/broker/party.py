@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gpubroker_server.broker.leadership import Candidate
+from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
@@ -66,7 +66,7 @@ class Party:
         self.running: dict[str, asyncio.Task[None]] = {}
         self.catching_up_fails = 0
 
-    def _candidate(self, name: str) -> Candidate:
+    def _candidate(self, name: str) -> LeaderCandidate:
         stage = self.stages[name]
 
         caught_up: list[Term] = []
@@ -83,7 +83,7 @@ class Party:
             stage.leader = stage.new_leader(tenure)
             return stage.leader
 
-        return Candidate(
+        return LeaderCandidate(
             name=name,
             store=self.store,
             executor=stage.executor,

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpubroker_server.broker.inference_dispatch import MOST_LANES, BatchRules, InferenceDesk
+from gpubroker_server.broker.inference_dispatch import MOST_QUEUES, BatchRules, InferenceDesk
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Report
@@ -229,16 +229,16 @@ async def test_of_models_that_nobody_asks_any_more_so_many_are_remembered() -> N
     client = Doubling()
     async with a_room(client, BatchRules(delay_seconds=Seconds(0.001))) as room:
         before = len(asyncio.all_tasks())
-        for at in range(MOST_LANES):
+        for at in range(MOST_QUEUES):
             room.send(f"t{at}", 1, model=f"m{at}")
-        await room.ended(MOST_LANES)
+        await room.ended(MOST_QUEUES)
         client.goes_on.clear()
         room.send("a", 1, model="more")
         await until(lambda: len(asyncio.all_tasks()) == before + 2)  # its lane, and its request
         client.goes_on.set()
-        assert "a" in await room.ended(MOST_LANES + 1)
+        assert "a" in await room.ended(MOST_QUEUES + 1)
         room.send("b", 1, model="m0")
-        assert "b" in await room.ended(MOST_LANES + 2)
+        assert "b" in await room.ended(MOST_QUEUES + 2)
 
 
 async def test_what_nobody_knows_is_dropped_as_well() -> None:

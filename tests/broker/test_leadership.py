@@ -126,7 +126,7 @@ async def test_a_start_that_never_left_is_made_good_in_the_next_term(stage: Stag
 
 @pytest.fixture
 async def party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Party]:
-    monkeypatch.setattr(leadership, "LOOK_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(leadership, "POLL_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(leadership, "RETRY_SECONDS", 0.0)
     party = Party(tmp_path, "one", "two")
     yield party
@@ -185,7 +185,7 @@ async def test_who_is_stopped_lets_the_term_go_before_agents_have_its_last_order
 async def test_a_candidate_that_hears_of_a_term_let_go_does_not_wait_until_it_looks_again(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leadership, "LOOK_SECONDS", (3600.0, 3600.0))
+    monkeypatch.setattr(leadership, "POLL_SECONDS", (3600.0, 3600.0))
     party.begin("one")
     await party.until(("one", 1))
     party.begin("two")

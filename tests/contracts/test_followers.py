@@ -10,8 +10,8 @@ import psycopg
 import pytest
 from gpubroker_server.adapters.sql import connections
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.bootstrap.follower import Picture, fill, fill_anew
-from gpubroker_server.bootstrap.leader_status import Lead
+from gpubroker_server.bootstrap.follower import Follower, fill, refill
+from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -40,7 +40,7 @@ def fails(part: str, fault: BaseException) -> None:
 
 
 @asynccontextmanager
-async def at_work(picture: Picture) -> AsyncIterator[None]:
+async def at_work(picture: Follower) -> AsyncIterator[None]:
     jobs = [asyncio.create_task(job) for _, job in picture.jobs()]
     try:
         yield
@@ -120,9 +120,9 @@ async def test_a_log_that_lost_what_comes_next_is_told_and_passed_over(postgres_
 
 async def test_a_picture_that_fell_behind_the_log_is_read_anew(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
-        seen = Picture(two, HALF_LIFE_SECONDS, fails)
+        seen = Follower(two, HALF_LIFE_SECONDS, fails)
         anew = asyncio.Event()
-        seen.on_anew = anew.set
+        seen.on_reread = anew.set
         await seen.begin()
         inventory = seen.world.inventory_version
         term = await with_gpu(one, task := a_task("t1"))
@@ -138,7 +138,7 @@ async def test_a_picture_that_fell_behind_the_log_is_read_anew(postgres_url: str
 
 async def test_a_picture_hears_of_a_commit_elsewhere_and_knows_that_it_is_current(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
-        seen, there = Picture(two, HALF_LIFE_SECONDS, fails), asyncio.Event()
+        seen, there = Follower(two, HALF_LIFE_SECONDS, fails), asyncio.Event()
         await seen.begin()
         seen.listen(lambda _events: there.set())
         async with at_work(seen):
@@ -156,9 +156,9 @@ async def test_what_the_leader_holds_back_and_whom_it_does_not_hear_is_told_ever
     )
     silent = {NodeName("n1"): Instant(2.0)}
     async with opened(postgres_url) as one, opened(postgres_url) as two:
-        seen = Picture(two, HALF_LIFE_SECONDS, fails)
+        seen = Follower(two, HALF_LIFE_SECONDS, fails)
         await seen.begin()
-        gateway = Lead(two, seen, Policy(), None)
+        gateway = LeaderStatus(two, seen, Policy(), None)
         assert (gateway.leader(), gateway.paused()) == (None, None)
         term = await next_term(one)
         said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent)
@@ -189,7 +189,7 @@ async def test_a_world_filled_anew_forgets_what_is_no_longer_there(postgres_url:
     world.add_task(a_task("gone"))
     async with opened(postgres_url) as store:
         await store.submit(a_submission("there"))
-        fill_anew(world, await store.snapshot())
+        refill(world, await store.snapshot())
     assert list(world.tasks) == ["there"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.broker import leadership
-from gpubroker_server.broker.leadership import Candidate
+from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
 from gpubroker_server.core.domain.units import Instant, Seconds, Term
@@ -29,7 +29,7 @@ class Broker:
         self.machine = Hands()
         self._stage = Stage(folder / name, store, self.machine)
         self._store = store
-        self.candidate = Candidate(
+        self.candidate = LeaderCandidate(
             name=name,
             store=store,
             executor=self._stage.executor,
@@ -81,7 +81,7 @@ class Site:
 
 @pytest.fixture
 async def site(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr(leadership, "LOOK_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(leadership, "POLL_SECONDS", (0.01, 0.02))
     async with opened(url) as store:
         site = Site(url, tmp_path, store)
         yield site

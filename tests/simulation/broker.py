@@ -8,10 +8,10 @@ from random import Random
 from typing import cast
 
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.bootstrap.follower import Follower
 from gpubroker_server.broker.background import Pruner
 from gpubroker_server.broker.dispatch import Dispatcher
-from gpubroker_server.broker.leadership import Candidate
+from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
@@ -54,8 +54,8 @@ class Process:
         self.is_cut_off = False
         self.is_dead = True
         self.loop: VirtualLoop
-        self.picture: Picture
-        self._candidate: Candidate
+        self.picture: Follower
+        self._candidate: LeaderCandidate
         self._main: asyncio.Task[None]
         self._wire: Wire
         self._buried: list[VirtualLoop] = []
@@ -139,10 +139,10 @@ class Life:
         self._store = cast(TaskStore, session)
         host = process.host
         half_life = site.policy.usage_half_life_seconds
-        self.picture = Picture(cast(SqlStore, session), half_life, self._fail, host.ticks)
+        self.picture = Follower(cast(SqlStore, session), half_life, self._fail, host.ticks)
         self.wire = Wire(process.name, process, host, self.picture.clock, site.network, chance)
-        self.picture.on_anew = lambda: None
-        self.candidate = Candidate(
+        self.picture.on_reread = lambda: None
+        self.candidate = LeaderCandidate(
             name=process.life,
             store=self._store,
             executor=self.wire,

@@ -76,7 +76,7 @@ def rarer_looks() -> Iterator[None]:
     """To look whether there is something new takes most of the time if there is nothing, as mostly here."""
     known = {
         (cycle_timing, "TICK_SECONDS"): 1.0,
-        (leadership, "LOOK_SECONDS"): (0.2, 0.8),
+        (leadership, "POLL_SECONDS"): (0.2, 0.8),
         (bootstrap_picture, "POLL_SECONDS"): (0.2, 1.0),
     }
     before = {(module, name): getattr(module, name) for module, name in known}

@@ -5,7 +5,7 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
-from gpubroker_server.broker.leadership import Candidate
+from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.core.domain.leader_term import Tenure
 
 from tests.simulation.storm import storm
@@ -27,12 +27,12 @@ def test_the_same_seed_is_the_same_storm() -> None:
 
 
 def test_a_process_that_goes_on_though_it_was_stopped_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    lead = Candidate._lead
+    lead = LeaderCandidate._lead
 
-    async def goes_on(self: Candidate, tenure: Tenure) -> None:
+    async def goes_on(self: LeaderCandidate, tenure: Tenure) -> None:
         with suppress(asyncio.CancelledError):
             await lead(self, tenure)
 
-    monkeypatch.setattr(Candidate, "_lead", goes_on)
+    monkeypatch.setattr(LeaderCandidate, "_lead", goes_on)
     reports = [storm(seed, 60, ["clean stop"]) for seed in range(1, 4)]
     assert any(report.wrong for report in reports)

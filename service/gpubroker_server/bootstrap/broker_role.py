@@ -1,4 +1,4 @@
-"""The role that decides and acts: a candidate for the lead, its leader, and what carries out orders."""
+"""The broker's role: a candidate for the lead, its leader, the executor, and the model servers."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from gpubroker_server.bootstrap.compose import (
     retention_of,
     tenure_rules_of,
 )
-from gpubroker_server.bootstrap.follower import Job, Picture, word_seconds
+from gpubroker_server.bootstrap.follower import Follower, Job, publish_seconds
 from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
 from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
 from gpubroker_server.broker.background import Pruner, Publisher, SlotDivider, gateways_have_let_go
 from gpubroker_server.broker.dispatch import Dispatcher
-from gpubroker_server.broker.leadership import Candidate
+from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import DeskRules, ModelDesk
 from gpubroker_server.broker.observe import Observer
@@ -35,19 +35,19 @@ from gpubroker_server.settings.loading import Settings
 
 class BrokerRole:
     def __init__(
-        self, name: str, settings: Settings, store: SqlStore, picture: Picture, blobs: DirectoryBlobs
+        self, name: str, settings: Settings, store: SqlStore, follower: Follower, blobs: DirectoryBlobs
     ) -> None:
         self._name = name
         self._settings = settings
         self._store = store
-        self._picture = picture
+        self._follower = follower
         self._blobs = blobs
         self._policy = policy_of(settings)
-        self.executor = new_executor(settings, picture.clock)
+        self.executor = new_executor(settings, follower.clock)
         self._hosts = hosts_of(settings)
-        self._askers = inference_clients_of(settings)
+        self._clients = inference_clients_of(settings)
         self._wait_seconds = DeskRules().call_seconds if store.is_shared else Seconds(0.0)
-        self.candidate = Candidate(
+        self.candidate = LeaderCandidate(
             name=name,
             store=store,
             executor=self.executor,
@@ -55,46 +55,46 @@ class BrokerRole:
             ticks=boot_seconds,
             chance=random,
             new_leader=self._new_leader,
-            catch_up=picture.catch_up,
+            catch_up=follower.catch_up,
             resigned=store.resigned,
         )
         self._pruner = Pruner(
-            store, picture.clock, retention_of(settings), self.term, lambda: picture.world.position
+            store, follower.clock, retention_of(settings), self.term, lambda: follower.world.position
         )
         self.let_go: Callable[[], frozenset[str]] | None = None
-        """Claims of models of which the gateway in this process has let go, if there is one; where others may
-        be, they say so in the database."""
-        self._publisher = Publisher(picture.world, picture.progress, self.seen, store)
-        self._slots = SlotDivider(settings.triton.slots, store, picture.clock)
-        picture.listen(self._on_events)
+        """Claims on models that the gateway in this process has let go of, if there is one. Gateways of other
+        processes say so in the database."""
+        self._publisher = Publisher(follower.world, follower.progress, self.seen, store)
+        self._slots = SlotDivider(settings.triton.slots, store, follower.clock)
+        follower.listen(self._on_events)
 
     def jobs(self) -> list[Job]:
         jobs = [
-            ("leader", self._stand()),
+            ("leader", self._run_candidate()),
             ("retention", self._pruner.keep()),
             ("objects", self._blobs.keep_clean(self._store.referenced)),
         ]
         if self._store.is_shared:
-            jobs.append(("publisher", self._publisher.keep(self.term, word_seconds(self._policy))))
+            jobs.append(("publisher", self._publisher.keep(self.term, publish_seconds(self._policy))))
         if self._store.is_shared and self._settings.triton.slots:
-            jobs.append(("slots of models", self._slots.keep(self.term, word_seconds(self._policy))))
+            jobs.append(("slots of models", self._slots.keep(self.term, publish_seconds(self._policy))))
         return jobs
 
-    async def _stand(self) -> None:
-        """For the lead, until the log holds what this software cannot read; then it lets the term go, and
-        stands no more. What the candidate raises comes in a group."""
+    async def _run_candidate(self) -> None:
+        """Run as a candidate until the log has events that this software cannot read; then resign. Raises
+        what the candidate raises, in a group."""
         async with asyncio.TaskGroup() as group:
-            standing = group.create_task(self.candidate.run())
-            await self._picture.is_outgrown.wait()
-            standing.cancel()
-        await asyncio.Event().wait()  # nobody asked this part to end
+            running = group.create_task(self.candidate.run())
+            await self._follower.is_outgrown.wait()
+            running.cancel()
+        await asyncio.Event().wait()  # until cancelled
 
-    async def check_ray(self, word: LeaderSeen | None) -> None:
-        """Against what a leader has said. Raises StartRefused if it leads still, with another Ray."""
-        if word is None or not (fault := other_ray(self.executor.status(), word)):
+    async def check_ray(self, seen: LeaderSeen | None) -> None:
+        """Raises StartRefused if this leader leads now and uses another Ray."""
+        if seen is None or not (fault := other_ray(self.executor.status(), seen)):
             return
         row = await self._store.leader()
-        if row.term == word.term and row.lease_until > row.at:
+        if row.term == seen.term and row.lease_until > row.at:
             raise StartRefused(fault)
 
     def term(self) -> Term | None:
@@ -102,9 +102,9 @@ class BrokerRole:
         return self.candidate.term
 
     def seen(self, term: Term) -> LeaderSeen:
-        """What this process says of itself while it leads."""
+        """What this process publishes while it leads."""
         status, leader = dict(self.executor.status()), self.candidate.leader
-        seen = LeaderSeen(term, self._name, self._picture.clock.now(), status, slots=self._slots.divided)
+        seen = LeaderSeen(term, self._name, self._follower.clock.now(), status, slots=self._slots.divided)
         return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
 
     def forecasts(self) -> Sequence[Forecast]:
@@ -118,45 +118,45 @@ class BrokerRole:
         await self.executor.close(stop_cluster=stop_cluster)
         for host in self._hosts:
             await host.close()
-        for client in self._askers:
+        for client in self._clients:
             await client.close()
 
     def _new_leader(self, tenure: Tenure) -> Leader:
-        """For one term: nothing that an earlier one of this process remembered holds any more."""
-        picture, settings = self._picture, self._settings
+        """A new one for each term, with nothing kept of earlier terms."""
+        follower, settings = self._follower, self._settings
         return Leader(
             tenure=tenure,
             ticks=boot_seconds,
-            world=picture.world,
+            world=follower.world,
             policy=self._policy,
             store=self._store,
             executor=self.executor,
             observer=Observer(
-                picture.world,
+                follower.world,
                 self._policy,
                 self._blobs,
                 inventory_rules_of(settings),
                 settings.limits.inline_bytes,
-                picture.progress,
+                follower.progress,
                 boot_seconds,
                 frozenset(host.name for host in self._hosts),
             ),
             dispatcher=self._dispatcher(),
-            clock=picture.clock,
+            clock=follower.clock,
         )
 
     def _dispatcher(self) -> Dispatcher:
-        clock = self._picture.clock
+        clock = self._follower.clock
         desk = ModelDesk(
             self._hosts, clock, boot_seconds, wait_seconds=self._wait_seconds, have_let_go=self._have_let_go
         )
-        inferences = inference_desk_of(self._settings, self._askers, clock)
-        world = self._picture.world
+        inferences = inference_desk_of(self._settings, self._clients, clock)
+        world = self._follower.world
         return Dispatcher(self._store, self._blobs, self.executor, world, clock, desk, inferences)
 
     async def _have_let_go(self, claim: str) -> bool:
         if self._store.is_shared:
-            return await gateways_have_let_go(self._store, self._picture.clock, claim)
+            return await gateways_have_let_go(self._store, self._follower.clock, claim)
         return self.let_go is None or claim in self.let_go()
 
     def _on_events(self, events: Sequence[Event]) -> None:

@@ -1,4 +1,4 @@
-"""`gpubroker down`: stop the service of a data directory, and the local Ray that outlives it."""
+"""`gpubroker down`: stop the service of a data directory, and the local Ray that keeps running after it."""
 
 import asyncio
 import json
@@ -21,21 +21,18 @@ CLOSE_SECONDS = 30.0
 
 
 class StillRunning(Exception):
-    """The service may go on, so its local Ray was left alone; the text says why and what to do."""
+    """The service may still run, so its local Ray was not stopped; the text says why and what to do."""
 
 
 def stop_everything(settings: Settings) -> list[str]:
-    """Stop the service of this data directory, then the local Ray it may have left; what was done.
-
-    Runs die with their Ray: it is only stopped once no service is there that counts on it.
-    Raises StillRunning.
-    """
-    said = [_stop_service(settings.data_dir / "client.json"), *_stop_brokers(settings.data_dir)]
+    """Stop the service of this data directory, then its local Ray with all runs; what was done. Raises
+    StillRunning."""
+    done = [_stop_service(settings.data_dir / "client.json"), *_stop_brokers(settings.data_dir)]
     head = read_state(settings.data_dir)
     if head is not None:
         asyncio.run(stop_head(settings.data_dir))
-        said.append(f"local Ray (process {head.pid}) stopped")
-    return said
+        done.append(f"local Ray (process {head.pid}) stopped")
+    return done
 
 
 def _stop_service(client_file: Path) -> str:
@@ -46,15 +43,17 @@ def _stop_service(client_file: Path) -> str:
         url, token = known["url"], known["token"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StillRunning(
-            f"{client_file} does not say where the service is ({error!r}); start the service again, which "
-            "writes it anew, or end its process"
+            f"{client_file} does not say where the service is ({error!r}); start the service, which writes "
+            "the file again, or end its process"
         ) from None
     try:
         with Broker(url, token, timeout_seconds=ANSWER_SECONDS, retry_seconds=0) as broker:
             broker.shutdown(stop_cluster=True)
     except Unreachable as error:
         if _listens(url):
-            raise StillRunning(f"somebody listens on {url} and does not answer: {error}; try again") from None
+            raise StillRunning(
+                f"a process listens on {url} and does not answer: {error}; try again"
+            ) from None
         return f"no service answers on {url}"
     except BrokerError as error:
         raise StillRunning(
@@ -65,8 +64,8 @@ def _stop_service(client_file: Path) -> str:
 
 
 def _stop_brokers(data_dir: Path) -> list[str]:
-    """Those that speak no HTTP."""
-    said: list[str] = []
+    """Brokers without HTTP."""
+    done: list[str] = []
     for broker in brokers_of(data_dir):
         with suppress(ProcessLookupError):
             os.kill(broker, signal.SIGTERM)
@@ -74,23 +73,23 @@ def _stop_brokers(data_dir: Path) -> list[str]:
         while broker in brokers_of(data_dir):
             if time.monotonic() > deadline:
                 raise StillRunning(
-                    f"broker (process {broker}) still runs {CLOSE_SECONDS:.0f} s after SIGTERM"
+                    f"broker (process {broker}) runs {CLOSE_SECONDS:.0f} s after SIGTERM; try again"
                 )
             time.sleep(0.05)
-        said.append(f"broker (process {broker}) stopped")
-    return said
+        done.append(f"broker (process {broker}) stopped")
+    return done
 
 
 def _wait_until_closed(url: str) -> None:
     deadline = time.monotonic() + CLOSE_SECONDS
     while _listens(url):
         if time.monotonic() > deadline:
-            raise StillRunning(f"{url} said that it stops and still listens after {CLOSE_SECONDS:.0f} s")
+            raise StillRunning(f"the service on {url} still listens after {CLOSE_SECONDS:.0f} s; try again")
         time.sleep(0.05)
 
 
 def _listens(url: str) -> bool:
-    """Whether anybody takes a connection. One that is neither taken nor refused in time is taken for busy."""
+    """Whether a process accepts connections; a timeout counts as yes."""
     address = urlsplit(url)
     try:
         socket.create_connection((address.hostname or "", address.port or 80), timeout=1).close()

@@ -1,4 +1,4 @@
-"""What one process knows of the cluster: a World that follows the log, and how old it may be."""
+"""The World of a process, which follows the log, and how old it is."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -28,22 +28,22 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker")
 
 POLL_SECONDS = (0.05, 0.25)
-"""Somewhere between them, so that processes which began together do not ask together. Always on: a hint that
-others have written is only a hint."""
+"""A random time between these, so that processes do not poll together. They poll despite hints, which may get
+lost."""
 
 ALONE_POLL_SECONDS = 1.0
-"""Where nobody else writes, asking only proves that the picture is current."""
+"""If no other process writes, a poll only proves that the World is current."""
 
 FAR_SECONDS = 0.25
-"""Of a round trip to the database. A connection takes up to seven, and there are 2 s for it; each commit
-takes two, and holds up all others for one."""
+"""The longest supported round trip to the database. To connect takes up to seven, within 2 s; a commit takes
+two, and blocks other commits for one."""
 
 Job = tuple[str, Coroutine[Any, Any, None]]
-"""What a part of a process does until it is cancelled, by the name under which its end is told."""
+"""What a part of a process does until it is cancelled; the name is for the log."""
 
 
-class Picture:
-    """One for all roles of a process. Whoever decides or answers by the World hears each event after it."""
+class Follower:
+    """One for all roles of a process. Its listeners get each event after the World."""
 
     def __init__(
         self,
@@ -52,44 +52,44 @@ class Picture:
         fail: Callable[[str, BaseException], None],
         ticks: ReadTicks = boot_seconds,
     ) -> None:
-        """`fail` ends the process: nobody may go on with a picture that has lost a part of the log."""
+        """`fail` ends the process: a World that has lost part of the log is useless."""
         self.world = World(half_life_seconds)
         self.clock = DatabaseClock(store, ticks=ticks)
         self._ticks = ticks
         self.progress: dict[TaskId, Progress] = {}
-        """The last word of each run about itself."""
-        self.on_anew: Callable[[], None] | None = None
-        """Called when the World was read anew and some events were heard by nobody. Without it, that ends
-        the process."""
+        """The last progress that each run reported."""
+        self.on_reread: Callable[[], None] | None = None
+        """Called when the World was read again and listeners have missed events. Without it, a shortened log
+        ends the process."""
         self._store = store
         self._fail = fail
         self._listeners: list[EventListener] = []
         self._verified_at = self._ticks()
         self._hinted = asyncio.Event()
         self.is_outgrown = asyncio.Event()
-        """It stands still: the log goes on with what this software cannot read."""
+        """The log has events that this software cannot read; the World does not change any more."""
         self._why_outgrown = ""
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)
 
     def age_seconds(self) -> float:
-        """Since the World was last known to stand at the head of the log."""
+        """Since the World was last known to be at the head of the log."""
         return inf if self._why_outgrown else self._ticks() - self._verified_at
 
     def why_stale(self) -> str:
-        """What to do about its age, where time will not help."""
+        """Why it will not get younger, and what to do; empty otherwise."""
         return self._why_outgrown
 
     async def begin(self) -> None:
-        """Read it from the database. Raises StoreUnavailable."""
+        """Read the World. Raises StoreUnavailable."""
         await self.clock.read()
         self._warn_if_far()
         fill(self.world, await self._store.snapshot())
         self._store.listen(self._on_events)
 
     def jobs(self) -> list[Job]:
-        jobs = [("clock", self.clock.keep()), ("picture", self._follow())]
+        jobs = [("clock", self.clock.keep()), ("follower", self._follow())]
         if self._store.gives_hints:
             jobs.append(("hints", self._store.keep_hints(self._hinted.set)))
         return jobs
@@ -98,31 +98,30 @@ class Picture:
         seconds = self.clock.round_trip_seconds
         if seconds > FAR_SECONDS:
             log.warning(
-                f"the database is too far away: a round trip takes {seconds:.2f} s, and at most "
-                f"{FAR_SECONDS:g} s are supported; run this process nearer to it"
+                f"a round trip to the database takes {seconds:.2f} s; up to {FAR_SECONDS:g} s is supported; "
+                "run this process nearer to it"
             )
 
     def _on_events(self, events: Sequence[Event]) -> None:
-        """Raises what went wrong, so that the store hears of it as well and lets nobody write any more."""
+        """Raises the fault, so that the store refuses all further writes."""
         try:
             self.world.apply(events)
             for listener in self._listeners:
                 listener(events)
         except Exception as fault:
-            self._fail("picture", fault)
+            self._fail("follower", fault)
             raise
 
     async def _follow(self) -> None:
-        """Hear what others write, and know how current the picture is. While the database is away it grows
-        old, and says so."""
+        """Apply what other processes write. While the database is away, the World gets older."""
         while True:
             self._hinted.clear()
             began = self._ticks()
             try:
                 more = await self._catch_up()
             except LogOutgrown as fault:
-                self._stand_still(fault)
-                await asyncio.Event().wait()  # for ever
+                self._stop_following(fault)
+                await asyncio.Event().wait()  # until cancelled
             except Outgrown:
                 raise
             except StoreUnavailable:
@@ -132,13 +131,13 @@ class Picture:
                 self._verified_at = began
                 await self._pause()
 
-    def _stand_still(self, fault: LogOutgrown) -> None:
-        log.error("the picture stands still from here on", fault=str(fault))
+    def _stop_following(self, fault: LogOutgrown) -> None:
+        log.error("this process does not follow the log any more", fault=str(fault))
         self._why_outgrown = str(fault)
         self.is_outgrown.set()
 
     async def catch_up(self) -> None:
-        """Back when it shows everything that anybody had committed at this call. Raises StoreUnavailable."""
+        """Returns when the World shows all that was committed before this call. Raises StoreUnavailable."""
         while await self._catch_up():
             pass
 
@@ -146,13 +145,13 @@ class Picture:
         try:
             return await self._store.catch_up()
         except LogShortened as fault:
-            if self.on_anew is None:
+            if self.on_reread is None:
                 raise
-            log.warning("reading the picture anew", fault=str(fault))
+            log.warning("reading all rows again", fault=str(fault))
             snapshot = await self._store.snapshot()
-            fill_anew(self.world, snapshot)
+            refill(self.world, snapshot)
             await self._store.go_on_at(snapshot.position)
-            self.on_anew()
+            self.on_reread()
             return True
 
     async def _pause(self) -> None:
@@ -165,12 +164,12 @@ class Picture:
             pass
 
 
-def word_seconds(policy: Policy) -> Seconds:
-    """How often a leader tells others what is no event, and they listen: samples must not age on the way."""
+def publish_seconds(policy: Policy) -> Seconds:
+    """How often last values are published and read: samples must not get too old on the way."""
     return Seconds(min(1.0, policy.sample_period_seconds / 2))
 
 
-def fill_anew(world: World, snapshot: Snapshot) -> None:
+def refill(world: World, snapshot: Snapshot) -> None:
     """Replace the contents of a World that has missed events. Samples will be measured again; the version of
     the inventory changes."""
     fresh = World(world.accounts.half_life_seconds)

@@ -15,8 +15,8 @@ from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import defaults_of, hosts_of, kinds_of, limits_of, policy_of
-from gpubroker_server.bootstrap.follower import Job, Picture
-from gpubroker_server.bootstrap.leader_status import Lead
+from gpubroker_server.bootstrap.follower import Follower, Job
+from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
 from gpubroker_server.bootstrap.start_checks import own_host, write_private
 from gpubroker_server.core.domain.leader_term import LeadershipStatus
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 
 
 FIRST_LOOK_SECONDS = 1.0
-"""So long a start waits for servers of models to say what they have."""
+"""How long a start waits for model servers to list their models."""
 
 
 class GatewayRole:
     _draining: Draining | None = None
-    """Of models in the ledger, if there are any."""
+    """Only with models that have leases."""
     _slots: SlotLeases | None = None
-    """Where several gateways divide the slots of models."""
+    """Only if several gateways divide the slots of models."""
 
     def __init__(
         self,
         name: str,
         settings: Settings,
         store: SqlStore,
-        picture: Picture,
+        follower: Follower,
         blobs: DirectoryBlobs,
-        lead: Lead,
+        lead: LeaderStatus,
         broker: BrokerRole | None,
         listener: socket.socket,
         shut_down: Callable[[bool], None],
@@ -66,14 +66,14 @@ class GatewayRole:
         self._name, self._broker = name, broker
         self._settings = settings
         self._store = store
-        self._picture = picture
+        self._follower = follower
         self._listener = listener
-        self._tokens = Tokens(store, picture.clock)
+        self._tokens = Tokens(store, follower.clock)
         self._waiters = Waiters()
         self._parts = parts = AppParts(
             store=store,
             blobs=blobs,
-            follower=picture,
+            follower=follower,
             leadership=lead,
             tokens=self._tokens,
             rules=OperatorRules(
@@ -92,27 +92,27 @@ class GatewayRole:
         )
         app = create_app(parts)
         plane = self._plane(parts, app.state.telemetry) if parts.servers else None
-        spoken = "httptools" if plane is None else in_front_of(plane)
+        protocol = "httptools" if plane is None else in_front_of(plane)
         config = uvicorn.Config(
-            app, http=spoken, loop="none", log_config=None, access_log=False, lifespan="off",
+            app, http=protocol, loop="none", log_config=None, access_log=False, lifespan="off",
             server_header=False, proxy_headers=False,
         )  # fmt: skip
         self._calls = None if plane is None else self._grpc_port(plane)
         self._closing: asyncio.Task[None] | None = None
         self._server = QuietServer(config)
-        picture.listen(self._waiters.on_events)
+        follower.listen(self._waiters.on_events)
         if broker is None:
-            picture.on_anew = self._waiters.wake_all
+            follower.on_reread = self._waiters.wake_all
 
     async def begin(self) -> None:
         await self._tokens.load()
         await self._write_client_file()
-        if len(self._parts.servers) > 1:  # whoever asks at once is to find his model
+        if len(self._parts.servers) > 1:  # so that the first request finds its model
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_LOOK_SECONDS):
                     await HealthChecks(self._parts.servers).check_all()
         if self._draining is not None and self._store.is_shared:
-            await self._draining.report(self._store, self._name, self._picture.clock.now())
+            await self._draining.report(self._store, self._name, self._follower.clock.now())
         if self._calls is not None:
             await self._calls.begin()
 
@@ -123,7 +123,7 @@ class GatewayRole:
             jobs.append(("models of inferences", QueuedModels(self._parts.residencies).keep()))
             jobs.append(("models without a holder", Adoption(self._parts.residencies).keep()))
         if self._draining is not None and self._store.is_shared:
-            keep = self._draining.keep_reporting(self._store, self._name, self._picture.clock)
+            keep = self._draining.keep_reporting(self._store, self._name, self._follower.clock)
             jobs.append(("presence", keep))
         if self._slots is not None:
             jobs.append(("slots of models", self._slots.keep()))
@@ -144,20 +144,20 @@ class GatewayRole:
                 await host.close()
 
     def drain(self) -> None:
-        """Say that this process is about to end, and hold back no answer any more."""
+        """Report that this process ends, and answer waiting requests now."""
         self._waiters.close()
 
     def stop(self, most_seconds: float) -> None:
-        """Take no more requests; those under way are answered, if that takes no longer."""
+        """Take no new requests; those under way may be answered within the time."""
         self.drain()
         self._server.config.timeout_graceful_shutdown = max(1, int(most_seconds))
         self._server.should_exit = True
         if self._calls is not None:
             self._closing = asyncio.create_task(self._calls.close(most_seconds))
 
-    async def say_goodbye(self) -> None:
-        """When `serve` and all jobs have ended: nothing is said after it."""
-        with contextlib.suppress(StoreUnavailable):  # then it is missed in a few seconds
+    async def report_absence(self) -> None:
+        """Call it when `serve` and all jobs have ended: they would report the gateway again."""
+        with contextlib.suppress(StoreUnavailable):  # the leader notices in a few seconds
             if self._draining is not None and self._store.is_shared:
                 await self._store.absent(self._name)
             if self._slots is not None:
@@ -177,13 +177,13 @@ class GatewayRole:
         slots = self._settings.triton.slots
         if slots and self._store.is_shared:
             self._slots = SlotLeases(
-                self._name, slots, lanes, self._store, self._picture.clock, parts.leadership.leader
+                self._name, slots, lanes, self._store, self._follower.clock, parts.leadership.leader
             )
         fleet = Fleet(self._parts.servers, parts.residencies)
         telemetry.show_lanes(lanes.figures)
         if parts.residencies is not None:
             self._draining = Draining(parts.follower.world, lanes.has_older, lanes.now)
-            self._picture.listen(self._draining.on_events)
+            self._follower.listen(self._draining.on_events)
             if self._broker is not None:
                 self._broker.let_go = self._draining.drained
         telemetry.show_servers(fleet.rows)
@@ -209,25 +209,25 @@ class GatewayRole:
         return grpc_port_of(self._settings, plane, self._listener.getsockname()[0])
 
     async def _write_client_file(self) -> None:
-        """On the first start make the admin token; always say where this service is."""
+        """Write where this service is; on the first start, create the admin token."""
         path = self._settings.data_dir / "client.json"
         known = json.loads(path.read_text()) if path.exists() else {}
         secret = known.get("token", "")
         if self._tokens.identify(secret) is None:
-            names = "admin", f"admin-{int(self._picture.clock.now())}-{os.getpid()}"
+            names = "admin", f"admin-{int(self._follower.clock.now())}-{os.getpid()}"
             secret = await self._new_admin(names[0]) or await self._new_admin(names[1]) or ""
             await self._tokens.load()
         write_private(path, json.dumps({"url": self.url, "token": secret}))
 
     async def _new_admin(self, name: str) -> str | None:
-        """None if there is one of this name, perhaps of a gateway that began at the same moment."""
-        now = self._picture.clock.now()
+        """None if the name exists, perhaps by a gateway that started at the same moment."""
+        now = self._follower.clock.now()
         secret, row = new_token(name, tenant="default", scopes=[EVERY_SCOPE], max_priority=100, now=now)
         return secret if await self._store.put_token(row, by=self._name) else None
 
 
 class QuietServer(uvicorn.Server):
-    """Signals are the service's business; uvicorn would raise them again after its own end."""
+    """The process handles signals; uvicorn would raise them again at its end."""
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()

@@ -55,7 +55,7 @@ def inference_desk_of(settings: Settings, clients: Sequence[InferenceClient], cl
 
 
 def served_of(settings: Settings, hosts: Sequence[ModelHost]) -> list[tuple[ServerRules, ModelHost]]:
-    """The servers whose models have leases, with the hosts that `compose.hosts_of` made."""
+    """The servers of leased models, with the hosts that `compose.hosts_of` made."""
     managed = [given for given in settings.triton.servers if given.node]
     return list(zip([_rules_of(settings, given) for given in managed], hosts, strict=True))
 

@@ -1,8 +1,7 @@
-"""The directory of large objects: the one that belongs to the database, whoever opens it.
+"""The directory of large objects: always the one that belongs to the database.
 
-The database has a mark before any directory has its name, and that name begins with the mark. So a first
-start that is cut off between naming the directory and noting that in the database is carried on by the next
-one: it knows the name for one that was given for this very database.
+First the database gets a mark, then the directory gets a name that begins with this mark, then the database
+gets the name. If the first start is interrupted, the next one recognizes the directory by the mark.
 """
 
 import os
@@ -16,15 +15,15 @@ from gpubroker_server.bootstrap.start_checks import StartRefused
 from gpubroker_server.settings.loading import Settings
 
 _ID = ".gpubroker"
-"""File in the directory that says which one it is, under whatever path it is mounted."""
+"""The file in the directory that has its name, independent of the path."""
 
 _OPEN = "-"
-"""The end of a mark: the name of no directory ends so."""
+"""The end of a mark; no name of a directory ends so."""
 
 
 async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
-    """Raises StartRefused for another directory than the one that holds what the database's rows name, and
-    for one that holds what another database's rows name: each would throw away what the other needs."""
+    """Raises StartRefused unless the directory belongs to this database: a database deletes objects that its
+    rows do not name."""
     folder = settings.objects
     known = await store.blobs() or await store.claim_blobs(f"{secrets.token_hex(8)}{_OPEN}", instead_of="")
     is_first = known.endswith(_OPEN)
@@ -39,9 +38,9 @@ async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
         if not (own.startswith(known) or _is_alone(settings)):
             raise StartRefused(
                 f"{folder} holds the large objects of another database, or of this one before it was "
-                f"emptied: its file {_ID} was not made for this one, which knows of none yet. Name another "
-                "directory with blob_dir. Only where no database needs these objects any more, remove the "
-                "file: what is in the directory is then deleted in time"
+                f"emptied: its file {_ID} was not created for this database. Name another directory with "
+                "blob_dir. Only if no database needs these objects any more, remove the file; then they are "
+                "deleted"
             )
         known = await store.claim_blobs(own, instead_of=known)
     if known != own:
@@ -50,14 +49,14 @@ async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
             f"{known}; name that one with blob_dir: all processes on one database share it"
         )
     limits = settings.limits
-    # An inference that names objects is their values and its own, and a head.
+    # An inference that names objects is stored with their values.
     asked_bytes = limits.body_bytes + limits.object_bytes
     most_bytes = max(asked_bytes, limits.result_bytes, limits.checkpoint_bytes)
     return DirectoryBlobs(folder, max_bytes=most_bytes)
 
 
 def _is_alone(settings: Settings) -> bool:
-    """The directory lies beside the file that is the database: no other database has it."""
+    """The directory is beside the SQLite file, so no other database uses it."""
     return settings.blob_dir is None and settings.database.startswith("sqlite:")
 
 
@@ -69,8 +68,7 @@ def _id_of(folder: Path) -> str:
 
 
 def _named(folder: Path, mark: str) -> str:
-    """The name that it has from now on: somebody else may be quicker. It is on disk before the database
-    knows of it."""
+    """Name the directory, unless another process is quicker; the name, which is on disk then."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = f"{mark}{secrets.token_hex(8)}"
     draft = folder / f"{_ID}.{own}"

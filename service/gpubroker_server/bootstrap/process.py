@@ -1,4 +1,4 @@
-"""One process: its roles around one picture, from the start until it is asked to stop."""
+"""One process: its roles around one World, from the start until it is asked to stop."""
 
 import asyncio
 import gc
@@ -17,8 +17,8 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import policy_of
-from gpubroker_server.bootstrap.follower import Picture
-from gpubroker_server.bootstrap.leader_status import Lead
+from gpubroker_server.bootstrap.follower import Follower
+from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.start_checks import StartRefused, process_name
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.ports.store import Outgrown
@@ -31,13 +31,13 @@ log = structlog.get_logger("gpubroker")
 
 
 WIND_UP_SECONDS = 0.1
-"""So long the leader may take to commit and send what it has in hand, of the half second in which another one
-is to lead. What it leaves, the next one hears and sends again."""
+"""How long the leader may take to commit reports and send orders; another one shall lead within half a
+second. The next leader gets what is left again."""
 
 CLOSE_SECONDS = 1.0
-"""Of the time to end in, what is kept for the end itself."""
+"""The part of drain_seconds that is reserved for the end itself."""
 
-Part = Union[BrokerRole, Picture, Lead, "GatewayRole"]
+Part = Union[BrokerRole, Follower, LeaderStatus, "GatewayRole"]
 
 
 class Process:
@@ -53,8 +53,8 @@ class Process:
         leads: bool,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """A gateway if it has a listener; a broker, which may lead, if it `leads`. `on_stop`: called when it
-        is asked to stop, and to leave the cluster as it is."""
+        """A gateway if it has a listener; a broker if it `leads`. `on_stop` is called when it is asked to
+        stop and to leave the cluster running."""
         self._name = name = process_name()
         self._settings = settings
         self._store = store
@@ -64,23 +64,23 @@ class Process:
         self._stop = asyncio.Event()
         self._stop_cluster = False
         self._fault: BaseException | None = None
-        """Why this process must not go on."""
+        """Why this process must stop."""
         half_life_seconds = Seconds(settings.policy.usage_half_life_seconds)
-        self._picture = picture = Picture(store, half_life_seconds, self._fail)
-        self._broker = broker = BrokerRole(name, settings, store, picture, blobs) if leads else None
-        self._lead = Lead(store, picture, policy_of(settings), broker)
+        self._follower = follower = Follower(store, half_life_seconds, self._fail)
+        self._broker = broker = BrokerRole(name, settings, store, follower, blobs) if leads else None
+        self._lead = LeaderStatus(store, follower, policy_of(settings), broker)
         self._gateway: GatewayRole | None = None
-        """From the moment on at which somebody is answered."""
+        """Loaded once the roles that decide run."""
 
     async def run(self) -> int:
         """Work until asked to stop; the exit code.
 
-        The cluster goes on unless the stop said otherwise. Each part lives as long as the process: one that
-        ends before, for whatever reason, ends the process, which a supervisor then starts anew. Raises
-        StoreUnavailable if the database goes away before anything has begun, and StartRefused.
+        The cluster keeps running unless the stop says otherwise. If one part ends, for any reason, the
+        process stops, and a supervisor starts it again. Raises StartRefused, and StoreUnavailable if the
+        database goes away before anything has started.
         """
         make_full_collections_rare()
-        await self._picture.begin()
+        await self._follower.begin()
         await self._lead.begin()
         self._stop_on_signals()
         leading = self._begin_all(self._broker)
@@ -89,28 +89,28 @@ class Process:
         except BaseException:
             await _end(leading)
             raise
-        jobs = self._begin_all(self._picture, self._lead, self._gateway)
+        jobs = self._begin_all(self._follower, self._lead, self._gateway)
         self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
         await self._stop.wait()
         await self._drain(serving, leading)
         await _end(jobs)
         if self._gateway is not None:
-            await self._gateway.say_goodbye()
+            await self._gateway.report_absence()
         if self._broker is not None:
             await self._broker.close(stop_cluster=self._stop_cluster)
         self._say(self._farewell())
         return 0 if self._fault is None else 1
 
     async def _speak(self, listener: socket.socket) -> asyncio.Task[None]:
-        """Answer requests from now on. What this takes is loaded here, beside the first decisions: a quarter
-        of all that a start loads, which none of them needs."""
+        """Serve requests from now on. The gateway is loaded only here, beside the first decisions: it takes a
+        quarter of the time to load the service."""
         gc.disable()  # see `make_full_collections_rare`
         await asyncio.to_thread(import_module, "gpubroker_server.bootstrap.gateway_role")
         from gpubroker_server.bootstrap.gateway_role import GatewayRole
 
         make_full_collections_rare()
         self._gateway = GatewayRole(
-            self._name, self._settings, self._store, self._picture, self._blobs, self._lead, self._broker,
+            self._name, self._settings, self._store, self._follower, self._blobs, self._lead, self._broker,
             listener, self._shut_down,
         )  # fmt: skip
         await self._gateway.begin()
@@ -119,8 +119,8 @@ class Process:
     async def _drain(
         self, serving: Sequence[asyncio.Task[None]], leading: Sequence[asyncio.Task[None]]
     ) -> None:
-        """Bring to its end what is under way. First the lead, so that who waits for that need not wait until
-        the last request is answered."""
+        """Finish what is under way. The leader resigns first, so that another one need not wait for the last
+        request."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         is_well = self._fault is None
@@ -141,7 +141,7 @@ class Process:
     def _farewell(self) -> str:
         if self._broker is None:
             return "gpubroker stopped"
-        return farewell(self._settings, len(self._picture.world.active), self._stop_cluster)
+        return farewell(self._settings, len(self._follower.world.active), self._stop_cluster)
 
     def _begin_all(self, *parts: Part | None) -> list[asyncio.Task[None]]:
         return [self._begin(name, job) for part in parts if part is not None for name, job in part.jobs()]
@@ -154,13 +154,13 @@ class Process:
     def _on_end(self, part: asyncio.Task[None]) -> None:
         fault = None if part.cancelled() else part.exception()
         if not self._stop.is_set():
-            self._fail(part.get_name(), fault or RuntimeError("it ended, though nobody had asked it to"))
+            self._fail(part.get_name(), fault or RuntimeError("it ended although it was not asked to"))
         elif fault is not None:
             log.warning("a part failed while the service ended", subject=part.get_name(), fault=repr(fault))
 
     def _fail(self, part: str, fault: BaseException) -> None:
-        """Stop, and say so: going on without this part would look like service and be none."""
-        says_all = isinstance(fault, Outgrown | StartRefused)  # and is nobody's mistake
+        """Stop: without this part the service would only seem to work."""
+        says_all = isinstance(fault, Outgrown | StartRefused)  # a mistake in the code needs its traceback
         trace = None if says_all else fault
         log.error("stopping: a part of the service ended", subject=part, fault=repr(fault), exc_info=trace)
         self._fault = fault
@@ -190,11 +190,11 @@ async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
 
 
 def make_full_collections_rare() -> None:
-    """The queue in memory is large and lives long: a full collection walks all of it and finds nothing.
+    """A full collection walks the whole queue in memory and finds nothing.
 
-    The others are kept small, since requests and planning wait for them. What outlives two of them is left to
-    a full one, so neither requests nor planning may leave anything behind that refers to itself (ADR 70).
-    Whoever has loaded much before, without collecting meanwhile, has it left out of all of them.
+    Young collections are small, since requests and planning wait for them. Objects that survive two of them
+    wait for a full one, so requests and planning must not leave cycles behind (ADR 70). What was loaded
+    before this call is left out of all collections.
     """
     gc.freeze()
     gc.set_threshold(100, 1, 600_000)

@@ -1,4 +1,4 @@
-"""From committed decisions to orders on their way, each start with what the run needs attached."""
+"""Sends the orders of committed decisions; a start carries what the run needs."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,14 +31,14 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker.dispatch")
 
 Start = StartOrder | InferOrder
-"""What needs what its task was submitted with."""
+"""Orders that need what the task was submitted with."""
 
 Rows = Mapping[tuple[TaskId, Fence], Task]
-"""Each claim's task, as the decision that made the claim wrote it."""
+"""The task of each claim, as the decision wrote it."""
 
 
 class Dispatcher:
-    """Sends the orders of committed decisions. What cannot be sent comes back as a report of its end."""
+    """A start that cannot be sent comes back as a report of its end."""
 
     def __init__(
         self,
@@ -50,8 +50,7 @@ class Dispatcher:
         desk: ModelDesk | None = None,
         inferences: InferenceDesk | None = None,
     ) -> None:
-        """`desk`: to the servers of models whose memory is in the ledger, if there are any; `inferences`: to
-        those that are asked."""
+        """`desk`: for leased models; `inferences`: for queued inferences."""
         self._store = store
         self._blobs = blobs
         self._executor = executor
@@ -60,10 +59,10 @@ class Dispatcher:
         self._desk = desk
         self._inferences = inferences
         self._specs: Mapping[TaskId, RunSpec] = {}
-        """What was looked up last."""
+        """What `look_up` read last."""
 
     async def look_up(self, decisions: Sequence[Decision]) -> None:
-        """Read what their starts will need, while they are committed; `send` reads what it does not find."""
+        """Read what their starts need, while they are committed. `send` reads what is missing."""
         starts = [order.task for d in decisions for order in d.orders if isinstance(order, Start)]
         if starts:
             with suppress(StoreUnavailable):
@@ -93,7 +92,7 @@ class Dispatcher:
         return impossible
 
     async def serve_models(self, tenure: Tenure, hear: Hear) -> None:
-        """Have what servers of models say heard, until cancelled."""
+        """Pass on the reports of model servers, until cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._desk is not None:
                 group.create_task(self._desk.run(tenure, hear))
@@ -101,14 +100,14 @@ class Dispatcher:
                 group.create_task(self._inferences.run(hear))
 
     def _send_inference(self, order: InferOrder | DropOrder, payloads: Mapping[TaskId, RunPayload]) -> None:
-        assert self._inferences is not None, "none is admitted without a server"
+        assert self._inferences is not None, "inferences are admitted only with a server"
         if isinstance(order, DropOrder):
             self._inferences.drop(order)
         elif order.task in payloads:
             self._inferences.send(order, payloads[order.task].arguments)
 
     def _is_over(self, order: Start) -> bool:
-        """It ended between commit and dispatch, and its agent must not hear of it."""
+        """It ended between commit and dispatch: its agent must not start it."""
         task = self._world.tasks.get(order.task)
         return task is None or task.fence > order.fence or (task.fence == order.fence and not task.is_active)
 
@@ -151,7 +150,7 @@ class Dispatcher:
     async def _newest_valid(
         self, task: Task, saved: Iterable[StoredCheckpoint]
     ) -> tuple[bytes | None, str | None]:
-        """A checkpoint whose bytes no longer match is passed over for the one before it."""
+        """A checkpoint with wrong bytes is skipped for the one before it."""
         for checkpoint in saved:
             if checkpoint.uri is not None:
                 return None, checkpoint.uri
@@ -159,7 +158,7 @@ class Dispatcher:
                 return await self._blobs.get(checkpoint.digest), None
             except (BlobMissing, BlobCorrupt) as fault:
                 log.warning(
-                    "checkpoint passed over; the run resumes from an older one or from the start",
+                    "checkpoint skipped; the run resumes from an older one or from the start",
                     task=task.id,
                     sequence=checkpoint.sequence,
                     digest=checkpoint.digest,
@@ -168,7 +167,7 @@ class Dispatcher:
         return None, None
 
     def _put_back(self, order: Start, fault: StoreUnavailable) -> Report:
-        """The task waits a moment and is planned anew; others do not wait for its bytes."""
+        """The task is planned again later; other starts do not wait for its bytes."""
         log.error("run not started: what it needs cannot be read now", task=order.task, fault=str(fault))
         return Gone(order.task, order.fence, self._clock.now(), "never_started", rank=order.rank)
 

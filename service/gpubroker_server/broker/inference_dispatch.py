@@ -1,6 +1,7 @@
-"""Inferences on their way to servers of models: alike ones joined into one request, and each told its part.
+"""Sends queued inferences to model servers: several of one model in one request; its response is split
+again.
 
-What is sent may be sent again by a later leader: an answer counts only under the fence of its claim.
+A later leader may send them again: a response counts only under the fence of its claim.
 """
 
 import asyncio
@@ -32,28 +33,28 @@ log = structlog.get_logger("gpubroker.inference.queued")
 Hear = Callable[[Sequence[Report]], None]
 Claim = tuple[TaskId, Fence]
 
-LOOK_AGAIN_SECONDS = 60.0
-"""So long it is believed how many rows a model takes: it may be loaded anew with another configuration."""
+BATCHING_SECONDS = 60.0
+"""How long the batch size of a model is cached: it may be loaded again with another configuration."""
 
-MOST_LANES = 1024
-"""Of models that nobody asks at the moment so many are remembered: names come from clients."""
+MOST_QUEUES = 1024
+"""More idle queues are removed: the names of models come from clients."""
 
 _OF_ONE = frozenset(
     {InferenceFault.REFUSED, InferenceFault.FAILED, InferenceFault.BROKEN, InferenceFault.DEAD}
 )
-"""What one request of a batch may have brought upon all."""
+"""Faults of a batch that a single request may have caused."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRules:
     most_rows: int = 16
-    """So many rows are sent together at most, and no more than the model takes; 1: each request alone."""
+    """Rows in one request, and no more than the model takes; 1: no batches."""
     delay_seconds: Seconds = Seconds(0.005)
-    """So long the first of a batch waits for others."""
+    """How long the first inference of a batch waits for others."""
 
 
 @dataclass(slots=True)
-class _Asked:
+class _QueuedInference:
     order: InferOrder
     request: InferenceRequest
     is_dropped: bool = False
@@ -73,24 +74,24 @@ class InferenceDesk:
         usual: BatchRules | None = None,
         rules: Mapping[str, BatchRules] | None = None,
     ) -> None:
-        """`rules`: of models that differ from what is `usual`."""
+        """`rules`: of single models, instead of `usual`."""
         self._clients = {client.name: client for client in clients}
         self._clock = clock
         self._usual = usual or BatchRules()
         self._rules = rules or {}
-        self._untold: list[Report] = []
-        self._hear: Hear = self._untold.extend
-        """Until somebody hears it is kept."""
-        self._lanes: dict[tuple[str, str], _Lane] = {}
-        self._fresh: list[_Lane] = []
+        self._unheard: list[Report] = []
+        self._hear: Hear = self._unheard.extend
+        """Keeps reports until `run`."""
+        self._queues: dict[tuple[str, str], _ModelQueue] = {}
+        self._fresh: list[_ModelQueue] = []
         self._woken = asyncio.Event()
-        self._known: dict[Claim, _Asked] = {}
+        self._known: dict[Claim, _QueuedInference] = {}
 
     async def run(self, hear: Hear) -> None:
-        """Until cancelled. `hear` takes what there is to tell."""
+        """Until cancelled. `hear` receives the reports."""
         self._hear = hear
-        if self._untold:
-            hear(self._untold)
+        if self._unheard:
+            hear(self._unheard)
         async with asyncio.TaskGroup() as group:
             while True:
                 while self._fresh:
@@ -99,50 +100,54 @@ class InferenceDesk:
                 await self._woken.wait()
 
     def send(self, order: InferOrder, stored: bytes) -> None:
-        """Take a committed order; it is not waited for."""
+        """Queue a committed order."""
         client = self._clients.get(order.server)
         if client is None:
             self._end(order, Ending.NEVER_STARTED)
             return
         try:
-            asked = _Asked(order, request_in(stored))
+            asked = _QueuedInference(order, request_in(stored))
         except BadTensor as fault:
             self._end(order, Ending.FAILED, Failure("corrupt_order", f"{fault}; submit it again"))
             return
-        lane = self._lanes.get((order.server, order.model))
-        if lane is None:
-            lane = self._open(client, order)
+        queue = self._queues.get((order.server, order.model))
+        if queue is None:
+            queue = self._open(client, order)
         self._known[asked.claim] = asked
-        lane.take(asked)
+        queue.take(asked)
 
-    def _open(self, client: InferenceClient, order: InferOrder) -> "_Lane":
-        if len(self._lanes) >= MOST_LANES:
-            for home in [home for home, lane in self._lanes.items() if lane.is_idle]:
-                self._lanes.pop(home).end()
+    def _open(self, client: InferenceClient, order: InferOrder) -> "_ModelQueue":
+        if len(self._queues) >= MOST_QUEUES:
+            for home in [home for home, queue in self._queues.items() if queue.is_idle]:
+                self._queues.pop(home).end()
         rules = self._rules.get(order.model, self._usual)
-        lane = self._lanes[order.server, order.model] = _Lane(client, order.model, rules, self._told)
-        self._fresh.append(lane)
+        queue = self._queues[order.server, order.model] = _ModelQueue(
+            client, order.model, rules, self._report
+        )
+        self._fresh.append(queue)
         self._woken.set()
-        return lane
+        return queue
 
     def drop(self, order: DropOrder) -> None:
-        """Its answer is not told any more, if one comes."""
+        """Ignore its response, if one comes."""
         asked = self._known.pop((order.task, order.fence), None)
         if asked is not None:
             asked.is_dropped = True
         self._hear([Ended(order.task, order.fence, self._clock.now(), Ending.STOPPED)])
 
-    def _told(self, batch: Sequence[_Asked], said: "Sequence[InferenceResponse] | InferenceFailed") -> None:
+    def _report(
+        self, batch: Sequence[_QueuedInference], outcome: "Sequence[InferenceResponse] | InferenceFailed"
+    ) -> None:
         now = self._clock.now()
         reports: list[Report] = []
         for at, asked in enumerate(batch):
             if self._known.pop(asked.claim, None) is None:
                 continue
-            if isinstance(said, InferenceFailed):
-                ending, failure = _ending(said)
+            if isinstance(outcome, InferenceFailed):
+                ending, failure = _ending(outcome)
                 reports.append(Ended(*asked.claim, now, ending, failure=failure))
             else:
-                result = packed(said[at])
+                result = packed(outcome[at])
                 reports.append(Ended(*asked.claim, now, Ending.SUCCEEDED, result, FORMAT))
         if reports:
             self._hear(reports)
@@ -151,7 +156,7 @@ class InferenceDesk:
         self._hear([Ended(order.task, order.fence, self._clock.now(), ending, failure=failure)])
 
 
-class _Lane:
+class _ModelQueue:
     """One model of one server."""
 
     def __init__(
@@ -159,18 +164,18 @@ class _Lane:
         client: InferenceClient,
         model: str,
         rules: BatchRules,
-        told: "Callable[[Sequence[_Asked], Sequence[InferenceResponse] | InferenceFailed], None]",
+        report: "Callable[[Sequence[_QueuedInference], Sequence[InferenceResponse] | InferenceFailed], None]",
     ) -> None:
         self._client = client
         self._model = model
         self._rules = rules
-        self._told = told
-        self._waiting: list[_Asked] = []
+        self._report = report
+        self._waiting: list[_QueuedInference] = []
         self._woken = asyncio.Event()
         self._is_full = asyncio.Event()
         self._most_rows = 1
         self._asked_at: float | None = None
-        """When it was last asked how many rows it takes."""
+        """When `_most_rows` was read."""
         self._answers_by_rows = True
         self._under_way = 0
         self._is_over = False
@@ -180,11 +185,11 @@ class _Lane:
         return not self._waiting and not self._under_way
 
     def end(self) -> None:
-        """Nothing comes any more, and nothing is under way."""
+        """Call it while idle."""
         self._is_over = True
         self._woken.set()
 
-    def take(self, asked: _Asked) -> None:
+    def take(self, asked: _QueuedInference) -> None:
         self._waiting.append(asked)
         self._woken.set()
         if self._rows() >= self._most_rows:
@@ -196,7 +201,7 @@ class _Lane:
                 await self._woken.wait()
                 if self._is_over:
                     return
-                most_rows = await self._take_at_once()
+                most_rows = await self._batch_size()
                 if self._rows() < most_rows:
                     self._is_full.clear()
                     with suppress(TimeoutError):
@@ -207,17 +212,17 @@ class _Lane:
                 self._woken.clear()
                 for batch in batches([one.request for one in waiting], most_rows):
                     self._under_way += 1
-                    group.create_task(self._see_to([waiting[at] for at in batch]))
+                    group.create_task(self._send_batch([waiting[at] for at in batch]))
 
     def _rows(self) -> int:
         return sum(max(1, one.request.rows) for one in self._waiting)
 
-    async def _take_at_once(self) -> int:
-        """How many rows; what the model does not say now it is asked the next time."""
+    async def _batch_size(self) -> int:
+        """The batch size. If the model does not answer, the next batch asks again."""
         now = asyncio.get_running_loop().time()
         if self._rules.most_rows < 2 or not self._answers_by_rows:
             return 1
-        if self._asked_at is None or now - self._asked_at >= LOOK_AGAIN_SECONDS:
+        if self._asked_at is None or now - self._asked_at >= BATCHING_SECONDS:
             self._most_rows = 1
             with suppress(InferenceFailed):
                 batching = await self._client.batching(self._model, "")
@@ -225,21 +230,21 @@ class _Lane:
                 self._asked_at = now
         return self._most_rows
 
-    async def _see_to(self, batch: Sequence[_Asked]) -> None:
+    async def _send_batch(self, batch: Sequence[_QueuedInference]) -> None:
         try:
             await self._ask(batch)
         finally:
             self._under_way -= 1
 
-    async def _ask(self, batch: Sequence[_Asked]) -> None:
-        """Together; each alone if one of them may have failed the others."""
+    async def _ask(self, batch: Sequence[_QueuedInference]) -> None:
+        """In one request; then one by one if one of them may have failed the others."""
         try:
-            self._told(batch, await self._answers([one.request for one in batch]))
+            self._report(batch, await self._answers([one.request for one in batch]))
         except InferenceFailed as refused:
             if len(batch) == 1 or refused.fault not in _OF_ONE:
-                self._told(batch, refused)
+                self._report(batch, refused)
                 return
-            log.info("a batch is asked one by one", model=self._model, fault=str(refused))
+            log.info("a batch is sent again one by one", model=self._model, fault=str(refused))
             for one in batch:
                 if not one.is_dropped:
                     await self._ask([one])
@@ -249,18 +254,16 @@ class _Lane:
             answer = await self._client.infer(self._model, joined(requests))
         except InferenceFailed:
             raise
-        except Exception as mistake:  # of ours: it would bring down each leader that asks
+        except Exception as mistake:  # it would end each leader that sends it
             log.error("an inference failed", model=self._model, exc_info=mistake)
-            raise InferenceFailed(
-                InferenceFault.FAILED, f"the service failed at it: {mistake!r}"
-            ) from mistake
+            raise InferenceFailed(InferenceFault.FAILED, f"the service failed: {mistake!r}") from mistake
         if len(requests) == 1:
             return [answer]
         try:
             return split(answer, requests)
         except BadTensor as fault:
             self._answers_by_rows = False
-            log.warning("a model does not answer by rows, and is asked no batches", model=self._model,
+            log.warning("a model does not answer by rows, and gets no batches any more", model=self._model,
                         fault=str(fault))  # fmt: skip
             raise InferenceFailed(InferenceFault.FAILED, str(fault)) from None
 

@@ -1,8 +1,9 @@
-"""Who leads: a candidate waits for the term, leads while it can count on it, stands back, and waits again.
+"""Leader election: a candidate waits for the term, leads while its lease is valid, stands back, and waits
+again.
 
-At most one process leads. The leader's row says who, until when, by the database's clock (`core.tenure`).
-Nothing here is what keeps two leaders apart when clocks lie: every commit locks that row and checks the term,
-and node agents refuse the orders of every term but the newest they have heard of.
+The leader's row says which process leads until when, by the database's clock (`core.domain.leader_term`).
+Even with wrong clocks two leaders cannot both act: every commit locks that row and checks the term, and node
+agents refuse orders of every term but the newest they know.
 """
 
 import asyncio
@@ -31,22 +32,21 @@ from gpubroker_server.ports.store import (
 
 log = structlog.get_logger("gpubroker.leadership")
 
-LOOK_SECONDS = (0.05, 0.2)
-"""A candidate looks at the row at random moments so far apart, so that not all of them look at once; and when
-it hears that a leader has let its term go."""
+POLL_SECONDS = (0.05, 0.2)
+"""A candidate reads the row after a random time between these, and when a leader resigns."""
 
 RETRY_SECONDS = 0.1
-"""A renewal that failed is tried again so soon after it was asked for: it has a second or two to succeed."""
+"""From the begin of a failed renewal to the next try; there are one or two seconds to succeed."""
 
 RESIGN_SECONDS = 1.0
-"""To let the term go is a courtesy; its lease ends by itself."""
+"""Limit for resigning, which is a courtesy: the lease ends by itself."""
 
 FLUSH_SECONDS = 0.25
-"""So long agents may take over the last orders of a leader that was asked to stop. What they have not taken
-by then, or when they hear of the next term, that one sends again."""
+"""How long agents may take for the last orders of a leader that stops. The next leader sends the rest
+again."""
 
 
-class Candidate:
+class LeaderCandidate:
     """Leads whenever no other process does, from `run` until it is cancelled."""
 
     def __init__(
@@ -62,9 +62,9 @@ class Candidate:
         catch_up: Callable[[], Awaitable[None]],
         resigned: asyncio.Event,
     ) -> None:
-        """`name` is this process's alone. `chance` is drawn from 0 to 1. `catch_up` is back when the picture
-        that leaders are made with shows everything that was committed when it was called. `resigned` is set
-        when a leader is heard to have let its term go, which nobody may rely on; cleared here."""
+        """`name` is unique to this process. `chance` returns random numbers from 0 to 1. `catch_up` returns
+        when the World shows all that was committed when it was called. `resigned` is set, at best, when a
+        leader resigns; cleared here."""
         self._name = name
         self._store = store
         self._executor = executor
@@ -75,14 +75,14 @@ class Candidate:
         self._catch_up = catch_up
         self._resigned = resigned
         self.leader: Leader | None = None
-        """The one of this process, while it leads."""
+        """While this process leads."""
         self.row: LeaderRow | None = None
-        """Who leads, as this process has last read it; not kept up to date while it leads itself."""
+        """The leader's row, as last read; not read while this process leads."""
         self._takeovers = 0
 
     @property
     def term(self) -> Term | None:
-        """None while another process leads, or none does."""
+        """None while this process does not lead."""
         return None if self.leader is None else self.leader.tenure.term
 
     def standing(self) -> LeadershipStatus:
@@ -92,7 +92,7 @@ class Candidate:
         return LeadershipStatus(tenure.term, tenure.seconds_left(self._ticks()), self._takeovers)
 
     async def run(self) -> None:
-        """Raises what makes a leader's picture useless: PictureDiverged, and what a listener raised."""
+        """Raises PictureDiverged, and what a listener raised."""
         await self._executor.connect()
         while True:
             tenure = await self._win()
@@ -112,7 +112,7 @@ class Candidate:
             await self.leader.wind_up()
 
     async def _win(self) -> Tenure:
-        """Back with a term of our own, as soon as nobody else has one."""
+        """Returns with a term as soon as no other process has one."""
         watched: ObservedLeader | None = None
         is_away = False
         while True:
@@ -126,9 +126,9 @@ class Candidate:
                 is_away = False
             except StoreUnavailable as fault:
                 if not is_away:
-                    log.warning("the leader's row is not reached; trying again", fault=str(fault))
+                    log.warning("the leader's row cannot be reached; trying again", fault=str(fault))
                 is_away = True
-            soonest, latest = LOOK_SECONDS
+            soonest, latest = POLL_SECONDS
             with suppress(TimeoutError):
                 async with asyncio.timeout(soonest + (latest - soonest) * self._chance()):
                     await self._resigned.wait()
@@ -139,8 +139,8 @@ class Candidate:
         return None if term is None else Tenure(term, self._rules.trusted_until(asked_at))
 
     async def _lead(self, tenure: Tenure) -> None:
-        """Until the term is over. No TaskGroup: while one is ending because of one of its own, it takes no
-        notice of who cancels it, and whoever was asked to stop would go on."""
+        """Until the term is over. No TaskGroup: while it ends because of one of its tasks, it ignores that it
+        is cancelled, and the process would not stop."""
         self._takeovers += 1
         parts = [asyncio.create_task(part) for part in (self._keep(tenure), self._decide(tenure))]
         try:
@@ -156,21 +156,21 @@ class Candidate:
             log.warning("standing back", term=tenure.term, why=_text(over))
 
     async def _decide(self, tenure: Tenure) -> None:
-        await self._see_all()
+        await self._catch_up_fully()
         self.leader = self._new_leader(tenure)
         await self.leader.run()
 
-    async def _see_all(self) -> None:
-        """Whoever led before may have committed until the term was taken; that must be in the picture."""
+    async def _catch_up_fully(self) -> None:
+        """The World must show what the last leader committed before the term was taken."""
         while True:
             try:
                 return await self._catch_up()
             except StoreUnavailable as fault:
-                log.warning("the log is not reached; trying again", fault=str(fault))
+                log.warning("the log cannot be reached; trying again", fault=str(fault))
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _keep(self, tenure: Tenure) -> None:
-        """Renew, again and again. Raises StaleTerm, and TenureOver when that did not succeed in time."""
+        """Renew the term. Raises StaleTerm, and TenureOver if that did not succeed in time."""
         next_at = self._rules.renew_at(tenure.until)
         while True:
             await asyncio.sleep(max(0.0, min(next_at, tenure.until) - self._ticks()))
@@ -182,7 +182,7 @@ class Candidate:
                 async with asyncio.timeout(tenure.seconds_left(asked_at)):
                     await self._store.renew(tenure.term, self._rules.ttl_seconds)
             except StoreUnavailable as fault:
-                log.warning("the term is not renewed; trying again", term=tenure.term, fault=str(fault))
+                log.warning("the term was not renewed; trying again", term=tenure.term, fault=str(fault))
             except TimeoutError:
                 continue
             else:
@@ -190,8 +190,8 @@ class Candidate:
                 next_at = self._rules.renew_at(tenure.until)
 
     async def _hand_over(self, tenure: Tenure) -> None:
-        """The term first, for which somebody may wait: no agent takes orders of this one any more once it has
-        heard of the next. Nothing is committed from here on."""
+        """Resign first, since another candidate may wait. Nothing is committed from here on; agents refuse
+        orders of this term once they know the next."""
         await self._resign(tenure)
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
@@ -199,26 +199,26 @@ class Candidate:
         await self._executor.stand_back()
 
     async def _stand_back(self, tenure: Tenure) -> None:
-        """Nothing more leaves, of a term that may be somebody else's by now."""
+        """Send nothing more: another process may have the next term."""
         await self._executor.stand_back()
         await self._resign(tenure)
 
     async def _resign(self, tenure: Tenure) -> None:
-        """Whoever waits need not wait for the lease to end."""
+        """So that others need not wait for the lease to end."""
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(RESIGN_SECONDS):
                 await self._store.resign(tenure.term)
 
 
 def _fault(part: asyncio.Task[None], *, asked_to_end: bool) -> BaseException | None:
-    """Why it ended; None only for one that was asked to."""
+    """Why it ended; None if it was asked to."""
     fault = None if part.cancelled() else part.exception()
     if fault is None and not asked_to_end:
-        return RuntimeError("a part of the leader ended, though nobody had asked it to")
+        return RuntimeError("a part of the leader ended although it was not asked to")
     return fault
 
 
 def _text(over: BaseExceptionGroup[BaseException]) -> str:
-    """Of the first one, however deep it is."""
+    """Of the first exception in it."""
     first = over.exceptions[0]
     return _text(first) if isinstance(first, BaseExceptionGroup) else str(first)

@@ -139,7 +139,7 @@ class Leader:
         return self._observer.silence.paused
 
     def silent(self) -> dict[NodeName, Instant]:
-        """Nodes whose heartbeat is late, and since when."""
+        """Nodes with a late heartbeat, and since when."""
         return self._observer.silence.late(self._world, self._ticks(), self._clock.now())
 
     async def _listen(self) -> None:
@@ -183,7 +183,7 @@ class Leader:
     def _without_values(
         self, batch: Sequence[Report], refused: Iterable[Decision], now: Instant
     ) -> list[Report]:
-        """Reports in place of those whose values the database cannot keep: the run fails, the leader
+        """Reports in place of those with values that the database cannot keep: the run fails, the leader
         continues."""
         again: list[Report] = []
         for decision in refused:
@@ -194,7 +194,7 @@ class Leader:
         return again
 
     async def _settle_requests(self) -> None:
-        """A request whose change the database refuses is settled without it."""
+        """If the database refuses a change, the request is settled without it."""
         decisions = self._observer.on_requests(self._clock.now())
         verdicts = await self._commits.carry_out(decisions)
         await self._commits.carry_out(

@@ -1,8 +1,8 @@
-"""Orders to servers of models on their way, one after the other, and what the servers' indexes say.
+"""Sends orders to model servers, one after the other, and reads the servers' indexes.
 
-Servers cannot be fenced: they do what they are told, by whomever and however late. So nothing is sent once
-the tenure is over, a new leader waits until what an older one sent has arrived, and what a server has is only
-ever taken from its index.
+A model server has no fences: it does what any process sends, however late. So nothing is sent after the
+tenure, a new leader waits until the calls of the older one have arrived, and only the index says which models
+a server has.
 """
 
 import asyncio
@@ -34,34 +34,34 @@ log = structlog.get_logger("gpubroker.tasks.task")
 Hear = Callable[[Sequence[Report]], None]
 Claim = tuple[TaskId, Fence]
 HaveLetGo = Callable[[str], Awaitable[bool]]
-"""Whether all gateways have let go of a claim, as `claim_name` names it."""
+"""Whether no gateway uses a claim any more. The argument is its `claim_name`."""
 
 _MESSAGES = {
     HostFault.NOT_FOUND: "the server has no such model",
     HostFault.OUT_OF_MEMORY: "the server could not get the memory for it",
     HostFault.FAILED: "the server failed to load it",
-    HostFault.NOT_ALLOWED: "the server loads nothing on request; start it with --model-control-mode=explicit",
+    HostFault.NOT_ALLOWED: "the server loads no models itself; start it with --model-control-mode=explicit",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class DeskRules:
     look_seconds: Seconds = Seconds(2.0)
-    """So often each index is read."""
+    """How often each index is read."""
     busy_look_seconds: Seconds = Seconds(0.25)
-    """And so often while something is on its way there."""
+    """The same while an order is under way."""
     call_seconds: Seconds = Seconds(10.0)
-    """What is no load is answered by then, or has not been heard."""
+    """The timeout of calls other than loads."""
     load_seconds: Seconds = Seconds(600.0)
-    """With an answer that takes longer, the index says what became of a load."""
+    """The timeout of a load; then the index shows its result."""
     gone_seconds: Seconds = Seconds(3.0)
-    """So long a model whose process is gone has to leave, before it is loaded anew all the same."""
+    """How long the unload of a model with a dead process may take, before it is loaded again anyway."""
     drain_look_seconds: Seconds = Seconds(0.05)
-    """Before an unload the gateways are asked so often whether they have let go of the model. After the time
-    that it has to leave it is unloaded all the same: what the server has by then it answers."""
+    """How often gateways are asked whether they still use a model that leaves. After its grace period it is
+    unloaded anyway; the server finishes the requests that it has."""
 
 
-async def _nobody_asks(_claim: str) -> bool:
+async def _no_gateways(_claim: str) -> bool:
     return True
 
 
@@ -75,38 +75,38 @@ class ModelDesk:
         ticks: ReadTicks,
         rules: DeskRules | None = None,
         wait_seconds: Seconds = Seconds(0.0),
-        have_let_go: HaveLetGo = _nobody_asks,
+        have_let_go: HaveLetGo = _no_gateways,
     ) -> None:
-        """`wait_seconds`: so long what an older leader has sent may be on its way."""
+        """`wait_seconds`: how long calls of an older leader may be under way."""
         self._clock = clock
         self._ticks = ticks
         self._wait_seconds = wait_seconds
-        self._untold: list[Report] = []
-        self._hear: Hear = self._untold.extend
+        self._unheard: list[Report] = []
+        self._hear: Hear = self._unheard.extend
         locks: dict[DeviceKey, asyncio.Lock] = {}
-        self._lanes = {
-            host.name: _Lane(host, clock, rules or DeskRules(), locks, self._may_send, have_let_go)
+        self._queues = {
+            host.name: _ServerQueue(host, clock, rules or DeskRules(), locks, self._may_send, have_let_go)
             for host in hosts
         }
         self._tenure: Tenure | None = None
 
     async def run(self, tenure: Tenure, hear: Hear) -> None:
-        """Until cancelled. `hear` takes what there is to tell."""
+        """Until cancelled. `hear` receives the reports."""
         self._tenure, self._hear = tenure, hear
-        if self._untold:
-            hear(self._untold)
-        await asyncio.sleep(self._wait_seconds if self._lanes else 0.0)
+        if self._unheard:
+            hear(self._unheard)
+        await asyncio.sleep(self._wait_seconds if self._queues else 0.0)
         async with asyncio.TaskGroup() as group:
-            for lane in self._lanes.values():
-                group.create_task(lane.keep(hear))
+            for queue in self._queues.values():
+                group.create_task(queue.keep(hear))
 
     def send(self, order: ModelOrder) -> None:
-        """Take a committed order; it is not waited for."""
-        lane = self._lanes.get(order.server)
-        if lane is not None:
-            lane.take(order)
+        """Queue a committed order."""
+        queue = self._queues.get(order.server)
+        if queue is not None:
+            queue.take(order)
         elif isinstance(order, LoadOrder):
-            message = f"there is no server {order.server} (any more); configure it under triton.servers"
+            message = f"no model server {order.server!r} is configured; add it to triton.servers"
             failure = Failure("load_failed", message)
             self._hear([_ended(order, self._clock, Ending.FAILED, failure)])
 
@@ -117,11 +117,11 @@ class ModelDesk:
 class _Leaving(NamedTuple):
     order: UnloadOrder
     until: float
-    """Of the loop's clock: then it is unloaded whoever has not let go of it."""
+    """On the loop's clock; then it is unloaded anyway."""
 
 
-class _Lane:
-    """One server: one call at a time that changes something, and its index beside it."""
+class _ServerQueue:
+    """The orders of one server: one call that changes something at a time, and its index beside it."""
 
     def __init__(
         self,
@@ -139,19 +139,19 @@ class _Lane:
         self._may_send = may_send
         self._have_let_go = have_let_go
         self._leaving: dict[Claim, _Leaving] = {}
-        """To be unloaded, when the gateways have let go of it."""
+        """To be unloaded when no gateway uses them any more."""
         self._left = asyncio.Event()
         self._waiting: deque[ModelOrder] = deque()
         self._now: ModelOrder | None = None
-        """What is being carried out."""
+        """The order that is being carried out."""
         self._woken = asyncio.Event()
         self._done = asyncio.Event()
-        """A call has come back: its index is worth a look."""
+        """A call has returned: read the index."""
         self._is_away = False
 
     def take(self, order: ModelOrder) -> None:
-        """A load that has not begun is taken back by the unload: the index says that nothing is there. The
-        same order once more changes nothing. Nothing is checked of which more is known soon."""
+        """An unload cancels a load that has not begun; the index then shows that nothing is there. A repeated
+        order changes nothing. A model with another order under way is not checked."""
         if isinstance(order, CheckOrder):
             if _claim(order) not in self._under_way():
                 self._waiting.append(order)
@@ -171,7 +171,7 @@ class _Lane:
         self._woken.set()
 
     def _leave(self, order: UnloadOrder) -> None:
-        """A shorter time takes the place of a longer one."""
+        """A shorter grace period replaces a longer one."""
         until = asyncio.get_running_loop().time() + order.grace_seconds
         known = self._leaving.get(_claim(order))
         self._leaving[_claim(order)] = _Leaving(order, min(until, known.until) if known else until)
@@ -184,7 +184,7 @@ class _Lane:
             group.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Beside what is carried out: it may take as long as an answer of the model."""
+        """Not in turn with the orders: it may take as long as a response of the model."""
         loop = asyncio.get_running_loop()
         while True:
             self._left.clear()
@@ -218,35 +218,35 @@ class _Lane:
             elif self._may_send():
                 await self._host.unload(order.model, self._rules.call_seconds)
         except HostRefused as refused:
-            log.warning("a model server did not do it", server=self._host.name, model=order.model,
+            log.warning("a model server refused an order", server=self._host.name, model=order.model,
                         fault=f"{refused.fault}: {refused}")  # fmt: skip
             if isinstance(order, LoadOrder) and refused.fault is not HostFault.UNKNOWN:
-                hear([self._told(order, refused)])
+                hear([self._load_failed(order, refused)])
 
     async def _check(self, order: CheckOrder) -> None:
-        """Raises HostRefused: what is there then, the index says."""
+        """Raises HostRefused."""
         host, rules = self._host, self._rules
         if await host.answers(order.model, rules.call_seconds) or not self._may_send():
             return
-        log.warning("a model is ready and answers nothing, its process is gone: it is loaded anew",
+        log.warning("a model is READY but its process is gone; it is loaded again",
                     server=host.name, model=order.model)  # fmt: skip
         await host.unload(order.model, rules.call_seconds)
         loop = asyncio.get_running_loop()
         until = loop.time() + rules.gone_seconds
         while _stage_in(await host.index(rules.call_seconds), order.model) is not Stage.ABSENT:
             if loop.time() >= until:
-                break  # one that was asked when its process had gone may be UNLOADING for ever, and loads
+                break  # it may stay UNLOADING, and can be loaded then
             await asyncio.sleep(rules.busy_look_seconds)
         await self._load(LoadOrder(order.task, order.fence, order.server, order.model, order.devices))
 
     async def _load(self, order: LoadOrder) -> None:
-        """Devices are locked in the order of their keys, so that nobody waits for whom waits for him."""
+        """Devices are locked in the order of their keys, so that loads cannot deadlock."""
         devices = sorted(device for device, _ in order.devices)
         async with AsyncExitStack() as held:
             for device in devices:
                 await held.enter_async_context(self._locks.setdefault(device, asyncio.Lock()))
             if not order.model or await self._has(order.model):
-                return  # of changed files a load would be a reload, with both copies in memory meanwhile
+                return  # with changed files this would reload it, with both copies in memory
             if self._may_send():
                 await self._host.load(order.model, devices, self._rules.load_seconds)
 
@@ -254,7 +254,7 @@ class _Lane:
         index = await self._host.index(self._rules.call_seconds)
         return _stage_in(index, model) is Stage.READY
 
-    def _told(self, order: LoadOrder, refused: HostRefused) -> Report:
+    def _load_failed(self, order: LoadOrder, refused: HostRefused) -> Report:
         if refused.fault is HostFault.UNREACHABLE:
             return _ended(order, self._clock, Ending.NEVER_STARTED, None)
         message = f"{_MESSAGES[refused.fault]}: {refused}"
@@ -266,7 +266,7 @@ class _Lane:
             claims = self._under_way()
             index = await self._read()
             if index is not None:
-                claims |= self._under_way()  # of what was ordered meanwhile it need not tell yet
+                claims |= self._under_way()  # orders since the call are not in the index yet
                 hear([ServerSeen(self._host.name, self._clock.now(), index.models, claims)])
             is_busy = bool(claims) or (index is not None and _moves(index))
             pause = self._rules.busy_look_seconds if is_busy else self._rules.look_seconds
@@ -275,12 +275,12 @@ class _Lane:
                     await self._done.wait()
 
     async def _read(self) -> Index | None:
-        """None if the server does not tell."""
+        """None if the server does not answer."""
         try:
             index = await self._host.index(self._rules.call_seconds)
         except HostRefused as refused:
             if not self._is_away:
-                log.warning("the index of a model server is not read; trying again",
+                log.warning("the index of a model server cannot be read; trying again",
                             server=self._host.name, fault=str(refused))  # fmt: skip
             self._is_away = True
             return None
@@ -301,7 +301,7 @@ def _stage_in(index: Index, model: str) -> Stage:
 
 
 def _moves(index: Index) -> bool:
-    """A model is about to come or to go."""
+    """Whether a model is being loaded or unloaded."""
     stages = {model.stage for model in index.models.values()}
     return bool(stages & {Stage.LOADING, Stage.UNLOADING})
 

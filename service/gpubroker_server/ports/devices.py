@@ -1,4 +1,4 @@
-"""The door of a node agent to the devices of its machine."""
+"""Port of a node agent to the devices of its machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from gpubroker_server.core.domain.units import Mib
 
 
 class DeviceProbe(Protocol):
-    """What is in this machine and how much of it is used. Used by the node agent."""
+    """The devices of this machine and their use."""
 
     def inventory(self) -> Sequence[SeenDevice]: ...
 
     def sample(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["MeasuredDevice"]:
-        """One entry per device. `holders` maps the key of a run (`mark_of`) to its processes and leases."""
+        """One entry per device. `holders`: by the key of a run (`mark_of`)."""
         ...
 
 
@@ -27,8 +27,8 @@ class ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDevice:
-    """A DeviceSample before the cluster's name for the device is known: by UUID. `foreign_mb` is None, and
-    `by_holder` empty, where use cannot be attributed to processes."""
+    """A DeviceSample by UUID. If use cannot be attributed to processes, `foreign_mb` is None and `by_holder`
+    empty."""
 
     uuid: str
     used_mb: Mib

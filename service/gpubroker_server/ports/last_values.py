@@ -1,4 +1,4 @@
-"""What is no event and yet is to be seen from every process: of each thing only its newest word counts."""
+"""Values that processes publish to each other and that are no events: only the newest of each counts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from gpubroker_server.ports.store import Progress
 
 @dataclass(frozen=True, slots=True)
 class LeaderSeen:
-    """Who leads, as far as this process knows, and what it last said of the executor."""
+    """The leader, as it last published itself."""
 
     term: Term
     holder: str
@@ -21,84 +21,84 @@ class LeaderSeen:
     executor: Mapping[str, Any]
     """As `Executor.status`."""
     paused: PausedDetection | None = None
-    """Which silent nodes it does not give up."""
+    """The silent nodes that it does not give up."""
     silent: Mapping[NodeName, Instant] = field(default_factory=dict)
-    """Nodes of which it has heard nothing for more than two beats, and when it last did."""
+    """Nodes with a late heartbeat, and when it last came."""
     slots: Mapping[str, Shares] | None = None
-    """By model what each gateway may claim of its slots; None of a leader that divides none."""
+    """By model, the slots that each gateway may claim; None if the leader divides none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastValues:
-    """What is no event: of each thing only the newest word counts, and nobody misses the ones before."""
+    """What a leader publishes: what changed since its last publication."""
 
     samples: Sequence[DeviceSample] = ()
     progress: Mapping[TaskId, Progress] = field(default_factory=dict)
     leader: LeaderSeen | None = None
     ended: Sequence[TaskId] = ()
-    """Runs of whose progress nothing is to be kept."""
+    """Runs that have ended: remove their progress."""
 
 
 def claim_name(task: TaskId, fence: Fence) -> str:
-    """Under which gateways tell that they have let go of a model."""
+    """The key of a claim on a model in `Presence.let_go`."""
     return f"{task}:{fence}"
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """A gateway says that it is there, and of which models that are to leave it has let go."""
+    """A gateway's sign of life, with the claims on leaving models that it does not use any more."""
 
     gateway: str
     at: Instant
     let_go: frozenset[str] = frozenset()
-    """Claims, as `claim_name` names them: it knows that they are to leave, sends them nothing more, and what
-    it had sent is answered."""
+    """By `claim_name`: the gateway sends them no more requests, and all its requests are answered."""
 
 
 PRESENT_SECONDS = Seconds(5.0)
-"""A gateway that has said nothing for so long is waited for no longer."""
+"""A gateway without a sign of life for so long counts as gone."""
 
 
 class PresenceStore(Protocol):
-    """Where gateways tell the leader of themselves; losing it loses nothing but a second."""
+    """Gateways as the leader sees them. Lost rows are written again within a second."""
 
     async def present(self, presence: Presence) -> None:
-        """In place of what this gateway said before. Raises StoreUnavailable."""
+        """Replaces the last one of this gateway. Raises StoreUnavailable."""
         ...
 
     async def absent(self, gateway: str) -> None:
-        """It is about to end. Raises StoreUnavailable."""
+        """Remove the presence of a gateway that ends. Raises StoreUnavailable."""
         ...
 
     async def presences(self) -> Sequence[Presence]:
-        """What each gateway has last said, however long ago. Raises StoreUnavailable."""
+        """The last one of each gateway, however old. Raises StoreUnavailable."""
         ...
 
 
 class SlotStore(Protocol):
-    """Where gateways claim slots of models. What is lost comes again within a second."""
+    """Claims of gateways on slots of models. Lost rows are written again within a second."""
 
     async def claim_slots(self, claim: Claim) -> None:
-        """In place of what this gateway claimed before. Raises StoreUnavailable."""
+        """Replaces the last claim of this gateway. Raises StoreUnavailable."""
         ...
 
     async def slot_claims(self) -> Sequence[Claim]:
-        """What each gateway has last claimed, however long ago. Raises StoreUnavailable."""
+        """The last claim of each gateway, however old. Raises StoreUnavailable."""
         ...
 
     async def drop_slots(self, gateway: str) -> None:
-        """It claims none any more. Raises StoreUnavailable."""
+        """Remove the claim of a gateway. Raises StoreUnavailable."""
         ...
 
 
 class LastValueStore(Protocol):
-    """Where a leader lets other processes see what is no event. Losing it loses nothing but a second."""
+    """What the leader publishes to other processes. Lost rows are written again within a second."""
 
     async def publish(self, term: Term, number: int, values: LastValues) -> None:
-        """The leader's `number`-th word of its term, from 1; with the first all that older leaders said goes.
-        Raises StoreUnavailable."""
+        """`number` counts the publications of a term, from 1. The first deletes those of older terms. Raises
+        StoreUnavailable."""
         ...
 
     async def published(self, after: int) -> tuple[int, LastValues]:
-        """What was said since, and what to ask for next. 0 asks for all. Raises StoreUnavailable."""
+        """What was published since, and the `after` of the next call; 0 reads all. Raises
+        StoreUnavailable."""
         ...

@@ -1,4 +1,4 @@
-"""What tenants have uploaded: rows that name objects, each for a time."""
+"""Port to the rows of uploaded objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, Protocol
 from gpubroker_server.core.domain.units import Instant
 
 LEAST_BYTES: Final = 4096
-"""Of a quota each object takes so much at least, as it does of a disk."""
+"""The least that an object counts in a quota, as on a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class StoredObject:
     size_bytes: int
     created_at: Instant
     expires_at: Instant
-    """From then on it is as if it were not there."""
+    """From then on it does not exist for clients."""
 
     @property
     def counted_bytes(self) -> int:
@@ -25,49 +25,49 @@ class StoredObject:
 
 
 class Counted(NamedTuple):
-    """What a tenant has, but for what its time is over."""
+    """The objects of a tenant that have not expired."""
 
     size_bytes: int
     objects: int
 
 
 class Quota(NamedTuple):
-    """What a tenant may have."""
+    """The most that a tenant may have."""
 
     most_bytes: int
     most_objects: int
-    """Each upload counts those that are there, while nobody else writes."""
+    """Each upload counts the tenant's objects while it blocks other writes."""
 
     def has_room(self, counted: Counted, given: StoredObject) -> bool:
-        """Beside these, for one that is none of them."""
+        """For one more object, beside `counted`."""
         fits = counted.size_bytes + given.counted_bytes <= self.most_bytes
         return fits and counted.objects < self.most_objects
 
 
 class ObjectRows(Protocol):
-    """Of a tenant's objects; each is named by its digest. Bytes are in the BlobStore before their row is."""
+    """By tenant and digest. The bytes are in the BlobStore before the row is written."""
 
     async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
-        """As it is from now on: one that is there already keeps its age, and the later end counts. None, and
-        nothing is written, if the quota has no room for it beside the tenant's others."""
+        """The stored row: an existing one keeps its `created_at` and the later `expires_at`. None if the
+        quota has no room; then nothing was written."""
         ...
 
     async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
-        """Also one whose time is over, until it is pruned."""
+        """Expired ones too, until they are pruned."""
         ...
 
     async def stored_objects(
         self, tenant: str, now: Instant, *, after: str = "", limit: int
     ) -> Sequence[StoredObject]:
-        """Those of a tenant whose time is not over, by digest, from the one behind `after` on."""
+        """Not expired, in order of digests, after `after`."""
         ...
 
     async def counted_objects(self, tenant: str, now: Instant) -> Counted: ...
 
     async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
-        """Keep it so long, if it is there and would go earlier."""
+        """Expire no earlier than `until`, if it exists."""
         ...
 
     async def drop_object(self, tenant: str, digest: str) -> bool:
-        """False if it was not there."""
+        """False if it does not exist."""
         ...

@@ -1,4 +1,5 @@
-"""The doors to the world, as Protocols. Adapters implement them; gateway and broker know nothing else."""
+"""Ports to the database, the blob store and the executor. Adapters implement them; gateway and broker use
+them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,56 +28,56 @@ from gpubroker_server.ports.objects import ObjectRows
 
 class Clock(Protocol):
     def now(self) -> Instant:
-        """The database's time, interpolated between readings by a clock that never jumps back."""
+        """The database's time, interpolated between readings. Never goes back."""
         ...
 
 
 class CommitVerdict(StrEnum):
     COMMITTED = "committed"
     STALE = "stale"
-    """A row of the decision had changed; nothing of it was written. Plan again."""
+    """A row had changed; nothing was written. Plan again."""
     REFUSED = "refused"
-    """A constraint said no, which a correct plan never meets; nothing of it was written."""
+    """A constraint failed, which a correct plan never causes; nothing was written."""
     UNSTORABLE = "unstorable"
-    """It holds a value that the database cannot keep; nothing of it was written, and nothing ever will be."""
+    """The database cannot store a value of it; nothing was written, and a retry would fail too."""
     UNAVAILABLE = "unavailable"
-    """The database could not be reached; nothing of it was written. Commit it again later."""
+    """The database could not be reached; nothing was written. Try again later."""
 
 
 class StaleTerm(Exception):
-    """Another leader has taken over. The caller must stop leading."""
+    """Another process has a newer term. The caller must stop leading."""
 
 
 class TenureOver(StaleTerm):
-    """Another leader may have taken over: the term was not renewed in time. The caller must stop leading."""
+    """The term was not renewed in time, so another process may lead. The caller must stop leading."""
 
 
 class StoreUnavailable(Exception):
-    """What is stored cannot be reached or written now; of the call that raises this nothing was written."""
+    """The database or the blob store cannot be reached or written now; the call has written nothing."""
 
 
 class Outgrown(StoreUnavailable):
-    """Newer software has changed what is stored in a way that this one does not know. It must end; the text
-    says what it met."""
+    """Newer software has changed the database incompatibly. The process must end; the text says what it
+    found."""
 
 
 class LogOutgrown(Outgrown):
-    """The log goes on with events that this software does not know. Rows can be read and inserted as before,
-    but nobody may decide any more, or show a picture of the whole."""
+    """The log has events that this software cannot read. Rows can be read and inserted, but the process must
+    neither lead nor answer from its World."""
 
 
 class LogShortened(Exception):
-    """Events that were asked for are no longer in the log. The caller must read the picture anew."""
+    """The next events have been pruned. The caller must take a new snapshot."""
 
 
 class Unstorable(ValueError):
-    """A value that the database cannot keep or look for: a NUL in a text, half a surrogate pair, a number out
-    of range. Nothing was written. It is the fault of whoever sent it."""
+    """The database cannot store or look for a value: a NUL in a text, half a surrogate pair, a number out of
+    range. Nothing was written. The client's mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """Both halves of a task, and the outcome if there is one."""
+    """A task with its spec, and its outcome if there is one."""
 
     task: Task
     spec: RunSpec
@@ -86,7 +87,7 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """What others may depend on of a task."""
+    """The state of a task that others may depend on."""
 
     tenant: str
     state: TaskState
@@ -116,7 +117,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class TaskFilter:
-    """What `GET /tasks` narrows by. `labels` must all match. Newest first, after `cursor`."""
+    """The filter of `GET /tasks`. All `labels` must match. Newest first, those before `after`."""
 
     tenant: str
     states: tuple[TaskState, ...] = ()
@@ -127,7 +128,7 @@ class TaskFilter:
     model_type: str | None = None
     stream: str | None = None
     runs_after: TaskId | None = None
-    """Only those that were submitted to run after that one."""
+    """Only tasks that run after this one."""
     submitted_from: Instant | None = None
     submitted_before: Instant | None = None
     finished_from: Instant | None = None
@@ -135,29 +136,29 @@ class TaskFilter:
     kind: str | None = None
     """entrypoint, command, function or external; all if None."""
     quarantined: bool | None = None
-    """Of those that have ended: only those whose memory still counts as used, or only the others."""
+    """Of ended tasks: only those with memory that counts as used (True), or only the others."""
     after: TaskId | None = None
     limit: int = 100
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBack:
-    """How old is what keeps a database from taking away rows that nobody needs any more; 0 for nothing."""
+    """Age of what keeps the database from removing dead rows; 0 for nothing."""
 
     transaction_seconds: float
     """The oldest transaction of any client."""
     slot_transactions: int
-    """So many transactions ago began what a replication slot keeps."""
+    """Transactions since the oldest one that a replication slot keeps rows for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Hot rows and the log position they stand at, read in one database snapshot."""
+    """Rows and the position of the log, read in one database snapshot."""
 
     position: Position
     at: Instant
     tasks: Sequence[Task]
-    """Not terminal, or terminal with a lease that is not released."""
+    """Unfinished, or with a lease that is not released."""
     leases: Sequence[Lease]
     pledges: Sequence[Pledge]
     devices: Sequence[Device]
@@ -165,25 +166,25 @@ class Snapshot:
     requests: Sequence[Request]
     finished: Mapping[tuple[str, TaskState], int]
     estimates: Sequence[tuple[Topic, Sketch]]
-    """The one that learned last comes last."""
+    """In the order of learning."""
     usage: Sequence[TenantUsage]
 
 
 ReadTicks = Callable[[], Ticks]
-"""What this machine's clock says now."""
+"""Reads this machine's boot clock."""
 
 EventListener = Callable[[Sequence[Event]], None]
-"""Called on the event loop's thread with what one group commit appended, in position order."""
+"""Called on the event loop with events in the order of their positions."""
 
 
 class TaskStore(ObjectRows, Protocol):
     """The queue, the ledger's rows and the event log. Every write is durable when its call returns."""
 
     def listen(self, listener: EventListener) -> None:
-        """Hear this process's own commits before the call that made them returns.
+        """Add a listener, which gets the events of this process's commits before their calls return.
 
-        A listener must not raise. If it does, the call raises that as well, and so does every later write:
-        nobody may go on deciding with a picture that has lost a part of the log.
+        If a listener raises, that call and every later write raise the same: a World that has lost events
+        must not be used.
         """
         ...
 
@@ -192,42 +193,42 @@ class TaskStore(ObjectRows, Protocol):
         ...
 
     async def submit_batch(self, batch: BatchSubmission) -> SubmitOutcome:
-        """Raises Unstorable: then nothing of it was stored."""
+        """Raises Unstorable; then nothing was stored."""
         ...
 
     async def known_key(self, tenant: str, key: str) -> KnownKey | None:
-        """What was submitted with this key, if it is still kept."""
+        """What was submitted with this key, until it expires."""
         ...
 
     async def batch_answer(self, first: TaskId) -> str:
-        """What was kept of the batch that begins with this task; empty if nothing was."""
+        """The stored answer to the batch that begins with this task; empty if there is none."""
         ...
 
     async def request(self, request: Request) -> None:
-        """Store a cancel or change request; the leader reads it from the log. Raises Unstorable."""
+        """Store a request of a client; the leader reads it from the log. Raises Unstorable."""
         ...
 
     async def leader(self) -> LeaderRow: ...
 
     async def take_term(self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow) -> Term | None:
-        """Become leader: the next term, committed. Every older term's commits fail from now on.
+        """Become leader with the next term, committed. From now on commits of older terms fail.
 
-        None if the row is no longer `instead_of`: its leader has renewed it, or somebody else was quicker.
+        None if the row is no longer `instead_of`: its leader has renewed it, or another process was quicker.
         """
         ...
 
     async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
-        """Keep the next term from others for so long from now. Raises StaleTerm, StoreUnavailable."""
+        """Extend the lease to so long from now. Raises StaleTerm, StoreUnavailable."""
         ...
 
     async def resign(self, term: Term) -> None:
-        """Let others take the next term at once. Nothing happens if that has been taken already."""
+        """End the lease, so that others can take the next term at once. Does nothing for an old term."""
         ...
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
-        """One verdict per decision, in order; each is written whole or not at all.
+        """One verdict per decision, in order. Each decision is written whole or not at all.
 
-        Raises StaleTerm, and StoreUnavailable after `close`: then nothing of any was written.
+        Raises StaleTerm, and StoreUnavailable after `close`; then nothing was written.
         """
         ...
 
@@ -238,12 +239,12 @@ class TaskStore(ObjectRows, Protocol):
     async def head(self) -> Position: ...
 
     async def oldest(self) -> Position:
-        """Of the first event that is still in the log, or of the next one if none is."""
+        """Position of the first event in the log, or of the next one if the log is empty."""
         ...
 
     async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
-        """Take out a few of those that are over: tasks with all that belongs to them but the objects, the
-        beginning of the log, and rows of uploaded objects. False if there were none. Raises StaleTerm."""
+        """Remove some of what has expired: tasks with all their rows, the beginning of the log, audit notes
+        and rows of uploaded objects. False if nothing was left. Raises StaleTerm."""
         ...
 
     async def record(self, task: TaskId) -> TaskRecord | None: ...
@@ -251,7 +252,7 @@ class TaskStore(ObjectRows, Protocol):
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]: ...
 
     async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, "Stand"]:
-        """Where these tasks stand; those without a record are left out."""
+        """Without those that have no record."""
         ...
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]: ...
@@ -263,27 +264,27 @@ class TaskStore(ObjectRows, Protocol):
         ...
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
-        """Of these blobs, those that some row names; the others are nobody's."""
+        """Those of these blobs that a row names."""
         ...
 
     async def put_token(self, token: "TokenRow", *, by: str) -> bool:
-        """Add a token; False if another one has its name already, which then stays. `by` is who asked."""
+        """Add a token; False if the name exists. `by` is for the audit log."""
         ...
 
     async def tokens(self) -> Sequence["TokenRow"]: ...
 
     async def drop_token(self, name: str, *, by: str) -> bool:
-        """False if there is none of this name."""
+        """False if there is none."""
         ...
 
     async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
-        """Note who did something that is no row of its own, such as `service.shutdown`."""
+        """Add a note about an action without a row of its own, such as `service.shutdown`."""
         ...
 
     async def database_time(self) -> Instant: ...
 
     async def held_back(self) -> HeldBack | None:
-        """None where the database has no such thing."""
+        """None on SQLite."""
         ...
 
     async def close(self) -> None: ...
@@ -291,7 +292,7 @@ class TaskStore(ObjectRows, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A token as stored: only its hash. `scopes` are sorted; `*` is every scope."""
+    """A token, as its hash. `scopes` are sorted; `*` is every scope."""
 
     name: str
     sha256: str
@@ -303,21 +304,21 @@ class TokenRow:
 
 
 class BlobStore(Protocol):
-    """Objects by sha256 digest. Each call raises StoreUnavailable while the objects cannot be reached."""
+    """Objects by sha256 digest. Each call may raise StoreUnavailable."""
 
     async def put(self, data: bytes, *, owner: str) -> str:
-        """Durable when it returns. Raises BlobTooLarge. `owner` is the task, for messages."""
+        """Returns the digest; durable then. `owner` is a task id, for messages. Raises BlobTooLarge."""
         ...
 
     async def get(self, digest: str) -> bytes:
-        """Raises BlobMissing or BlobCorrupt; what is returned has this digest."""
+        """Raises BlobMissing, BlobCorrupt."""
         ...
 
     async def delete(self, digest: str) -> None: ...
 
 
 class BlobTooLarge(Exception):
-    """The object exceeds what the store takes; nothing was written."""
+    """The object exceeds the limit; nothing was written."""
 
 
 class BlobMissing(Exception):
@@ -325,12 +326,12 @@ class BlobMissing(Exception):
 
 
 class BlobCorrupt(Exception):
-    """The object's bytes do not have its digest; they are not handed out."""
+    """The bytes of the object do not have its digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPayload:
-    """What travels with a StartOrder to the process that runs it."""
+    """What a run needs, beside its StartOrder."""
 
     spec: RunSpec
     arguments: bytes
@@ -344,7 +345,7 @@ class RunPayload:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The last thing a run said about itself; in memory only."""
+    """The last progress that a run reported; never a row."""
 
     at: Instant
     fraction: float | None
@@ -352,46 +353,44 @@ class Progress:
 
 
 class Executor(Protocol):
-    """Carries orders to node agents and brings their reports back. Neither call waits for user code."""
+    """Sends orders to node agents and receives their reports. No call waits for user code."""
 
     async def connect(self) -> None:
-        """Get ready, so that `start` has only to announce. Nothing is ordered, heard or changed."""
+        """Connect, so that `start` has only to announce the term. Sends no orders and receives no reports."""
         ...
 
     async def start(self, tenure: Tenure) -> None:
-        """Connect and announce the term; nodes and running work come back as NodeSeen reports.
+        """Connect and announce the term; agents answer with NodeSeen reports.
 
-        What was heard and ordered in an earlier term is dropped.
+        Drops reports and orders of earlier terms.
         """
         ...
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-        """Hand over committed orders. An order that cannot be delivered comes back as a report.
-
-        Nothing leaves once the tenure is over.
-        """
+        """Send committed orders. An order that cannot be delivered comes back as a report. Nothing is sent
+        after the tenure."""
         ...
 
     async def flush(self) -> None:
-        """Back when all orders that were handed over have been taken by agents, but for those of agents that
-        do not answer; the caller sets the time that it may take."""
+        """Returns when agents have taken all orders, except agents that do not answer. Use it with a
+        timeout."""
         ...
 
     async def stand_back(self) -> None:
-        """The term is over: send nothing more and hear nothing more, but stay ready."""
+        """End the term: send no orders and receive no reports, but stay connected."""
         ...
 
     def ask(self, nodes: Sequence[NodeName]) -> None:
-        """Announce the term there again: an agent that is there answers with what it has, as NodeSeen."""
+        """Announce the term to these nodes again; agents answer with NodeSeen."""
         ...
 
     async def reports(self) -> Sequence[Report]:
-        """Wait for at least one report; all that have come in since, in order per run."""
+        """All reports since the last call, in order per run; waits for at least one."""
         ...
 
     def status(self) -> Mapping[str, Any]:
-        """For people: connected or not, address, why not. Keys: state, address, message. `agents`, where
-        there are some: by node, their release. `home`, of a Ray: which local one, or empty."""
+        """For people. Keys: state, address, message; `agents`, if there are any: release by node; `home`, of
+        Ray: which local Ray, or empty."""
         ...
 
     async def close(self, *, stop_cluster: bool) -> None: ...

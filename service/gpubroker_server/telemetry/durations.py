@@ -1,4 +1,4 @@
-"""How long requests took, counted for a scrape."""
+"""Histograms of durations."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -12,14 +12,14 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 1
 
 
 class DurationCollector(Collector):
-    """A histogram for one event loop: without the library's locks it costs a tenth per request."""
+    """For one event loop: without the library's locks it costs a tenth per request."""
 
-    def __init__(self, name: str, told: str, labels: Sequence[str]) -> None:
+    def __init__(self, name: str, about: str, labels: Sequence[str]) -> None:
         self._name = name
-        self._told = told
+        self._about = about
         self._labels = labels
         self._counts: dict[tuple[str | int, ...], list[int]] = {}
-        """Requests per bucket, the last for those slower than all, by values of the labels."""
+        """Counts per bucket, the last for longer durations, by values of the labels."""
         self._seconds: dict[tuple[str | int, ...], float] = {}
 
     def note(self, key: tuple[str | int, ...], seconds: float) -> None:
@@ -31,7 +31,7 @@ class DurationCollector(Collector):
         self._seconds[key] += seconds
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._told, labels=self._labels)
+        family = HistogramMetricFamily(self._name, self._about, labels=self._labels)
         bounds = [*map(str, _BUCKETS), "+Inf"]
         for key, counts in self._counts.items():
             buckets = list(zip(bounds, accumulate(counts), strict=True))

@@ -1,4 +1,4 @@
-"""Figures of queued inferences, read at scrape. No model is a label: clients make up their names."""
+"""Metrics of queued inferences, read at scrape. No model is a label: the names come from clients."""
 
 from collections.abc import Iterator, Mapping
 
@@ -15,11 +15,11 @@ _FINISHED = "gpubroker_inferences_finished"
 WAIT_SECONDS = "gpubroker_inference_wait_seconds"
 
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    _WAITING: ("Queued inferences that wait for their model, or for their turn at it.", ()),
-    _RUNNING: ("Queued inferences that a model is being asked.", ()),
+    _WAITING: ("Queued inferences that wait for their model.", ()),
+    _RUNNING: ("Queued inferences that were sent to a model.", ()),
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    _FINISHED: ("Queued inferences that ended since this process began.", ("state",)),
+    _FINISHED: ("Queued inferences that ended since this process started.", ("state",)),
 }
 
 
@@ -29,15 +29,15 @@ def inference_metrics(world: World) -> Iterator[Metric]:
     asked = sum(len(world.homes.asking(model)) for model in world.homes.asked())
     for name, value in ((_WAITING, queued), (_RUNNING, asked)):
         yield GaugeMetricFamily(name, GAUGES[name][0], value=value)
-    told, labels = COUNTERS[_FINISHED]
-    finished = CounterMetricFamily(_FINISHED, told, labels=labels)
+    about, labels = COUNTERS[_FINISHED]
+    finished = CounterMetricFamily(_FINISHED, about, labels=labels)
     for state in sorted(TERMINAL):
         finished.add_metric((state.value,), answered.ended[state])
     yield finished
     buckets = list(zip([*map(str, WAIT_BOUNDS), "+Inf"], answered.waits(), strict=True))
     yield HistogramMetricFamily(
         WAIT_SECONDS,
-        "How long queued inferences waited until a model was asked them first.",
+        "Time until queued inferences were first sent to a model.",
         buckets=buckets,
         sum_value=answered.waited_seconds,
     )

@@ -1,4 +1,4 @@
-"""How log lines are written; the names of their fields are in `telemetry`."""
+"""How log lines are written; `metrics.LOG_FIELDS` names their fields."""
 
 import logging
 import sys

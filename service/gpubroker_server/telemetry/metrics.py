@@ -1,4 +1,4 @@
-"""Names of metrics, labels and log fields: one table. Some are counted here, the rest is read at scrape."""
+"""Names of metrics, labels and log fields. Durations are counted here, the rest is read at each scrape."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,46 +41,46 @@ LOG_FIELDS: Mapping[str, str] = {
     "digest": "sha256 of an object's bytes",
     "expected": "the digest that was announced",
     "found": "the digest of the bytes that came",
-    "term": "number of the unbroken spell of leadership",
-    "reports": "how many reports of node agents",
+    "term": "number of the leader's term",
+    "reports": "number of reports of node agents",
     "subject": "task or node that a decision is about",
-    "why": "stable token of a decision's reason",
+    "why": "reason of a decision, a fixed token",
     "node": "name of the node",
-    "processes": "how many processes",
-    "waiting": "how many tasks wait for the same",
-    "gpus": "how many GPUs are asked for",
-    "need_mb": "what is needed on each GPU, in MiB",
-    "free_mb": "what is free on all GPUs that could be used, in MiB",
+    "processes": "number of processes",
+    "waiting": "number of tasks that wait for the same",
+    "gpus": "number of GPUs that are asked for",
+    "need_mb": "MiB that are needed on each GPU",
+    "free_mb": "free MiB on all GPUs that could be used",
     "largest_mb": "the largest piece of that",
     "server": "name of a Triton server, as configured",
-    "way": "the protocol in which a server is asked",
+    "way": "the protocol in which a model server is asked",
     "model": "name of a model, as its server knows it",
     "runner": "name of a process that runs tasks, as Ray knows it",
-    "job": "what a node agent is at",
+    "job": "what a node agent is doing",
     "fault": "what went wrong, as text",
 }
-"""Fields that structured log lines carry, always by these names."""
+"""The fields of structured log lines."""
 
 _MIB = 1024 * 1024
 _GPU = ("gpu", "UUID", "hostname")
-"""Spelled as dcgm-exporter spells them, so that both join on UUID without relabelling."""
+"""As dcgm-exporter spells them, so that both join on UUID without relabelling."""
 
 _TENANT = ("tenant",)
 MOST_TENANTS = 100
-"""Of so many, those that hold most, there are metrics; all are in GET /tenants."""
+"""Metrics show the tenants that hold most; GET /tenants shows all."""
 
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_build_info": ("Always 1; what runs here.", ("version",)),
     "gpubroker_tasks": ("Tasks that are not finished.", ("state", "band")),
-    "gpubroker_pending_tasks": ("Pending tasks by the reason that is told without planning.", ("reason",)),
+    "gpubroker_pending_tasks": ("Pending tasks by the reason that is known without planning.", ("reason",)),
     "gpubroker_node_ready": ("1 if the node's agent has answered the leader, else 0.", ("hostname",)),
     "gpubroker_silent_nodes": (
-        "Nodes that are silent and are not given up, because too many fell silent at once.",
+        "Silent nodes that are not given up, because too many fell silent at once.",
         (),
     ),
     "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
     "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
-    "gpubroker_gpu_memory_leased_bytes": ("Memory that holders have a right to.", _GPU),
+    "gpubroker_gpu_memory_leased_bytes": ("Memory that is leased.", _GPU),
     "gpubroker_gpu_memory_quarantined_bytes": ("Leased to holders not confirmed gone.", _GPU),
     "gpubroker_gpu_memory_used_bytes": ("Memory in use, as last measured.", _GPU),
     "gpubroker_gpu_memory_overused_bytes": ("Memory that runs use beyond their leases.", _GPU),
@@ -88,56 +88,59 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_gpu_memory_free_bytes": ("Memory that a task without a pledge could take now.", _GPU),
     "gpubroker_gpu_memory_stranded_bytes": ("Free memory that the usual demands cannot use.", _GPU),
     "gpubroker_gpu_memory_scattered": (
-        "Tasks that wait though what they ask for, more often than anything else, is free in pieces.",
+        "Waiting tasks of the most frequent demand, if their memory is free in sum but not in one piece.",
         (),
     ),
     "gpubroker_gpu_utilization_ratio": ("Share of time the device computed, as last measured.", _GPU),
     "gpubroker_tenant_held_bytes": ("GPU memory that the tenant holds, until it is confirmed free.", _TENANT),
     "gpubroker_tenant_guaranteed_bytes": ("GPU memory that the tenant is guaranteed.", _TENANT),
-    "gpubroker_tenant_usage_byte_seconds": ("Memory held, times how long, fading.", _TENANT),
+    "gpubroker_tenant_usage_byte_seconds": ("Memory held times seconds, with a half-life.", _TENANT),
     "gpubroker_event_log_position": ("Position of the last event this process has applied.", ()),
     "gpubroker_forecast_error_seconds": (
-        "From the start that a task was foretold first to its start, in the median, by what that rested on.",
+        "Median difference between the first forecast of a start and the start, by the forecast's basis.",
         ("basis",),
     ),
     "gpubroker_forecast_within_p90_ratio": (
-        "Share of the tasks foretold that started by the p90; 0.9 is right.",
+        "Share of forecast tasks that started by the p90; 0.9 is right.",
         ("basis",),
     ),
-    "gpubroker_world_age_seconds": ("Seconds since the picture was last known to be current.", ()),
+    "gpubroker_world_age_seconds": ("Seconds since the World was last known to be current.", ()),
     "gpubroker_database_oldest_transaction_seconds": ("Age of the database's oldest transaction.", ()),
     "gpubroker_database_oldest_slot_transactions": (
         "Transactions since the oldest that a replication slot keeps rows for.",
         (),
     ),
     "gpubroker_model_server_up": (
-        "1 if a server of models is asked, 0 while it failed several times in a row.",
+        "1 if a model server is used, 0 after several failures in a row.",
         ("server", "protocol"),
     ),
-    "gpubroker_model_server_requests_in_flight": ("Requests sent to it that are not over.", ("server",)),
-    "gpubroker_model_size_ratio": ("Leased for models to measured of them, in the median.", ("server",)),
-    "gpubroker_model_size_enough_ratio": ("Share of models with no more measured than leased.", ("server",)),
-    "gpubroker_model_slots": ("So many requests a model is asked at once.", ("model",)),
-    "gpubroker_model_requests_in_flight": ("Requests that have one of these slots.", ("model",)),
-    "gpubroker_model_requests_waiting": ("Requests that wait for one.", ("model",)),
+    "gpubroker_model_server_requests_in_flight": (
+        "Requests sent to a model server without a response yet.",
+        ("server",),
+    ),
+    "gpubroker_model_size_ratio": ("Median ratio of leased to measured memory of models.", ("server",)),
+    "gpubroker_model_size_enough_ratio": ("Share of models that use no more than their lease.", ("server",)),
+    "gpubroker_model_slots": ("Requests that a model gets at once.", ("model",)),
+    "gpubroker_model_requests_in_flight": ("Requests that have a slot.", ("model",)),
+    "gpubroker_model_requests_waiting": ("Requests that wait for a slot.", ("model",)),
     **ABOUT_INFERENCES,
     "gpubroker_is_leader": ("1 if this process leads, else 0.", ()),
     "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
     "gpubroker_leader_lease_seconds": (
-        "So long this process leads without another renewal; absent if it does not lead.",
+        "Seconds left of the leader's lease; absent if this process does not lead.",
         (),
     ),
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
     **OF_INFERENCES,
-    "gpubroker_leader_takeovers": ("How often this process began to lead.", ()),
+    "gpubroker_leader_takeovers": ("Terms that this process has begun.", ()),
     "gpubroker_model_server_faults": (
-        "How often it was not there, broke off, or said nothing.",
+        "Calls of a model server that were refused, broke off or timed out.",
         ("server", "protocol"),
     ),
     "gpubroker_model_server_requests_passed_on": (
-        "Requests that went to another server when it failed.",
+        "Requests that were sent to another server after a failure.",
         ("server",),
     ),
 }
@@ -149,11 +152,11 @@ LaneRow = tuple[str, int, int, int]
 
 
 class ServerRow(NamedTuple):
-    """Of one server of models, in the protocols in which it is asked."""
+    """Of one model server."""
 
     name: str
     ways: Sequence[tuple[str, bool, int]]
-    """Protocol, whether it is asked, its faults."""
+    """Protocol, whether it is used, number of faults."""
     in_flight: int
     passed_on: int
 
@@ -163,7 +166,7 @@ _METHODS = frozenset({"GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS"
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the figures come from that are read at scrape."""
+    """Where figures come from at a scrape."""
 
     world: World
     age_seconds: Callable[[], float]
@@ -175,7 +178,7 @@ class Sources:
 
 
 class Telemetry:
-    """One registry per app, so that two apps in one process never mix their figures."""
+    """One registry per app, so that two apps in one process do not mix their figures."""
 
     def __init__(self, sources: Sources) -> None:
         self.registry = CollectorRegistry()
@@ -185,13 +188,13 @@ class Telemetry:
             REQUEST_SECONDS, "Time to answer, by route template.", ("method", "route", "status")
         )
         calls = DurationCollector(CALL_SECONDS, "Time to the end of a call over gRPC.", ("method", "code"))
-        waits = DurationCollector(WAIT_SECONDS, "How long requests waited, that had to, for a slot.", ())
+        waits = DurationCollector(WAIT_SECONDS, "Time that requests waited for a slot, if they had to.", ())
         for histogram in (requests, calls, waits):
             self.registry.register(histogram)
         self._note_request, self._note_call, self._note_wait = requests.note, calls.note, waits.note
 
     def note_held_back(self, held_back: HeldBack | None) -> None:
-        """Before a scrape, whose own reading waits for nothing."""
+        """Call it before a scrape, which does not wait."""
         self._world.held_back = held_back
 
     def on_request(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -211,7 +214,7 @@ class Telemetry:
 
 
 class LaneCollector(Collector):
-    """Of models that nobody asks nothing is told: clients make up their names."""
+    """Only models that are asked have metrics: their names come from clients."""
 
     def __init__(self, read: Callable[[], Iterable[LaneRow]]) -> None:
         self._read = read
@@ -223,8 +226,6 @@ class LaneCollector(Collector):
 
 
 class ServerCollector(Collector):
-    """Of servers of models."""
-
     def __init__(self, read: Callable[[], Iterable[ServerRow]]) -> None:
         self._read = read
 
@@ -241,7 +242,8 @@ class ServerCollector(Collector):
 
 
 class WorldCollector(Collector):
-    """Reads the ledger when asked. Costs what is held and active, not what is queued. No task is a label."""
+    """Reads the World. The cost grows with what is held and active, not with the queue. No task is a
+    label."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
@@ -328,7 +330,7 @@ def _task_metrics(world: World) -> Iterator[Metric]:
 
 
 def _forecast_metrics(world: World) -> Iterator[Metric]:
-    """Of each basis of which anything is known."""
+    """Of each basis with known errors."""
     errors = ((basis, world.learned.sketch(topic_of(basis, What.START_ERROR))) for basis in Basis)
     medians = [((basis.value,), median) for basis, e in errors if (median := e.quantile(0.5)) is not None]
     shares = ((basis, world.learned.sketch(topic_of(basis, What.START_SHARE))) for basis in Basis)
@@ -341,7 +343,7 @@ def _tenant_metrics(sources: Sources) -> Iterator[Metric]:
     accounts, policy = sources.world.accounts, sources.policy
     held = nlargest(MOST_TENANTS, ((accounts.held_mb(tenant), tenant) for tenant in accounts))
     yield _gauge("gpubroker_tenant_held_bytes", [((tenant,), mb * _MIB) for mb, tenant in held])
-    # Those that are configured come first: a guarantee that nobody uses is what one wants to see.
+    # Configured tenants come first, to show unused guarantees.
     named = [tenant.name for tenant in policy.tenants if tenant.name != "*"]
     known = list(dict.fromkeys([*named, *(tenant for _, tenant in held)]))[:MOST_TENANTS]
     guaranteed = [(tenant, policy.tenant(tenant).guaranteed_mb) for tenant in known]

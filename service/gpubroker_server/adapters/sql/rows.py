@@ -163,7 +163,7 @@ class BatchRows:
 
 
 def _by_likeness(submissions: Sequence[Submission]) -> list[list[Submission]]:
-    """Groups whose members differ in ids and arguments alone."""
+    """Groups of tasks that differ in ids and arguments alone."""
     found: dict[Row, list[Submission]] = defaultdict(list)
     for submission in submissions:
         spec = submission.spec

@@ -1,7 +1,7 @@
 """SQLite: one file, one process, one writing connection.
 
 WAL with synchronous=FULL: a commit is on disk when it returns. Many versions of SQLite can damage a database
-whose connections write and checkpoint at the same time (docs/decisions/0014). With these, one connection does
+if connections write and checkpoint at the same time (docs/decisions/0014). With these, one connection does
 both, and a lock file keeps other processes out.
 """
 
@@ -49,7 +49,7 @@ _BUSY_MS = 5000
 _MAGIC = b"SQLite format 3\0"
 _DIALECT: Any = sqlite.dialect(paramstyle="qmark")
 _LENGTHS = (1000, 64, 16, 4, 1)
-"""Rows per statement. SQLite prepares each length anew, so there are few; with 32 columns, a thousand rows
+"""Rows per statement. SQLite prepares each length separately, so there are few; with 32 columns, a thousand rows
 have as many values as it takes."""
 
 

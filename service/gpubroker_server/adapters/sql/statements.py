@@ -34,7 +34,7 @@ def columns_of(table: Table, names: Iterable[str] | None = None) -> tuple[Column
 
 
 class OnConflict(Enum):
-    """What to do with a row whose key exists."""
+    """What to do with a row if its key exists."""
 
     FAIL = auto()
     SKIP = auto()

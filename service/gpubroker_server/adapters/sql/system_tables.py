@@ -194,7 +194,7 @@ audit = Table(
     Column("subject", Text, nullable=False),
     Column("reason", Text, nullable=False),
 )
-"""Who did what. Written in the transaction that it is about. `reason`: in the words of the operator."""
+"""The audit log. Written in the transaction that it is about. `reason`: in the words of the operator."""
 
 relocation = Table(
     "relocation",

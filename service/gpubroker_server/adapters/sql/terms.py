@@ -22,8 +22,8 @@ from gpubroker_server.ports.store import StoreUnavailable
 
 T = TypeVar("T")
 Act = Callable[[Session], Callable[[], T]]
-"""Idempotent statements within a transaction. Call what it returns after the commit: statements whose answers
-are read only then cost one round trip together with the commit."""
+"""Idempotent statements within a transaction. Call what it returns after the commit: statements with answers
+that are read only then cost one round trip together with the commit."""
 
 _TRIES = 2
 _TTL = Column("ttl_seconds", Double)

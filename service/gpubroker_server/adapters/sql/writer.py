@@ -213,7 +213,7 @@ class Writer:
             rows = [row[3:] for row in found if row[3] is not None]
             if len(rows) < last - self._heard and self._is_shortened():
                 raise LogShortened(
-                    f"the log no longer holds all events after position {self._heard}; read the picture anew"
+                    f"the log no longer holds all events after position {self._heard}; take a new snapshot"
                 )
             events = _readable(rows)
         except Outgrown as error:
