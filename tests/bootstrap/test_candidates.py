@@ -74,9 +74,7 @@ async def leads(*members: Member) -> Member:
     return leader
 
 
-async def test_whoever_leads_carries_on_where_the_other_one_left_off(
-    postgres_url: str, tmp_path: Path
-) -> None:
+async def test_a_new_leader_continues_where_the_last_one_stopped(postgres_url: str, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         pair = [await stack.enter_async_context(a_member(postgres_url, tmp_path, n)) for n in ("a", "b")]
         first = await leads(*pair)

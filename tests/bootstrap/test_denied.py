@@ -37,7 +37,7 @@ def running(service: ServiceProcess) -> Iterator[ServiceProcess]:
 
 
 @pytest.mark.parametrize("below", ["", "data"], ids=["it is there", "it would have to be made"])
-def test_a_data_directory_that_nobody_may_write_is_named(tmp_path: Path, locked: Path, below: str) -> None:
+def test_a_data_directory_without_write_access_is_named(tmp_path: Path, locked: Path, below: str) -> None:
     said = refusal(ForkedService(tmp_path / "data", **WAITING, data_dir=str(locked / below)), bound_by_modes)
     assert f"cannot write to the data directory {locked / below}: Permission denied" in said
     assert "--data-dir" in said

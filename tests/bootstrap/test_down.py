@@ -55,7 +55,7 @@ def down(data_dir: Path) -> str:
     return "\n".join(stop_everything(load_settings(data_dir=data_dir)))
 
 
-def test_whoever_stops_a_service_does_not_wait_for_what_only_a_service_needs() -> None:
+def test_down_does_not_import_the_service() -> None:
     imported = "import sys, gpubroker_server.__main__, gpubroker_server.bootstrap.down; print(*sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", imported], capture_output=True, text=True, check=True, cwd=ROOT
@@ -71,7 +71,7 @@ def write_client_file(data_dir: Path, url: str, token: str = "gpb_x") -> None:
     (data_dir / "client.json").write_text(json.dumps({"url": url, "token": token}))
 
 
-def test_a_service_that_refuses_keeps_its_local_ray_until_it_is_told_to_stop(
+def test_a_service_that_refuses_to_stop_keeps_its_local_ray(
     service: ServiceProcess, head: psutil.Process
 ) -> None:
     known = json.loads((service.data_dir / "client.json").read_text())
@@ -90,7 +90,7 @@ def test_a_service_that_refuses_keeps_its_local_ray_until_it_is_told_to_stop(
     assert not is_there(head)
 
 
-def test_somebody_who_listens_and_does_not_answer_is_left_alone(
+def test_a_process_that_listens_without_answering_is_not_stopped(
     data_dir: Path, head: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpubroker_server.bootstrap.down.ANSWER_SECONDS", 0.2)

@@ -99,7 +99,7 @@ def test_a_service_stopped_in_the_middle_of_submits_has_each_accepted_one_once_a
     submits.check()
 
 
-def test_whoever_waits_is_answered_at_once_and_the_probe_sends_others_elsewhere_before_the_door_closes(
+def test_waiting_requests_are_answered_and_the_readiness_probe_fails_before_the_listener_closes(
     tmp_path: Path,
 ) -> None:
     settings = {"drain_seconds": DRAIN_SECONDS, "drain_notice_seconds": 1.0}

@@ -29,7 +29,7 @@ def collects_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("collects_as_before")
-async def test_the_last_that_a_gateway_says_is_that_it_ends(
+async def test_a_gateway_reports_its_absence_last(
     postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = {"servers": [SERVER], "slots": {"m": 4}}

@@ -16,11 +16,11 @@ def given(**fields: Any) -> TritonServerSettings:
     return TritonServerSettings(name="main", **{"http_url": "http://triton.lab:8000", **fields})
 
 
-def test_without_a_server_there_is_nobody_to_ask() -> None:
+def test_without_a_configured_server_there_are_no_backends() -> None:
     assert servers_of(load_settings()) == []
 
 
-def test_a_server_is_called_as_its_address_says() -> None:
+def test_a_server_is_reached_at_its_address() -> None:
     server = server_of(given(http_url="http://[::1]:8000/"))
     assert (server.host, server.port, server.authority, server.tls) == ("::1", 8000, b"[::1]:8000", None)
 
@@ -46,6 +46,6 @@ def test_https_is_believed_by_the_certificates_of_the_file() -> None:
         ({"ca_file": Path(__file__), "http_url": "https://h:1"}, "cannot use the ca_file of main"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told_at_the_start(fields: dict[str, Any], said: str) -> None:
+def test_an_unusable_credentials_file_refuses_the_start(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(StartRefused, match=said):
         server_of(given(**fields))

@@ -111,13 +111,13 @@ def knows(gateway: ServiceProcess, secret: str) -> bool:
     return httpx.get(f"{gateway.url}/tasks", headers=headers).is_success
 
 
-def test_gateways_tell_who_leads(site: Site) -> None:
+def test_gateways_show_the_leader(site: Site) -> None:
     stats = ask(site.gateways[0], "/stats")
     assert stats["leader"]["holder"].endswith(f":{site.leader.pid}")
     assert stats["executor"]["address"] == "simulated"
 
 
-def test_a_gateway_is_ready_without_a_leader_and_tells_what_the_leader_tells(
+def test_a_gateway_is_ready_without_a_leader_and_shows_what_a_leader_publishes(
     tmp_path: Path, postgres_url: str
 ) -> None:
     settings = {**SETTINGS, "database_url": postgres_url, "blob_dir": str(tmp_path / "objects")}

@@ -36,9 +36,7 @@ async def test_a_service_that_cannot_listen_ends_and_leaves_nothing_running(tmp_
     await store.close()
 
 
-async def test_of_parts_that_fail_together_each_is_told_once_and_none_by_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_each_part_that_fails_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail() -> None:
         raise ValueError("of the test")
 
@@ -57,7 +55,7 @@ async def test_of_parts_that_fail_together_each_is_told_once_and_none_by_the_eve
     assert unheard == []
 
 
-def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_the_picture_anew(
+def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_all_rows_again(
     tmp_path: Path,
 ) -> None:
     with ForkedService(tmp_path / "data", **WAITING) as service:

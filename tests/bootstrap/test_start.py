@@ -80,7 +80,7 @@ def test_a_port_in_use_is_refused_with_another_way_named(tmp_path: Path) -> None
     assert f"process {os.getpid()}" in said
 
 
-def test_a_database_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "theirs.db"
     with sqlite3.connect(path) as theirs:
         theirs.execute("CREATE TABLE orders (id)")

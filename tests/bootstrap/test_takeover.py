@@ -100,9 +100,7 @@ def test_another_one_leads_in_time_when_the_leader_is_stopped_killed_or_hangs(pa
 
 
 @pytest.mark.parametrize("moment", [IN_TRANSACTION, WITH_HEAD])
-def test_a_leader_that_hangs_in_the_middle_of_a_transaction_holds_up_nobody_for_long(
-    pair: Pair, moment: str
-) -> None:
+def test_a_leader_that_hangs_in_a_transaction_does_not_block_others_for_long(pair: Pair, moment: str) -> None:
     pair.leader.order(moment)
     pair.submit()
     since = pair.leader.next("stops")["at"]

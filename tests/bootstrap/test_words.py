@@ -6,13 +6,13 @@ from gpubroker_server.bootstrap.process import farewell, greeting
 from gpubroker_server.settings.loading import Settings, default_data_dir
 
 
-def test_a_data_directory_that_clients_would_not_look_in_is_told_to_them() -> None:
+def test_the_greeting_names_a_data_directory_that_clients_do_not_know() -> None:
     told = "export GPUBROKER_DATA_DIR=/srv/gpubroker"
     assert told in "\n".join(greeting(Settings(data_dir=Path("/srv/gpubroker")), "http://127.0.0.1:1"))
     assert "export" not in "\n".join(greeting(Settings(data_dir=default_data_dir()), "http://127.0.0.1:1"))
 
 
-def test_a_stop_says_what_goes_on_and_how_to_end_it() -> None:
+def test_the_farewell_names_what_keeps_running_and_how_to_stop_it() -> None:
     said = farewell(Settings(), 2, stop_cluster=False)
     assert "2 runs and the local Ray go on" in said
     assert "gpubroker down" in said

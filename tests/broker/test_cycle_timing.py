@@ -51,7 +51,7 @@ async def test_reports_wait_for_others_after_any_cycle() -> None:
         assert not await begins(after)
 
 
-async def test_who_arrives_does_not_wait_after_a_cycle_of_reports() -> None:
+async def test_an_urgent_cycle_does_not_wait_after_a_cycle_of_reports() -> None:
     after = CycleTimer()
     after.wake()
     await after.next()
@@ -60,7 +60,7 @@ async def test_who_arrives_does_not_wait_after_a_cycle_of_reports() -> None:
     assert await begins(after)
 
 
-async def test_who_arrives_while_reports_wait_for_others_is_not_kept() -> None:
+async def test_an_urgent_wake_ends_the_wait_of_reports() -> None:
     after = CycleTimer()
     after.wake()
     await after.next()
@@ -71,7 +71,7 @@ async def test_who_arrives_while_reports_wait_for_others_is_not_kept() -> None:
     await asyncio.wait_for(beginning, PATIENCE_SECONDS)
 
 
-async def test_who_arrives_soon_after_another_waits_for_more() -> None:
+async def test_an_urgent_wake_soon_after_another_waits_for_more() -> None:
     after = CycleTimer()
     after.wake(urgent=True)
     await after.next()

@@ -9,7 +9,7 @@ from tests.broker.stage import a_stage
 from tests.builders import GIB
 
 
-async def test_memory_in_pieces_is_told_when_it_begins_and_when_it_ends(tmp_path: Path) -> None:
+async def test_fragmentation_is_logged_when_it_begins_and_when_it_ends(tmp_path: Path) -> None:
     async with a_stage(tmp_path) as stage:
         for name in ("a", "b"):
             await stage.submit(name, seconds=3600.0, gpu_mb=14 * GIB)

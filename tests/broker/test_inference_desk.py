@@ -108,7 +108,7 @@ def answers(reports: dict[str, Ended]) -> dict[str, list[float]]:
     return found
 
 
-async def test_alike_ones_are_asked_together_and_each_is_told_its_own_rows() -> None:
+async def test_alike_inferences_share_a_request_and_each_gets_its_own_rows() -> None:
     client = Doubling()
     async with a_room(client) as room:
         room.send("a", 1)
@@ -117,7 +117,7 @@ async def test_alike_ones_are_asked_together_and_each_is_told_its_own_rows() -> 
     assert client.asked == [[1, 2, 3]]
 
 
-async def test_a_batch_that_is_full_waits_for_nobody() -> None:
+async def test_a_full_batch_does_not_wait() -> None:
     client = Doubling(most_rows=2)
     async with a_room(client, BatchRules(delay_seconds=LONG)) as room:
         room.send("a", 1)
@@ -169,7 +169,7 @@ async def test_a_server_that_takes_nothing_now_is_not_asked_for_each_of_a_batch(
     assert client.asked == [[1, 2]]
 
 
-async def test_each_fault_is_told_as_the_end_that_it_is() -> None:
+async def test_each_fault_is_reported_as_its_ending() -> None:
     expected = {
         InferenceFault.NOT_THERE: (Ending.NEVER_STARTED, None),
         InferenceFault.REFUSED: (Ending.FAILED, "inference_refused"),
@@ -210,7 +210,7 @@ async def test_a_model_that_does_not_answer_by_rows_is_asked_no_batches_any_more
     assert client.asked == [[1, 2], [1], [2], [3], [4]]
 
 
-async def test_one_that_is_dropped_is_over_at_once_and_its_answer_is_not_told() -> None:
+async def test_a_dropped_inference_ends_at_once_and_its_response_is_ignored() -> None:
     client = Doubling(most_rows=1)
     async with a_room(client) as room:
         client.goes_on.clear()
@@ -224,7 +224,7 @@ async def test_one_that_is_dropped_is_over_at_once_and_its_answer_is_not_told() 
         assert told["b"].ending is Ending.SUCCEEDED
 
 
-async def test_of_models_that_nobody_asks_any_more_so_many_are_remembered() -> None:
+async def test_idle_queues_are_removed_beyond_a_limit() -> None:
     """Names come from clients, and a server that is not in the ledger is asked for whatever they name."""
     client = Doubling()
     async with a_room(client, BatchRules(delay_seconds=Seconds(0.001))) as room:
@@ -241,7 +241,7 @@ async def test_of_models_that_nobody_asks_any_more_so_many_are_remembered() -> N
         assert "b" in await room.ended(MOST_QUEUES + 2)
 
 
-async def test_what_nobody_knows_is_dropped_as_well() -> None:
+async def test_an_unknown_inference_can_be_dropped() -> None:
     async with a_room(Doubling()) as room:
         room.desk.drop(DropOrder(TaskId("a"), Fence(1)))
         assert (await room.ended(1))["a"].ending is Ending.STOPPED
@@ -257,7 +257,7 @@ async def test_one_that_is_dropped_while_it_waits_for_others_is_not_sent() -> No
     assert client.asked == [[2]]
 
 
-async def test_what_cannot_be_sent_at_all_is_told_at_once() -> None:
+async def test_an_inference_that_cannot_be_sent_is_reported_at_once() -> None:
     async with a_room(Doubling()) as room:
         room.send("a", 1, server="gone")
         room.send("b", stored=b"\xff")
@@ -339,7 +339,7 @@ async def test_a_new_leader_has_sent_again_what_the_one_before_it_had_sent_and_o
         assert ((await stage.row("a")).fence, (await stage.row("a")).failures) == (2, 0)
 
 
-async def test_an_inference_whose_question_is_lost_fails(tmp_path: Path) -> None:
+async def test_an_inference_without_stored_tensors_fails(tmp_path: Path) -> None:
     async with a_leader(tmp_path, Doubling()) as (stage, _):
         spec = {"kind": "inference", "entrypoint": "m", "arguments": b"", "arguments_digest": "0" * 64}
         await stage.submit("a", spec=spec, answered_by="m")

@@ -133,7 +133,7 @@ async def test_a_checkpoint_that_is_corrupt_on_disk_is_passed_over_for_the_one_b
     assert stage.executor.payloads[TaskId("one")].resume_state == b"first"
 
 
-async def test_a_checkpoint_whose_bytes_changed_on_their_way_leaves_the_one_before_in_force(
+async def test_a_checkpoint_with_wrong_bytes_keeps_the_one_before(
     stage: Stage,
 ) -> None:
     await running(stage, "one", gpu_mb=GIB, max_retries=1)
@@ -145,7 +145,7 @@ async def test_a_checkpoint_whose_bytes_changed_on_their_way_leaves_the_one_befo
     assert (await stage.row("one")).checkpoint_at == at
 
 
-async def test_a_run_whose_stored_arguments_are_gone_fails_and_says_so(stage: Stage) -> None:
+async def test_a_run_with_missing_arguments_fails_with_the_reason(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB, spec={"arguments": b"", "arguments_digest": "0" * 64})
     await stage.leader.cycle()
     await stage.leader.cycle()
@@ -226,7 +226,7 @@ async def test_a_dependent_that_could_not_be_settled_is_settled_when_the_databas
     assert (record.task.state, record.task.failed_by) == (TaskState.FAILED, "first")
 
 
-async def test_a_leader_that_winds_up_commits_what_it_has_heard_and_plans_nothing_more(stage: Stage) -> None:
+async def test_a_leader_that_winds_up_commits_its_reports_and_plans_nothing_more(stage: Stage) -> None:
     await running(stage, "one")
     await stage.submit("two", gpu_mb=GIB)
     stage.leader.hear([saved("one", 1, b"state")])

@@ -152,7 +152,7 @@ async def test_a_leader_that_is_stopped_lets_the_next_one_lead_at_once(party: Pa
     await party.until(("two", 2))
 
 
-async def test_who_is_stopped_lets_the_term_go_before_agents_have_its_last_orders(
+async def test_a_stopped_leader_resigns_before_agents_have_its_last_orders(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leadership, "FLUSH_SECONDS", TOO_LONG)
@@ -212,7 +212,7 @@ async def test_a_leader_that_is_gone_leads_until_its_lease_is_past_and_no_longer
     await party.until(("two", 2))
 
 
-async def test_a_leader_that_slept_stands_back_and_leads_again_if_nobody_else_does(party: Party) -> None:
+async def test_a_leader_that_slept_stands_back_and_leads_again_if_no_other_does(party: Party) -> None:
     party.begin("one")
     await party.until(("one", 1))
     party.clock.time = Instant(party.clock.time + 3600.0)
@@ -275,7 +275,7 @@ async def test_a_candidate_waits_for_the_database_before_it_leads(party: Party) 
 
 
 @pytest.mark.parametrize("how", ["comes to an end", "is cancelled by nobody"])
-async def test_a_leader_that_ends_though_nobody_asked_it_to_ends_its_process(
+async def test_a_leader_that_ends_by_itself_ends_its_process(
     party: Party, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     async def end(_leader: Leader) -> None:

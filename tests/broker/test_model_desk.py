@@ -120,7 +120,7 @@ async def test_orders_to_a_server_are_carried_out_one_after_the_other() -> None:
         assert desk.host.devices["llm"] == (GPU,)
 
 
-async def test_what_there_is_to_tell_before_anybody_hears_is_told_then() -> None:
+async def test_reports_from_before_the_run_are_passed_on_when_it_begins() -> None:
     desk = Desk()
     desk.desk.send(replace(a_load(), server="gone"))
     async with running(desk):
@@ -187,7 +187,7 @@ async def test_gateways_that_do_not_let_go_of_a_model_are_waited_for_as_long_as_
 
 
 @pytest.mark.parametrize("stuck", [False, True])
-async def test_a_model_whose_process_is_gone_is_unloaded_and_loaded_anew(stuck: bool) -> None:
+async def test_a_model_with_a_dead_process_is_unloaded_and_loaded_again(stuck: bool) -> None:
     """`stuck`: having asked a dead process its server never ends the unload, and loads it all the same."""
     async with running(Desk(SimulatedModel("llm", stuck=stuck))) as desk:
         desk.desk.send(a_load())
@@ -225,7 +225,7 @@ async def test_a_model_that_answers_is_left_alone_and_one_that_is_to_leave_is_no
         assert desk.host.asked == [("load", "llm"), ("unload", "llm")]
 
 
-async def test_of_a_model_that_has_gone_since_it_was_doubted_the_index_tells() -> None:
+async def test_the_index_shows_that_a_checked_model_has_gone() -> None:
     async with running(Desk(SimulatedModel("llm"))) as desk:
         desk.desk.send(a_check())
         await desk.carried_out()
@@ -246,7 +246,7 @@ async def test_a_load_that_is_refused_has_ended(fault: HostFault, ending: Ending
             assert report.failure.message == "the server could not get the memory for it: so it says"
 
 
-async def test_of_a_load_without_an_answer_the_index_tells() -> None:
+async def test_the_index_shows_the_result_of_a_load_without_an_answer() -> None:
     lost = SimulatedModel("llm", fails=HostRefused(HostFault.UNKNOWN, "the line broke"))
     async with running(Desk(lost)) as desk:
         desk.desk.send(a_load())
@@ -285,7 +285,7 @@ async def test_a_new_leader_waits_for_what_an_older_one_has_sent() -> None:
         assert isinstance(await desk.next(), ServerSeen), "the index is read before anything is changed"
 
 
-async def test_a_server_that_is_away_says_nothing_and_is_asked_again() -> None:
+async def test_the_index_of_an_unreachable_server_is_read_again() -> None:
     desk = Desk(SimulatedModel("llm"))
     desk.host.go_away()
     async with running(desk):
@@ -380,7 +380,7 @@ async def test_memory_of_a_model_that_does_not_go_is_not_given_to_anybody(tmp_pa
         await stage.until("run", TaskState.RUNNING)
 
 
-async def test_a_server_that_starts_anew_has_lost_its_models_and_gets_those_that_are_wanted(
+async def test_a_restarted_server_loads_the_wanted_models_again(
     tmp_path: Path,
 ) -> None:
     async with served(tmp_path, SimulatedModel("llm")) as stage:

@@ -45,7 +45,7 @@ async def test_what_ended_long_enough_ago_is_taken_out() -> None:
     assert await store.oldest() == FIRST + 1
 
 
-async def test_who_does_not_lead_takes_nothing_out() -> None:
+async def test_a_process_that_does_not_lead_does_not_prune() -> None:
     store, _ = await with_an_end()
     await Pruner(store, Standing(Instant(NOW + 101)), RETENTION, lambda: None, lambda: FIRST).prune()
     assert await store.record(TaskId("t1")) is not None

@@ -53,7 +53,7 @@ def test_a_silent_node_is_given_up_and_asked_what_became_of_it(watcher: Watcher)
     assert watcher.world.runs[NodeName("n4")] == set()
 
 
-def test_an_operators_word_reaches_the_leaders_ear_and_is_noted(watcher: Watcher) -> None:
+def test_an_operators_resume_reaches_the_leader_and_is_audited(watcher: Watcher) -> None:
     watcher.pass_time(20.0, "n0", "n1", "n2")
     assert watcher.observer.silence.paused is not None
     assert len(watcher.open_nodes) == 5
@@ -66,7 +66,7 @@ def test_an_operators_word_reaches_the_leaders_ear_and_is_noted(watcher: Watcher
     assert watcher.observer.silence.paused is None
 
 
-async def test_what_the_cluster_says_of_many_nodes_at_once_is_not_believed(watcher: Watcher) -> None:
+async def test_a_loss_of_many_nodes_at_once_is_not_believed(watcher: Watcher) -> None:
     told = [NodeLost(NodeName(name), f"{name}-1", NOW, "Ray says so") for name in ("n1", "n2", "n3")]
     assert await watcher.observer.on_reports(told, NOW) == []
     assert watcher.observer.silence.paused is not None
@@ -89,7 +89,7 @@ async def test_an_agent_that_was_given_up_is_asked_and_its_answer_opens_its_node
         assert stage.world.nodes[NodeName("n1")].ready
 
 
-async def test_a_word_that_was_lost_on_its_way_is_asked_for_and_ends_the_quarantine(tmp_path: Path) -> None:
+async def test_a_lost_report_is_asked_for_again_and_ends_the_quarantine(tmp_path: Path) -> None:
     async with a_stage(tmp_path) as stage:
         await stage.submit("one", gpu_mb=GIB)
         await stage.leader.cycle()

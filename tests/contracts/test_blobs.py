@@ -57,7 +57,7 @@ async def test_equal_objects_are_kept_once(blobs: DirectoryBlobs, root: Path) ->
     assert files_below(root) == [root / DIGEST[:2] / DIGEST[2:4] / DIGEST]
 
 
-async def test_nobody_else_may_read_them(blobs: DirectoryBlobs, root: Path) -> None:
+async def test_other_users_cannot_read_blobs(blobs: DirectoryBlobs, root: Path) -> None:
     await blobs.put(b"weights", owner="t1")
     folders = [root, *folders_below(root)]
     assert {mode_of(folder) for folder in folders} == {0o700}
@@ -193,7 +193,7 @@ async def test_a_sweep_passes_over_what_it_cannot_delete(blobs: DirectoryBlobs, 
     assert [path.name for path in files_below(root)] == ["inside"]
 
 
-async def test_a_full_disk_is_said_and_leaves_nothing_behind(blobs: DirectoryBlobs, root: Path) -> None:
+async def test_a_full_disk_is_reported_and_leaves_no_file(blobs: DirectoryBlobs, root: Path) -> None:
     with file_size_limit(100), pytest.raises(StoreUnavailable, match="cannot be written: File too large"):
         await blobs.put(b"x" * 1000, owner="t1")
     assert files_below(root) == []

@@ -71,7 +71,7 @@ async def test_what_another_process_wrote_is_heard_once_in_order_and_in_parts(po
         assert sum(len(part) for part in heard) == MANY + 2
 
 
-async def test_a_follower_has_the_picture_of_the_one_who_wrote(postgres_url: str) -> None:
+async def test_a_follower_has_the_world_of_the_writer(postgres_url: str) -> None:
     worlds = World(), World()
     task = a_task("t1")
     async with opened(postgres_url) as leader, opened(postgres_url) as follower:
@@ -84,7 +84,7 @@ async def test_a_follower_has_the_picture_of_the_one_who_wrote(postgres_url: str
         assert picture(worlds[0]) == picture(worlds[1])
 
 
-async def test_while_the_database_is_away_a_follower_is_told_and_hears_all_afterwards(
+async def test_a_follower_gets_an_error_while_the_database_is_away_and_all_events_afterwards(
     postgres_url: str,
 ) -> None:
     heard: list[Event] = []
@@ -101,7 +101,7 @@ async def test_while_the_database_is_away_a_follower_is_told_and_hears_all_after
         assert heard == await log_of(one)
 
 
-async def test_a_log_that_lost_what_comes_next_is_told_and_passed_over(postgres_url: str) -> None:
+async def test_a_shortened_log_is_reported_and_can_be_skipped(postgres_url: str) -> None:
     heard: list[Event] = []
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         two.listen(heard.extend)
@@ -118,7 +118,7 @@ async def test_a_log_that_lost_what_comes_next_is_told_and_passed_over(postgres_
         assert [event.key for event in heard] == ["t5"]
 
 
-async def test_a_picture_that_fell_behind_the_log_is_read_anew(postgres_url: str) -> None:
+async def test_a_world_that_fell_behind_the_log_is_read_again(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         seen = Follower(two, HALF_LIFE_SECONDS, fails)
         anew = asyncio.Event()
@@ -148,7 +148,7 @@ async def test_a_picture_hears_of_a_commit_elsewhere_and_knows_that_it_is_curren
             assert seen.age_seconds() < PATIENCE_SECONDS
 
 
-async def test_what_the_leader_holds_back_and_whom_it_does_not_hear_is_told_everywhere(
+async def test_paused_detection_and_silent_nodes_are_visible_in_every_process(
     postgres_url: str,
 ) -> None:
     paused = PausedDetection(
@@ -175,7 +175,7 @@ async def test_what_the_leader_holds_back_and_whom_it_does_not_hear_is_told_ever
         await asyncio.wait([hearing])
 
 
-async def test_what_a_leader_of_a_later_release_says_besides_is_passed_over(postgres_url: str) -> None:
+async def test_unknown_fields_of_a_newer_leader_are_ignored(postgres_url: str) -> None:
     async with opened(postgres_url) as one:
         word = LastValues(leader=LeaderSeen(Term(1), "one:1", Instant(1.0), {}))
         await one.publish(Term(1), 1, word)
@@ -184,7 +184,7 @@ async def test_what_a_leader_of_a_later_release_says_besides_is_passed_over(post
         assert (await one.published(0))[1] == word
 
 
-async def test_a_world_filled_anew_forgets_what_is_no_longer_there(postgres_url: str) -> None:
+async def test_a_refilled_world_forgets_what_is_gone(postgres_url: str) -> None:
     world = World()
     world.add_task(a_task("gone"))
     async with opened(postgres_url) as store:
@@ -193,7 +193,7 @@ async def test_a_world_filled_anew_forgets_what_is_no_longer_there(postgres_url:
     assert list(world.tasks) == ["there"]
 
 
-async def test_a_word_wakes_the_others_and_not_the_one_who_gave_it(postgres_url: str) -> None:
+async def test_a_hint_wakes_other_processes_and_not_the_sender(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         words = {one: asyncio.Event(), two: asyncio.Event()}
         keeping = [asyncio.create_task(store.keep_hints(word.set)) for store, word in words.items()]
@@ -208,7 +208,7 @@ async def test_a_word_wakes_the_others_and_not_the_one_who_gave_it(postgres_url:
         await asyncio.wait(keeping)
 
 
-async def test_a_leader_that_lets_its_term_go_tells_it_to_who_listens(postgres_url: str) -> None:
+async def test_a_leader_that_resigns_notifies_listening_processes(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         words = {one: asyncio.Event(), two: asyncio.Event()}
         keeping = [asyncio.create_task(store.keep_hints(word.set)) for store, word in words.items()]
@@ -228,7 +228,7 @@ async def test_a_leader_that_lets_its_term_go_tells_it_to_who_listens(postgres_u
         await asyncio.wait(keeping)
 
 
-async def test_who_listens_listens_again_after_the_server_hung_up(postgres_url: str) -> None:
+async def test_a_listener_reconnects_after_the_server_closed_the_connection(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         words = [asyncio.Event(), asyncio.Event()]
         keeping = [
@@ -251,7 +251,7 @@ async def test_who_listens_listens_again_after_the_server_hung_up(postgres_url: 
         await asyncio.wait(keeping)
 
 
-async def test_who_listens_listens_again_after_a_line_that_says_nothing_more(
+async def test_a_listener_reconnects_when_the_connection_is_silent(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes every byte and passes none on; new ones are good."""
@@ -270,7 +270,7 @@ async def test_who_listens_listens_again_after_a_line_that_says_nothing_more(
         await asyncio.wait([keeping])
 
 
-def test_a_connection_that_is_there_when_nobody_wants_it_any_more_is_closed(postgres_url: str) -> None:
+def test_a_connection_of_a_cancelled_caller_is_closed(postgres_url: str) -> None:
     opened: list[psycopg.Connection[Any]] = []
     asked, may_open = threading.Event(), threading.Event()
 

@@ -106,7 +106,7 @@ def updates(url: str, table: str) -> tuple[int, int]:
         return all_, hot
 
 
-async def test_the_oldest_transaction_is_told_while_it_keeps_a_snapshot(postgres_url: str) -> None:
+async def test_the_oldest_transaction_is_shown_while_it_keeps_a_snapshot(postgres_url: str) -> None:
     async with opened(postgres_url) as store:
         with psycopg.connect(postgres_url) as reader:
             reader.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
@@ -118,7 +118,7 @@ async def test_the_oldest_transaction_is_told_while_it_keeps_a_snapshot(postgres
         assert await store.held_back() == HeldBack(transaction_seconds=0.0, slot_transactions=0)
 
 
-async def test_what_a_replication_slot_keeps_is_told_in_transactions() -> None:
+async def test_a_replication_slot_is_shown_in_transactions() -> None:
     with a_server_of_its_own() as server:
         with psycopg.connect(server.url, autocommit=True) as connection:
             connection.execute("ALTER SYSTEM SET wal_level = logical")

@@ -98,7 +98,7 @@ async def test_a_leader_whose_machine_slept_stands_back_and_leads_in_a_later_ter
         await site.store.commit(Term(1), [node_seen()])
 
 
-async def test_a_lease_that_a_clock_set_back_makes_long_keeps_nobody_out(site: Site) -> None:
+async def test_a_lease_made_long_by_a_wrong_clock_blocks_no_candidate(site: Site) -> None:
     """Its holder is gone; whoever watches finds that nothing is renewed, by his own machine's clock."""
     assert await site.store.take_term("gone", RULES.ttl_seconds, instead_of=await site.store.leader()) == 1
     site.set_clock(-HOUR)

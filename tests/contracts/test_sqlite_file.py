@@ -35,7 +35,7 @@ async def made(path: Path) -> str:
     return f"sqlite:///{path}"
 
 
-async def test_the_file_is_ours_alone_and_says_whose_it_is(tmp_path: Path) -> None:
+async def test_the_file_has_mode_0600_and_our_application_id(tmp_path: Path) -> None:
     path = tmp_path / "gpubroker.db"
     await made(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -185,7 +185,7 @@ async def test_a_damaged_database_is_refused_with_what_to_do(tmp_path: Path) -> 
     assert "restore it from a backup" in await refusal(url)
 
 
-async def test_a_second_process_is_refused_and_told_who_is_first(tmp_path: Path) -> None:
+async def test_a_second_process_is_refused_with_the_id_of_the_first(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'gpubroker.db'}"
     store = await open_store(url)
     code = (

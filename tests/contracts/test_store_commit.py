@@ -113,7 +113,7 @@ async def test_leases_of_many_runs_add_up_on_their_device(store: TaskStore) -> N
     assert verdicts == [COMMITTED] * 4 + [REFUSED]
 
 
-async def test_a_lease_on_a_device_that_nobody_registered_is_refused(store: TaskStore) -> None:
+async def test_a_lease_on_an_unknown_device_is_refused(store: TaskStore) -> None:
     task = a_task("t1")
     term = await with_gpu(store, task)
     assert await store.commit(term, [admission(task, device="gpu9")]) == [REFUSED]
@@ -176,7 +176,7 @@ async def test_a_new_term_ends_every_older_one(store: TaskStore) -> None:
     assert await store.commit(new, [admission(task)]) == [COMMITTED]
 
 
-async def test_an_old_leader_does_not_disturb_those_who_submit(store: TaskStore) -> None:
+async def test_an_old_leader_does_not_disturb_submits(store: TaskStore) -> None:
     task = a_task("t1")
     old = await with_gpu(store, task)
     await next_term(store, "second")
@@ -201,7 +201,7 @@ async def test_a_pledge_comes_to_its_end_once(store: TaskStore) -> None:
     assert [event.kind for event in await log_of(store)][-2:] == ["pledge.made", "pledge.withdrawn"]
 
 
-async def test_a_pledge_can_be_ended_and_made_anew_in_one_decision(store: TaskStore) -> None:
+async def test_a_pledge_can_be_ended_and_made_again_in_one_decision(store: TaskStore) -> None:
     term = await with_gpu(store, a_task("t1"))
     small, large = a_pledge_of("t1"), a_pledge_of("t1", mb=20 * GIB)
     await store.commit(term, [makes(small)])

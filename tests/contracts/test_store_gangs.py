@@ -39,7 +39,7 @@ async def test_ranks_leases_and_pledges_of_a_gang_are_kept(store: TaskStore) -> 
     assert picture(world) == picture(replayed(await log_of(store)))
 
 
-async def test_ranks_that_leave_are_kept_with_whom_they_make_room_for(store: TaskStore) -> None:
+async def test_ranks_that_leave_are_kept_with_the_task_they_make_room_for(store: TaskStore) -> None:
     gang = a_gang("gang", *bundles(2, gpu_mb=10 * GIB), min_ranks=1)
     term = await with_gpu(store, gang, a_task("t1", priority=80))
     ranks = tuple(Member(rank, NodeName("n1"), MemberState.READY) for rank in (0, 1))

@@ -28,20 +28,20 @@ async def test_a_new_database_has_no_leader(store: TaskStore) -> None:
     assert (row.term, row.holder, row.is_past) == (0, "", True)
 
 
-async def test_whoever_takes_the_term_has_it_for_so_long_as_was_asked(store: TaskStore) -> None:
+async def test_a_term_lasts_as_long_as_its_ttl(store: TaskStore) -> None:
     assert await store.take_term("one", TTL, instead_of=await store.leader()) == 1
     row = await store.leader()
     assert (row.term, row.holder, row.is_past) == (1, "one", False)
     assert 0 < row.lease_until - row.at <= TTL
 
 
-async def test_of_two_who_saw_the_same_row_one_takes_the_term(store: TaskStore) -> None:
+async def test_one_of_two_candidates_that_saw_the_same_row_takes_the_term(store: TaskStore) -> None:
     seen = await store.leader()
     both = (store.take_term(name, TTL, instead_of=seen) for name in ("one", "two"))
     assert sorted(await asyncio.gather(*both), key=str) == [1, None]
 
 
-async def test_so_does_one_of_two_processes_whose_host_and_number_are_the_same(url: str) -> None:
+async def test_one_of_two_processes_with_the_same_host_and_pid_takes_the_term(url: str) -> None:
     """As those of containers in their host's network: each is process 1 there."""
     async with opened(url) as store:
         seen = await store.leader()
@@ -76,7 +76,7 @@ async def test_an_older_term_cannot_be_renewed_and_lets_nothing_go(store: TaskSt
     assert not (await store.leader()).is_past
 
 
-async def test_a_term_that_was_let_go_may_commit_until_somebody_takes_the_next_one(store: TaskStore) -> None:
+async def test_a_resigned_term_may_commit_until_the_next_one_is_taken(store: TaskStore) -> None:
     """The row's term decides, not the lease: clocks are not what keeps rows right."""
     task = a_task("t1")
     term = await with_gpu(store, task)
@@ -87,14 +87,14 @@ async def test_a_term_that_was_let_go_may_commit_until_somebody_takes_the_next_o
         await store.commit(term, [admission(a_task("t2"))])
 
 
-async def test_who_opens_a_file_has_no_leader_to_wait_for_and_on_a_server_its_lease_counts(url: str) -> None:
+async def test_opening_a_file_ends_the_last_lease_and_on_a_server_the_lease_counts(url: str) -> None:
     async with opened(url) as store:
         await next_term(store, ttl_seconds=3600.0)
     async with opened(url) as store:
         assert (await store.leader()).is_past is url.startswith("sqlite")
 
 
-async def test_a_term_whose_answer_was_lost_is_had(postgres_url: str) -> None:
+async def test_a_term_is_held_although_the_answer_was_lost(postgres_url: str) -> None:
     async with a_wire(postgres_url) as (wire, url), opened(url) as store:
         seen = await store.leader()
         wire.cut = Cut.AFTER_COMMIT
@@ -153,7 +153,7 @@ async def test_a_leader_of_a_database_that_became_read_only_cannot_renew(postgre
 
 
 @pytest.mark.parametrize("where", ["between two statements", "with the head of the log in its hand"])
-async def test_a_leader_that_stops_in_the_middle_of_a_transaction_is_thrown_out_by_the_next_one(
+async def test_the_next_leader_ends_the_session_of_one_that_hangs_in_a_transaction(
     postgres_url: str, where: str
 ) -> None:
     stopped = PostgresSession(postgres_url)
@@ -181,7 +181,7 @@ async def taken(store: TaskStore) -> Term | None:
             await asyncio.sleep(0.1)
 
 
-async def test_who_gets_no_answer_at_all_hangs_up_and_asks_anew(postgres_url: str) -> None:
+async def test_a_renewal_without_any_answer_is_sent_on_a_new_connection(postgres_url: str) -> None:
     """Something between the two takes every byte and passes none on: no time limit of either ends that."""
     async with a_wire(postgres_url) as (wire, url), opened(url) as store:
         term = await next_term(store)

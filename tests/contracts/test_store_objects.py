@@ -85,7 +85,7 @@ async def test_of_many_at_once_no_more_are_kept_than_fit(store: TaskStore) -> No
     assert await store.counted_objects("acme", NOW) == Counted(30_000, 3)
 
 
-async def test_a_tenant_s_objects_are_listed_in_pages_without_those_whose_time_is_over(
+async def test_a_tenants_objects_are_listed_in_pages_without_expired_ones(
     store: TaskStore,
 ) -> None:
     mine = [an_object(f"{n}") for n in range(5)]
@@ -110,7 +110,7 @@ async def test_what_is_over_counts_no_more_and_makes_room(store: TaskStore) -> N
     assert await store.stored_object("acme", "digest-of-old") is None
 
 
-async def test_what_is_over_is_pruned_and_its_bytes_are_nobody_s(store: TaskStore) -> None:
+async def test_expired_objects_are_pruned_and_their_bytes_unreferenced(store: TaskStore) -> None:
     term = await next_term(store, "me")
     old = [an_object(f"old-{n}", lasts=-1.0) for n in range(3)]
     kept, shared = an_object("kept"), an_object("old-0", tenant="zeta")

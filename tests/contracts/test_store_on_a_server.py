@@ -112,7 +112,7 @@ async def test_a_commit_that_is_cut_in_the_middle_says_what_was_written(postgres
         assert states == {task.id: TaskState.ADMITTED for task in tasks}
 
 
-async def test_nobody_hears_of_a_commit_before_the_events_that_belong_to_it(postgres_url: str) -> None:
+async def test_no_caller_is_answered_before_the_events_of_its_commit(postgres_url: str) -> None:
     """What another process wrote in between must be read first, and the database is away just then."""
     heard: list[Event] = []
     async with a_wire(postgres_url) as (wire, url), opened(url) as one, opened(postgres_url) as two:
@@ -165,7 +165,7 @@ UNSTORABLE = ["half a pair: \ud800", "nul: \0"]
 
 
 @pytest.mark.parametrize("text", UNSTORABLE, ids=["half a pair", "nul"])
-async def test_a_decision_that_no_row_can_hold_is_told_so_and_its_neighbours_are_written(
+async def test_an_unstorable_decision_gets_its_verdict_and_the_others_are_written(
     postgres_url: str, text: str
 ) -> None:
     first, second = a_task("t1"), a_task("t2")
@@ -194,7 +194,9 @@ async def test_a_token_whose_commit_was_lost_is_put_once_and_is_ours(postgres_ur
         assert connection.execute("SELECT actor FROM audit").fetchall() == [("alice",)]
 
 
-async def test_while_the_database_is_away_callers_are_told_and_later_served(postgres_url: str) -> None:
+async def test_callers_get_an_error_while_the_database_is_away_and_are_served_later(
+    postgres_url: str,
+) -> None:
     async with a_wire(postgres_url) as (wire, url), opened(url) as store:
         await store.submit(a_submission("t1"))
         wire.go_down()
@@ -210,7 +212,7 @@ async def test_while_the_database_is_away_callers_are_told_and_later_served(post
         assert await next_term(store, "leader") == 1
 
 
-async def test_who_reads_waits_for_no_answer_that_does_not_come(postgres_url: str) -> None:
+async def test_a_read_without_an_answer_times_out(postgres_url: str) -> None:
     """The line is there and says nothing: as many ask as can read at once, and others after them."""
     async with a_wire(postgres_url) as (wire, url), opened(url) as store:
         await store.submit(a_submission("t1"))
@@ -287,7 +289,7 @@ async def test_a_process_that_hangs_in_a_commit_does_not_hold_up_the_others(post
     hanging.close()
 
 
-def test_statements_of_a_transaction_leave_together_when_somebody_waits_for_an_answer(
+def test_statements_of_a_transaction_are_sent_together_when_an_answer_is_waited_for(
     postgres_url: str,
 ) -> None:
     """Each that leaves alone wakes the server, and costs more than what it does."""

@@ -136,7 +136,7 @@ async def test_nothing_acknowledged_is_lost_when_the_process_is_killed(url: str)
         assert len(specs) == len(log)
 
 
-async def test_the_audit_names_who_did_it(url: str) -> None:
+async def test_the_audit_log_names_the_actor(url: str) -> None:
     async with opened(url) as store:
         await next_term(store, "host:1")
         token = TokenRow("ci", "hash", "lab", ("*",), 100, NOW)
@@ -187,7 +187,7 @@ async def test_every_row_of_a_task_names_its_tenant(url: str) -> None:
         assert {tuple(row) for row in connection.execute(query)} == {(name, "lab") for name in tables}
 
 
-async def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_and_harms_nothing(tmp_path: Path) -> None:
     async with opened(f"sqlite:///{tmp_path / 'full.db'}") as store:
         await store.submit(a_submission("t1"))
         with file_size_limit(1_000_000):

@@ -90,7 +90,7 @@ async def test_many_checkpoints_at_once_are_kept_the_same_way(store: TaskStore) 
     assert [saved.sequence for saved in await store.checkpoints(task.id)] == [7, 6, 5]
 
 
-async def test_what_a_run_leaves_behind_whose_task_has_moved_on_is_not_kept(store: TaskStore) -> None:
+async def test_an_outcome_of_an_outdated_claim_is_not_kept(store: TaskStore) -> None:
     """Its start, its checkpoint, its end with result and log: made of a row that is no longer there."""
     task = a_task("t1")
     term = await with_gpu(store, task)

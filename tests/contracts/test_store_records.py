@@ -93,7 +93,7 @@ async def test_a_list_is_narrowed_by_priority_and_name(six: TaskStore) -> None:
     assert await listed(six, min_priority=20, max_priority=40, name="job-0") == ["t4", "t2"]
 
 
-async def test_a_list_is_narrowed_by_whom_tasks_run_after_and_what_they_are(
+async def test_a_list_is_filtered_by_dependencies_and_kind(
     store: TaskStore,
 ) -> None:
     after = (Dependency(TaskId("t1")), Dependency(TaskId("t2"), OnFailure.IGNORE))
@@ -176,7 +176,7 @@ async def test_tokens_are_no_events(store: TaskStore) -> None:
     assert await store.head() == 0
 
 
-async def test_where_tasks_stand_is_told_of_those_that_have_a_record(store: TaskStore) -> None:
+async def test_states_are_read_of_tasks_that_have_a_record(store: TaskStore) -> None:
     await store.submit(a_submission(a_task("t1", tenant="lab")))
     await store.submit(a_submission(a_task("t2")))
     await store.submit(a_submission(a_task("t3")))

@@ -183,7 +183,7 @@ async def test_events_that_the_leader_has_yet_to_hear_stay_however_old_they_are(
     assert [event.key for event in await store.events(heard, 100)] == ["t1"]
 
 
-async def test_a_leader_whose_term_is_over_takes_nothing_out(store: TaskStore) -> None:
+async def test_an_old_leader_does_not_prune(store: TaskStore) -> None:
     term = await with_gpu(store)
     await ended(store, term, "t1")
     await next_term(store)
@@ -193,7 +193,7 @@ async def test_a_leader_whose_term_is_over_takes_nothing_out(store: TaskStore) -
     assert await store.oldest() == 1
 
 
-async def test_notes_of_who_did_what_have_a_time_of_their_own(url: str) -> None:
+async def test_audit_notes_have_a_retention_of_their_own(url: str) -> None:
     async with opened(url) as store:
         term = await with_gpu(store)
         await pruned(store, term, cutoffs())

@@ -135,7 +135,7 @@ async def test_listeners_hear_of_a_task_before_its_submit_returns(store: TaskSto
     assert all(await asyncio.gather(*(submit(f"t{n:02}") for n in range(30))))
 
 
-async def test_a_submitter_that_goes_away_takes_nobody_with_it(store: TaskStore) -> None:
+async def test_a_cancelled_submit_does_not_cancel_others(store: TaskStore) -> None:
     leaving = asyncio.create_task(store.submit(a_submission("t1")))
     staying = asyncio.create_task(store.submit(a_submission("t2")))
     await asyncio.sleep(0)
@@ -214,7 +214,7 @@ async def test_of_each_model_of_a_server_there_is_one_holder_at_a_time(store: Ta
     assert (await store.submit(a_submission(a_model("m4")))).verdict is SubmitVerdict.ACCEPTED
 
 
-async def test_of_many_who_want_a_model_at_once_one_makes_its_holder(store: TaskStore) -> None:
+async def test_of_many_submits_for_a_model_one_creates_its_holder(store: TaskStore) -> None:
     asked = [store.submit(a_submission(a_model(f"m{n}"))) for n in range(5)]
     plain = store.submit(a_submission("t1"))
     *outcomes, other = await asyncio.gather(*asked, plain)

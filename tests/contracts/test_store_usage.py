@@ -40,7 +40,7 @@ async def test_a_world_from_the_rows_has_the_usage_of_one_from_the_log_to_the_la
     assert from_rows.accounts.used("team0", later) == from_log.accounts.used("team0", later) > 0
 
 
-async def test_a_dropped_decision_charges_nobody(store: TaskStore) -> None:
+async def test_a_dropped_decision_charges_no_tenant(store: TaskStore) -> None:
     task = a_task("t1")
     term = await with_gpu(store, task)
     stale = admission(replace(task, version=7))

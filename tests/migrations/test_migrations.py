@@ -122,7 +122,7 @@ def test_a_revision_that_does_not_exist_changes_nothing(url: str) -> None:
     assert looked_at(url, facts_of) == before
 
 
-async def test_everything_is_dropped_only_for_who_says_so(url: str) -> None:
+async def test_all_tables_are_dropped_only_with_the_flag(url: str) -> None:
     assert migrate(url, "base") == "base"
     async with opened(url) as store:
         await store.submit(a_submission("t1"))

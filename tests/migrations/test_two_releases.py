@@ -82,7 +82,7 @@ def test_a_service_goes_on_under_a_migration_that_adds_and_ends_under_one_that_t
     assert "upgrade gpubroker" in refusal(service)
 
 
-def test_nobody_goes_back_under_a_living_service(service: ServiceProcess, empty_postgres_url: str) -> None:
+def test_no_downgrade_under_a_running_service(service: ServiceProcess, empty_postgres_url: str) -> None:
     for revision in ("0003", "base"):
         with pytest.raises(DatabaseRefused, match=r"in use: gpubroker, process \d+ on .*so stop them"):
             migrate(empty_postgres_url, revision, drop_everything=True)

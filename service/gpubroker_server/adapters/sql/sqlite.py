@@ -49,8 +49,8 @@ _BUSY_MS = 5000
 _MAGIC = b"SQLite format 3\0"
 _DIALECT: Any = sqlite.dialect(paramstyle="qmark")
 _LENGTHS = (1000, 64, 16, 4, 1)
-"""Rows per statement. SQLite prepares each length separately, so there are few; with 32 columns, a thousand rows
-have as many values as it takes."""
+"""Rows per statement. SQLite prepares each length separately, so there are few; with 32 columns, a thousand
+rows have as many values as it takes."""
 
 
 def sqlite_chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
