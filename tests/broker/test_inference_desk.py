@@ -121,7 +121,9 @@ async def test_a_full_batch_does_not_wait() -> None:
     client = Doubling(most_rows=2)
     async with a_room(client, BatchRules(delay_seconds=LONG)) as room:
         room.send("a", 1)
-        await until(lambda: bool(room.desk._lanes) and next(iter(room.desk._lanes.values()))._most_rows == 2)
+        await until(
+            lambda: bool(room.desk._queues) and next(iter(room.desk._queues.values()))._most_rows == 2
+        )
         room.send("b", 2)
         assert answers(await room.ended(2)) == {"a": [2], "b": [4]}
     assert client.asked == [[1, 2]]

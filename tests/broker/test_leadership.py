@@ -286,7 +286,7 @@ async def test_a_leader_that_ends_by_itself_ends_its_process(
     party.begin("one")
     with pytest.raises(ExceptionGroup) as raised:
         await party.running.pop("one")
-    assert raised.group_contains(RuntimeError, match="though nobody had asked it to")
+    assert raised.group_contains(RuntimeError, match="although it was not asked to")
     assert (await party.store.leader()).is_past, "it has let its term go"
 
 

@@ -262,7 +262,7 @@ async def test_an_order_for_a_server_that_is_no_longer_there_has_failed() -> Non
         desk.desk.send(replace(an_unload(), server="gone"))
         [report] = [report for report in desk.told if isinstance(report, Ended)]
         assert report.failure is not None
-        assert "configure it under triton.servers" in report.failure.message
+        assert "add it to triton.servers" in report.failure.message
 
 
 async def test_nothing_is_sent_once_the_tenure_is_over() -> None:

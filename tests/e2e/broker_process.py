@@ -190,7 +190,7 @@ class Broker:
 
     def _watch(self, role: BrokerRole) -> None:
         """Between the calls of the real parts, tell and stop where that was ordered."""
-        require_term, number = PostgresSession.require_term, PostgresSession.number
+        require_term, number = PostgresSession.require_term, PostgresSession.take_positions
         send, reports = role.executor.send, role.executor.reports
 
         def require_and_stop(session: PostgresSession, term: Term) -> None:
@@ -217,7 +217,7 @@ class Broker:
                     tell("heard", task=report.task, fence=report.fence, ending=report.ending)
             return heard
 
-        replace(PostgresSession, require_term=require_and_stop, number=number_and_stop)
+        replace(PostgresSession, require_term=require_and_stop, take_positions=number_and_stop)
         replace(role.executor, send=stop_and_send, reports=send_reports)
 
     def _stop_at(self, moment: str) -> None:
