@@ -82,7 +82,7 @@ async def test_of_a_lease_that_is_over_it_is_explained_how_it_ended(gateway: Gat
     assert await explained(waiting) == f"cancelled at {at}, before it held anything"
     await gateway.plan(lost)
     await overdue(gateway, lost)
-    assert "was not released" in await explained(lost)
+    assert "without having been released" in await explained(lost)
 
 
 async def test_a_lease_is_a_task_that_nobody_starts(gateway: Gateway, api: Client) -> None:

@@ -44,7 +44,6 @@ class PledgeWrite:
 
 
 def withdrawn(pledges: Mapping[DeviceKey, Pledge]) -> tuple[PledgeWrite, ...]:
-    """The end of all pledges of a task that no longer waits."""
     return tuple(PledgeWrite(pledges[device], PledgeEnd.WITHDRAWN) for device in sorted(pledges))
 
 
@@ -99,7 +98,6 @@ class Decision:
     requests_done: tuple[str, ...] = ()
     orders: tuple[AnyOrder, ...] = ()
     lessons: tuple[Lesson, ...] = ()
-    """What is learned from the runs that it ends."""
     forgotten: tuple[Topic, ...] = ()
     audit: tuple[AuditNote, ...] = ()
 

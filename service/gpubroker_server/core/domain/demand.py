@@ -21,7 +21,6 @@ class Where:
     """Any of these, named as operators and drivers do."""
     min_power: int = 0
     min_device_mb: Mib = Mib(0)
-    """Physical memory."""
     nodes: Labels = ()
     devices: tuple[str, ...] = ()
     """Any of these UUIDs; sorted."""
@@ -135,7 +134,6 @@ def unwanted_device(demand: Demand, device: Device) -> int:
 
 
 def unwanted_node(demand: Demand, node: Node) -> int:
-    """How many of the preferred labels the node lacks."""
     return len(_unmet(demand.where.prefer_nodes, node)) if demand.where.prefer_nodes else 0
 
 
@@ -148,7 +146,6 @@ class Ceiling(NamedTuple):
     """An upper bound of what one node offers, for a quick test."""
 
     amounts: tuple[int, ...]
-    """MiB of each device, largest first."""
     whole: int
     """How many devices are entirely free."""
 

@@ -12,7 +12,6 @@ from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
 class GpuKind(NamedTuple):
     name: str
     power: int
-    """Rank: more is stronger. A device of an unknown kind has 0."""
     context_mb: Mib = Mib(0)
     """Memory of a process's CUDA context, on top of what was asked for."""
 
@@ -62,7 +61,6 @@ class Device:
     power: int = 0
     """The rank of its kind: more is stronger; 0 if it has none."""
     context_mb: Mib = Mib(0)
-    """Memory of a process's CUDA context; part of its lease."""
     simulated: bool = False
     parent: str = ""
     """UUID of the GPU that this is a MIG instance of; empty for a whole GPU."""
@@ -88,19 +86,15 @@ class Device:
 
     @property
     def offers(self) -> bool:
-        """Whether anything of it can be leased at all."""
         return self.present and not self.split
 
     @property
     def label(self) -> str:
-        """For people: `n1/gpu3`."""
         return f"{self.node}/gpu{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """A measurement of one device."""
-
     device: DeviceKey
     at: Instant
     used_mb: Mib
@@ -119,7 +113,6 @@ class Node:
     cpu: float
     memory_mb: Mib
     max_runs: int
-    """The most runs at a time, however small."""
     incarnation: str
     boot_id: str
     ready: bool = True

@@ -15,4 +15,4 @@ class Overcommitted(CoreError):
 
 
 class OutOfSync(CoreError):
-    """The event log and the World do not fit together; read the World anew from the rows."""
+    """The event log and the World do not fit together; read the World again from the rows."""

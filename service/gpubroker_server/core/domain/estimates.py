@@ -34,7 +34,6 @@ class Sketch:
         return sum(count for _, count in self.counts)
 
     def add(self, value: float) -> "Sketch":
-        """This sketch with one more value, in the sketch's unit."""
         counts, bucket = self.counts, bucket_of(value)
         at = bisect_left(counts, (bucket,))
         rest, count = at, 1
@@ -70,12 +69,9 @@ def bucket_of(value: float) -> int:
 
 
 class What(StrEnum):
-    """What is learned, and in which unit."""
-
     GPU_MB = "gpu_mb"
     """Peak memory of a run on one device."""
     SECONDS = "seconds"
-    """From the start of a run to its end."""
     START_ERROR = "start_error_seconds"
     """Absolute difference between a task's first start forecast and its admission."""
     START_SHARE = "start_share"
@@ -85,8 +81,6 @@ class What(StrEnum):
 
 @value
 class Topic:
-    """The key of a sketch."""
-
     tenant: str
     subject: str
     """As `Task.subject`: runs of one subject are taken to be alike."""

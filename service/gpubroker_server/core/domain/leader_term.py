@@ -24,7 +24,6 @@ class TenureRules:
     renew_seconds: Seconds = Seconds(1.0)
 
     def trusted_until(self, asked_at: Ticks) -> Ticks:
-        """For a lease that was asked for at this instant, and granted."""
         return Ticks(asked_at + self.ttl_seconds - self.margin_seconds)
 
     def renew_at(self, until: Ticks) -> Ticks:
@@ -69,13 +68,10 @@ class Tenure:
 
 @dataclass(frozen=True, slots=True)
 class LeaderRow:
-    """The leader row of the database."""
-
     term: Term
     holder: str
     lease_until: Instant
     at: Instant
-    """The database's time of the read."""
 
     @property
     def is_past(self) -> bool:
@@ -84,14 +80,10 @@ class LeaderRow:
 
 @dataclass(frozen=True, slots=True)
 class LeadershipStatus:
-    """Whether this process leads, and for how long."""
-
     term: Term | None = None
-    """None while it does not lead."""
     seconds_left: Seconds = Seconds(0.0)
     """It may lead this long without another renewal."""
     takeovers: int = 0
-    """How many times it became the leader."""
 
 
 @dataclass(frozen=True, slots=True)

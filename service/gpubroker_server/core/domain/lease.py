@@ -82,11 +82,9 @@ class Lease:
     version: int = 1
     rank: int = 0
     context_mb: Mib = Mib(0)
-    """The part of `mb` that is the process's CUDA context."""
     overused_mb: Mib = Mib(0)
     """Use measured when the lease was first exceeded; 0 if it never was."""
     quarantined_at: Instant | None = None
-    """Since when it is in quarantine."""
     proof: str = ""
     """The `Proof` that ended its quarantine. In the event log; no row keeps it."""
 
@@ -96,7 +94,6 @@ class Lease:
 
     @property
     def mark(self) -> str:
-        """Its holder's name in samples."""
         return mark_of(self.holder, self.fence, self.rank)
 
 
@@ -123,8 +120,6 @@ def mark_overused(lease: Lease, measured_mb: Mib) -> Lease:
 
 
 class PledgeEnd(StrEnum):
-    """The four ends of a pledge."""
-
     CONSUMED = "consumed"
     """Its task was admitted onto the pledged memory."""
     WITHDRAWN = "withdrawn"
@@ -163,8 +158,6 @@ class Pledge:
 
 
 class Proof(StrEnum):
-    """What proves that a holder is gone."""
-
     PROCESS_ABSENT = "process_absent"
     """The node agent found no trace of its process."""
     BOOT_CHANGED = "boot_changed"

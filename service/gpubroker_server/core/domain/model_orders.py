@@ -13,8 +13,6 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, S
 
 
 class Stage(StrEnum):
-    """The state of a model, as the server's index says."""
-
     ABSENT = "absent"
     """Never loaded, unloaded, or its last load failed: as far as the server knows, it holds nothing."""
     LOADING = "loading"
@@ -31,40 +29,35 @@ class IndexedModel:
     model: str
     stage: Stage
     versions: tuple[str, ...] = ()
-    """Those that are READY, sorted."""
     reason: str = ""
     """Why it is not loaded, in the server's words; empty if it was never loaded or was unloaded."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
+class _ModelOrder:
     task: TaskId
     fence: Fence
     server: str
     model: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder(_ModelOrder):
     devices: tuple[tuple[DeviceKey, Mib], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class UnloadOrder:
+class UnloadOrder(_ModelOrder):
     """Its current requests may take up to `grace_seconds`."""
 
-    task: TaskId
-    fence: Fence
-    server: str
-    model: str
     grace_seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True)
-class CheckOrder:
+class CheckOrder(_ModelOrder):
     """Requests fail as if the model's process were gone: check, and if it is, load it again on its
     devices."""
 
-    task: TaskId
-    fence: Fence
-    server: str
-    model: str
     devices: tuple[tuple[DeviceKey, Mib], ...]
 
 

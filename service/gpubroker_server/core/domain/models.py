@@ -94,15 +94,11 @@ class ModelTerms:
     """How long it stays wanted after each request. While wanted it waits for memory, and then stays with the
     priority of its requests."""
     asked_priority: int = 50
-    """The highest priority of its requests."""
     asked_at: Instant = Instant(0.0)
-    """When it was last wanted at that priority."""
     queued: bool = False
     """Queued inferences want it at that priority: the leader knows when they no longer do."""
     pinned: bool = False
-    """Pinned: it is not evicted."""
     load_seconds: Seconds = Seconds(0.0)
-    """Measured or expected load time."""
     usage: ModelUsage = NEVER_USED
     steps: tuple[str, ...] = ()
     """Of an ensemble: the models loaded with it, whose size is included."""

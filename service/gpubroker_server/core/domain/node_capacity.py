@@ -21,7 +21,6 @@ class NodeUse:
         self.priorities: dict[int, int] = {}
         """Priority -> number of runs."""
         self.stopping: frozenset[TaskId] = frozenset()
-        """Tasks that are asked to stop."""
 
     def copy(self) -> "NodeUse":
         twin = NodeUse(self.cpu, self.memory_mb, self.runs)
@@ -55,7 +54,6 @@ class Headroom(NamedTuple):
     memory_mb: int
     runs: int
     custom: tuple[tuple[str, float], ...] = ()
-    """Of the custom resources that each node has for itself."""
     node: Node | None = None
     """The node, for demands that may not use every node."""
 
@@ -67,7 +65,6 @@ class Headroom(NamedTuple):
         return enough and self.runs >= 1 and self.is_open_to(task) and not self.short_of(task)
 
     def is_open_to(self, task: Task) -> bool:
-        """Whether the task may use the node at all."""
         return self.node is None or may_use_node(task.demand, self.node)
 
     def short_of(self, task: Task) -> list[str]:

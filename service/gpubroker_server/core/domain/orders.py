@@ -5,7 +5,6 @@ knew it when it decided. An agent refuses lower terms, other incarnations and an
 it has already started.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from gpubroker_server.core.domain.device import DeviceSample, Node
@@ -15,96 +14,84 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, N
 from gpubroker_server.core.domain.values import value
 
 RunId = tuple[TaskId, Fence, int]
-"""(task, fence, rank)"""
 
 
 @value
-class StartOrder:
-    """Start one run. Dispatch adds the payload (entrypoint, arguments, checkpoint)."""
-
+class _RunOrder:
     task: TaskId
     fence: Fence
     node: NodeName
     incarnation: str
+
+
+@value
+class StartOrder(_RunOrder):
+    """Start one run. Dispatch adds the payload (entrypoint, arguments, checkpoint)."""
+
     devices: tuple[tuple[DeviceKey, Mib], ...]
     shareable: bool
     rank: int = 0
     priority: int = 0
     """Starts that wait on the node are served by priority, highest first, then in order of arrival."""
     world_size: int = 1
-    """Number of ranks under this fence."""
     barrier: bool = False
     """The process imports or unpickles, reports Ready, and begins user code at the GoOrder."""
     memory_mb: Mib = Mib(0)
     """Host memory it asked for: one of its processes may use this much, whatever others may."""
 
 
-@dataclass(frozen=True, slots=True)
-class GoOrder:
+@value
+class GoOrder(_RunOrder):
     """All ranks are ready: the run leaves its barrier. Void for a run that has begun."""
 
-    task: TaskId
-    fence: Fence
-    node: NodeName
-    incarnation: str
     rank_zero_address: str
     """`ip:port` that rank 0 offered; the port was free then."""
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class WorldOrder:
+@value
+class WorldOrder(_RunOrder):
     """Ranks have left a gang that goes on. Ranks never come back, so of two orders the one with fewer ranks
     is newer."""
 
-    task: TaskId
-    fence: Fence
-    node: NodeName
-    incarnation: str
     ranks: tuple[int, ...]
-    """The ranks that go on, ascending."""
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class WatchOrder:
+@value
+class WatchOrder(_RunOrder):
     """Watch an external holder's process on these devices: attribute its use to it, and report Gone when it
     ends. Starts nothing; repeating it is void."""
 
-    task: TaskId
-    fence: Fence
-    node: NodeName
-    incarnation: str
     pid: int
     devices: tuple[tuple[DeviceKey, Mib], ...]
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StopOrder:
+@value
+class StopOrder(_RunOrder):
     """Give notice; kill what is left after `grace_seconds` (0: kill at once)."""
 
-    task: TaskId
-    fence: Fence
-    node: NodeName
-    incarnation: str
     reason: StopReason
     grace_seconds: Seconds
     rank: int = 0
 
 
 @value
-class ForgetOrder:
+class ForgetOrder(_RunOrder):
     """The outcome of this run is durable: the agent may drop what it keeps of it."""
 
-    task: TaskId
-    fence: Fence
-    node: NodeName
-    incarnation: str
     rank: int = 0
 
 
 Order = StartOrder | GoOrder | WorldOrder | WatchOrder | StopOrder | ForgetOrder
+
+
+@value
+class _RunReport:
+    task: TaskId
+    fence: Fence
+    at: Instant
 
 
 class Ending(StrEnum):
@@ -120,7 +107,7 @@ class Ending(StrEnum):
     """The agent refused the order, or does not know the run that it was asked about."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Failure:
     """Why a run failed, for people. `traceback` is text, at most 64 KiB."""
 
@@ -133,43 +120,31 @@ class Failure:
 
 
 @value
-class Started:
-    task: TaskId
-    fence: Fence
-    at: Instant
+class Started(_RunReport):
     pid: int
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+@value
+class Ready(_RunReport):
     """A run with a barrier has imported or unpickled its user code and waits for the GoOrder."""
 
-    task: TaskId
-    fence: Fence
-    at: Instant
     address: str
     """A free `ip:port` on its node; rank 0's is sent to all."""
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    task: TaskId
-    fence: Fence
-    at: Instant
+@value
+class Progressed(_RunReport):
     fraction: float | None
     message: str
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpointed:
+@value
+class Checkpointed(_RunReport):
     """The run saved its state: `data`, or the `uri` of a checkpoint that is too large to send."""
 
-    task: TaskId
-    fence: Fence
-    at: Instant
     sequence: int
     digest: str
     """sha256 of `data`, lowercase hex, computed where the checkpoint was taken."""
@@ -179,12 +154,9 @@ class Checkpointed:
 
 
 @value
-class Ended:
+class Ended(_RunReport):
     """The outcome of a run. Its memory is freed by a Gone only."""
 
-    task: TaskId
-    fence: Fence
-    at: Instant
     ending: Ending
     result: bytes | None = None
     result_format: str = "json"
@@ -195,12 +167,9 @@ class Ended:
 
 
 @value
-class Gone:
+class Gone(_RunReport):
     """Proof that no process of this run is left. `samples` were taken after that."""
 
-    task: TaskId
-    fence: Fence
-    at: Instant
     proof: str
     """process_absent, boot_changed, agent_restarted (a later agent on that host found no trace of it),
     never_started, shared_process (it had no memory of its own), not_your_process (an external lease named a
@@ -209,7 +178,7 @@ class Gone:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NodeSeen:
     """An agent answered this leader's term: its node, its devices, and every run that it knows.
 
@@ -226,7 +195,7 @@ class NodeSeen:
     """Release of the agent's software; empty if unknown."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SeenDevice:
     uuid: str
     kind: str
@@ -239,7 +208,7 @@ class SeenDevice:
     """Only its MIG instances can be used, even if it has none."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NodeLost:
     """Ray says that the node or its agent is dead. Its processes may still run."""
 
@@ -249,7 +218,7 @@ class NodeLost:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Heartbeat:
     """The agent is alive. Kept in memory; not an event."""
 
@@ -257,7 +226,7 @@ class Heartbeat:
     at: Instant
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sampled:
     """The newest samples. Kept in memory; not an event."""
 

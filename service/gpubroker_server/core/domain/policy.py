@@ -45,7 +45,6 @@ BAND_NAMES: dict[str, int] = {name: (low + high) // 2 for name, low, high in BAN
 
 @cache
 def band_of(priority: int) -> tuple[str, int, int]:
-    """The (name, lowest, highest) of a priority's band."""
     for band in BANDS:
         if priority >= band[1]:
             return band
@@ -53,14 +52,11 @@ def band_of(priority: int) -> tuple[str, int, int]:
 
 
 class CustomLimit(NamedTuple):
-    """The amount of a custom resource, and its users."""
-
     name: str
     amount: float
     per_node: bool = False
     """Each node has this much; otherwise the cluster has it in all."""
     priority_threshold: int = 0
-    """Tasks of lower priority get none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +100,6 @@ class Maximum:
 
 
 class TenantPolicy(NamedTuple):
-    """A tenant's quota, weight and highest priority."""
-
     name: str
     """`*`: each tenant that is not listed."""
     cohort: str = ""
@@ -115,7 +109,6 @@ class TenantPolicy(NamedTuple):
     borrow_mb: Mib | None = None
     """The most beyond its guarantee; None: as much as its cohort leaves."""
     weight: float = 1.0
-    """Twice the weight, twice the fair share."""
     max_priority: int = 100
 
 
@@ -137,13 +130,11 @@ class Policy:
     shield_seconds: Seconds = Seconds(600.0)
     """For this long, too, a task admitted ahead of others by age is not preempted by those of its band."""
     pledge_patience_seconds: Seconds = Seconds(10.0)
-    """How long a pledge is kept after its victims' deadline."""
     kill_patience_seconds: Seconds = Seconds(10.0)
     """How long after its stop deadline, or its end, an unconfirmed run's leases stay out of quarantine."""
     sample_period_seconds: Seconds = Seconds(2.0)
     """A device whose sample is older than three periods takes nothing new."""
     beat_seconds: Seconds = Seconds(2.0)
-    """Interval of the agents' heartbeats."""
     beats_missed: int = 3
     """A node is lost after this many missed heartbeats."""
     pause_share: float = 0.2
@@ -176,7 +167,6 @@ class Policy:
     pools: tuple[Pool, ...] = ()
     tenants: tuple[TenantPolicy, ...] = ()
     usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS
-    """A tenant's past use counts half after this time."""
     streams: tuple[tuple[str, float], ...] = ()
     """(name, weight) of work streams: of tasks with equal aged priority the heavier stream goes first."""
     min_run_seconds: Seconds = Seconds(0.0)
@@ -204,7 +194,6 @@ class Policy:
         return self._by_name.get(name) or self._by_name.get("*", DEFAULT_TENANT)
 
     def guaranteed_mb(self, cohort: str) -> int:
-        """MiB guaranteed to the cohort's members in all."""
         return self._cohorts.get(cohort, 0)
 
     def weight_of(self, stream: str) -> float:
@@ -214,7 +203,6 @@ class Policy:
         return next((weight for name, weight in self.streams if name == stream), 1.0)
 
     def limit_of(self, slot: str) -> float | None:
-        """The limit of a slot; None if there is none."""
         found = self._limits.get(slot)
         return self._limits.get(each_of(slot)) if found is None else found
 

@@ -88,7 +88,6 @@ def may_be_late_at(task: Task) -> Instant:
 
 
 def with_member(task: Task, member: Member) -> tuple[Member, ...]:
-    """The members of a gang after one has changed."""
     before = task.members
     return (*before[: member.rank], member, *before[member.rank + 1 :])
 
@@ -101,14 +100,12 @@ def node_of(task: Task, rank: int) -> NodeName:
 
 
 def nodes_of(task: Task) -> set[NodeName]:
-    """The nodes on which a task has, or had, runs."""
     if task.members:
         return {member.node for member in task.members}
     return set() if task.node is None else {task.node}
 
 
 def gpus_of(task: Task) -> int:
-    """The number of devices of all its runs."""
     if not task.members:
         return task.demand.gpus
     return sum(task.demand.bundles[rank].gpus for rank, _ in ranks_of(task))

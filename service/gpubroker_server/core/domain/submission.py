@@ -75,7 +75,6 @@ class SubmitVerdict(StrEnum):
     DUPLICATE = "duplicate"
     """Same key, same body: `task` is the first task's id; for a batch, of the first batch's first task."""
     KEY_REUSED = "key_reused"
-    """Same key, other body: nothing was stored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,11 +48,9 @@ class Member:
     state: MemberState = MemberState.PLACED
     gone: bool = False
     address: str = ""
-    """`ip:port` that it offered when it was ready."""
     freeing_for: TaskId | None = None
     """The preemptor that its memory is freed for while it leaves."""
     stop_deadline_at: Instant | None = None
-    """When it is killed if it has not left."""
 
     @property
     def has_ended(self) -> bool:
@@ -151,7 +149,6 @@ class OnFailure(StrEnum):
 
     FAIL = "fail"
     IGNORE = "ignore"
-    """It runs once that one has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +163,12 @@ class StopReason(StrEnum):
     TIMEOUT = "timeout"
     """The run passed its own time limit."""
     DEADLINE = "deadline"
-    """The task's deadline passed."""
     OVERUSE = "overuse"
-    """The run used more GPU memory than it leased."""
     RANK_FAILED = "rank_failed"
     """One rank of the gang failed, so the others are stopped. Uses up a retry."""
     RANK_LOST = "rank_lost"
     """One rank never started, or was lost with its node or agent. Uses up no retry."""
     START_TIMEOUT = "start_timeout"
-    """Not all ranks were ready in time."""
     MOVE = "move"
     """The run moves to another device, where room is pledged to it, so that another task fits here. The task
     keeps this reason until it is admitted there."""
@@ -215,7 +209,6 @@ class Task:
     external: ExternalTerms | None = None
     """Set for an external holder, which has its devices from its admission on."""
     model: ModelTerms | None = None
-    """Set for a model on a model server."""
     state: TaskState = TaskState.PENDING
     version: int = 1
     fence: Fence = Fence(0)

@@ -20,7 +20,6 @@ Fence = NewType("Fence", int)
 """Number of a claim on a holder: +1 at each claim, never reset. 0: never claimed."""
 
 Term = NewType("Term", int)
-"""Number of one unbroken spell of leadership."""
 
 Position = NewType("Position", int)
 """Place in the event log: gap-free, in commit order. 0 is before the first event."""

@@ -148,7 +148,6 @@ def _limit_of(task: Task, policy: Policy) -> float:
 
 
 def _start_limit_of(task: Task, policy: Policy) -> float:
-    """When all ranks of a gang must be ready."""
     if not task.members or task.started_at is not None or task.admitted_at is None:
         return inf
     return task.admitted_at + policy.gang_start_seconds
@@ -188,7 +187,6 @@ def _stop_for_time(world: World, task: Task, now: Instant, policy: Policy) -> De
 
 
 def _not_ready(task: Task, policy: Policy) -> Failure:
-    """Names the ranks that were not ready."""
     late = [f"{m.rank} on {m.node}" for m in task.members if m.state is MemberState.PLACED]
     more = f" and {len(late) - MAX_NAMED} more" if len(late) > MAX_NAMED else ""
     message = (
@@ -220,7 +218,6 @@ def _expire(world: World, task: Task, now: Instant) -> Decision:
 
 
 def _attempts(task: Task) -> str:
-    """The earlier attempts of a requeued task."""
     past = [f"{n} {what}" for n, what in ((task.failures, "failed"), (task.preemptions, "preempted")) if n]
     return f" (attempts before: {', '.join(past)})" if past else ""
 

@@ -34,7 +34,6 @@ def begun(task: Task, now: Instant) -> dict[str, Any]:
 
 
 def watch_orders(world: World, task: Task, leases: list[Lease]) -> tuple[WatchOrder, ...]:
-    """For a holder that named its process."""
     if task.external is None or task.external.pid is None or task.node is None:
         return ()
     devices = tuple((lease.device, lease.mb) for lease in leases)

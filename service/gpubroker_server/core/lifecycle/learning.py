@@ -153,8 +153,6 @@ def _of_any_version(topic: Topic) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SizeAccuracy:
-    """How well leases fit the measured sizes of a server's models."""
-
     server: str
     ratio: float
     """Median of leased over measured: 1 is right, 2 is twice too much."""
@@ -182,8 +180,6 @@ def size_accuracies(world: World) -> list[SizeAccuracy]:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """A device before a load, and its growth since."""
-
     fence: Fence
     device: DeviceKey
     used_mb: int
@@ -241,7 +237,6 @@ def _others(book: Book, task: Task) -> dict[str, int] | None:
 
 
 def _looked(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
-    """The watch after the device's newest sample."""
     if task.state is TaskState.ADMITTED or watch.is_over:
         return watch
     if task.state is not TaskState.RUNNING or task.started_at is None:
@@ -258,7 +253,6 @@ def _looked(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
 
 
 def _is_alone(book: Book, task: Task, watch: _Watch) -> bool:
-    """Whether nothing else on its device has changed."""
     others = _others(book, task)
     if others is None or others.keys() != watch.others.keys():
         return False

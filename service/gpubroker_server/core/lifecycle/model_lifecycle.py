@@ -32,7 +32,6 @@ TOP_PRIORITY = 100
 """The highest priority: a model that has it is never preempted."""
 
 MAX_USES = 64
-"""At most this many uses of one report are counted."""
 
 
 WANTED_SHARE = 0.5
@@ -70,7 +69,6 @@ def _asked_until(terms: ModelTerms) -> Instant:
 
 
 def standing(task: Task, now: Instant) -> int:
-    """The current priority of a loaded model."""
     assert task.model is not None
     if task.model.pinned or not task.model.model:
         return TOP_PRIORITY
@@ -130,7 +128,6 @@ def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[
 
 
 def _claims(world: World, task: Task) -> set[Fence]:
-    """All claims that may still hold something."""
     return world.unconfirmed.claims_of(task.id) | (
         {task.fence} if task.state in (TaskState.STOPPING, TaskState.RUNNING) else set()
     )
@@ -227,7 +224,6 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
 
 
 def _asked(terms: ModelTerms, priority: int, now: Instant, *, wanted: bool, queued: bool) -> ModelTerms:
-    """The terms after a request at this priority."""
     is_new = not wanted or _gives_way(terms, now, queued=queued) or priority > terms.asked_priority
     if not is_new and priority < terms.asked_priority:
         return terms

@@ -22,11 +22,9 @@ class Quarantined:
     node: NodeName
     since: Instant
     leases: tuple[Lease, ...]
-    """Ordered by device."""
     awaits: tuple[Proof, ...]
     """Any of these proofs ends it; the likeliest first."""
     message: str
-    """The same, for people."""
 
 
 def quarantined(world: World, holder: str | None = None) -> list[Quarantined]:

@@ -39,8 +39,6 @@ def take_over(world: World) -> Decision | None:
 
 @dataclass(frozen=True, slots=True)
 class InventoryRules:
-    """How reported devices and nodes become rows."""
-
     cluster: str
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mapping[str, Mib] = field(default_factory=dict)
@@ -172,7 +170,6 @@ def _has_begun(task: Task, rank: int) -> bool:
 
 
 def _active_on(world: World, seen: NodeSeen) -> list[tuple[Task, int]]:
-    """Each run on the node that is not gone, by the rows."""
     name = seen.node.name
     tasks = (world.tasks[task] for task in sorted(world.runs.get(name, ())))
     return [(task, rank) for task in tasks for rank, node in ranks_of(task) if node == name]
@@ -205,7 +202,6 @@ def _orders_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order]
 
 
 def _gang_orders_again(world: World, task: Task, member: Member, now: Instant) -> Iterator[Order]:
-    """For a rank of a running gang."""
     if not member.takes_part:
         left = Seconds(max(0.0, (member.stop_deadline_at or now) - now))
         yield stop_order(world, task, member, left)

@@ -272,7 +272,6 @@ def _credible(at: Instant, task: Task, now: Instant) -> Instant:
 
 
 def _inference_ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
-    """An inference was answered, or this attempt failed."""
     failure = None if report.ending is Ending.SUCCEEDED else report.failure
     outcome = Outcome(
         task.id,
@@ -300,7 +299,6 @@ def _inference_ended(update: TaskUpdate, task: Task, report: Ended, now: Instant
 
 
 def _never_sent(update: TaskUpdate, report: Gone, now: Instant, policy: Policy) -> None:
-    """The input of an inference could not be read now."""
     task = update.live(report.fence)
     if task is not None:
         at = report.at
@@ -308,7 +306,6 @@ def _never_sent(update: TaskUpdate, report: Gone, now: Instant, policy: Policy) 
 
 
 def _with_retries(task: Task, report: Ended) -> Task:
-    """The task with the retries that this kind of failure allows."""
     if report.ending is Ending.LOST:
         return changed(task, max_retries=max(task.max_retries, LOST_RETRIES))
     if report.failure is not None and report.failure.kind == INFERENCE_REFUSED:

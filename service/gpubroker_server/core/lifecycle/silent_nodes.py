@@ -24,11 +24,8 @@ RECENT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PausedDetection:
-    """Nodes that would be declared lost, and are not."""
-
     since: Instant
     nodes: tuple[NodeName, ...]
-    """Sorted."""
     runs: int
     """On these nodes, and on those declared lost just before."""
     of_runs: int
@@ -44,7 +41,6 @@ class HeartbeatMonitor:
         self._patience = policy.beat_seconds * policy.beats_missed
         self._heard: dict[NodeName, float] = {}
         self._since: float | None = None
-        """Since when it has listened without a gap."""
         self._looked_at = 0.0
         self._accused: dict[NodeName, NodeLost] = {}
         """Reported as lost by the cluster, and not yet declared lost."""
@@ -55,7 +51,6 @@ class HeartbeatMonitor:
         self.paused: PausedDetection | None = None
 
     def hear(self, node: NodeName, at: float) -> None:
-        """Its agent has sent something."""
         self._heard[node] = at
         self._accused.pop(node, None)
         self._allowed.discard(node)
@@ -97,7 +92,6 @@ class HeartbeatMonitor:
                     yield name, at - max(self._heard.get(name, self._since), self._since)
 
     def _judge(self, doomed: Collection[NodeName], world: World, at: float, now: Instant) -> list[NodeLost]:
-        """Which of these nodes are declared lost."""
         names = sorted(set(doomed))
         why = self._doubt(names, world, at)
         given_up = [name for name in names if why is None or name in self._allowed]

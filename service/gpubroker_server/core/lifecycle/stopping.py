@@ -95,7 +95,6 @@ def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tupl
 
 
 def will_requeue(task: Task) -> bool:
-    """Whether a STOPPING task will be pending again."""
     if task.stop_reason in (StopReason.RANK_FAILED, StopReason.START_TIMEOUT):
         return task.failures < _retries_of(task)
     return task.stop_reason in _COME_BACK
@@ -123,7 +122,6 @@ def timeout_failure(task: Task, reason: StopReason | None) -> Failure | None:
 
 
 def overuse_failure(reason: StopReason | None, leases: Iterable[Lease]) -> Failure | None:
-    """The failure of a run that was stopped for overuse."""
     if reason is not StopReason.OVERUSE:
         return None
     used = "; ".join(
@@ -135,7 +133,6 @@ def overuse_failure(reason: StopReason | None, leases: Iterable[Lease]) -> Failu
 
 
 def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[AnyStopOrder, ...]:
-    """The stop orders of a STOPPING task of any kind."""
     if task.is_inference:
         return (DropOrder(task.id, task.fence),)
     if task.model is not None:

@@ -51,7 +51,6 @@ class TaskUpdate:
         return task if rank < max(1, len(task.members)) else None
 
     def move(self, what: Move, why: str, **changes: Any) -> None:
-        """Raises IllegalTransition; nothing is changed."""
         assert self.task is not None
         self.task = move(self.task, what, **changes)
         if what is not Move.CHANGED or self._what is None:

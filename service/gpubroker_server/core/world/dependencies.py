@@ -20,7 +20,6 @@ MAX_DECISIONS = 1000
 class Inherited(NamedTuple):
     priority: int
     task: TaskId
-    """The dependent that it comes from."""
 
 
 class PriorityInheritance:
@@ -46,7 +45,6 @@ class PriorityInheritance:
         """Dependency -> priority -> how many dependents pass it on."""
 
     def update(self, dependent: Task) -> None:
-        """A dependent is new or has changed."""
         self._own[dependent.id] = NO_PRIORITY if dependent.held else dependent.priority
         self._propagate(dependent.id)
 
@@ -101,8 +99,6 @@ class PriorityInheritance:
 
 
 class TaskEnd(NamedTuple):
-    """How a dependency ended."""
-
     state: TaskState | None
     """None if its record is gone."""
     failed_by: TaskId | None = None
@@ -147,7 +143,6 @@ class DependencyIndex:
         self.inheritance.update(task)
 
     def update(self, task: Task) -> None:
-        """A known task has changed."""
         if task.is_terminal:
             self.ended(task.id, TaskEnd(task.state, task.failed_by))
         if task.id in self.remaining:

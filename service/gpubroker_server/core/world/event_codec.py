@@ -177,7 +177,6 @@ def task_changes(write: TaskWrite) -> dict[str, Any]:
 
 
 def changed_task(task: Task, version: int, fields: Fields) -> Task:
-    """The task after one more event."""
     return changed(task, version=version, **_typed(dict(fields)))
 
 
@@ -225,7 +224,6 @@ def lease_change(lease: Lease) -> tuple[str, dict[str, Any]]:
 
 
 def changed_lease(lease: Lease, fields: Fields) -> Lease:
-    """The lease after one more event."""
     if fields.get("overused_mb") is not None:
         return mark_overused(lease, fields["overused_mb"])
     told = {name: fields[name] for name in ("quarantined_at", "proof") if name in fields}

@@ -62,7 +62,6 @@ class NewEvent:
     tenant: str
     fields: Fields
     task: Task | None = field(default=None, compare=False, repr=False)
-    """The task after the event."""
     reader: int = 1
     """The lowest reader form that may read on past this event. A new kind that changes the World, or a new
     meaning of a known field, gets a new number; an optional field does not."""

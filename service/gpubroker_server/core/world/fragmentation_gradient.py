@@ -40,8 +40,6 @@ class Remainder(NamedTuple):
 
 
 class DeviceChoice(NamedTuple):
-    """Where on a node a demand strands the least."""
-
     score: int
     """0..100; 50 or more means that nothing new is stranded."""
     devices: tuple[int, ...]
@@ -53,14 +51,11 @@ Inventory = Mapping[str, tuple[int, int]]
 
 
 class TypicalDemand(NamedTuple):
-    """A typical demand on nodes of one kind."""
-
     cpu: float
     devices: int
     amount: int | None
     """On each device; None if the kind cannot host it."""
     weight: float
-    """Per unit of room."""
 
 
 def typical_shapes(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict[Shape, float]:
@@ -281,7 +276,6 @@ def candidate_devices(left: tuple[int, ...], devices: int, amount: int) -> list[
 
 
 def remaining_after(room: Remainder, shape: Shape, devices: tuple[int, ...], amount: int) -> Remainder:
-    """The room after the demand has taken its part."""
     left = list(room.left)
     for place in devices:
         left[place] -= amount

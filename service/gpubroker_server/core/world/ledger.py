@@ -23,11 +23,9 @@ class Holding:
     measured_mb: Mib = Mib(0)
     freeing_for: TaskId | None = None
     stopping: bool = False
-    """Its run is asked to stop."""
 
     @property
     def takes_mb(self) -> Mib:
-        """Its lease or its measured use, whichever is more."""
         return max(self.lease.mb, self.measured_mb)
 
     @property
@@ -38,8 +36,6 @@ class Holding:
 
 
 class LedgerTotals(NamedTuple):
-    """Sums over the holdings of one device."""
-
     leased_mb: int = 0
     held_mb: int = 0
     """Sum of `takes_mb`."""
@@ -131,7 +127,6 @@ class Book:
         return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
 
     def register(self, device: Device) -> None:
-        """Take over a new row of the same device."""
         self.device = device
         self._unheld_mb = None
 
@@ -157,7 +152,6 @@ class Book:
             self.sample = replace(self.sample, used_mb=Mib(max(0, used_mb)), foreign_mb=foreign_mb)
 
     def measure(self, sample: DeviceSample) -> None:
-        """Take over a sample."""
         self._unheld_mb = None
         self.sample = sample
         for key, holding in self.holdings.items():
@@ -166,7 +160,6 @@ class Book:
                 self._enter(key, replace(holding, measured_mb=measured))
 
     def takes(self, sample: DeviceSample) -> bool:
-        """Whether the sample is newer than what is known."""
         return sample.at > self._since and (self.sample is None or sample.at >= self.sample.at)
 
     def measure_anew(self, since: Instant) -> None:

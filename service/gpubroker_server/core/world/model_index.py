@@ -47,7 +47,6 @@ class ModelIndex:
         self.answered = InferenceCounts()
 
     def note(self, task: Task) -> None:
-        """A task is new or has changed."""
         if task.is_inference:
             self._note_inference(task)
         if task.model is None:
@@ -60,7 +59,6 @@ class ModelIndex:
             del self._live[home]
 
     def drop(self, task: Task) -> None:
-        """It has ended and holds nothing."""
         self._known.pop(task.id, None)
 
     def asking(self, model: str) -> Mapping[TaskId, Task]:
@@ -81,7 +79,6 @@ class ModelIndex:
                 del self._asking[model]
 
     def of(self, home: Home) -> Task | None:
-        """The task of a model that is wanted or loaded."""
         return self._live.get(home)
 
     def on(self, server: str) -> Iterator[Task]:

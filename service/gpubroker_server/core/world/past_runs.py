@@ -48,6 +48,5 @@ class RunHistory:
                 self.above.pop(key, None)
 
     def drop(self, lease: str) -> None:
-        """The lease is released."""
         self.peaks.pop(lease, None)
         self.above.pop(lease, None)

@@ -41,17 +41,13 @@ class Row(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """The best devices of one node for a demand."""
-
     unwanted: int
     score: int
     """0..100; 50 or more means that nothing new is stranded."""
     devices: tuple[DeviceKey, ...]
-    """In key order."""
 
 
 def device_classes(devices: Iterable[Device]) -> DeviceClasses:
-    """The classes of devices of which anything can be leased."""
     some: dict[str, Device] = {}
     count: Counter[str] = Counter()
     for device in devices:
@@ -205,7 +201,6 @@ class _Option(NamedTuple):
 
 
 def _mean(stock: Inventory) -> float:
-    """The mean amount of a device."""
     return sum(count * whole for count, whole in stock.values()) / sum(count for count, _ in stock.values())
 
 

@@ -16,7 +16,6 @@ GroupKey = tuple[str, int, Demand, str, int]
 effective priority is their own, or one that they inherit."""
 
 Member = tuple[float, TaskId]
-"""(submitted_at, id)"""
 
 Rank = tuple[int, int]
 """A tenant's place within a band: (0 below its guarantee, else 1; steps of fair share that it has used)."""
@@ -25,7 +24,6 @@ EVEN: Rank = (0, 0)
 """For all tenants where none is ranked."""
 
 OwnKey = tuple[int, int, float, float, TaskId]
-"""A task's place among those of its tenant."""
 
 OrderKey = tuple[int, int, int, int, float, float, TaskId]
 """A task's place in the queue: smallest first, never equal to another's."""
@@ -211,18 +209,15 @@ class PendingQueue:
         self.groups: dict[GroupKey, Group] = {}
         self.kin: dict[Demand, Kin] = {}
         self.tenants: Counter[str] = Counter()
-        """Tenant -> number of groups."""
         self.delayed = DueTimes()
         self.held: set[TaskId] = set()
         self.awaiting: set[TaskId] = set()
-        """Tasks that wait for others to end."""
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
         return len(self._where) + len(self.delayed) + len(self.held) + len(self.awaiting)
 
     def __contains__(self, task: TaskId) -> bool:
-        """Whether a task may be planned now."""
         return task in self._where
 
     def add(self, task: Task) -> None:
@@ -270,7 +265,6 @@ class PendingQueue:
                 self._drop(group)
 
     def enter(self, task: Task) -> None:
-        """Queue a delayed task whose time has come."""
         del self.delayed[task.id]
         self._let_in(task)
 

@@ -35,8 +35,6 @@ class Changes:
 
 
 class Marks:
-    """The changes of one World's nodes."""
-
     __slots__ = ("changes", "growth")
 
     def __init__(self) -> None:

@@ -34,8 +34,6 @@ def mean_life_seconds(half_life_seconds: Seconds) -> float:
 
 
 class Account:
-    """One tenant's account; owned by one World."""
-
     __slots__ = ("at", "held_mb", "mb_seconds")
 
     def __init__(self, held_mb: int = 0, mb_seconds: float = 0.0, at: Instant = Instant(0.0)) -> None:
@@ -68,7 +66,6 @@ class Accounts:
         return twin
 
     def change(self, tenant: str, mb: int, at: Instant) -> None:
-        """`mb` more is held from now on."""
         self.revision += 1
         account = self._known.setdefault(tenant, Account())
         account.mb_seconds = self._used(account, at)
@@ -90,7 +87,6 @@ class Accounts:
         return 0 if account is None else account.held_mb
 
     def held(self) -> list[tuple[str, int]]:
-        """(tenant, MiB) of all that hold anything."""
         return [(name, account.held_mb) for name, account in self._known.items() if account.held_mb]
 
     def used(self, tenant: str, now: Instant) -> float:

@@ -52,7 +52,6 @@ class World:
         self.awaited = DependencyIndex()
         self.queue = PendingQueue(self.awaited.inheritance.priorities)
         self.expiring = DueTimes()
-        """When pending tasks expire."""
         self.marks = Marks()
         """Nodes on which anything changed that a plan depends on, time apart."""
         self.nodes: dict[NodeName, Node] = {}
@@ -70,7 +69,6 @@ class World:
         self.active = DueTimes()
         """Active tasks, with the earliest instant at which a limit of theirs, or of a rank, can pass."""
         self.runs: dict[NodeName, set[TaskId]] = {}
-        """Active tasks of each node."""
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many tasks ever ended so; survives pruning."""
         self.homes = ModelIndex()
@@ -159,7 +157,6 @@ class World:
         return task if task is not None and task.fence == fence else None
 
     def enter_due(self, now: Instant) -> None:
-        """Queue delayed tasks whose time has come."""
         for task in self.queue.delayed.due(now):
             self.queue.enter(self.tasks[task])
 
