@@ -1,7 +1,7 @@
 """Quantiles of run sizes and durations, learned from runs that ended.
 
 The sketch is DDSketch (Masson, Rim, Lee: "DDSketch: a fast and fully-mergeable quantile sketch with
-relative-error guarantees", VLDB 2019): counts in buckets whose bounds grow by a constant factor.
+relative-error guarantees", VLDB 2019): counts in buckets with bounds that grow by a constant factor.
 """
 
 from bisect import bisect_left

@@ -26,7 +26,7 @@ HOLDERS_OF_TASKS = HOLDERS_WITH_RUNS | {HolderKind.EXTERNAL, HolderKind.MODEL, H
 """Their id is a task id."""
 
 HOLDERS_ON_SERVERS = frozenset({HolderKind.MODEL, HolderKind.SERVER})
-"""Held by a model server, whose process no agent knows."""
+"""Held by a model server; no agent knows its process."""
 
 
 class LeaseState(StrEnum):
@@ -38,7 +38,7 @@ class LeaseState(StrEnum):
     crash leaves it as it is."""
     RELEASING = "releasing"
     """The run ended; its process is not confirmed gone. The agent's proof moves it on, or its deadline does
-    (to quarantined). A new leader counts the deadline anew."""
+    (to quarantined). A new leader restarts the deadline."""
     RELEASED = "released"
     """The holder is confirmed gone, by proof or by a named operator. The end."""
     QUARANTINED = "quarantined"

@@ -101,7 +101,7 @@ class ModelTerms:
     load_seconds: Seconds = Seconds(0.0)
     usage: ModelUsage = NEVER_USED
     steps: tuple[str, ...] = ()
-    """Of an ensemble: the models loaded with it, whose size is included."""
+    """Of an ensemble: the models loaded with it; its size includes theirs."""
     versions: tuple[str, ...] = ()
     """The versions loaded when it was last ready, sorted; empty if unknown."""
 

@@ -14,7 +14,7 @@ class Serving:
     """The model servers that answer queued inferences, by name, in the order of the settings."""
 
     ledger: tuple[str, ...] = ()
-    """Servers whose models the leader loads and unloads: an inference waits until its model is loaded."""
+    """The leader loads and unloads the models of these: an inference waits until its model is loaded."""
     others: tuple[str, ...] = ()
     """Servers that choose their models themselves."""
     at_once: int = 64
@@ -133,7 +133,7 @@ class Policy:
     kill_patience_seconds: Seconds = Seconds(10.0)
     """How long after its stop deadline, or its end, an unconfirmed run's leases stay out of quarantine."""
     sample_period_seconds: Seconds = Seconds(2.0)
-    """A device whose sample is older than three periods takes nothing new."""
+    """A device with a sample older than three periods takes nothing new."""
     beat_seconds: Seconds = Seconds(2.0)
     beats_missed: int = 3
     """A node is lost after this many missed heartbeats."""

@@ -19,7 +19,7 @@ class ExternalTerms:
     ttl_seconds: Seconds
     """It is asked to leave this long after its admission or its last renewal."""
     pid: int | None = None
-    """A process on its node, whose use, with its children's, is the holder's. Once it is gone, the holder
+    """A process on its node: its use and its children's are the holder's. Once it is gone, the holder
     is."""
 
 
@@ -194,7 +194,7 @@ class Task:
     shareable: bool = False
     """May share one warm process: an entrypoint, no GPU, less than one CPU, no env."""
     after: tuple[Dependency, ...] = ()
-    """The tasks of its tenant whose end it waits for, as submitted."""
+    """The tasks of its tenant that it waits for, as submitted."""
     queue_ttl_seconds: Seconds | None = None
     deadline_at: Instant | None = None
     """The latest end: a pending task expires and a run is stopped then. An external holder's renewal extends
@@ -202,7 +202,7 @@ class Task:
     expected_seconds: Seconds | None = None
     """How long one run takes, as the client says; nothing ends because of it."""
     stream: str = ""
-    """Its work stream, by whose weight tasks of equal aged priority are ordered."""
+    """Its work stream: the weight orders tasks of equal aged priority."""
     subject: str = ""
     """What its runs are alike in, for learning: its model type, else its name, else its entrypoint. Empty:
     nothing is learned."""

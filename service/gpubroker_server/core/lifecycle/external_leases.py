@@ -58,7 +58,7 @@ def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:
     if report.proof not in _PROOFS:
         return
     known = update.task
-    assert known is not None, "whose report this is was looked up"
+    assert known is not None, "the task was looked up by the report"
     update.release_leases(report.fence, report.rank, report.proof)
     task = update.live(report.fence)
     if task is None:

@@ -110,9 +110,9 @@ def _too_many(world: World, learning: dict[Topic, Sketch], most_topics: int) -> 
 WARM_SECONDS = Seconds(30.0)
 """Growth within this time after its load counts as the model's size."""
 
-_TOLD_APART = HOLDERS_WITH_RUNS | {HolderKind.SERVER}
-"""Other holders whose use can be told from a model's growth: runs are measured by process, and a server grows
-only with its models."""
+_DISTINGUISHABLE = HOLDERS_WITH_RUNS | {HolderKind.SERVER}
+"""Other holders with use that can be told from a model's growth: runs are measured by process, and a server
+grows only with its models."""
 
 
 def topic_of(tenant: str, model: str, kind: str, versions: Sequence[str] = ()) -> Topic:
@@ -157,7 +157,7 @@ class SizeAccuracy:
     ratio: float
     """Median of leased over measured: 1 is right, 2 is twice too much."""
     enough: float
-    """Share (0 to 1) of models whose lease suffices."""
+    """Share (0 to 1) of models with a lease that suffices."""
 
 
 def size_accuracies(world: World) -> list[SizeAccuracy]:
@@ -249,7 +249,7 @@ def _looked(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
     peak_mb = max(watch.peak_mb, book.sample.used_mb - watch.used_mb)
     kinds = {book.holdings[key].lease.holder_kind for key in watch.others}
     is_warm = now >= task.started_at + WARM_SECONDS
-    return replace(watch, peak_mb=peak_mb, is_over=is_warm or not kinds <= _TOLD_APART)
+    return replace(watch, peak_mb=peak_mb, is_over=is_warm or not kinds <= _DISTINGUISHABLE)
 
 
 def _is_alone(book: Book, task: Task, watch: _Watch) -> bool:
@@ -257,7 +257,7 @@ def _is_alone(book: Book, task: Task, watch: _Watch) -> bool:
     if others is None or others.keys() != watch.others.keys():
         return False
     if others and (book.sample is None or book.sample.foreign_mb is None):
-        return False  # nobody can tell whose it is
+        return False  # the growth cannot be attributed
     changes_mb = (abs(others[key] - mb) for key, mb in watch.others.items())
     return max(changes_mb, default=0) <= _noise_mb(book)
 

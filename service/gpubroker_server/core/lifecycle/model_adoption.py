@@ -40,7 +40,7 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
         return None
     begun: dict[str, Any] = {"node": min(nodes), "admitted_at": now, "started_at": now, "not_before": None}
     if task.held and task.expires_at is not None:
-        begun["expires_at"] = now  # nobody has asked for it: when it leaves, it is not brought again
+        begun["expires_at"] = now  # not wanted by a request: once it leaves, it is not loaded again
     write = write_move(task, Move.STARTED, fence=fence, priority=priority, held=False, **begun)
     pledges = withdrawn(world.pledges.get(task.id, {}))
     given_back = (release(lease, Proof.HELD_ANEW) for lease in left)

@@ -84,7 +84,7 @@ def in_time(task: Task, room_by: Instant) -> bool:
 
 
 def due(world: World, now: Instant) -> list[Decision]:
-    """Models whose priority changes because they are no longer wanted, or pinned. And cancelled base costs of
+    """Priority changes of models that are no longer wanted, or pinned. And cancelled base costs of
     servers, which end at their operator's word."""
     decisions: list[Decision] = []
     for task in world.homes.live():
@@ -257,7 +257,7 @@ def _used(usage: ModelUsage, times: int, now: Instant) -> ModelUsage:
 
 
 def not_unloaded(task: Task, now: Instant) -> Outcome:
-    """The outcome of a model whose unload was not confirmed."""
+    """The outcome of a model without a confirmed unload."""
     message = (
         "its server was asked to unload it and still has it; its memory counts as used until the server's "
         "index says that it is gone: stop what still sends it requests, or restart the server"

@@ -150,7 +150,7 @@ class QuarantineProbe:
         """When a node with such leases was first noticed, or last asked."""
 
     def due(self, world: World, at: Ticks) -> list[NodeName]:
-        """The nodes to ask now, of those whose agents answer; the others are reconciled when an agent answers
+        """The nodes to ask now, if their agents answer; the others are reconciled when an agent answers
         again."""
         self._since = {node: self._since.get(node, at) for node in _in_doubt(world)}
         due = sorted(node for node, since in self._since.items() if at - since >= PROBE_SECONDS)

@@ -53,7 +53,7 @@ class InventoryRules:
 def reconcile(
     world: World, seen: NodeSeen, now: Instant, policy: Policy, rules: InventoryRules
 ) -> list[Decision]:
-    """First the node and its devices, then one decision per task whose run is not there, then orders.
+    """First the node and its devices, then one decision per task with a missing run, then orders.
 
     Runs that both sides know go on. Runs that only rows know are gone. Runs that only the agent knows are
     killed.
@@ -211,7 +211,7 @@ def _gang_orders_again(world: World, task: Task, member: Member, now: Instant) -
 
 
 def _unwanted(world: World, seen: NodeSeen) -> Iterator[Order]:
-    """Kill runs whose outcome is not accepted: of tasks that ended, moved on or are unknown."""
+    """Kill runs of tasks that ended, moved on or are unknown: their outcome is not accepted."""
     name, incarnation = seen.node.name, seen.node.incarnation
     wanted = {(task.id, task.fence, rank) for task, rank in _active_on(world, seen)}
     wanted |= {(outsider.id, outsider.fence, 0) for outsider in external_leases.holders_on(world, name)}

@@ -53,7 +53,7 @@ INFERENCE_REFUSED = "inference_refused"
 """Failure kind of an inference that its model refuses: repeating it would change nothing."""
 
 LOST_RETRIES = 3
-"""An inference whose server broke off is sent again at least this often, since the request is rarely at
+"""An inference is sent again at least this often if its server breaks off, since the request is rarely at
 fault; one that brings its server down each time still ends."""
 
 AGE_SHARE = 0.25
@@ -65,9 +65,9 @@ AGAIN_MOST_SECONDS."""
 def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy) -> list[Decision]:
     """At most one decision per task, in order of its first report, then one per lost node.
 
-    Reports of one run must be in the order in which its agent made them. A report whose (task, fence) is not
-    the task's active claim never touches the task; its Gone still releases that claim's leases. NodeSeen and
-    ServerSeen are handled elsewhere, in their place between the reports.
+    Reports of one run must be in the order in which its agent made them. A report with a (task, fence) that
+    is not the task's active claim never touches the task; its Gone still releases that claim's leases.
+    NodeSeen and ServerSeen are handled elsewhere, in their place between the reports.
     """
     updates = TaskUpdates(world, now)
     nodes: dict[NodeName, Decision] = {}

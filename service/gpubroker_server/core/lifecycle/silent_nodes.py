@@ -70,7 +70,7 @@ class HeartbeatMonitor:
 
     def look(self, world: World, at: float, now: Instant, *, listening: bool) -> list[NodeLost]:
         """The nodes declared lost now. To be called more often than agents send heartbeats: after a gap, or
-        while not `listening`, it waits for the whole patience anew."""
+        while not `listening`, it waits for the whole patience again."""
         if self._since is None or not listening or at - self._looked_at > self._policy.beat_seconds:
             self._since = at
         self._looked_at = at
@@ -153,7 +153,7 @@ class HeartbeatMonitor:
 
 
 def nodes_without_answer(world: World, since: Instant, now: Instant) -> list[NodeLost]:
-    """Nodes with runs whose agent has not answered this term, though others have; `since`: when the leader
+    """Nodes with runs that have not answered this term, though others have; `since`: when the leader
     began to listen without a gap.
 
     While no agent at all answers, the leader is cut off, and giving up runs would free nothing.

@@ -29,7 +29,7 @@ AnyStopOrder = StopOrder | UnloadOrder | DropOrder
 _COME_BACK = (StopReason.PREEMPT, StopReason.MOVE, StopReason.RANK_LOST)
 
 START_RETRIES = 3
-"""A gang whose ranks were not ready in time is started again this often, even if it has fewer retries."""
+"""A gang that was not ready in time is started again this often, even if it has fewer retries."""
 
 
 def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class PriorityInheritance:
         """`remaining`: dependent -> its dependencies. `dependents`: dependency -> its dependents."""
         self.priorities: dict[TaskId, int] = {}
         self.changed: set[TaskId] = set()
-        """Tasks whose inherited priority has changed, until the queue has taken notice."""
+        """Tasks with a changed inherited priority, until the queue has taken notice."""
         self._remaining = remaining
         self._dependents = dependents
         self._own: dict[TaskId, int] = {}
@@ -184,7 +184,7 @@ class DependencyIndex:
 def settle_dependencies(
     awaited: DependencyIndex, tasks: Mapping[TaskId, Task], now: Instant
 ) -> list[Decision]:
-    """Fail tasks whose dependency failed, and their dependents in turn; queue those that are ready.
+    """Fail tasks after a failed dependency, and their dependents in turn; queue those that are ready.
 
     Returns at most MAX_DECISIONS; to be repeated until there are none.
     """

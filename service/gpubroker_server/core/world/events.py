@@ -87,7 +87,7 @@ def requested(request: Request) -> NewEvent:
 
 
 def task_of(event: Event | NewEvent) -> TaskId | None:
-    """The task whose history an event belongs to; None for nodes, devices and holders that are no tasks."""
+    """The task that an event is about; None for nodes, devices and holders that are no tasks."""
     match event.kind.partition(".")[0]:
         case "task":
             return TaskId(event.key)

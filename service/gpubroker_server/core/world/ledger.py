@@ -40,7 +40,7 @@ class LedgerTotals(NamedTuple):
     held_mb: int = 0
     """Sum of `takes_mb`."""
     begun_mb: int = 0
-    """Leases whose runs may use memory."""
+    """Leases of runs that may use memory."""
     measured_mb: int = 0
     loaded_mb: int = 0
     """Leases of models and servers that are loaded."""
@@ -252,7 +252,7 @@ class Book:
 
 
 class UnconfirmedHolders:
-    """An index over leases whose holders are not confirmed gone."""
+    """An index over leases with holders that are not confirmed gone."""
 
     def __init__(self) -> None:
         self.releasing: dict[RunId, Instant] = {}

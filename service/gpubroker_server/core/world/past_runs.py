@@ -11,7 +11,7 @@ from gpubroker_server.core.world.ledger import Holding
 class RunHistory:
     """Learned sketches by topic, and measured peaks by lease. Owned by one World.
 
-    Peaks live in memory only: after a restart those of present runs begin anew.
+    Peaks live in memory only: after a restart those of present runs start from 0.
     """
 
     def __init__(self) -> None:

@@ -269,7 +269,7 @@ class PendingQueue:
         self._let_in(task)
 
     def stand_anew(self, changed: set[TaskId], tasks: Mapping[TaskId, Task]) -> None:
-        """Move tasks whose inherited priority has changed, and clear the set."""
+        """Move tasks with a changed inherited priority, and clear the set."""
         for name in sorted(changed):
             key = self._where.get(name)
             if key is not None and key[4] != self.standing_of(tasks[name]):

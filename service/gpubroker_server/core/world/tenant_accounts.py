@@ -73,7 +73,7 @@ class Accounts:
         account.held_mb += mb
 
     def restore(self, usage: TenantUsage) -> None:
-        """Take over the row of a tenant whose leases are entered already."""
+        """Take over the row of a tenant; its leases are entered already."""
         account = self._known.setdefault(usage.tenant, Account())
         account.mb_seconds, account.at = usage.mb_seconds, usage.at
 

@@ -152,7 +152,7 @@ class World:
         return [run[key] for key in sorted(run)] if len(run) > 1 else list(run.values())
 
     def holder(self, holder: str, fence: int) -> Task | None:
-        """The task whose newest claim this is; None if that has ended, or was never a task's."""
+        """The task with this newest claim; None if the claim has ended, or was never a task's."""
         task = self.tasks.get(TaskId(holder))
         return task if task is not None and task.fence == fence else None
 
