@@ -58,7 +58,7 @@ class AppParts:
     servers: Sequence[Server] = ()
     """All model servers."""
     served: Sequence[tuple[ServerRules, ModelHost]] = ()
-    """Those whose models are in the ledger."""
+    """Those with models in the ledger."""
     capacity: Capacity = field(init=False)
     residencies: Residencies | None = field(init=False)
 

@@ -1,4 +1,4 @@
-"""For those who run the service: health, readiness, metrics, shutdown."""
+"""For operators of the service: health, readiness, metrics, shutdown."""
 
 import asyncio
 import contextlib
@@ -58,9 +58,7 @@ class Readiness(TypedDict):
 
 
 class ShutDown(Body):
-    stop_cluster: Annotated[
-        bool, Field(description="Also stop the local Ray and everything that runs on it.")
-    ] = False
+    stop_cluster: Annotated[bool, Field(description="Also stop the local Ray and all that it runs.")] = False
 
 
 class Stopping(TypedDict):
@@ -146,9 +144,9 @@ async def shut_down(
     """Stop this process. Tasks go on, unless the local cluster is to stop as well. A process that only speaks
     HTTP has no local cluster, and answers so."""
     stop_cluster = body.stop_cluster and parts.has_executor
-    who, subject = call.identity, "everything" if stop_cluster else "service"
+    caller, subject = call.identity, "everything" if stop_cluster else "service"
     with contextlib.suppress(StoreUnavailable):  # must not keep the service from stopping
-        await parts.store.audit(by=who.name, tenant=who.tenant, action="shutdown", subject=subject)
+        await parts.store.audit(by=caller.name, tenant=caller.tenant, action="shutdown", subject=subject)
     parts.shutdown(stop_cluster)
     view: Stopping = {"stopping": True, "stop_cluster": stop_cluster}
     return answer(view, 202)

@@ -1,4 +1,4 @@
-"""GPUs and nodes: what is leased, used and free, and by whom."""
+"""GPUs and nodes: what is leased, used and free, and by which holders."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -79,9 +79,7 @@ class GpuView(DeviceView):
     leased_mb: int
     used_mb: Annotated[int | None, Field(description="As measured; null before the first sample.")]
     foreign_mb: Annotated[int, Field(description="Used by processes without a lease.")]
-    unaccounted_mb: Annotated[
-        int, Field(description="Used beyond what holders and foreign processes explain.")
-    ]
+    unaccounted_mb: Annotated[int, Field(description="Used beyond what holders and processes explain.")]
     pledged_mb: int
     free_mb: Annotated[int, Field(description="What a task without a pledge could take now.")]
     stranded_mb: Annotated[int, Field(description="Of that, what the usual demands cannot use.")]
@@ -141,7 +139,7 @@ class NodeList(AsOf):
 
 @resource.route("GET /gpus", "gpus_list", Scope.CLUSTER_READ, GpuList, "follower-stale")
 async def list_gpus(call: Call, parts: Parts) -> Response:
-    """List all devices: what is leased, used and unaccounted for, by whom, and what is free."""
+    """List all devices: what is leased, used, unaccounted for and free, and their holders."""
     as_of, world = parts.freshness.as_of(), parts.world
     awaited = awaited_by_lease(world)
     sums = fragmentation(world, parts.policy, parts.clock.now()).devices

@@ -23,9 +23,7 @@ class TenantView(TypedDict):
     name: str
     cohort: Annotated[str | None, Field(description="Its members lend each other what they do not use.")]
     guaranteed_mb: Annotated[int | None, Field(description="Of GPU memory, in MiB; null: no quota.")]
-    borrow_mb: Annotated[
-        int | None, Field(description="The most beyond its guarantee; null: what the cohort leaves.")
-    ]
+    borrow_mb: Annotated[int | None, Field(description="Beyond its guarantee; null: what the cohort leaves.")]
     held_mb: Annotated[int, Field(description="Leased, until it is confirmed to be free.")]
     borrowed_mb: Annotated[int, Field(description="Of that, what is beyond its guarantee.")]
     pledged_mb: Annotated[int, Field(description="What is being freed for its tasks.")]
@@ -35,8 +33,7 @@ class TenantView(TypedDict):
     weight: float
     fair_share: Annotated[float, Field(description="Its part of the weights of all known tenants, 0 to 1.")]
     level: Annotated[
-        float,
-        Field(description="Usage and holding against its fair share; in a band the lowest goes first."),
+        float, Field(description="Usage and holding by fair share; in a band the lowest goes first.")
     ]
     max_priority: int
     pending: int

@@ -130,9 +130,7 @@ class ModelServerView(TypedDict):
 
     name: str
     node: Annotated[str | None, Field(description="Null if its models are not in the ledger.")]
-    node_fault: Annotated[
-        str, Field(description="Why its configured node or GPUs are not there; empty if they are.")
-    ]
+    node_fault: Annotated[str, Field(description="Why its node or GPUs are not there; empty if they are.")]
     http: WayView
     grpc: Annotated[WayView | None, Field(description="Null where gRPC is not used.")]
     requests_in_flight: Annotated[int, Field(description="Sent to it, and not yet answered.")]

@@ -47,9 +47,7 @@ class SparedView(TypedDict):
 
     why: Annotated[str, Field(description="A stable token, such as all_shielded or not_enough.")]
     message: str
-    counts: Annotated[
-        dict[str, int], Field(description="Runs on nodes that it could use, by what shields them.")
-    ]
+    counts: Annotated[dict[str, int], Field(description="Runs on nodes that it may use, by their shield.")]
     runs: Annotated[list[SparedRunView], Field(description="The most relevant of them, at most 20.")]
 
 
@@ -76,11 +74,9 @@ class RemedyView(TypedDict):
     ]
     effect: Annotated[str, Field(description="starts, preempts or starts_later.")]
     message: str
-    places: Annotated[
-        list[PlacementView], Field(description="One per rank of a gang; none if runs must leave first.")
-    ]
+    places: Annotated[list[PlacementView], Field(description="One per rank; none if runs must leave first.")]
     victims: list[RunHolder]
-    after: Annotated[RunHolder | None, Field(description="The run after whose end it starts.")]
+    after: Annotated[RunHolder | None, Field(description="It starts when this run has ended.")]
     within: Annotated[ExpectedView | None, Field(description="When that end is expected.")]
 
 

@@ -44,9 +44,7 @@ class DeviceHolder(TypedDict):
     band: str
     gpu_mb: int
     stopping: bool
-    quarantine: Annotated[
-        AwaitedView | None, Field(description="What ends its quarantine; null if it is in none.")
-    ]
+    quarantine: Annotated[AwaitedView | None, Field(description="What ends its quarantine; else null.")]
     ends: Annotated[ExpectedView | None, Field(description="Expected; null if unknown.")]
 
 
@@ -94,29 +92,21 @@ class RankVerdictView(TypedDict):
 
     rank: int
     place: Annotated[PlacementView | None, Field(description="Where there is room for it.")]
-    reason: Annotated[
-        str | None,
-        Field(description="Why there is none; also null for a rank that the gang can start without."),
-    ]
+    reason: Annotated[str | None, Field(description="Null as well for a rank that can be missing.")]
     message: str
 
 
 class ExplainedFields(AdviceFields):
     """What explanations and simulations have in common."""
 
-    reason: Annotated[
-        str | None, Field(description="Of the most structural blocker; null if it does not wait.")
-    ]
+    reason: Annotated[str | None, Field(description="Of the most structural blocker, if it waits.")]
     message: str
     position: Annotated[int | None, Field(description="Place in the queue; 1 is next.")]
     blockers: list[BlockerView]
-    quota: Annotated[
-        QuotaView | None, Field(description="Null for a task without GPUs, and for a tenant without a quota.")
-    ]
+    quota: Annotated[QuotaView | None, Field(description="Null without GPUs, or without a quota.")]
     ranks: Annotated[list[RankVerdictView] | None, Field(description="Of a gang that waits.")]
     devices: Annotated[
-        list[DeviceVerdictView],
-        Field(description="For a gang: as judged for its first rank without room."),
+        list[DeviceVerdictView], Field(description="Of a gang: for its first rank without room.")
     ]
 
 

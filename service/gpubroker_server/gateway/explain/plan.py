@@ -31,10 +31,7 @@ class ComponentPlace(PlacementView):
 
 
 class DisplacedRun(RunHolder):
-    ranks: Annotated[
-        list[int] | None,
-        Field(description="Those that leave, of a gang that goes on; null: all of it leaves."),
-    ]
+    ranks: Annotated[list[int] | None, Field(description="Of a gang that goes on; null: all of it leaves.")]
 
 
 class MissingGpus(TypedDict):
@@ -147,8 +144,8 @@ def _message(plan: FleetPlan) -> str:
     if whole:
         conditions.append("1 run leaves" if whole == 1 else f"{whole} runs leave")
     if gangs:
-        who = "1 gang gives" if len(gangs) == 1 else f"{len(gangs)} gangs give"
-        conditions.append(f"{who} up {ranks} rank{'s' * (ranks > 1)}")
+        giving = "1 gang gives" if len(gangs) == 1 else f"{len(gangs)} gangs give"
+        conditions.append(f"{giving} up {ranks} rank{'s' * (ranks > 1)}")
     return f"it fits if {' and '.join(conditions)}" if conditions else "it fits"
 
 

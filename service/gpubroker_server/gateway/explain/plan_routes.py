@@ -93,7 +93,7 @@ class PlanFleet(Body):
             str,
             line(63, 1),
             Field(
-                description="Whose quota and limits count; another tenant than the token's needs the scope "
+                description="Its quota and limits count; a tenant other than the token's needs the scope "
                 "admin. Left out: the token's tenant; with `fleet`: no quota and no limits."
             ),
         ]

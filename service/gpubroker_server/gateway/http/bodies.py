@@ -83,7 +83,7 @@ class ListBody(Body):
 
 
 class BinaryBody(Body):
-    """A body whose JSON may be followed by binary data; a header then gives the length of the JSON."""
+    """A body of JSON that binary data may follow; a header then gives the length of the JSON."""
 
 
 class Query(BaseModel):
@@ -100,12 +100,8 @@ class WaitQuery(Query):
 
 
 class PageQuery(Query):
-    limit: Annotated[int, Field(ge=1, description="Values above the server's maximum mean the maximum.")] = (
-        100
-    )
-    cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of the page before.")] = (
-        None
-    )
+    limit: Annotated[int, Field(ge=1, description="At most the server's maximum.")] = 100
+    cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of a page.")] = None
 
 
 def filter_hash(filters: Mapping[str, Any]) -> str:

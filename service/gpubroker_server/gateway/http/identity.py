@@ -1,4 +1,4 @@
-"""Who sends a request: the names of the service, and bearer tokens, which are stored as hashes."""
+"""The sender of a request: names of the service, and bearer tokens, which are stored as hashes."""
 
 import asyncio
 import base64

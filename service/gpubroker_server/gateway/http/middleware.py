@@ -24,7 +24,7 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """Answered without a token. Every other path, known or not, needs one."""
 
 _BODY_LIMITS = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
-"""Paths whose bodies have a limit of their own."""
+"""Paths with a limit of their own."""
 
 _NO_ROUTE = "unmatched"
 
@@ -110,7 +110,7 @@ class RequestMiddleware:
             await route.answer(scope, receive, send)
 
     def _limited(self, path: str, headers: Mapping[bytes, bytes], receive: Receive) -> Receive:
-        """Refuse an encoded body and one whose announced length is too large; count one without a length."""
+        """Refuse an encoded body and one with too large a Content-Length; count one without it."""
         encoding = headers.get(b"content-encoding", b"identity").strip().lower()
         if encoding != b"identity":
             raise Problem(

@@ -23,7 +23,7 @@ _TAGS = [
     {"name": "events", "description": "The log of everything that changed."},
     {"name": "cluster", "description": "Devices, nodes and totals."},
     {"name": "administration", "description": "Who may do what."},
-    {"name": "operations", "description": "For those who run the service."},
+    {"name": "operations", "description": "For operators of the service."},
 ]
 _REF = "#/components/schemas/{model}"
 

@@ -100,7 +100,7 @@ def json_answer(text: bytes, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def view_of(view: type[V], source: object) -> V:
-    """The TypedDict `view`, each of whose fields is an attribute of the source."""
+    """The TypedDict `view`: each of its fields is an attribute of the source."""
     return cast(V, {name: getattr(source, name) for name in view.__annotations__})
 
 

@@ -40,16 +40,12 @@ TtlSeconds = Annotated[
 class AskLease(Body):
     """GPU memory for a process that the broker does not start. Without `gpu_mb` whole GPUs."""
 
-    holder: Annotated[
-        str, line(200, 1), Field(description="The holder, for people.", examples=["vllm on :8000"])
-    ]
+    holder: Annotated[str, line(200, 1), Field(description="For people.", examples=["vllm on :8000"])]
     gpu_mb: Annotated[int, Field(ge=1, le=MAX_MB, description="Of each GPU.")] | None = None
     gpus: Annotated[int, Field(ge=1, le=1024)] = 1
     priority: Priority | None = None
     ttl_seconds: TtlSeconds = 60.0
-    grace_seconds: Annotated[
-        GraceSeconds | None, Field(description="From the notice to leave to its deadline.")
-    ] = None
+    grace_seconds: Annotated[GraceSeconds | None, Field(description="From notice to force.")] = None
     pid: Annotated[
         int | None,
         Field(

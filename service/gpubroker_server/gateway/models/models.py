@@ -1,4 +1,4 @@
-"""Models of all servers: where each is, whether it is in memory, and for whom."""
+"""Models of all servers: where each is, and whether it is in memory."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,7 +37,7 @@ _STATES_OUTSIDE: Mapping[str, ModelState] = {
     "LOADING": "loading",
     "UNLOADING": "draining",
 }
-"""By the words of a server whose models are not in the ledger."""
+"""By the words of a server without models in the ledger."""
 
 
 class ModelView(TypedDict):
@@ -56,22 +56,17 @@ class ModelView(TypedDict):
         str | None,
         Field(
             description="The task that holds its memory; `/tasks/{id}/explain` says why it waits. Null for a "
-            "cold model, and on a server whose memory is not in the ledger."
+            "cold model, and on a server outside the ledger."
         ),
     ]
-    priority: Annotated[
-        int | None, Field(description="Higher priorities may take its memory; 100 if pinned.")
-    ]
+    priority: Annotated[int | None, Field(description="Higher ones may take its memory; 100 if pinned.")]
     pinned: bool
     gpu_mb: int | None
     node: str | None
     load_seconds: Annotated[float | None, Field(description="How long its last load took.")]
     loaded_at: Time | None
     wanted_until_at: Annotated[Time | None, Field(description="Null while it is pinned, or cold.")]
-    reason: Annotated[
-        str,
-        Field(description="Why it cannot be loaded, or why its last load failed; otherwise empty."),
-    ]
+    reason: Annotated[str, Field(description="Why it cannot be loaded, or did not load; else empty.")]
 
 
 class ModelList(AsOf):
@@ -93,7 +88,7 @@ class ModelParts:
 
     @property
     def outside(self) -> list[Server]:
-        """The servers whose models are not in the ledger."""
+        """The servers outside the ledger."""
         return [server for server in self.servers if not server.is_managed]
 
     @property

@@ -32,10 +32,7 @@ _LOADING = (*_ONE, "malformed-json", "priority-not-allowed", "exceeds-capacity",
 
 
 class ServerQuery(QueryModel):
-    server: Annotated[
-        str | None,
-        Field(max_length=100, description="Which server, if several have the model."),
-    ] = None
+    server: Annotated[str | None, Field(max_length=100, description="If several have the model.")] = None
 
 
 class LoadModel(BaseModel):
@@ -74,7 +71,7 @@ async def list_models(parts: Parts) -> Response:
     "not-found store-unavailable model-ambiguous validation-failed",
 )
 async def get_model(parts: Parts, name: str, query: Annotated[ServerQuery, Query()]) -> Response:
-    """Read a model: whether it is in memory, since when, and for whom it stays."""
+    """Read a model: whether it is in memory, since when, and until when it stays."""
     outside = [one for one in parts.outside if query.server in (None, one.name)]
     if query.server is None or not outside:
         try:

@@ -1,4 +1,4 @@
-"""Memory in quarantine, as the API answers it: whose it is, and which proofs end its quarantine."""
+"""Memory in quarantine, as the API answers it: its holder, and which proofs end its quarantine."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from gpubroker_server.gateway.http.times import Time, rfc3339
 
 
 class AwaitedView(TypedDict):
-    """What ends the quarantine of memory whose holder is not confirmed to be gone."""
+    """What ends the quarantine of memory that has a holder which is not confirmed to be gone."""
 
     quarantined_at: Time
     awaits: Annotated[

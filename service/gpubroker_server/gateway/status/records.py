@@ -232,6 +232,6 @@ async def _bytes_of(blobs: BlobStore, stored: StoredResult) -> bytes | None:
     except (BlobMissing, BlobCorrupt):
         raise Problem(
             "result-damaged",
-            f"the result was stored as object {stored.digest}, whose bytes are missing or damaged; "
+            f"the result was stored as object {stored.digest}, and its bytes are missing or damaged; "
             "run the task again, and check the disk that holds the blobs",
         ) from None

@@ -90,7 +90,7 @@ class ExpectedView(TypedDict):
         str,
         Field(
             description="What it rests on: `stated` run times, limits and grace periods; `learned` run "
-            "times; or a `guess` at runs whose length is unknown."
+            "times; or a `guess` at runs of unknown length."
         ),
     ]
 
@@ -119,10 +119,7 @@ class PendingView(TypedDict):
     message: str
     position: Annotated[int | None, Field(description="1 is next.")]
     inherits: Annotated[InheritsView | None, Field(description="Null if it has its own priority.")]
-    start: Annotated[
-        ExpectedView | None,
-        Field(description="Only for the first tasks of the queue; null if it is unknown."),
-    ]
+    start: Annotated[ExpectedView | None, Field(description="Only for the first tasks of the queue.")]
 
 
 class SizingView(TypedDict):
@@ -183,10 +180,8 @@ class TaskView(ResultFields):
     grace_seconds: float
     expected_seconds: Annotated[float | None, Field(description="Of one run, as stated at submit.")]
     queue_ttl_seconds: float | None
-    after: Annotated[list[AfterView], Field(description="The tasks whose end it waits for.")]
-    failed_by: Annotated[
-        str | None, Field(description="The first task of the chain because of which it failed.")
-    ]
+    after: Annotated[list[AfterView], Field(description="The tasks that must end before it.")]
+    failed_by: Annotated[str | None, Field(description="The first task in its chain that failed.")]
     labels: dict[str, str]
     model_type: str
     stream: str

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.admission import check_demand, check_priority, check_times
-from gpubroker_server.core.explain.pools import running_slots, settled
+from gpubroker_server.core.explain.pools import settled
 from gpubroker_server.core.planning.tenants.quota import Needs, check_quota
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.faults import invalid
@@ -31,8 +31,6 @@ class Capacity:
         self._refusals: dict[Demand, Refusal | None] = {}
         """Valid for one version of the inventory of nodes and devices."""
         self._inventory_version = -1
-        self._settled: dict[tuple[Demand, str, tuple[str, ...]], Demand | Refusal] = {}
-        """(demand as asked for, pool, limits of running tasks) -> demand to store."""
         self._needs = Needs()
 
     def settled(
@@ -42,16 +40,10 @@ class Capacity:
 
         `at` points to the demand in the body.
         """
-        key = demand, pool, tuple(running_slots(tenant, labels, self._policy))
-        found = self._settled.get(key)
-        if found is None:
-            if len(self._settled) >= MAX_CACHED:
-                self._settled.clear()
-            found = settled(demand, pool, tenant, labels, self._policy)
-            found = self._settled[key] = found if isinstance(found, Refusal) else interned(found)
+        found = settled(demand, pool, tenant, labels, self._policy)
         if isinstance(found, Refusal):
             raise _problem(found, f"{at}/{found.field}")
-        return found
+        return interned(found)
 
     def check(self, demand: Demand, priority: int, tenant: str, *, at: str = "/resources") -> None:
         """Raises Problem if the demand could never be satisfied at all, at this priority, or for this

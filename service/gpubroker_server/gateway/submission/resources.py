@@ -100,9 +100,7 @@ class Amounts(Body):
         Field(max_length=32, description="Only GPUs of one of these kinds.", examples=[["H100", "A100"]]),
     ] = Field(default_factory=list)
     min_power: Annotated[int, Field(ge=0, le=1_000_000, description="Only kinds of this rank or above.")] = 0
-    min_device_mb: Annotated[
-        int, Field(ge=0, le=MAX_MB, description="Only GPUs with at least this much memory in total.")
-    ] = 0
+    min_device_mb: Annotated[int, Field(ge=0, le=MAX_MB, description="Only GPUs of at least this size.")] = 0
     nodes: Annotated[
         NodeLabels,
         Field(
@@ -159,9 +157,7 @@ class Resources(Amounts):
     """What a task needs to run, or, with `bundles`, what each rank of a gang needs, all of which run at the
     same time. Sizes are MiB; GPU sizes are per device."""
 
-    pool: Annotated[
-        str, line(100), Field(description="The pool whose devices and amounts it uses, by name.")
-    ] = ""
+    pool: Annotated[str, line(100), Field(description="Name of the pool that it uses.")] = ""
     roles: Annotated[
         dict[LabelKey, Role],
         Field(

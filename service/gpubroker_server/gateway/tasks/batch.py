@@ -67,9 +67,7 @@ class SubmitBatch(ListBody):
             }
         ),
     ]
-    all_or_nothing: Annotated[
-        bool, Field(description="Store all of them, or none if one of them is refused.")
-    ] = False
+    all_or_nothing: Annotated[bool, Field(description="Store all, or none if one is refused.")] = False
 
 
 class AcceptedView(TypedDict):

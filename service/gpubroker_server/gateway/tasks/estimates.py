@@ -31,9 +31,7 @@ class EstimateView(TypedDict):
 
     subject: Annotated[str, Field(description="A model type, else a name, else an entrypoint.")]
     kind: Annotated[str, Field(description="Of device; empty for runs without one.")]
-    gpu_mb: Annotated[
-        QuantilesView | None, Field(description="The most that a run used of one device, in MiB.")
-    ]
+    gpu_mb: Annotated[QuantilesView | None, Field(description="The most used of one device, in MiB.")]
     seconds: Annotated[QuantilesView | None, Field(description="How long runs took that did all the work.")]
 
 
@@ -42,9 +40,9 @@ class EstimateList(TypedDict):
 
 
 class EstimateQuery(QueryModel):
-    subject: Annotated[
-        str | None, Field(max_length=500, description="Only of this model type, name or entrypoint.")
-    ] = None
+    subject: Annotated[str | None, Field(max_length=500, description="Model type, name or entrypoint.")] = (
+        None
+    )
 
 
 @resource.route("GET /estimates", "estimates_list", Scope.TASKS_READ, EstimateList, "validation-failed")

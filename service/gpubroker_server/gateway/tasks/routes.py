@@ -124,9 +124,9 @@ class TaskQuery(PageQuery):
     name: Annotated[Name | None, Field(description="The exact name.")] = None
     model_type: Annotated[Name | None, Field(description="The exact model type.")] = None
     stream: Annotated[Name | None, Field(description="The exact work stream.")] = None
-    after: Annotated[
-        str | None, Field(max_length=100, description="Only tasks that run after the one with this id.")
-    ] = None
+    after: Annotated[str | None, Field(max_length=100, description="Only tasks that run after this one.")] = (
+        None
+    )
     submitted_from: AwareDatetime | None = None
     submitted_before: AwareDatetime | None = None
     finished_from: AwareDatetime | None = None
