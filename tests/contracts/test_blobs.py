@@ -64,13 +64,13 @@ async def test_other_users_cannot_read_blobs(blobs: DirectoryBlobs, root: Path) 
     assert {mode_of(file) for file in files_below(root)} == {0o600}
 
 
-async def test_what_is_not_there_is_missing(blobs: DirectoryBlobs) -> None:
+async def test_an_unknown_object_is_missing(blobs: DirectoryBlobs) -> None:
     with pytest.raises(BlobMissing, match=DIGEST):
         await blobs.get(DIGEST)
 
 
 @pytest.mark.parametrize("digest", ["", "../../etc/passwd", "ab", "AB" * 32, "zz" * 32, "a" * 63 + "/"])
-async def test_what_is_no_digest_is_missing_and_names_no_path(blobs: DirectoryBlobs, digest: str) -> None:
+async def test_an_invalid_digest_is_missing_and_names_no_path(blobs: DirectoryBlobs, digest: str) -> None:
     with pytest.raises(BlobMissing):
         await blobs.get(digest)
     with pytest.raises(BlobMissing):
@@ -78,14 +78,14 @@ async def test_what_is_no_digest_is_missing_and_names_no_path(blobs: DirectoryBl
 
 
 @pytest.mark.parametrize("damage", [b"weightz", b"weight", b"", b"weights\0"])
-async def test_damaged_bytes_are_not_handed_out(blobs: DirectoryBlobs, root: Path, damage: bytes) -> None:
+async def test_damaged_bytes_are_not_returned(blobs: DirectoryBlobs, root: Path, damage: bytes) -> None:
     await blobs.put(b"weights", owner="t1")
     files_below(root)[0].write_bytes(damage)
     with pytest.raises(BlobCorrupt, match="restore it from a backup"):
         await blobs.get(DIGEST)
 
 
-async def test_putting_an_object_again_mends_a_damaged_one(blobs: DirectoryBlobs, root: Path) -> None:
+async def test_putting_an_object_again_repairs_a_damaged_one(blobs: DirectoryBlobs, root: Path) -> None:
     await blobs.put(b"weights", owner="t1")
     files_below(root)[0].write_bytes(b"damaged")
     await blobs.put(b"weights", owner="t2")
@@ -101,7 +101,7 @@ async def test_an_object_that_is_too_large_is_refused_and_leaves_nothing(
     await blobs.put(b"x" * 1000, owner="t1")
 
 
-async def test_an_object_is_deleted_once_and_for_all(blobs: DirectoryBlobs) -> None:
+async def test_a_deleted_object_is_gone(blobs: DirectoryBlobs) -> None:
     await blobs.put(b"weights", owner="t1")
     await blobs.delete(DIGEST)
     await blobs.delete(DIGEST)
@@ -143,7 +143,7 @@ def naming(*needed: str) -> Referenced:
     return referenced
 
 
-async def test_a_sweep_deletes_what_no_row_names(blobs: DirectoryBlobs, root: Path) -> None:
+async def test_a_sweep_deletes_objects_that_no_row_names(blobs: DirectoryBlobs, root: Path) -> None:
     kept = await blobs.put(b"kept", owner="t1")
     await blobs.put(b"dropped", owner="t1")
     grow_old(root)
@@ -152,7 +152,7 @@ async def test_a_sweep_deletes_what_no_row_names(blobs: DirectoryBlobs, root: Pa
     assert await blobs.get(kept) == b"kept"
 
 
-async def test_a_sweep_spares_what_was_put_a_moment_ago(blobs: DirectoryBlobs, root: Path) -> None:
+async def test_a_sweep_keeps_recent_objects(blobs: DirectoryBlobs, root: Path) -> None:
     await blobs.put(b"weights", owner="t1")
     grow_old(root)
     await blobs.put(b"weights", owner="t2")
@@ -161,7 +161,7 @@ async def test_a_sweep_spares_what_was_put_a_moment_ago(blobs: DirectoryBlobs, r
     assert await blobs.get(DIGEST) == b"weights"
 
 
-async def test_what_is_put_again_during_a_sweep_survives_it(blobs: DirectoryBlobs, root: Path) -> None:
+async def test_an_object_that_is_put_again_during_a_sweep_survives_it(blobs: DirectoryBlobs, root: Path) -> None:
     await blobs.put(b"weights", owner="t1")
     grow_old(root)
 
@@ -174,7 +174,7 @@ async def test_what_is_put_again_during_a_sweep_survives_it(blobs: DirectoryBlob
     assert await blobs.get(DIGEST) == b"weights"
 
 
-async def test_a_sweep_clears_writes_that_were_cut_short(blobs: DirectoryBlobs, root: Path) -> None:
+async def test_a_sweep_removes_files_of_interrupted_writes(blobs: DirectoryBlobs, root: Path) -> None:
     await blobs.put(b"weights", owner="t1")
     (files_below(root)[0].parent / ".new-abc").touch()
     grow_old(root)
@@ -182,7 +182,7 @@ async def test_a_sweep_clears_writes_that_were_cut_short(blobs: DirectoryBlobs, 
     assert [path.name for path in files_below(root)] == [DIGEST]
 
 
-async def test_a_sweep_passes_over_what_it_cannot_delete(blobs: DirectoryBlobs, root: Path) -> None:
+async def test_a_sweep_skips_files_that_it_cannot_delete(blobs: DirectoryBlobs, root: Path) -> None:
     stuck = root / DIGEST[:2] / DIGEST[2:4] / DIGEST
     stuck.mkdir(parents=True)
     (stuck / "inside").touch()

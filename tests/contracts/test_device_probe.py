@@ -49,7 +49,7 @@ def test_a_sample_has_one_entry_per_device(probe: DeviceProbe) -> None:
     assert [measured.uuid for measured in probe.sample({})] == list(UUIDS)
 
 
-def test_what_the_processes_of_a_run_use_is_that_runs(probe: DeviceProbe) -> None:
+def test_the_use_of_a_runs_processes_counts_for_the_run(probe: DeviceProbe) -> None:
     first, second = probe.sample({"t:1": a_group([10, 11], GPU_a=700)})
     assert (first.by_holder, first.used_mb, first.foreign_mb) == ({"t:1": 700}, 700, 0)
     assert (second.by_holder, second.used_mb) == ({}, 0)
@@ -64,7 +64,7 @@ def measured(*gpus: Gpu, **groups: ProcessGroup) -> list[MeasuredDevice]:
     return list(NvmlProbe(Machine(*gpus)).sample(groups))
 
 
-def test_what_nobody_here_started_is_foreign() -> None:
+def test_the_use_of_other_processes_is_foreign() -> None:
     gpu = Gpu("GPU-a", used_mb=900, compute=[process(11, 700)], graphics=[process(99, 200)])
     [first] = measured(gpu, run=a_group([11], GPU_a=700))
     assert (first.by_holder, first.foreign_mb) == ({"run": 700}, 200)
@@ -95,12 +95,12 @@ def test_several_processes_of_a_run_add_up() -> None:
         Gpu("GPU-a", used_mb=700, compute=[process(11, 700)], mig=True),
     ],
 )
-def test_where_use_cannot_be_attributed_nobody_is_blamed(gpu: Gpu) -> None:
+def test_use_that_nvml_cannot_attribute_counts_for_no_holder(gpu: Gpu) -> None:
     [first] = measured(gpu, run=a_group([11], GPU_a=700))
     assert (first.used_mb, first.foreign_mb, first.by_holder) == (700, None, {})
 
 
-def test_in_a_container_with_process_ids_of_its_own_nobody_is_blamed() -> None:
+def test_in_a_container_with_process_ids_of_its_own_use_counts_for_no_holder() -> None:
     machine = Machine(Gpu("GPU-a", used_mb=700, compute=[process(11, 700)]))
     [first] = NvmlProbe(machine, shares_pids=False).sample({"run": a_group([11], GPU_a=700)})
     assert (first.used_mb, first.foreign_mb, first.by_holder) == (700, None, {})
@@ -118,21 +118,19 @@ def test_process_ids_are_the_drivers_only_in_the_first_namespace(
 
 
 @pytest.mark.parametrize(("is_old", "physical_mb", "used_mb"), [(False, 23_400, 700), (True, 24_000, 1300)])
-def test_what_the_driver_keeps_for_itself_is_no_memory_for_processes(
-    is_old: bool, physical_mb: int, used_mb: int
-) -> None:
+def test_memory_that_the_driver_keeps_is_not_offered(is_old: bool, physical_mb: int, used_mb: int) -> None:
     """Old drivers do not tell it apart from what is in use."""
     probe = NvmlProbe(Machine(Gpu("GPU-a", used_mb=700, reserved_mb=600), is_old=is_old))
     assert [device.physical_mb for device in probe.inventory()] == [physical_mb]
     assert [device.used_mb for device in probe.sample({})] == [used_mb]
 
 
-def test_what_is_in_use_without_a_process_is_told_as_used_and_not_as_foreign() -> None:
+def test_use_without_a_process_is_used_and_not_foreign() -> None:
     [first] = measured(Gpu("GPU-a", used_mb=900, compute=[process(11, 700)]), run=a_group([11], GPU_a=700))
     assert (first.used_mb, first.foreign_mb, first.by_holder) == (900, 0, {"run": 700})
 
 
-def test_what_a_device_cannot_tell_is_left_out() -> None:
+def test_a_value_that_a_device_lacks_is_left_out() -> None:
     [first] = measured(Gpu("GPU-a", graphics=None, busy_percent=None, compute=[process(11, 5)]))
     assert first.utilization is None
     assert first.foreign_mb == 5
@@ -167,12 +165,12 @@ def test_a_lost_device_gets_no_sample_and_the_others_do() -> None:
     assert [measured.uuid for measured in probe.sample({})] == ["GPU-b"]
 
 
-def test_a_machine_without_nvml_has_no_devices_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_nvml_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpubroker_server.adapters.nvml.probe.load_nvml", lambda: None)
     assert list(new_probe(None).inventory()) == []
 
 
-def test_configured_devices_take_the_place_of_real_ones() -> None:
+def test_configured_devices_replace_real_ones() -> None:
     devices = a_simulated_probe().inventory()
     assert list(new_probe(devices).inventory()) == list(devices)
 
@@ -192,7 +190,7 @@ def a_process_that_says(used: str) -> Iterator[int]:
         process.kill()
 
 
-def test_a_process_may_say_what_it_uses_of_a_simulated_device() -> None:
+def test_a_process_may_declare_its_use_of_a_simulated_device() -> None:
     with a_process_that_says("9000") as pid:
         group = a_group([pid, os.getpid()], GPU_a=8000)
         [first, _second] = a_simulated_probe().sample({"task:1": group})
@@ -200,13 +198,13 @@ def test_a_process_may_say_what_it_uses_of_a_simulated_device() -> None:
 
 
 @pytest.mark.parametrize("said", ["", "much", "-5"])
-def test_what_is_no_size_is_not_heard(said: str) -> None:
+def test_an_invalid_declared_use_is_ignored(said: str) -> None:
     with a_process_that_says(said) as pid:
         [first, _second] = a_simulated_probe().sample({"task:1": a_group([pid], GPU_a=8000)})
     assert first.by_holder == {"task:1": 8000}
 
 
-def test_what_a_run_said_counts_until_its_last_process_is_gone() -> None:
+def test_a_declared_use_counts_until_the_last_process_of_the_run_ends() -> None:
     probe = a_simulated_probe()
     with a_process_that_says("9000") as pid:
         probe.sample({"task:1": a_group([pid, os.getpid()], GPU_a=8000)})

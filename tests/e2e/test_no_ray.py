@@ -80,7 +80,7 @@ def heed_modes() -> None:
             assert libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
 
 
-def test_a_head_that_cannot_start_is_told_with_what_its_log_says(
+def test_the_status_of_a_head_that_cannot_start_quotes_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", broken_ray(tmp_path, "raise ImportError('this Ray is broken')"))
@@ -91,7 +91,7 @@ def test_a_head_that_cannot_start_is_told_with_what_its_log_says(
     assert "ray.address" in said
 
 
-def test_a_cluster_that_does_not_answer_is_told_with_the_setting_that_names_it(tmp_path: Path) -> None:
+def test_the_status_of_a_cluster_that_does_not_answer_names_the_setting(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     with running(ForkedServiceOnRay(tmp_path / "data", ray={"address": address})) as service:
@@ -101,9 +101,7 @@ def test_a_cluster_that_does_not_answer_is_told_with_the_setting_that_names_it(t
 
 
 @pytest.mark.parametrize(("name", "mode"), [("ray-head.log", 0o400), ("ray-token", 0o000)])
-def test_a_file_of_ray_that_is_not_ours_is_named_with_the_way_out(
-    tmp_path: Path, name: str, mode: int
-) -> None:
+def test_a_file_of_another_user_is_named_with_the_remedy(tmp_path: Path, name: str, mode: int) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir()
     (data_dir / name).touch(mode=mode)
@@ -114,7 +112,7 @@ def test_a_file_of_ray_that_is_not_ours_is_named_with_the_way_out(
     assert "--data-dir" in said
 
 
-def test_a_run_directory_that_cannot_be_written_is_told_and_once_it_can_be_work_begins(
+def test_a_run_directory_that_cannot_be_written_is_reported_until_it_can(
     tmp_path: Path,
 ) -> None:
     runs = tmp_path / "data" / "runs"
@@ -127,7 +125,7 @@ def test_a_run_directory_that_cannot_be_written_is_told_and_once_it_can_be_work_
         assert service.broker.result(waiting.id, timeout_seconds=PATIENCE_SECONDS) == 3
 
 
-async def test_a_head_that_takes_too_long_is_ended_before_another_is_tried(
+async def test_a_head_that_takes_too_long_is_killed_before_another_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", broken_ray(tmp_path, "import time; time.sleep(600)"))
@@ -153,7 +151,7 @@ def left_behind(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
         left.kill()
 
 
-async def test_a_head_that_a_killed_service_was_starting_is_ended(
+async def test_a_head_that_a_killed_service_was_starting_is_killed(
     left_behind: "subprocess.Popen[bytes]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", broken_ray(tmp_path, "raise ImportError"))

@@ -1,4 +1,4 @@
-"""A journal whose reader waits for it, one call at a time."""
+"""A journal with a reader that waits for reports, one call at a time."""
 
 import asyncio
 from collections.abc import Callable

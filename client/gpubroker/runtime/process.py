@@ -14,10 +14,10 @@ RUN_MARK = "GPUBROKER_RUN"
 """The run's key in the environment of every process that it starts; leftovers are found by it."""
 
 INSTANCE_MARK = "GPUBROKER_INSTANCE"
-"""The broker whose run it is: several may share a machine."""
+"""The broker of the run: several may share a machine."""
 
 NODE_MARK = "GPUBROKER_NODE"
-"""The node whose run it is: several may be on one machine."""
+"""The node of the run: several may be on one machine."""
 
 NICENESS = 5
 """Of a run: on a busy machine the agent and the service get the CPU first."""
@@ -77,7 +77,7 @@ def place_among_ranks(order: RunOrder) -> dict[str, str]:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, so none leaves its tree."""
+    """A descendant becomes a child of this process when its parent ends, so none leaves its tree."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

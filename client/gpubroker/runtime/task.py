@@ -20,28 +20,28 @@ from gpubroker.runtime.messages import (
 )
 
 _PLAIN, _PICKLED = b"\x00", b"\x01"
-"""First byte of a saved state: bytes as they were handed in, or a cloudpickle."""
+"""First byte of a saved state: bytes as given, or a cloudpickle."""
 
 _ROUNDING = 0.01
-"""A fraction may be so far outside 0..1: sums of steps are seldom exact."""
+"""A fraction may be so far outside 0..1, because sums of steps are seldom exact."""
 
 _ATTEMPT_STRIDE = 1_000_000
-"""Checkpoints are numbered attempt * stride + n, so that a later attempt's are always newer."""
+"""Checkpoints are numbered attempt * stride + n, so that those of a later attempt are always newer."""
 
 
 class Stopped(BaseException):
-    """Raise it to give way to a stop notice; a preempted run is resumed later from its newest checkpoint.
+    """Raise it to obey a stop notice; a preempted run is resumed later from its newest checkpoint.
 
-    No Exception, so that a training loop's `except Exception` does not swallow it.
+    It is no `Exception`, so that a training loop's `except Exception` does not catch it.
     """
 
 
 class NoCurrentTask(RuntimeError):
-    """`current_task()` was called where no task runs."""
+    """`current_task()` was called outside of a task."""
 
 
 class CheckpointTooLarge(ValueError):
-    """The state is larger than what travels with reports; nothing was saved."""
+    """The state exceeds the limit for checkpoints; nothing was saved."""
 
 
 _CURRENT: contextvars.ContextVar["RunningTask"] = contextvars.ContextVar("gpubroker_task")
@@ -85,7 +85,7 @@ class RunningTask:
         self._journal = journal
         self._stop = threading.Event()
         self._released = threading.Event()
-        """It need not wait for other ranks any longer."""
+        """Set when it need not wait for other ranks any longer."""
         self._rank_zero_address = ""
         self._members = tuple(range(order.world_size))
         self._world_changed = threading.Event()
@@ -99,7 +99,7 @@ class RunningTask:
 
     @property
     def attempt(self) -> int:
-        """1 for the first start; goes up with every start, whatever ended the one before."""
+        """1 for the first start; one more for every later start."""
         return self._order.attempt
 
     @property
@@ -112,7 +112,7 @@ class RunningTask:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """UUIDs of the GPUs it was given; the first is `cuda:0` here."""
+        """UUIDs of its GPUs; the first is `cuda:0` in this process."""
         return tuple(uuid for uuid, _mb in self._order.leases)
 
     @property
@@ -122,13 +122,13 @@ class RunningTask:
 
     @property
     def world_size(self) -> int:
-        """How many processes the task has by now: those of `members`."""
+        """The number of `members`."""
         return len(self._members)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks at work, in order. Ranks beyond the task's `min_ranks` may leave while it runs; they are
-        gone from here as soon as they were asked to, and never come back."""
+        """The ranks at work, in order. Ranks beyond the task's `min_ranks` may be told to leave; they are
+        removed here at once, and never come back."""
         return self._members
 
     @property
@@ -137,7 +137,7 @@ class RunningTask:
         return self._world_changed.is_set()
 
     def accept_world(self) -> tuple[int, ...]:
-        """The ranks at work, and `world_changed` is False until more of them leave."""
+        """Returns the ranks at work; `world_changed` is False until more of them leave."""
         with self._lock:
             self._world_changed.clear()
             return self._members
@@ -149,21 +149,21 @@ class RunningTask:
         return self._rank_zero_address
 
     def progress(self, fraction: float | None = None, message: str = "") -> None:
-        """Say how far it is (0..1), in words, or both. Cheap: only the newest is told, ten times a second.
+        """Report progress: a fraction (0..1), a message, or both. Cheap: only the newest is sent, ten times a
+        second.
 
-        Raises ValueError for a fraction that is none; what rounding adds or takes is let pass.
+        Raises ValueError for a fraction outside 0..1, except by rounding.
         """
         known = None if fraction is None else _share(float(fraction))
         self._journal.note(self._key, progressed(self._key, known, str(message)))
 
     def checkpoint(self, state: Any = None, *, uri: str | os.PathLike[str] | None = None) -> None:
-        """Save `state` (bytes, or anything cloudpickle can carry), or say where it was saved by `uri`.
+        """Save `state` (bytes, or anything that cloudpickle can carry), or name where it was saved by `uri`.
 
-        The state is copied before this returns; it is on the broker's disk a moment later, unless a newer
-        one overtakes it on the way. A later attempt finds the newest as `resume_state` or `resume_uri`.
-        Of several ranks the first speaks for all: every rank finds what it saved, and what others hand over
-        here is not kept.
-        Raises CheckpointTooLarge over the limit, TypeError or ValueError for what is no address.
+        The state is copied before this returns. A moment later it is on the broker's disk, unless a newer
+        one overtakes it. A later attempt finds the newest as `resume_state` or `resume_uri`. Only rank 0
+        saves, for all ranks; calls of the others do nothing.
+        Raises CheckpointTooLarge over the limit, TypeError or ValueError for an invalid `uri`.
         """
         if self._order.rank > 0:
             return
@@ -178,7 +178,7 @@ class RunningTask:
 
     @property
     def resume_state(self) -> Any:
-        """What the newest checkpoint saved; None at the first start, or if it handed over a `uri`."""
+        """The state of the newest checkpoint; None at the first start, or if that has a `uri` instead."""
         data = self._order.resume_state
         if data is None:
             return None
@@ -190,11 +190,11 @@ class RunningTask:
 
     @property
     def should_stop(self) -> bool:
-        """Notice was given: save what is worth saving and `raise Stopped` within the grace period."""
+        """A stop notice was given: save your work and `raise Stopped` within the grace period."""
         return self._stop.is_set()
 
     def wait_for_stop(self, timeout_seconds: float | None = None) -> bool:
-        """Sleep until notice is given; whether it was."""
+        """Sleep until a stop notice is given; returns whether it was."""
         return self._stop.wait(timeout_seconds)
 
     def give_notice(self) -> None:
@@ -213,7 +213,7 @@ class RunningTask:
             self._released.set()
 
     def shrink_world(self, ranks: Iterable[int]) -> None:
-        """Only these are left; for the process that runs the task. What came late changes nothing."""
+        """Only these are left; for the process that runs the task. Ranks that left never come back."""
         with self._lock:
             left = tuple(sorted(set(self._members).intersection(ranks)))
             if left != self._members:
@@ -221,12 +221,12 @@ class RunningTask:
                 self._world_changed.set()
 
     def wait_for_go(self) -> bool:
-        """Back when all ranks are ready (True), or when the task shall stop instead."""
+        """Back when all ranks are ready (True), or when the task has to stop instead (False)."""
         self._released.wait()
         return bool(self._rank_zero_address)
 
     def call_on_stop(self, callback: Callable[[], None]) -> None:
-        """Call it when notice is given; at once if it already was."""
+        """Call it when a stop notice is given; at once if it already was."""
         with self._lock:
             if not self._stop.is_set():
                 self._on_stop.append(callback)
@@ -253,7 +253,7 @@ def _share(fraction: float) -> float:
     share = min(1.0, max(0.0, fraction))
     if abs(fraction - share) < _ROUNDING:
         return share
-    raise ValueError(f"progress takes a fraction from 0 to 1; found {fraction}; write it as done / all")
+    raise ValueError(f"progress takes a fraction from 0 to 1; found {fraction}; pass done / all")
 
 
 def _address(uri: str | os.PathLike[str]) -> str:

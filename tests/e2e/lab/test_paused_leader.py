@@ -19,7 +19,7 @@ def brokers(tmp_path: Path, postgres_url: str, shared_lab: Lab) -> Iterator[TwoB
         yield TwoBrokers(tmp_path, postgres_url, shared_lab.head, env, stack)
 
 
-def test_a_start_that_a_stopped_leader_sends_when_it_wakes_is_refused_and_so_is_what_it_commits(
+def test_a_leader_that_wakes_after_its_term_can_neither_start_nor_commit(
     brokers: TwoBrokers,
 ) -> None:
     """Its clock stood still and its driver heard nothing, so that only the agent and the row are left."""

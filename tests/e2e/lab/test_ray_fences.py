@@ -12,7 +12,7 @@ from tests.e2e.ray_lab import Lab, SystemClock
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_a_leader_of_an_older_term_is_not_answered_and_disturbs_nobody(lab: Lab) -> None:
+async def test_a_leader_of_an_older_term_is_refused_and_changes_nothing(lab: Lab) -> None:
     incarnation = (await lab.announce_again()).node.incarnation
     late = RayExecutor(lab.options, SystemClock())
     starting = asyncio.create_task(late.start(Tenure(Term(lab.term - 1))))

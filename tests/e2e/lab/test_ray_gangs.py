@@ -57,7 +57,7 @@ async def test_a_rank_knows_its_place_and_sees_its_own_devices(lab: Lab) -> None
         }
 
 
-async def test_a_task_of_one_process_has_nobody_to_meet(lab: Lab) -> None:
+async def test_a_task_of_one_process_has_no_rendezvous(lab: Lab) -> None:
     alone = await (await lab.start("where_am_i")).result()
     assert alone == {"rank": 0, "world_size": 1, "meet": "", "environment": [None] * 5 + [""]}
 
@@ -70,7 +70,7 @@ async def test_a_command_begins_when_all_are_ready_and_finds_its_place_in_its_en
         assert (await rank.first(Ended)).log_tail == f"{number} 2 {host} {port}\n".encode()
 
 
-async def test_a_function_that_cannot_be_opened_fails_before_anybody_begins(lab: Lab) -> None:
+async def test_a_function_that_cannot_be_opened_fails_before_any_rank_begins(lab: Lab) -> None:
     broken = await lab.start("not_there", world_size=2)
     ended = await broken.first(Ended)
     assert (ended.ending, ended.failure and ended.failure.kind) == (Ending.FAILED, "import_failed")
@@ -78,7 +78,7 @@ async def test_a_function_that_cannot_be_opened_fails_before_anybody_begins(lab:
     assert broken.order_of_kinds() == ["Started", "Ended", "Gone"]
 
 
-async def test_one_rank_is_shot_and_the_others_of_its_node_live_on(lab: Lab) -> None:
+async def test_a_killed_rank_does_not_end_the_others_of_its_node(lab: Lab) -> None:
     ranks = await a_gang(lab, 3, "wait", 600, gpu_mb=1000)
     await let_go(ranks)
     os.kill((await ranks[1].first(Started)).pid, signal.SIGKILL)
@@ -92,7 +92,7 @@ async def test_one_rank_is_shot_and_the_others_of_its_node_live_on(lab: Lab) -> 
     assert marked_with(f"{ranks[0].order.task}:1:2") == []
 
 
-async def test_the_first_rank_speaks_for_all_when_the_state_is_saved(lab: Lab) -> None:
+async def test_rank_zero_saves_the_state_for_all(lab: Lab) -> None:
     ranks = await a_gang(lab, 2, "keep_a_state")
     await let_go(ranks)
     saved = (await ranks[0].first(Checkpointed)).data
@@ -103,7 +103,7 @@ async def test_the_first_rank_speaks_for_all_when_the_state_is_saved(lab: Lab) -
     assert [await rank.result() for rank in resumed] == ["of rank 0"] * 2
 
 
-async def test_ranks_that_wait_outlive_the_agent_and_begin_under_the_next(lab: Lab) -> None:
+async def test_waiting_ranks_outlive_the_agent_and_begin_under_the_next(lab: Lab) -> None:
     ranks = await a_gang(lab, 2, "add_up_all_ranks", 1.0, gpu_mb=1000)
     before = len(lab.nodes)
     [agent] = agents_of(lab.head)

@@ -85,7 +85,7 @@ async def test_the_secrets_of_the_head_are_for_its_user_only(lab: Lab) -> None:
     assert stat.S_IMODE(os.stat(lab.head.temp_dir).st_mode) == 0o700
 
 
-async def test_a_head_that_was_shot_is_replaced_and_says_what_became_of_its_runs(open_lab: OpenLab) -> None:
+async def test_a_killed_head_is_replaced_and_its_runs_are_reported_gone(open_lab: OpenLab) -> None:
     """And the one after it, which is stopped, leaves no process and no directory."""
     lab = await open_lab()
     run = await lab.start("ignore_the_notice", gpu_mb=1000)
@@ -111,7 +111,7 @@ async def test_a_head_that_was_shot_is_replaced_and_says_what_became_of_its_runs
     assert_cleared_away(replaced, lab)
 
 
-async def test_a_head_stays_while_it_is_of_use_and_stops_by_itself_later(open_lab: OpenLab) -> None:
+async def test_a_head_stays_while_it_is_used_and_stops_by_itself_later(open_lab: OpenLab) -> None:
     lab = await open_lab()
     head = lab.head
     sign_of_life = head.keepalive.stat().st_mtime

@@ -64,7 +64,7 @@ async def test_a_driver_that_hangs_takes_no_order_with_it_and_is_replaced(
     assert await run.result() == "seen"
 
 
-async def test_a_line_to_rays_control_service_that_breaks_or_says_nothing_is_replaced_and_harms_no_run(
+async def test_a_broken_or_silent_connection_to_rays_control_service_is_replaced_and_harms_no_run(
     as_guest: str, open_lab: OpenLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver_link, "KEEPALIVE_SECONDS", 1.0)

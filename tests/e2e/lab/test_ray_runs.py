@@ -68,19 +68,19 @@ async def test_a_run_without_devices_sees_none(lab: Lab) -> None:
     assert (await run.result())["cuda"] == ""
 
 
-async def test_two_hundred_small_runs_share_a_process_and_each_answers_for_itself(lab: Lab) -> None:
+async def test_two_hundred_small_runs_share_a_process_and_each_has_its_own_result(lab: Lab) -> None:
     runs = [await lab.start("add", number, 1, shareable=True) for number in range(200)]
     assert [await run.result() for run in runs] == [number + 1 for number in range(200)]
     assert len({report.pid for run in runs for report in run.reports if hasattr(report, "pid")}) == 1
 
 
-async def test_what_small_runs_print_is_kept_apart(lab: Lab) -> None:
+async def test_the_output_of_small_runs_is_kept_apart(lab: Lab) -> None:
     runs = [await lab.start("say", f"I am {number}", shareable=True) for number in range(5)]
     tails = [(await run.first(Ended)).log_tail for run in runs]
     assert tails == [b"I am %d\n" % number for number in range(5)]
 
 
-async def test_an_exception_comes_back_with_its_traceback_and_what_was_printed(lab: Lab) -> None:
+async def test_an_exception_comes_back_with_its_traceback_and_the_output(lab: Lab) -> None:
     ended = await (await lab.start("fail", "no luck")).first(Ended)
     assert ended.ending is Ending.FAILED
     assert ended.failure is not None
@@ -159,13 +159,13 @@ async def test_checkpoints_and_progress_come_before_the_end_and_the_next_attempt
     assert cloudpickle.loads(ended.result) == b"state 2"
 
 
-async def test_a_checkpoint_over_the_limit_is_refused_and_names_the_way_out(lab: Lab) -> None:
+async def test_a_checkpoint_over_the_limit_is_refused_and_the_error_names_the_remedy(lab: Lab) -> None:
     ended = await (await lab.start("save_too_much", shareable=True)).first(Ended)
     assert ended.failure is not None
     assert "checkpoint(uri=...)" in ended.failure.message
 
 
-async def test_a_checkpoint_may_be_an_address(lab: Lab) -> None:
+async def test_a_checkpoint_may_be_a_uri(lab: Lab) -> None:
     run = await lab.start("hand_over", "s3://bucket/state", shareable=True)
     saved = await run.first(Checkpointed)
     assert (saved.uri, saved.data) == ("s3://bucket/state", None)

@@ -13,7 +13,7 @@ from tests.e2e.ray_lab import Lab, eventually, is_there, marked_with
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_a_run_that_gives_way_is_stopped_and_resumes_where_it_was(lab: Lab) -> None:
+async def test_a_run_that_obeys_the_notice_is_stopped_and_resumes_where_it_was(lab: Lab) -> None:
     run = await lab.start("count_until_stopped", gpu_mb=1000)
     await lab.until(lambda: any(isinstance(report, Progressed) for report in run.reports))
     await run.stop(grace_seconds=20)
@@ -44,7 +44,7 @@ async def test_a_run_that_ignores_the_notice_is_killed_after_its_grace_period(la
     assert not is_there(started.pid)
 
 
-async def test_a_command_hears_the_notice_as_sigterm(lab: Lab) -> None:
+async def test_a_command_gets_the_notice_as_sigterm(lab: Lab) -> None:
     script = "trap 'echo going; exit 7' TERM; echo ready; while :; do sleep 0.05; done"
     run = await lab.start(kind="command", command=("/bin/sh", "-c", script), arguments=b"")
     await run.first(Started)
@@ -64,14 +64,14 @@ async def test_a_command_that_ignores_sigterm_is_killed_with_its_children(lab: L
     assert marked_with(f"{run.order.task}:1") == []
 
 
-async def test_gone_is_said_after_the_last_process_of_a_run_is_gone(lab: Lab) -> None:
+async def test_gone_is_reported_after_the_last_process_of_a_run_has_ended(lab: Lab) -> None:
     run = await lab.start("leave_children_behind", gpu_mb=1000)
     processes = await run.result()
     await run.first(Gone)
     assert [name for name, pid in processes.items() if is_there(pid)] == []
 
 
-async def test_the_children_of_a_run_that_was_shot_are_found_and_ended(lab: Lab) -> None:
+async def test_the_children_of_a_killed_run_are_found_and_killed(lab: Lab) -> None:
     script = "setsid sleep 300 & kill -9 $PPID; wait"
     run = await lab.start(kind="command", command=("/bin/sh", "-c", script), gpu_mb=1000, arguments=b"")
     ended = await run.first(Ended)
@@ -81,7 +81,7 @@ async def test_the_children_of_a_run_that_was_shot_are_found_and_ended(lab: Lab)
     assert run.order_of_kinds()[-2:] == ["Ended", "Gone"]
 
 
-async def test_memory_is_measured_while_a_run_lives_and_its_gone_says_that_it_is_free(lab: Lab) -> None:
+async def test_memory_is_measured_while_a_run_lives_and_its_gone_report_shows_it_free(lab: Lab) -> None:
     run = await lab.start("ignore_the_notice", gpu_mb=1234)
     holder = f"{run.order.task}:1"
     await lab.until(
@@ -93,7 +93,7 @@ async def test_memory_is_measured_while_a_run_lives_and_its_gone_says_that_it_is
     assert (sample.used_mb, sample.by_holder) == (0, {})
 
 
-async def test_a_run_whose_process_is_shot_is_lost(lab: Lab) -> None:
+async def test_a_run_with_a_killed_process_is_lost(lab: Lab) -> None:
     run = await lab.start("ignore_the_notice", gpu_mb=1000)
     started = await run.first(Started)
     os.kill(started.pid, signal.SIGKILL)
@@ -102,7 +102,7 @@ async def test_a_run_whose_process_is_shot_is_lost(lab: Lab) -> None:
     assert (await run.first(Gone)).proof == "process_absent"
 
 
-async def test_who_shares_a_process_with_a_killed_run_starts_again(lab: Lab) -> None:
+async def test_runs_that_share_a_process_with_a_killed_run_start_again(lab: Lab) -> None:
     deaf = await lab.start("ignore_the_notice", shareable=True)
     innocent = await lab.start("ignore_the_notice", shareable=True)
     assert (await deaf.first(Started)).pid == (await innocent.first(Started)).pid
@@ -112,7 +112,7 @@ async def test_who_shares_a_process_with_a_killed_run_starts_again(lab: Lab) -> 
     await asyncio.gather(deaf.first(Gone), innocent.first(Gone))
 
 
-async def test_a_run_that_may_have_brought_its_process_down_gets_one_of_its_own_next(lab: Lab) -> None:
+async def test_a_run_that_may_have_crashed_a_shared_process_gets_one_of_its_own_next(lab: Lab) -> None:
     bystander = await lab.start("ignore_the_notice", shareable=True)
     await bystander.first(Started)
     culprit = await lab.start("crash", shareable=True)

@@ -96,7 +96,7 @@ class RayOptions:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """Plain values only: it travels as JSON. An agent whose configuration differs is replaced.
+    """Plain values only: it travels as JSON. An agent with another configuration is replaced.
 
     An agent of another release may read it, so a field that is added has a default.
     """

@@ -191,7 +191,7 @@ def _read(path: str) -> bytes:
 
 
 class WatchedProcess:
-    """A process whose end is noticed at once. Belongs to the running event loop."""
+    """Notices the end of a process at once. Belongs to the running event loop."""
 
     def __init__(self, process: ProcessId, on_end: Callable[[], None] | None = None) -> None:
         """Raises ProcessLookupError if it is gone."""

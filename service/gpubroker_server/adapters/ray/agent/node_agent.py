@@ -246,7 +246,7 @@ class NodeAgent:
             return None
 
     async def _beat(self) -> None:
-        """In a task of its own: a node whose devices do not answer is not dead."""
+        """In a task of its own: a node is not dead because its devices do not answer."""
         while True:
             if self._mailbox is not None:
                 self._mailbox.journal.note("beat", ("beat", time.time()), AT_ONCE)

@@ -79,7 +79,7 @@ class RunFiles:
         return self._directory / f"{_stem(key)}.log"
 
     def key_of_log(self, path: str) -> RunKey | None:
-        """The run whose log this is; None if it is none of this node's. The file may be deleted."""
+        """The run that writes this log; None if it is no log of this node. The file may be deleted."""
         log = Path(path.removesuffix(" (deleted)"))
         if log.parent != self._directory or log.suffix != ".log":
             return None

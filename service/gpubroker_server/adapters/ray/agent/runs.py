@@ -26,7 +26,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import (
     own_start,
     retry_until_done,
 )
-from gpubroker_server.adapters.ray.agent.takeover import look_around, take_over
+from gpubroker_server.adapters.ray.agent.takeover import take_over
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import (
     ProcessId,
@@ -75,8 +75,8 @@ class NodeRuns:
 
     @property
     def has_unrecorded_state(self) -> bool:
-        """A later agent would report a run that waits for a process as one that never began, and would not
-        learn how those have ended whose end is not durable elsewhere."""
+        """A later agent would report a run that waits for a process as never begun, and would not learn how
+        runs have ended until their ends are durable elsewhere."""
         return bool(self._waiting) or self.table.keeps_outcomes
 
     def _count_waiting(self) -> int:
@@ -167,8 +167,7 @@ class NodeRuns:
 
         Changes nothing unless all of it could be found out. Raises UnreadableRecord, OSError, RayError.
         """
-        left = await look_around(self._files, self._runners, self._config)
-        took = take_over(left, self.table, self.pool)
+        took = await take_over(self._files, self._runners, self._config, self.table, self.pool)
         for process in took.processes:
             # Reports that the earlier agent received may never have left it.
             process.listen_again(*(("retell", tuple(key)) for key in process.runs))

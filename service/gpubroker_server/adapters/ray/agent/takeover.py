@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gpubroker.runtime.messages import SPOKEN, RunKey, RunOrder
@@ -28,22 +27,13 @@ ANSWER_SECONDS = 10.0
 _MARK = re.compile(r"(.+?):(\d+)(?::(\d+))?")
 
 
-class LeftBehind(NamedTuple):
-    recorded: list[tuple[RunRecord, Any | None]]
-    """Runs, each with its runner's handle if Ray still has it."""
-    others: list[tuple[str, Any, dict[str, Any] | None]]
-    """Name and handle of each other runner, and how it describes itself."""
-    marked: set[RunKey]
-    """Runs of which some process is there, recorded or not."""
-
-
 class TakenOver(NamedTuple):
     """All of it has its place in the table by now."""
 
     processes: list[RunnerProcess]
     """Those that can still be talked to."""
     lost: list[tuple[Run, RunRecord]]
-    """Runs whose process cannot be talked to."""
+    """Runs with a process that cannot be talked to."""
     strays: list[Run]
     """Runs of which nothing is known but that processes of theirs are there."""
     external: list[RunRecord]
@@ -51,8 +41,13 @@ class TakenOver(NamedTuple):
     """Handles of runners that run nothing. The pool starts others with this agent's configuration."""
 
 
-async def look_around(files: RunFiles, runners: RayRunners, config: AgentConfig) -> LeftBehind:
-    """Raises UnreadableRecord, OSError and RayError: what cannot be found out may be there."""
+async def take_over(
+    files: RunFiles, runners: RayRunners, config: AgentConfig, table: RunTable, pool: RunnerPool
+) -> TakenOver:
+    """Looks first, and takes over nothing if some of it cannot be found out or taken over.
+
+    Raises UnreadableRecord, OSError and RayError.
+    """
     records = files.records()
     names = await asyncio.to_thread(runners.names)
     found = {name: await asyncio.to_thread(runners.find, name) for name in names}
@@ -61,26 +56,23 @@ async def look_around(files: RunFiles, runners: RayRunners, config: AgentConfig)
         (name, runner, await _described(runner)) for name, runner in found.items() if runner is not None
     ]
     marked = await asyncio.to_thread(marked_runs, config.instance, config.node, files)
-    return LeftBehind(recorded, others, marked)
-
-
-def take_over(left: LeftBehind, table: RunTable, pool: RunnerPool) -> TakenOver:
-    """Nothing is taken over if some of it cannot be. Raises OSError."""
     took = TakenOver([], [], [], [], [])
     try:
-        for record, runner in left.recorded:
+        for record, runner in recorded:
             if not record.runner:
                 took.external.append(record)
             elif not _take_run(record, runner, table, pool, took.processes):
                 took.lost.append((table.runs[record.key], record))
-        for name, runner, described in left.others:
+        for name, runner, described in others:
             if not _take_runner(name, runner, described, table, pool, took.processes):
                 took.blank.append(runner)
     except BaseException:
         for process in took.processes:
             process.watched.close()
         raise
-    took.strays.extend(_strays(left.marked, table))
+    for key in sorted(marked - table.runs.keys()):
+        order = RunOrder(key.task, key.fence, kind="", rank=key.rank)
+        took.strays.append(_note(Run(order, shared=False), table))
     return took
 
 
@@ -148,11 +140,6 @@ def _take_runner(
         run = _note(Run(RunOrder.from_wire(wire), shared=shared, process=adopted), table)
         adopted.runs.add(run.key)
     return True
-
-
-def _strays(marked: set[RunKey], table: RunTable) -> Iterator[Run]:
-    for key in sorted(marked - table.runs.keys()):
-        yield _note(Run(RunOrder(key.task, key.fence, kind="", rank=key.rank), shared=False), table)
 
 
 def _note(run: Run, table: RunTable) -> Run:

@@ -26,7 +26,7 @@ from gpubroker_server.ports.store import ReadTicks
 IDLE_SECONDS = 1.0
 """A node has been idle for so long before its agent is replaced: the end of one run often begins the next."""
 AGAIN_SECONDS = 600.0
-"""An agent whose successor is as old is replaced again no sooner: its machine has the old software."""
+"""If the next agent is as old, it is not replaced sooner: its machine has the old software."""
 
 _GONE, _FORGOTTEN = "gone", "forgotten"
 
@@ -106,7 +106,7 @@ class NodeAgents:
             agent.runs.pop(run, None)
 
     def to_replace(self) -> Iterator[NodeName]:
-        """Outdated agents whose nodes have been idle for a while. To be asked again and again."""
+        """Outdated agents of nodes that have been idle for a while. To be called again and again."""
         now = self._ticks()
         for node, agent in self._answering.items():
             if agent.runs or not agent.is_outdated or self._was_replaced_in_vain(node, now):

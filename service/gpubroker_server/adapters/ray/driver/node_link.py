@@ -25,7 +25,7 @@ ANNOUNCE_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 AGENT_PATIENCE_SECONDS = 20.0
-"""A node whose agent is away for longer is reported lost, even if Ray says that it is alive."""
+"""If the agent is away for longer, its node is reported lost, even if Ray says that it is alive."""
 CALLS_AT_ONCE = 4
 
 

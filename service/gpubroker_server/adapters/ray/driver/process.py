@@ -92,7 +92,7 @@ class Driver:
         self._links: dict[str, NodeLink] = {}
         """By node name."""
         self._namesakes: set[str] = set()
-        """Ray nodes whose name another node has, and that were reported."""
+        """Ray nodes with the name of another node, of which that was logged."""
         self._untaken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()

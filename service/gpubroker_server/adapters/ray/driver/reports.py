@@ -30,7 +30,7 @@ from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Ta
 log = structlog.get_logger("gpubroker.ray")
 
 MALFORMED = "malformed_report"
-"""Kind of the failure of a run whose process wrote something that is no report."""
+"""The kind of failure if the process of a run wrote something that is no report."""
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A database column of four bytes."""
@@ -181,7 +181,7 @@ _BY_USER_CODE = frozenset({"started", "ready", "progressed", "checkpointed", "en
 
 
 def _read(source: Source, packed: msgspec.Raw) -> Report | None:
-    """A run whose report cannot be read has failed. None for anything else that cannot be read."""
+    """A run has failed if its report cannot be read. None for anything else that cannot be read."""
     try:
         form = _REPORT.decode(packed)
         return _of_run(source, form) if isinstance(form, RunForm) else _of_node(source, form)

@@ -60,7 +60,7 @@ class HeadState:
     address: str
     """Empty until Ray is up."""
     temp_dir: str
-    """Mode 0700: nobody else can read it, whatever modes Ray gives to the files in it."""
+    """Mode 0700, whatever modes Ray gives to the files in it."""
     ray: str
     python: str
 
@@ -80,7 +80,7 @@ class HeadState:
 
     @property
     def ray_dir(self) -> Path:
-        """Ray makes it readable for everybody. Its name is short: paths of sockets have 107 bytes."""
+        """Ray makes it readable for all users. Its name is short: paths of sockets have 107 bytes."""
         return Path(self.temp_dir) / "r"
 
     def is_running(self) -> bool:
