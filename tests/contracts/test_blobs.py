@@ -161,7 +161,9 @@ async def test_a_sweep_keeps_recent_objects(blobs: DirectoryBlobs, root: Path) -
     assert await blobs.get(DIGEST) == b"weights"
 
 
-async def test_an_object_that_is_put_again_during_a_sweep_survives_it(blobs: DirectoryBlobs, root: Path) -> None:
+async def test_an_object_that_is_put_again_during_a_sweep_survives_it(
+    blobs: DirectoryBlobs, root: Path
+) -> None:
     await blobs.put(b"weights", owner="t1")
     grow_old(root)
 
