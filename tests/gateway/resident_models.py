@@ -27,11 +27,17 @@ RULES = ServerRules("main", "n1", models={"any": ModelRules(Mib(50 * GIB))})
 
 @asynccontextmanager
 async def resident_models(
-    heard: Handler, *models: SimulatedModel, slots: int | None = None, **rules: Any
+    heard: Handler,
+    *models: SimulatedModel,
+    slots: int | None = None,
+    most_waiting_bytes: int = 10**9,
+    **rules: Any,
 ) -> AsyncIterator["ResidentModels"]:
     host = SimulatedHost("main", models or (SimulatedModel("any"),))
     lanes = Lanes(LaneOptions(slots={} if slots is None else {b"any": slots}))
-    async with a_stage(heard, served=(replace(RULES, **rules), host), lanes=lanes) as stage:
+    async with a_stage(
+        heard, served=(replace(RULES, **rules), host), lanes=lanes, most_waiting_bytes=most_waiting_bytes
+    ) as stage:
         yield ResidentModels(stage, host, lanes)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from gpubroker_server.gateway.proxy.fan_out import summed_statistics
 from gpubroker_server.gateway.proxy.grpc_messages import merged_replies
-from gpubroker_server.gateway.proxy.operations import Servers
+from gpubroker_server.gateway.proxy.operations import FanOut
 from tritonclient.grpc import service_pb2 as messages
 
 TIMES = (
@@ -71,7 +71,7 @@ def test_a_model_without_a_field_is_added_all_the_same() -> None:
 
 def test_over_grpc_the_sums_are_the_same() -> None:
     replies = [a_response(rows).SerializeToString() for rows in (ONE, OTHER)]
-    found = messages.ModelStatisticsResponse.FromString(merged_replies(Servers.STATISTICS, replies))
+    found = messages.ModelStatisticsResponse.FromString(merged_replies(FanOut.STATISTICS, replies))
     assert MessageToDict(found) == MessageToDict(a_response(summed_statistics([ONE, OTHER])))
 
 

@@ -238,7 +238,8 @@ async def test_a_service_that_ends_reports_no_faults_of_its_servers() -> None:
         assert (server(stage, "main").http.faults, server(stage, "main").is_up) == (0, True)
 
 
-async def test_a_request_whose_client_leaves_is_no_longer_counted() -> None:
+@pytest.mark.parametrize("others", [(), (None,)])
+async def test_a_request_whose_client_leaves_is_no_longer_counted(others: tuple[None, ...]) -> None:
     began = asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
@@ -246,8 +247,8 @@ async def test_a_request_whose_client_leaves_is_no_longer_counted() -> None:
         began.set()
         await reader.read()
 
-    async with a_stage(silent, others=[None]) as stage:
-        have(stage, {b"any"}, set())
+    async with a_stage(silent, others=others) as stage:
+        have(stage, {b"any"}, *(set[bytes]() for _ in others))
         client = await stage.connect()
         client.ask("POST", INFER, b"{}")
         await began.wait()

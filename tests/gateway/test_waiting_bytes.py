@@ -12,11 +12,14 @@ from tests.gateway.call_stage import INFER as CALL
 from tests.gateway.call_stage import STREAM, Heard
 from tests.gateway.call_stage import a_stage as a_call_stage
 from tests.gateway.harness import until
-from tests.gateway.inference_stage import INFER, a_stage
+from tests.gateway.inference_stage import INFER, OK, a_stage
+from tests.gateway.inference_stage import Heard as HeardOverHttp
 from tests.gateway.protobuf import field
+from tests.gateway.resident_models import resident_models
 from tests.gateway.test_cold_calls import a_host, brought
 from tests.gateway.test_exchange_refusals import refused
 from tests.gateway.test_lanes import Scene
+from tests.gateway.test_returning_models import GONE, resident
 
 
 class Held(Heard):
@@ -109,3 +112,19 @@ async def test_a_request_that_gave_up_holds_nothing() -> None:
         await scene.busy(stage, b"first")
         for _ in range(3):
             refused(await stage.ask("POST", INFER, bytes(800)), 503, "model-queue-timeout")
+
+
+async def test_a_body_that_waits_for_a_model_that_left_counts_as_well() -> None:
+    async with resident_models(heard := HeardOverHttp(), most_waiting_bytes=1000) as there:
+        await resident(there)
+        heard.answer = GONE
+        there.host.restart()
+        first = await there.stage.connect()
+        first.ask("POST", INFER, bytes(800))
+        await until(lambda: len(heard.bodies) == 2)
+        refused(await there.stage.ask("POST", INFER, bytes(400)), 429, "model-queue-full")
+        heard.answer = OK
+        await there.index()
+        await there.load()
+        assert (await first.answer())[0] == 200
+        assert heard.bodies[1:] == [bytes(800), bytes(400), bytes(800)]

@@ -119,7 +119,7 @@ KITS: list[ModuleType] = [tritonclient.http, tritonclient.grpc]
 def test_tritons_client_shows_why_it_must_come_again(scene: Scene, kit: ModuleType) -> None:
     scene.holds()
     assert refusal(scene, kit, {"x-timeout-seconds": "0.01"}).startswith(
-        "the request waited 0.0 s for its turn"
+        "the request waited 0.0 s for a slot"
     )
     scene.asks(1)
     scene.asks(2)

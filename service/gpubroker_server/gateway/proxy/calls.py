@@ -19,7 +19,7 @@ from gpubroker_server.gateway.proxy.grpc_messages import (
     merged_replies,
     target_of,
 )
-from gpubroker_server.gateway.proxy.operations import Operation, Servers, Target, grpc_operation
+from gpubroker_server.gateway.proxy.operations import FanOut, Operation, Target, grpc_operation
 from gpubroker_server.gateway.proxy.plane import IDEMPOTENT, QUEUE_HEADERS, Plane
 from gpubroker_server.gateway.proxy.proxied_request import ProxiedRequest
 from gpubroker_server.gateway.proxy.refusals import (
@@ -160,7 +160,7 @@ class GrpcCall(ProxiedRequest):
         """Where what it needs depends on what is in it. Raises Problem."""
         operation = self.target.operation
         if operation.sets and not changes_settings(message):
-            self.target = self.target._replace(operation=replace(operation, servers=Servers.ONE))
+            self.target = self.target._replace(operation=replace(operation, fan_out=None))
         elif operation.sets and self.identity is not None:
             what = f"{operation.name} with settings"
             self.plane.check_scope(self.identity, Scope.MODELS_MANAGE, what)
@@ -215,16 +215,12 @@ class GrpcCall(ProxiedRequest):
             self._upstream = None
             self.refuse(failed)
 
-    async def _fan_out(self, servers: Sequence[Server]) -> None:
-        which, message, seconds = (
-            self.target.operation.servers,
-            b"".join(self._body.pieces),
-            self.seconds_left(),
-        )
-        if which is not Servers.EACH:
+    async def _fan_out(self, servers: Sequence[Server], how: FanOut) -> None:
+        message, seconds = b"".join(self._body.pieces), self.seconds_left()
+        if how is not FanOut.EACH:
             seconds = FAN_OUT_SECONDS if seconds is None else min(seconds, FAN_OUT_SECONDS)
-        replies = await ask_all(servers, which, lambda server: self._ask_one(server, message, seconds))
-        merged = merged_replies(which, [reply.message for reply in replies])
+        replies = await ask_all(servers, how, lambda server: self._ask_one(server, message, seconds))
+        merged = merged_replies(how, [reply.message for reply in replies])
         self._pass_reply(replies[0]._replace(message=merged))
 
     async def _ask_one(self, server: Server, message: bytes, seconds: float | None) -> CallReply:

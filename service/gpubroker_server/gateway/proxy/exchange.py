@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.fan_out import FAN_OUT_SECONDS, ask_all, merged_response
 from gpubroker_server.gateway.proxy.fetch import Fetched, NotFetched, fetch
+from gpubroker_server.gateway.proxy.operations import FanOut
 from gpubroker_server.gateway.proxy.plane import (
     ClientHead,
     Plane,
@@ -273,12 +274,11 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
 
     # Several servers.
 
-    async def _fan_out(self, servers: Sequence[Server]) -> None:
+    async def _fan_out(self, servers: Sequence[Server], how: FanOut) -> None:
         head, body = self._head.passed_on, b"".join(self._body.pieces)
         head = head._replace(headers=[one for one in head.headers if one[0].lower() not in _NOT_FOR_MERGING])
-        which = self.target.operation.servers
-        found = await ask_all(servers, which, lambda server: self._fetch(server, head, body))
-        answer = merged_response(which, found, servers)
+        found = await ask_all(servers, how, lambda server: self._fetch(server, head, body))
+        answer = merged_response(how, found, servers)
         headers = [header for header in answer.headers if header[0].lower() != b"content-length"]
         self.on_head(answer.status, headers, len(answer.body))
         self.on_body(answer.body)

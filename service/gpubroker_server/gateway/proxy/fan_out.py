@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.fetch import Fetched
-from gpubroker_server.gateway.proxy.operations import Servers
+from gpubroker_server.gateway.proxy.operations import FanOut
 from gpubroker_server.gateway.proxy.refusals import problem_of
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.ports.backends import CallFailed, Trouble
@@ -26,18 +26,16 @@ _BEST_FIRST: Final = ("READY", "LOADING", "UNLOADING", "UNAVAILABLE")
 """Of the states that several servers report for one version of a model, the first of these is the answer."""
 
 
-async def ask_all(
-    servers: Sequence[Server], which: Servers, ask: Callable[[Server], Awaitable[T]]
-) -> list[T]:
+async def ask_all(servers: Sequence[Server], how: FanOut, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
     """The answers, in the order of the servers. Raises the first failure of `EACH`, and otherwise only if no
     server has answered. `ask` raises Problem or CallFailed."""
-    if which is Servers.EACH:
+    if how is FanOut.EACH:
         found = [await _outcome(ask(server)) for server in servers]
     else:
         found = await asyncio.gather(*(_outcome(ask(server)) for server in servers))
     answers = [one for one in found if not isinstance(one, Exception)]
     failures = [one for one in found if isinstance(one, Exception)]
-    if failures and (which is Servers.EACH or not answers):
+    if failures and (how is FanOut.EACH or not answers):
         raise failures[0]
     return answers
 
@@ -96,16 +94,16 @@ def _sum(one: Any, other: Any) -> Any:
     return one + other if isinstance(one, (int, float, list)) else one
 
 
-def merged_response(which: Servers, found: Sequence[Fetched], servers: Sequence[Server]) -> Fetched:
+def merged_response(how: FanOut, found: Sequence[Fetched], servers: Sequence[Server]) -> Fetched:
     """Raises Problem for answers that cannot be merged."""
     good = [one for one in found if one.status == _OK]
-    if which is Servers.EACH:
+    if how is FanOut.EACH:
         return next((one for one in found if one.status != _OK), found[0])
-    if len(good) < 2 or which is Servers.ANY:
+    if len(good) < 2 or how is FanOut.ANY:
         return good[0] if good else found[0]
     try:
         bodies = [json.loads(one.body) for one in good]
-        if which is Servers.INDEX:
+        if how is FanOut.INDEX:
             merged: object = merged_index(bodies)
         else:
             merged = {"model_stats": summed_statistics(body["model_stats"] for body in bodies)}

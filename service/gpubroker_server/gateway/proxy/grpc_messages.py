@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gpubroker_server.gateway.proxy.fan_out import merged_index, summed_statistics
-from gpubroker_server.gateway.proxy.operations import Operation, Servers, Target
+from gpubroker_server.gateway.proxy.operations import FanOut, Operation, Target
 from gpubroker_server.ports.triton_messages import as_dict, messages
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -35,7 +35,7 @@ def target_of(operation: Operation, message: bytes) -> Target:
 
 
 def last_bytes(message: bytes, number: int) -> bytes:
-    """The last field of this number that holds bytes, which is the one that counts; empty if there is none,
+    """The last field of this number that holds bytes, how is the one that counts; empty if there is none,
     or if the bytes are no message: its server will say so."""
     found = (0, 0)
     at, end = 0, len(message)
@@ -94,13 +94,13 @@ def brings_files(message: bytes) -> bool:
     )
 
 
-def merged_replies(which: Servers, replies: Sequence[bytes]) -> bytes:
-    if which is Servers.ANY:
+def merged_replies(how: FanOut, replies: Sequence[bytes]) -> bytes:
+    if how is FanOut.ANY:
         live = (reply for reply in replies if messages.Health.FromString(reply).status == _LIVE)
         return next(live, replies[0])
-    if which is Servers.EACH or len(replies) < 2:
+    if how is FanOut.EACH or len(replies) < 2:
         return replies[0]
-    if which is Servers.INDEX:
+    if how is FanOut.INDEX:
         indexes = [as_dict(messages.RepositoryIndexResponse.FromString(reply)) for reply in replies]
         merged = {"models": merged_index(index.get("models", ()) for index in indexes)}
         response = ParseDict(merged, messages.RepositoryIndexResponse())

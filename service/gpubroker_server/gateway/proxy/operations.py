@@ -15,11 +15,9 @@ from urllib.parse import unquote_to_bytes
 from gpubroker_server.gateway.http.identity import Scope
 
 
-class Servers(StrEnum):
-    """Which of several servers a request goes to, and what is made of their answers."""
+class FanOut(StrEnum):
+    """How several servers are asked, and what is made of their answers."""
 
-    ONE = "one"
-    """The request is passed on unchanged, and so is the answer."""
     ANY = "any"
     """All at once: the answer is positive if one of them is."""
     EACH = "each"
@@ -36,7 +34,8 @@ class Operation:
     """The label in metrics: the path's template over HTTP, the method over gRPC."""
     scope: Scope | None = Scope.MODELS_INFER
     """None: no token is needed."""
-    servers: Servers = Servers.ONE
+    fan_out: FanOut | None = None
+    """None: one server gets the request as it came, and its answer is passed on."""
     reads: bool = False
     """It changes nothing, so that it may be sent twice."""
     shares_memory: bool = False
@@ -97,12 +96,12 @@ def http_target(method: bytes, target: bytes) -> Target:
 def _http_target(method: bytes, path: bytes) -> Target:
     changes, reads = method != b"GET", method in _READING
     if path in _HEALTH:
-        return Target(Operation(path.decode(), None, Servers.ANY, reads))
+        return Target(Operation(path.decode(), None, FanOut.ANY, reads))
     if path in _SETTINGS:
-        servers = Servers.EACH if changes else Servers.ONE
-        return Target(Operation(path.decode(), _reading_or_managing(changes), servers, reads))
+        fan_out = FanOut.EACH if changes else None
+        return Target(Operation(path.decode(), _reading_or_managing(changes), fan_out, reads))
     if path == b"/v2/models/stats":
-        return Target(Operation(path.decode(), servers=Servers.STATISTICS, reads=reads))
+        return Target(Operation(path.decode(), fan_out=FanOut.STATISTICS, reads=reads))
     if path == b"/v2":
         return Target(Operation(path.decode(), reads=reads))
     if found := _MODEL.fullmatch(path):
@@ -111,12 +110,12 @@ def _http_target(method: bytes, path: bytes) -> Target:
         return Target(operation, unquote_to_bytes(found[1]), found[2] or b"", b"%" in found[1])
     if found := _REPOSITORY.fullmatch(path):
         if found[1] is None:
-            return Target(Operation("/v2/repository/index", servers=Servers.INDEX, reads=reads))
+            return Target(Operation("/v2/repository/index", fan_out=FanOut.INDEX, reads=reads))
         is_load = found[2] == b"load"
         operation = Operation(
             f"/v2/repository/models/{{model}}/{found[2].decode()}",
             Scope.MODELS_MANAGE,
-            Servers.ONE if is_load else Servers.EACH,
+            None if is_load else FanOut.EACH,
             reads,
             needs_model=is_load,
             loads=is_load,
@@ -137,7 +136,7 @@ def _model_operation(changes: bool, reads: bool, action: str) -> Operation:
     return Operation(
         "/v2/models/{model}" + (f"/{action}" if action else ""),
         _reading_or_managing(sets),
-        Servers.EACH if sets else Servers.STATISTICS if action == "stats" else Servers.ONE,
+        FanOut.EACH if sets else FanOut.STATISTICS if action == "stats" else None,
         reads,
         takes_slot=infers,
         needs_model=infers,
@@ -157,20 +156,20 @@ def grpc_operation(method: str) -> Operation:
 
 _SERVICE: Final = "/inference.GRPCInferenceService/"
 _OPERATIONS: Final = [
-    *(Operation(name, None, Servers.ANY, reads=True) for name in ("ServerLive", "ServerReady")),
+    *(Operation(name, None, FanOut.ANY, reads=True) for name in ("ServerLive", "ServerReady")),
     *(
         Operation(name, reads=True)
         for name in ("ServerMetadata", "SystemSharedMemoryStatus", "CudaSharedMemoryStatus")
     ),
     *(Operation(name, reads=True, model_field=1) for name in ("ModelReady", "ModelMetadata", "ModelConfig")),
-    Operation("ModelStatistics", servers=Servers.STATISTICS, reads=True, model_field=1),
-    Operation("RepositoryIndex", servers=Servers.INDEX, reads=True),
+    Operation("ModelStatistics", fan_out=FanOut.STATISTICS, reads=True, model_field=1),
+    Operation("RepositoryIndex", fan_out=FanOut.INDEX, reads=True),
     Operation("ModelInfer", takes_slot=True, needs_model=True, model_field=1),
     Operation("ModelStreamInfer", is_stream=True, needs_model=True, model_field=1),
-    Operation("TraceSetting", servers=Servers.EACH, sets=True, model_field=2),
-    Operation("LogSettings", servers=Servers.EACH, sets=True),
+    Operation("TraceSetting", fan_out=FanOut.EACH, sets=True, model_field=2),
+    Operation("LogSettings", fan_out=FanOut.EACH, sets=True),
     Operation("RepositoryModelLoad", Scope.MODELS_MANAGE, needs_model=True, loads=True, model_field=2),
-    Operation("RepositoryModelUnload", Scope.MODELS_MANAGE, Servers.EACH, unloads=True, model_field=2),
+    Operation("RepositoryModelUnload", Scope.MODELS_MANAGE, FanOut.EACH, unloads=True, model_field=2),
     *(
         Operation(f"{kind}SharedMemory{action}", shares_memory=True)
         for kind in ("System", "Cuda")
@@ -179,7 +178,7 @@ _OPERATIONS: Final = [
 ]
 _BY_METHOD: Final[Mapping[str, Operation]] = {
     **{_SERVICE + operation.name: operation for operation in _OPERATIONS},
-    "/grpc.health.v1.Health/Check": Operation("Health/Check", None, Servers.ANY, reads=True),
+    "/grpc.health.v1.Health/Check": Operation("Health/Check", None, FanOut.ANY, reads=True),
 }
 _UNKNOWN: Final = Operation("unmatched", Scope.MODELS_MANAGE, is_stream=True)
 """Triton may know more methods: a stream may be of one message each way, and what could change something

@@ -21,7 +21,7 @@ from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES, BodyBuffer
 from gpubroker_server.gateway.proxy.lanes import NO_WISH, LaneEntry
-from gpubroker_server.gateway.proxy.operations import Servers, Target
+from gpubroker_server.gateway.proxy.operations import FanOut, Target
 from gpubroker_server.gateway.proxy.plane import Plane
 from gpubroker_server.gateway.proxy.refusals import body_too_large
 from gpubroker_server.gateway.proxy.servers import Server
@@ -96,10 +96,9 @@ class ProxiedRequest(ABC):
     def start(self) -> None:
         """Its turn has come, and its client may ask this. Raises Problem."""
         operation = self.target.operation
-        if operation.loads or operation.servers is not Servers.ONE:
-            self._collects = self.plane.reads_load(operation) or (
-                operation.servers is not Servers.ONE and self.plane.fleet.has_choice(self.over_grpc)
-            )
+        if operation.loads or operation.fan_out is not None:
+            fans_out = operation.fan_out is not None and self.plane.fleet.has_choice(self.over_grpc)
+            self._collects = fans_out or self.plane.reads_load(operation)
             if self._collects and not self.is_complete:
                 return
         self._proceed()
@@ -167,7 +166,7 @@ class ProxiedRequest(ABC):
         """Open the request at that server."""
 
     @abstractmethod
-    async def _fan_out(self, servers: Sequence[Server]) -> None:
+    async def _fan_out(self, servers: Sequence[Server], how: FanOut) -> None:
         """Ask all of them, and pass one answer on. Raises Problem, CallFailed."""
 
     @abstractmethod
@@ -194,7 +193,7 @@ class ProxiedRequest(ABC):
             self._check_body()
         if self.identity is not None:
             operation = self.target.operation
-            bring = self._missing_model()
+            bring = None if self.plane.residencies is None else self._missing_model()
             if bring is None and operation.takes_slot:
                 self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
             if bring is not None or (self.lane_entry is not None and self.lane_entry.waits):
@@ -275,15 +274,13 @@ class ProxiedRequest(ABC):
 
     def _forward(self) -> None:
         """To the server that should get it, or to several."""
-        fleet = self.plane.fleet
+        plane, operation = self.plane, self.target.operation
+        fleet = plane.fleet
         self.state = State.FORWARDING
-        if self.target.operation.servers is not Servers.ONE and (
-            servers := fleet.all_for(self.target, self.over_grpc)
-        ):
-            self._task = asyncio.ensure_future(self._forward_to_all(servers))
+        if operation.fan_out is not None and (servers := fleet.all_for(self.target, self.over_grpc)):
+            self._task = asyncio.ensure_future(self._forward_to_all(servers, operation.fan_out))
             return
-        operation = self.target.operation
-        follows = operation.takes_slot and self.plane.residencies is not None and not self.target.is_encoded
+        follows = plane.residencies is not None and operation.takes_slot and not self.target.is_encoded
         self._was_there = follows and self._is_resident() is True
         self._is_kept = self._was_there or fleet.has_choice(self.over_grpc)
         self._tried.clear()
@@ -310,9 +307,9 @@ class ProxiedRequest(ABC):
         if was_paused and not self._is_paused:
             self._resume_client()
 
-    async def _forward_to_all(self, servers: Sequence[Server]) -> None:
+    async def _forward_to_all(self, servers: Sequence[Server], how: FanOut) -> None:
         try:
-            await self._fan_out(servers)
+            await self._fan_out(servers, how)
         except Exception as fault:
             self.refuse(fault)
 

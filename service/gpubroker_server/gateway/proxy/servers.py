@@ -9,7 +9,7 @@ import structlog
 
 from gpubroker_server.core.domain.units import Ticks
 from gpubroker_server.core.serving.circuit_breaker import Breaker, BreakerRules
-from gpubroker_server.gateway.proxy.operations import Servers, Target
+from gpubroker_server.gateway.proxy.operations import Target
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.ports.backends import CallBackend, ModelBackend, Trouble
 from gpubroker_server.telemetry.metrics import ServerRow
@@ -181,7 +181,7 @@ class Fleet:
     def all_for(self, target: Target, over_grpc: bool) -> list[Server]:
         """The servers that a request goes to which is not for one server alone: those that have its model.
         Of those the ones that answer, if there are any. Empty where one server gets it, as it came."""
-        if target.operation.servers is Servers.ONE or not self.has_choice(over_grpc):
+        if target.operation.fan_out is None or not self.has_choice(over_grpc):
             return []
         able = self._able(over_grpc)
         having = self._having(able, target) if target.model else able
