@@ -65,8 +65,6 @@ _UNAVAILABLE: Final = 14
 _OF_THE_CLIENT: Final = frozenset({1, 4})
 """CANCELLED and DEADLINE_EXCEEDED say nothing of the server."""
 
-Behaviour = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
-
 
 class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     """Sees each call before any message of it is read: a refused client has sent nothing but a head."""
@@ -150,7 +148,7 @@ class GrpcCall(ProxiedRequest):
             self._count(grpc.StatusCode.CANCELLED)
             raise
 
-    def refusing(self, problem: Problem) -> Behaviour:
+    def refusing(self, problem: Problem) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
         async def refuse(_stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             await self._fail(problem, context)
 
@@ -183,7 +181,7 @@ class GrpcCall(ProxiedRequest):
         return left
 
     def _check_body(self) -> None:
-        """`_look_into` has."""
+        """Done by `_look_into`."""
 
     def refuse(self, fault: Exception) -> None:
         if not self._reply.done():
@@ -194,9 +192,6 @@ class GrpcCall(ProxiedRequest):
     def on_reply(self, reply: CallReply) -> None:
         self._upstream = None
         self._begin_answer(is_success=True)
-        self._pass_reply(reply)
-
-    def _pass_reply(self, reply: CallReply) -> None:
         if not self._reply.done():
             self._reply.set_result(reply)
 
@@ -221,7 +216,7 @@ class GrpcCall(ProxiedRequest):
             seconds = FAN_OUT_SECONDS if seconds is None else min(seconds, FAN_OUT_SECONDS)
         replies = await ask_all(servers, how, lambda server: self._ask_one(server, message, seconds))
         merged = merged_replies(how, [reply.message for reply in replies])
-        self._pass_reply(replies[0]._replace(message=merged))
+        self.on_reply(replies[0]._replace(message=merged))
 
     async def _ask_one(self, server: Server, message: bytes, seconds: float | None) -> CallReply:
         """Raises CallFailed."""
