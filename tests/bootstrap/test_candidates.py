@@ -8,7 +8,7 @@ from pathlib import Path
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.sql.store import SqlStore, open_store
 from gpubroker_server.bootstrap.broker_role import BrokerRole
-from gpubroker_server.bootstrap.follower import Follower
+from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.settings.loading import load_settings
@@ -53,7 +53,7 @@ async def a_member(url: str, folder: Path, name: str) -> AsyncIterator[Member]:
     def fail(part: str, fault: BaseException) -> None:
         raise AssertionError(f"{part} of {name} failed") from fault
 
-    picture = Follower(store, HALF_LIFE_SECONDS, fail)
+    picture = LogFollower(store, HALF_LIFE_SECONDS, fail)
     blobs = DirectoryBlobs(folder / name / "blobs", max_bytes=2**20)
     role = BrokerRole(name, settings, store, picture, blobs)
     await picture.begin()

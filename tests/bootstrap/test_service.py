@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gpubroker import BrokerError
 from gpubroker_server.adapters.sql.store import open_store
-from gpubroker_server.bootstrap.follower import Follower
+from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.settings.loading import load_settings
@@ -40,7 +40,7 @@ async def test_each_part_that_fails_is_logged_once(tmp_path: Path, monkeypatch: 
     async def fail() -> None:
         raise ValueError("of the test")
 
-    monkeypatch.setattr(Follower, "jobs", lambda _: [("first", fail()), ("second", fail())])
+    monkeypatch.setattr(LogFollower, "jobs", lambda _: [("first", fail()), ("second", fail())])
     unheard: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, about: unheard.append(about))
     settings = load_settings(data_dir=tmp_path, engine="simulated")

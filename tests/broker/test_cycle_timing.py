@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from gpubroker_server.broker import cycle_timing
-from gpubroker_server.broker.cycle_timing import CycleTimer
+from gpubroker_server.broker import loop
+from gpubroker_server.broker.loop import CycleTimer
 
 from tests.patience import PATIENCE_SECONDS
 
@@ -12,8 +12,8 @@ from tests.patience import PATIENCE_SECONDS
 @pytest.fixture(autouse=True)
 def _hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is paced does not come within a test."""
-    monkeypatch.setattr(cycle_timing, "TICK_SECONDS", 3600.0)
-    monkeypatch.setattr(cycle_timing, "PACE_SECONDS", 3600.0)
+    monkeypatch.setattr(loop, "TICK_SECONDS", 3600.0)
+    monkeypatch.setattr(loop, "PACE_SECONDS", 3600.0)
 
 
 def wake_urgently(timer: CycleTimer) -> None:

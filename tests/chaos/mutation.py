@@ -134,7 +134,7 @@ MUTANTS = (
         "a commit whose answer was lost is repeated without a check",
         "service/gpubroker_server/adapters/sql/writer.py",
         "if not unknown.events or self._was_committed(unknown.events[0]):",
-        "self._session.reconnect()\n                if not unknown.events:",
+        "self._session.reconnect()\n        if not unknown.events:",
         "sweep: admit on PostgreSQL",
     ),
     Mutant(

@@ -8,7 +8,7 @@ from functools import partial
 
 import psycopg
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.bootstrap.follower import Follower
+from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.broker.background import gateways_have_let_go
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.models import ModelTerms
@@ -28,7 +28,7 @@ from tests.patience import PATIENCE_SECONDS
 class Gateway:
     """Of one process: its own store, its own picture."""
 
-    def __init__(self, store: SqlStore, picture: Follower) -> None:
+    def __init__(self, store: SqlStore, picture: LogFollower) -> None:
         self.store = store
         self.picture = picture
         self.has_older = False
@@ -39,7 +39,7 @@ class Gateway:
 @asynccontextmanager
 async def a_gateway(url: str, name: str) -> AsyncIterator[Gateway]:
     async with opened(url) as store:
-        picture = Follower(store, HALF_LIFE_SECONDS, lambda _part, _fault: None)
+        picture = LogFollower(store, HALF_LIFE_SECONDS, lambda _part, _fault: None)
         await picture.begin()
         gateway = Gateway(store, picture)
         await gateway.draining.report(store, name, picture.clock.now())

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from gpubroker_server.adapters.sql import connections
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.bootstrap.follower import Follower, fill, refill
+from gpubroker_server.bootstrap.follower import LogFollower, fill, refill
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId, Term
@@ -40,7 +40,7 @@ def fails(part: str, fault: BaseException) -> None:
 
 
 @asynccontextmanager
-async def at_work(picture: Follower) -> AsyncIterator[None]:
+async def at_work(picture: LogFollower) -> AsyncIterator[None]:
     jobs = [asyncio.create_task(job) for _, job in picture.jobs()]
     try:
         yield
@@ -120,7 +120,7 @@ async def test_a_shortened_log_is_reported_and_can_be_skipped(postgres_url: str)
 
 async def test_a_world_that_fell_behind_the_log_is_read_again(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
-        seen = Follower(two, HALF_LIFE_SECONDS, fails)
+        seen = LogFollower(two, HALF_LIFE_SECONDS, fails)
         anew = asyncio.Event()
         seen.on_reread = anew.set
         await seen.begin()
@@ -138,7 +138,7 @@ async def test_a_world_that_fell_behind_the_log_is_read_again(postgres_url: str)
 
 async def test_a_picture_hears_of_a_commit_elsewhere_and_knows_that_it_is_current(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
-        seen, there = Follower(two, HALF_LIFE_SECONDS, fails), asyncio.Event()
+        seen, there = LogFollower(two, HALF_LIFE_SECONDS, fails), asyncio.Event()
         await seen.begin()
         seen.listen(lambda _events: there.set())
         async with at_work(seen):
@@ -156,7 +156,7 @@ async def test_paused_detection_and_silent_nodes_are_visible_in_every_process(
     )
     silent = {NodeName("n1"): Instant(2.0)}
     async with opened(postgres_url) as one, opened(postgres_url) as two:
-        seen = Follower(two, HALF_LIFE_SECONDS, fails)
+        seen = LogFollower(two, HALF_LIFE_SECONDS, fails)
         await seen.begin()
         gateway = LeaderStatus(two, seen, Policy(), None)
         assert (gateway.leader(), gateway.paused()) == (None, None)

@@ -57,8 +57,8 @@ async def test_followers_hear_all_of_each_other_through_it(postgres_url: str) ->
         assert heard == await log_of(one)
         leader = LeaderSeen(Term(1), "here:1", NOW, {"state": "connected"})
         word = LastValues((a_sample("gpu0"),), {}, leader)
-        await one.say(Term(1), 1, word)
-        assert (await two.said(0))[1] == word
+        await one.publish(Term(1), 1, word)
+        assert (await two.published(0))[1] == word
 
 
 async def test_what_a_connection_keeps_is_not_there_behind_it(postgres_url: str) -> None:

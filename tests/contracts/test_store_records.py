@@ -7,7 +7,7 @@ import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Move, OnFailure, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.ports.store import Stand, TaskFilter, TaskStore, TokenRow
+from gpubroker_server.ports.store import StoredState, TaskFilter, TaskStore, TokenRow
 
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import (
@@ -183,8 +183,8 @@ async def test_states_are_read_of_tasks_that_have_a_record(store: TaskStore) -> 
     term = await next_term(store, "leader")
     failed = write_move(a_task("t2"), Move.FAILED, failed_by=TaskId("t1"), finished_at=NOW)
     await store.commit(term, [Decision("t2", "dependency", tasks=(failed,))])
-    assert await store.stands([TaskId("t1"), TaskId("t2"), TaskId("t9")]) == {
-        "t1": Stand("lab", TaskState.PENDING),
-        "t2": Stand("default", TaskState.FAILED, TaskId("t1")),
+    assert await store.states([TaskId("t1"), TaskId("t2"), TaskId("t9")]) == {
+        "t1": StoredState("lab", TaskState.PENDING),
+        "t2": StoredState("default", TaskState.FAILED, TaskId("t1")),
     }
-    assert await store.stands([]) == {}
+    assert await store.states([]) == {}

@@ -24,7 +24,7 @@ from gpubroker_server.adapters.ray.driver import link as driver_link
 from gpubroker_server.adapters.sql.postgres import PostgresSession
 from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.bootstrap.broker_role import BrokerRole
-from gpubroker_server.bootstrap.follower import Follower
+from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.core.domain.leader_term import NEVER, Tenure, TenureRules
 from gpubroker_server.core.domain.orders import Ended, Order, Report, StartOrder, StopOrder
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
@@ -142,7 +142,7 @@ class Broker:
     async def run(self) -> None:
         settings = self._settings
         store = await open_store(settings.database)
-        picture = Follower(store, HALF_LIFE_SECONDS, self._fail)
+        picture = LogFollower(store, HALF_LIFE_SECONDS, self._fail)
         blobs = DirectoryBlobs(settings.data_dir / "blobs", max_bytes=2**20)
         role = BrokerRole(f"{settings.data_dir.name}:{os.getpid()}", settings, store, picture, blobs)
         self._watch(role)

@@ -229,13 +229,13 @@ async def test_dependents_of_one_batch_are_looked_up_together(
 ) -> None:
     parents = [await api.submit() for _ in range(3)]
     asked: list[int] = []
-    stands = gateway.store.stands
+    stands = gateway.store.states
 
     async def counted(tasks: Any) -> Any:
         asked.append(len(tasks))
         return await stands(tasks)
 
-    monkeypatch.setattr(gateway.store, "stands", counted)
+    monkeypatch.setattr(gateway.store, "states", counted)
     items = (await send(api, [a_body(after=[parent]) for parent in parents])).json()["items"]
     assert [item["status"] for item in items] == [202] * 3
     assert asked == [3]

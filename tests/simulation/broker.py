@@ -8,7 +8,7 @@ from random import Random
 from typing import cast
 
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.bootstrap.follower import Follower
+from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.broker.background import Pruner
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.leadership import LeaderCandidate
@@ -54,7 +54,7 @@ class Process:
         self.is_cut_off = False
         self.is_dead = True
         self.loop: VirtualLoop
-        self.picture: Follower
+        self.picture: LogFollower
         self._candidate: LeaderCandidate
         self._main: asyncio.Task[None]
         self._wire: Wire
@@ -139,7 +139,7 @@ class Life:
         self._store = cast(TaskStore, session)
         host = process.host
         half_life = site.policy.usage_half_life_seconds
-        self.picture = Follower(cast(SqlStore, session), half_life, self._fail, host.ticks)
+        self.picture = LogFollower(cast(SqlStore, session), half_life, self._fail, host.ticks)
         self.wire = Wire(process.name, process, host, self.picture.clock, site.network, chance)
         self.picture.on_reread = lambda: None
         self.candidate = LeaderCandidate(

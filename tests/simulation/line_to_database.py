@@ -20,8 +20,8 @@ from gpubroker_server.ports.store import (
     RunSpec,
     Snapshot,
     StaleTerm,
-    Stand,
     StoredCheckpoint,
+    StoredState,
     StoreUnavailable,
 )
 
@@ -157,8 +157,8 @@ class Session:
         found = partial(self._database.checkpoints, task)
         return await self._ask("checkpoints", found)
 
-    async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:
-        return await self._ask("stands", partial(self._database.stands, tasks))
+    async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, StoredState]:
+        return await self._ask("states", partial(self._database.states, tasks))
 
     async def database_time(self) -> Instant:
         return await self._ask("time", self._database.database_time)

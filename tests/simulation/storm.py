@@ -14,7 +14,7 @@ from random import Random
 
 from gpubroker_server.bootstrap import follower as bootstrap_picture
 from gpubroker_server.bootstrap.follower import fill
-from gpubroker_server.broker import cycle_timing, leadership
+from gpubroker_server.broker import leadership, loop
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.domain.units import Seconds
@@ -75,7 +75,7 @@ class StormReport:
 def rarer_looks() -> Iterator[None]:
     """To look whether there is something new takes most of the time if there is nothing, as mostly here."""
     known = {
-        (cycle_timing, "TICK_SECONDS"): 1.0,
+        (loop, "TICK_SECONDS"): 1.0,
         (leadership, "POLL_SECONDS"): (0.2, 0.8),
         (bootstrap_picture, "POLL_SECONDS"): (0.2, 1.0),
     }

@@ -16,7 +16,7 @@ from gpubroker_server.bootstrap.compose import (
     retention_of,
     tenure_rules_of,
 )
-from gpubroker_server.bootstrap.follower import Follower, Job, publish_seconds
+from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
 from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
 from gpubroker_server.broker.background import Pruner, Publisher, SlotDivider, gateways_have_let_go
@@ -35,7 +35,7 @@ from gpubroker_server.settings.loading import Settings
 
 class BrokerRole:
     def __init__(
-        self, name: str, settings: Settings, store: SqlStore, follower: Follower, blobs: DirectoryBlobs
+        self, name: str, settings: Settings, store: SqlStore, follower: LogFollower, blobs: DirectoryBlobs
     ) -> None:
         self._name = name
         self._settings = settings

@@ -42,7 +42,7 @@ Job = tuple[str, Coroutine[Any, Any, None]]
 """What a part of a process does until it is cancelled; the name is for the log."""
 
 
-class Follower:
+class LogFollower:
     """One for all roles of a process. Its listeners get each event after the World."""
 
     def __init__(

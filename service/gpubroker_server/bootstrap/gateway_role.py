@@ -15,7 +15,7 @@ from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import defaults_of, hosts_of, kinds_of, limits_of, policy_of
-from gpubroker_server.bootstrap.follower import Follower, Job
+from gpubroker_server.bootstrap.follower import Job, LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
 from gpubroker_server.bootstrap.start_checks import own_host, write_private
@@ -56,7 +56,7 @@ class GatewayRole:
         name: str,
         settings: Settings,
         store: SqlStore,
-        follower: Follower,
+        follower: LogFollower,
         blobs: DirectoryBlobs,
         lead: LeaderStatus,
         broker: BrokerRole | None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
-from gpubroker_server.bootstrap.follower import Follower, Job, publish_seconds
+from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.broker.observe import forget_ended
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Seconds
@@ -30,7 +30,7 @@ class LeaderStatus:
     """Applies samples and progress that another leader publishes, while this process does not lead."""
 
     def __init__(
-        self, store: SqlStore, follower: Follower, policy: Policy, broker: BrokerRole | None
+        self, store: SqlStore, follower: LogFollower, policy: Policy, broker: BrokerRole | None
     ) -> None:
         self._store = store
         self._follower = follower

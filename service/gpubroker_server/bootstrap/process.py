@@ -17,7 +17,7 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import policy_of
-from gpubroker_server.bootstrap.follower import Follower
+from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.start_checks import StartRefused, process_name
 from gpubroker_server.core.domain.units import Seconds
@@ -37,7 +37,7 @@ second. The next leader gets what is left again."""
 CLOSE_SECONDS = 1.0
 """The part of drain_seconds that is reserved for the end itself."""
 
-Part = Union[BrokerRole, Follower, LeaderStatus, "GatewayRole"]
+Part = Union[BrokerRole, LogFollower, LeaderStatus, "GatewayRole"]
 
 
 class Process:
@@ -66,7 +66,7 @@ class Process:
         self._fault: BaseException | None = None
         """Why this process must stop."""
         half_life_seconds = Seconds(settings.policy.usage_half_life_seconds)
-        self._follower = follower = Follower(store, half_life_seconds, self._fail)
+        self._follower = follower = LogFollower(store, half_life_seconds, self._fail)
         self._broker = broker = BrokerRole(name, settings, store, follower, blobs) if leads else None
         self._lead = LeaderStatus(store, follower, policy_of(settings), broker)
         self._gateway: GatewayRole | None = None

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from gpubroker_server.broker.cycle_timing import CycleTimer
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import Tenure
@@ -47,15 +46,15 @@ class Committer:
         ticks: ReadTicks,
         store: TaskStore,
         dispatcher: Dispatcher,
-        timer: CycleTimer,
+        wake: Callable[[], None],
         hear: Callable[[Sequence[Report]], None],
     ) -> None:
-        """`hear` receives reports about starts that could not be sent."""
+        """`wake` asks for another cycle; `hear` receives reports about starts that could not be sent."""
         self._tenure = tenure
         self._ticks = ticks
         self._store = store
         self._dispatcher = dispatcher
-        self._timer = timer
+        self._wake = wake
         self._hear = hear
         self._undispatched: list[Decision] = []
         """Committed, but their orders were not sent yet."""
@@ -78,7 +77,7 @@ class Committer:
         verdicts = [by_id.get(id(decision), COMMITTED) for decision in decisions]
         self._note(decisions, verdicts)
         if CommitVerdict.STALE in verdicts:
-            self._timer.wake()
+            self._wake()
         await self.dispatch()
         if CommitVerdict.UNAVAILABLE in verdicts:
             raise StoreUnavailable("the database went away during a commit")

@@ -3,11 +3,12 @@ upon."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from math import inf
 
 import structlog
 
 from gpubroker_server.broker.commit import COMMITTED, TRIES, Committer, PictureDiverged, rejected
-from gpubroker_server.broker.cycle_timing import CycleTimer
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.observe import Inbox, Observer, without_values
 from gpubroker_server.broker.planner import Planner
@@ -31,6 +32,13 @@ from gpubroker_server.ports.store import (
 )
 
 log = structlog.get_logger("gpubroker.broker")
+
+TICK_SECONDS = 0.25
+"""Cycles begin at least so often, for deadlines and due retries."""
+
+PACE_SECONDS = 0.005
+"""Cycles begin at least so far apart, so that what arrives together shares one plan and two commits. After a
+quiet moment the first one begins at once."""
 
 STORE_RETRY_SECONDS = 1.0
 """Pause after the database could not be reached."""
@@ -68,8 +76,8 @@ class Leader:
         self._clock = clock
         self._inbox = Inbox()
         self._timer = CycleTimer()
-        self._commits = Committer(tenure, ticks, store, dispatcher, self._timer, self._inbox.put)
-        self.planner = Planner(world, policy, clock, self._commits, self._timer)
+        self._commits = Committer(tenure, ticks, store, dispatcher, self._timer.wake, self._inbox.put)
+        self.planner = Planner(world, policy, clock, self._commits, self._timer.wake)
         self._is_winding_up = False
         self._wound_up = asyncio.Event()
 
@@ -217,8 +225,41 @@ class Leader:
         awaited = self._world.awaited
         if awaited.unknown:
             asked = sorted(awaited.unknown)[:MOST_ENDS_ASKED]
-            stands = await self._store.stands(asked)
+            stands = await self._store.states(asked)
             awaited.learn(asked, {task: TaskEnd(at.state, at.failed_by) for task, at in stands.items()})
         while decisions := settle_dependencies(self._world.awaited, self._world.tasks, self._clock.now()):
             if set(await self._commits.carry_out(decisions)) != {COMMITTED}:
                 return
+
+
+class CycleTimer:
+    """New tasks and requests wait for each other, but not for reports of runs that have begun."""
+
+    def __init__(self) -> None:
+        self._woken = asyncio.Event()
+        self._is_urgent = asyncio.Event()
+        self._began_at = -inf
+        self._urgent_at = -inf
+        """When the last urgent cycle began."""
+
+    def wake(self, *, urgent: bool = False) -> None:
+        """There is something to do. `urgent`: a client waits for the next plan."""
+        self._woken.set()
+        if urgent:
+            self._is_urgent.set()
+
+    async def next(self) -> None:
+        """Returns when a cycle shall begin. A later `wake` is for the next one."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TICK_SECONDS):
+                await self._woken.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._began_at + PACE_SECONDS):
+                await self._is_urgent.wait()
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._urgent_at + PACE_SECONDS - loop.time()))
+        self._began_at = loop.time()
+        if self._is_urgent.is_set():
+            self._urgent_at = self._began_at
+        self._woken.clear()
+        self._is_urgent.clear()

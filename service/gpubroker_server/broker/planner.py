@@ -7,7 +7,6 @@ from math import inf
 import structlog
 
 from gpubroker_server.broker.commit import COMMITTED, Committer
-from gpubroker_server.broker.cycle_timing import CycleTimer
 from gpubroker_server.core.domain.interval import Pace
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Seconds
@@ -36,13 +35,13 @@ class Planner:
     """Of one term."""
 
     def __init__(
-        self, world: World, policy: Policy, clock: Clock, commits: Committer, timer: CycleTimer
+        self, world: World, policy: Policy, clock: Clock, commits: Committer, wake: Callable[[], None]
     ) -> None:
         self._world = world
         self._policy = policy
         self._clock = clock
         self._commits = commits
-        self._timer = timer
+        self._wake = wake
         self._cache = PlanCache()
         self._consolidation = Consolidation()
         self.foresight = Foresight()
@@ -104,6 +103,6 @@ class Planner:
         until = loop.time() + most_seconds
         while self.foresight.go_on(self._world, self._policy, now):
             if loop.time() >= until:
-                self._timer.wake()
+                self._wake()
                 return
             await asyncio.sleep(0)

@@ -86,7 +86,7 @@ class TaskRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class StoredState:
     """The state of a task that others may depend on."""
 
     tenant: str
@@ -251,7 +251,7 @@ class TaskStore(ObjectRows, Protocol):
 
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]: ...
 
-    async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, "Stand"]:
+    async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, "StoredState"]:
         """Without those that have no record."""
         ...
 

@@ -32,9 +32,9 @@ from gpubroker_server.ports.store import (
     RunSpec,
     Snapshot,
     StaleTerm,
-    Stand,
     StoredCheckpoint,
     StoredResult,
+    StoredState,
     Submission,
     SubmitOutcome,
     SubmitVerdict,
@@ -330,9 +330,9 @@ class MemoryStore(TokensAndObjects):
         has_result = outcome.result is not None or outcome.result_digest is not None
         return TaskRecord(task, self._specs[task.id], failure, has_result)
 
-    async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:
+    async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, StoredState]:
         rows = (self._tasks[task] for task in tasks if task in self._tasks)
-        return {row.id: Stand(row.tenant, row.state, row.failed_by) for row in rows}
+        return {row.id: StoredState(row.tenant, row.state, row.failed_by) for row in rows}
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
         return {task: self._specs[task] for task in tasks if task in self._specs}

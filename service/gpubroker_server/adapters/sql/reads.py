@@ -43,9 +43,9 @@ from gpubroker_server.ports.store import (
     KnownKey,
     RunSpec,
     Snapshot,
-    Stand,
     StoredCheckpoint,
     StoredResult,
+    StoredState,
     StoreUnavailable,
     TaskFilter,
     TaskRecord,
@@ -194,11 +194,11 @@ class SqlReads:
         found = await self._rows(_ONE_RECORD, {"task": task})
         return _record_of(found[0]) if found else None
 
-    async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:
+    async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, StoredState]:
         query = select(_task.c.id, _task.c.tenant, _task.c.state, _task.c.failed_by)
         found = await self._rows(query.where(_task.c.id.in_(tasks))) if tasks else ()
         return {
-            TaskId(row["id"]): Stand(row["tenant"], TaskState(row["state"]), row["failed_by"])
+            TaskId(row["id"]): StoredState(row["tenant"], TaskState(row["state"]), row["failed_by"])
             for row in found
         }
 

@@ -8,6 +8,7 @@ from asyncio import AbstractEventLoop, Future
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -168,7 +169,7 @@ class Writer:
         while groups:
             group = groups.popleft()
             try:
-                written = self._transact(group)
+                written = self._transact(partial(self._write_group, group), self._read_back)
             except StoreUnavailable as error:
                 for unit in (*group, *(unit for later in groups for unit in later)):
                     unit.on_failed(error)
@@ -256,16 +257,17 @@ class Writer:
         group[0].on_failed(error)
         return []
 
-    def _transact(self, units: Sequence[Unit]) -> list[Event]:
-        """One transaction, repeated after errors of the connection and collisions."""
+    def _transact(self, act: Callable[[], T], recover: Callable[[CommitUnknown], T | None]) -> T:
+        """One transaction, repeated after errors of the connection and collisions. `recover` returns what an
+        unknown commit has done; None if it is to be repeated."""
         for _ in range(_TRIES):
             try:
-                return write_group(self._session, units, self._usage_half_life_seconds)
+                return act()
             except ConnectionLost:
                 self._session.reconnect()
             except CommitUnknown as unknown:
-                if not unknown.events or self._was_committed(unknown.events[0]):
-                    return list(unknown.events)
+                if (done := recover(unknown)) is not None:
+                    return done
             except Collided:
                 self._session.rollback()
                 self._closing.wait(_BACKOFF_SECONDS)
@@ -273,6 +275,14 @@ class Writer:
                 self._session.rollback()
                 raise
         raise StoreUnavailable(_BROKEN_OFF)
+
+    def _write_group(self, units: Sequence[Unit]) -> list[Event]:
+        return write_group(self._session, units, self._usage_half_life_seconds)
+
+    def _read_back(self, unknown: CommitUnknown) -> list[Event] | None:
+        if not unknown.events or self._was_committed(unknown.events[0]):
+            return list(unknown.events)
+        return None
 
     def _was_committed(self, first: Event) -> bool:
         """Read an unknown commit back."""
@@ -307,27 +317,19 @@ class Writer:
         self._answer((), refused)
 
     def _run_alone(self, act: Callable[[Session], Any]) -> Any:
-        """A transaction of its own. It is idempotent, so a lost commit is repeated."""
-        for _ in range(_TRIES):
-            try:
-                self._session.begin()
-                answer = act(self._session)
-                self._session.take_positions(0)
-                self._session.commit()
-            except (ConnectionLost, CommitUnknown):
-                try:
-                    self._session.reconnect()
-                except StoreUnavailable as error:
-                    return error
-            except Collided:
-                self._session.rollback()
-                self._closing.wait(_BACKOFF_SECONDS)
-            except Exception as error:
-                self._session.rollback()
-                return error
-            else:
-                return answer
-        return StoreUnavailable(_BROKEN_OFF)
+        """A transaction of its own. It is idempotent, so an unknown commit is repeated."""
+
+        def transaction() -> Any:
+            self._session.begin()
+            answer = act(self._session)
+            self._session.take_positions(0)
+            self._session.commit()
+            return answer
+
+        try:
+            return self._transact(transaction, lambda _unknown: self._session.reconnect())
+        except Exception as error:
+            return error
 
 
 def _readable(rows: Found) -> list[Event]:

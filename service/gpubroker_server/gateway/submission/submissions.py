@@ -31,7 +31,7 @@ from gpubroker_server.ports.store import (
     BlobStore,
     Clock,
     RunSpec,
-    Stand,
+    StoredState,
     Submission,
     SubmitVerdict,
     TaskRecord,
@@ -88,7 +88,7 @@ class Submissions:
         return self.task_of(body, tenant, self.ids.task(now), stands, now)
 
     def task_of(
-        self, body: SubmitTask, tenant: str, id: TaskId, stands: Mapping[TaskId, Stand], now: Instant
+        self, body: SubmitTask, tenant: str, id: TaskId, stands: Mapping[TaskId, StoredState], now: Instant
     ) -> PreparedTask:
         """As `new_task`. `stands`: the states of the tasks that it runs after, as far as they exist."""
         self.permissions.check_stream(body.stream)

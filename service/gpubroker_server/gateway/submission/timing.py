@@ -14,7 +14,7 @@ from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.ids import is_task_id
 from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.ports.store import Stand, TaskStore
+from gpubroker_server.ports.store import StoredState, TaskStore
 
 DAY_SECONDS = 24 * 3600
 YEAR_SECONDS = 366 * DAY_SECONDS
@@ -204,13 +204,13 @@ def _ahead(name: str, time: datetime | None, now: Instant, faults: list[Fault]) 
     return at
 
 
-async def stands_for(store: TaskStore, body: Timed) -> Mapping[TaskId, Stand]:
+async def stands_for(store: TaskStore, body: Timed) -> Mapping[TaskId, StoredState]:
     """The states of the tasks that it runs after, as far as they exist."""
     ids = {TaskId(wanted.task) for wanted in body.after if is_task_id(wanted.task)}
-    return await store.stands(sorted(ids)) if ids else {}
+    return await store.states(sorted(ids)) if ids else {}
 
 
-def dependencies_of(body: Timed, stands: Mapping[TaskId, Stand], tenant: str) -> tuple[Dependency, ...]:
+def dependencies_of(body: Timed, stands: Mapping[TaskId, StoredState], tenant: str) -> tuple[Dependency, ...]:
     """Raises Problem for a task that the tenant does not have, and for one that is named twice.
 
     Whether a dependency has ended is not checked: the leader does that when the new task is committed.

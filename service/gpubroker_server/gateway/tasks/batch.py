@@ -37,7 +37,7 @@ from gpubroker_server.gateway.tasks.run_text import (
     is_split_at_run,
     split_at_run,
 )
-from gpubroker_server.ports.store import BatchSubmission, Stand, Submission, SubmitVerdict
+from gpubroker_server.ports.store import BatchSubmission, StoredState, Submission, SubmitVerdict
 
 resource = Resource("tasks")
 
@@ -194,7 +194,7 @@ class BatchTasks:
         self._prototypes: dict[Surroundings, _Prototype] = {}
         self._last: tuple[Surroundings, Submission] | None = None
         """The surroundings of the last task's run, and their prototype."""
-        self._stands: dict[TaskId, Stand] = {}
+        self._stands: dict[TaskId, StoredState] = {}
 
     async def make(self, texts: Sequence[bytes], *, has_dependencies: bool) -> list[Submission | Problem]:
         """What to store of each task, or why it is refused. Large arguments are objects by then."""
@@ -217,7 +217,7 @@ class BatchTasks:
         named = sorted({id for text in texts if b"after" in text for id in _TASK_IDS.findall(text)})
         ids = [TaskId(id.decode()) for id in named]
         for start in range(0, len(ids), MAX_STANDS):
-            self._stands |= await self._submissions.store.stands(ids[start : start + MAX_STANDS])
+            self._stands |= await self._submissions.store.states(ids[start : start + MAX_STANDS])
 
     def _as_the_last(self, text: bytes, id: TaskId) -> Submission | None:
         """If it calls the same entrypoint as the task before it, and differs in nothing else."""
