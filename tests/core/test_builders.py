@@ -17,7 +17,7 @@ def test_a_holding_counts_on_its_device_and_on_its_node():
     check_ledger(world)
 
 
-def test_a_run_that_lets_go_is_pending_again_and_its_memory_is_free():
+def test_a_preempted_run_is_pending_again_and_its_memory_is_free():
     world = a_world(holding(a_task("low", gpu_mb=60 * GIB), "gpu0"))
     let_go(world, "low")
     assert world.tasks["low"].state is TaskState.PENDING

@@ -330,7 +330,7 @@ def test_many_long_courses_keep_every_rule_and_every_task_ends(course: type[Cour
     run_state_machine_as_test(course, settings=every)
 
 
-def test_who_gives_way_to_a_forecast_passes_who_does_not():
+def test_a_task_that_ends_before_a_forecast_passes_one_that_does_not():
     """Of two that ask for the same, the more urgent could not be stopped for the one that is to start."""
     ground = Ground(a_world(a_device(mb=80)), Policy(), NOW)
     ground.submit(a_task("runs", gpu_mb=60, priority=65, expected_seconds=100.0))

@@ -85,6 +85,6 @@ def _with_leases(decision: Decision, old: LeaseState, new: LeaseState) -> Decisi
         (claimed_under_an_old_fence, "each claim has the next fence"),
     ],
 )
-def test_a_broken_rule_is_seen(tamper: Callable[[Decision], Decision], rule: str) -> None:
+def test_a_broken_rule_is_detected(tamper: Callable[[Decision], Decision], rule: str) -> None:
     with pytest.raises(Violation, match=rule):
         replay(1, 3.0, tamper)

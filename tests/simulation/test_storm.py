@@ -26,7 +26,7 @@ def test_the_same_seed_is_the_same_storm() -> None:
     assert storm(11, 40) == storm(11, 40)
 
 
-def test_a_process_that_goes_on_though_it_was_stopped_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_goes_on_after_its_stop_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     lead = LeaderCandidate._lead
 
     async def goes_on(self: LeaderCandidate, tenure: Tenure) -> None:

@@ -87,7 +87,7 @@ STOPPED_ON_AND_ON = [
     preemption=st.booleans(),
 )
 @settings(max_examples=12)
-def test_nobody_starves_within_a_band(
+def test_no_task_starves_within_a_band(
     waits: dict[str, Any],
     priority: int,
     coming: list[dict[str, Any]],

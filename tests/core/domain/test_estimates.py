@@ -32,7 +32,7 @@ def test_a_higher_share_never_has_a_lower_quantile(values: list[float], one: flo
 
 
 @given(st.permutations([1.0, 5.0, 5.0, 90.0, 4000.0]))
-def test_the_order_in_which_values_came_does_not_matter(values: list[float]) -> None:
+def test_the_order_of_the_values_does_not_matter(values: list[float]) -> None:
     assert a_sketch(values) == a_sketch(sorted(values))
 
 
@@ -41,13 +41,13 @@ def test_without_a_value_there_is_no_quantile() -> None:
     assert Sketch().n == 0
 
 
-def test_zero_and_less_count_as_hardly_anything() -> None:
+def test_zero_and_negative_values_count_as_the_smallest_value() -> None:
     smallest = a_sketch([0.0, -3.0]).quantile(1.0)
     assert smallest is not None
     assert 0 < smallest < 0.0011
 
 
-def test_what_runs_did_lately_counts_more_than_what_they_did_once() -> None:
+def test_recent_runs_count_more_than_old_ones() -> None:
     once = a_sketch([100.0] * MOST_COUNTED)
     lately = once
     for _ in range(2 * MOST_COUNTED):
@@ -61,6 +61,6 @@ def test_what_runs_did_lately_counts_more_than_what_they_did_once() -> None:
     assert isclose(oldest, 100.0, rel_tol=RELATIVE_ERROR), "the past fades, it is not cut off"
 
 
-def test_it_takes_few_counts_for_a_wide_range() -> None:
+def test_a_wide_range_of_values_needs_few_counts() -> None:
     sketch = a_sketch(float(size) for size in range(1, 900))
     assert len(sketch.counts) < 180

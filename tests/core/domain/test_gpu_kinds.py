@@ -28,6 +28,6 @@ def test_a_kind_is_found_by_whole_words_only():
     assert kind_of("NVIDIA L40S", SHIPPED_KINDS) is None
 
 
-def test_the_name_that_says_most_wins():
+def test_the_longest_matching_kind_wins():
     kinds = (GpuKind("H100", 2000), GpuKind("H100 80GB", 2100))
     assert kind_of("NVIDIA H100 80GB HBM3", kinds) == kinds[1]

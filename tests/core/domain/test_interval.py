@@ -2,7 +2,7 @@ from gpubroker_server.core.domain.interval import Pace
 from gpubroker_server.core.domain.units import Instant, Seconds
 
 
-def test_it_is_due_at_first_and_then_every_so_many_seconds():
+def test_work_is_due_at_first_and_then_once_per_interval():
     pace = Pace(Seconds(5.0))
     assert pace.is_due(Instant(100.0))
     pace.done(Instant(100.0))

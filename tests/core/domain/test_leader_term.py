@@ -23,19 +23,19 @@ def a_tenure(asked_at: float = 100.0) -> Tenure:
     return Tenure(Term(4), RULES.trusted_until(Ticks(asked_at)))
 
 
-def test_a_term_is_counted_on_from_when_it_was_asked_for_and_less_than_others_wait() -> None:
+def test_a_term_counts_from_when_it_was_asked_for_and_ends_before_others_may_take_it() -> None:
     tenure = a_tenure(asked_at=100.0)
     assert not tenure.is_over(Ticks(102.24))
     assert tenure.is_over(Ticks(102.25))
     assert tenure.until < 100.0 + RULES.ttl_seconds
 
 
-def test_there_is_time_for_a_second_renewal_before_a_term_is_over() -> None:
+def test_there_is_time_for_a_second_renewal_before_a_term_ends() -> None:
     rules = TenureRules()
     assert rules.trusted_until(Ticks(0.0)) >= 2 * rules.renew_seconds
 
 
-def test_the_next_renewal_is_due_so_long_after_the_last_was_asked_for_however_late_it_was_granted() -> None:
+def test_the_next_renewal_is_counted_from_the_last_request_and_not_from_its_answer() -> None:
     assert RULES.renew_at(a_tenure(asked_at=100.0).until) == 101.0
 
 
@@ -48,7 +48,7 @@ def test_a_term_that_was_over_once_stays_over_whatever_is_granted_later() -> Non
     assert tenure.until < 0
 
 
-def test_a_renewal_extends_a_term_and_one_that_was_overtaken_does_not_shorten_it() -> None:
+def test_a_renewal_extends_a_term_and_an_out_of_order_one_does_not_shorten_it() -> None:
     tenure = a_tenure()
     tenure.extend(Ticks(110.0))
     tenure.extend(Ticks(105.0))
@@ -75,7 +75,7 @@ def test_a_candidate_takes_over_when_the_lease_is_past_by_the_databases_clock() 
 
 
 @pytest.mark.parametrize(("seconds", "may_take"), [(3.0, False), (3.1, True)])
-def test_a_candidate_takes_over_when_nothing_was_renewed_though_the_databases_clock_was_set_back(
+def test_a_candidate_takes_over_without_renewals_even_if_the_databases_clock_was_set_back(
     seconds: float, may_take: bool
 ) -> None:
     row = replace(ROW, at=Instant(NOW - 3600.0))
@@ -83,7 +83,7 @@ def test_a_candidate_takes_over_when_nothing_was_renewed_though_the_databases_cl
     assert watched.may_take(Ticks(seconds), RULES) is may_take
 
 
-def test_where_a_lock_keeps_others_out_a_term_lasts_until_it_is_let_go() -> None:
+def test_with_an_exclusive_lock_a_term_lasts_until_the_process_ends() -> None:
     row = replace(ROW, lease_until=Instant(NOW + UNTIL_PROCESS_EXIT.ttl_seconds))
     assert not ObservedLeader(row, Ticks(0.0)).may_take(Ticks(1e6), UNTIL_PROCESS_EXIT)
     assert ObservedLeader(replace(row, lease_until=Instant(0.0)), Ticks(0.0)).may_take(Ticks(0.0), RULES)

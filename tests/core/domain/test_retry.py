@@ -12,6 +12,6 @@ def test_each_failure_doubles_the_wait_up_to_the_cap(failures: int, delay: float
     assert next_retry_at(failures, NOW, Policy()) == NOW + delay
 
 
-def test_a_hundred_failures_wait_the_cap_and_not_for_ever() -> None:
+def test_a_hundred_failures_wait_no_longer_than_the_cap() -> None:
     steep = Policy(retry_factor=10_000.0, retry_cap_seconds=Seconds(60.0))
     assert next_retry_at(100, NOW, steep) == NOW + 60.0

@@ -5,7 +5,7 @@ from gpubroker_server.core.domain.submission import BatchSubmission, RunSpec, Su
 from tests.builders import a_task
 
 
-def test_a_batch_goes_by_its_first_task() -> None:
+def test_a_batch_is_named_by_its_first_task() -> None:
     tasks = [a_task("t1", tenant="lab"), a_task("t2", tenant="lab")]
     batch = BatchSubmission([Submission(task, RunSpec("entrypoint")) for task in tasks])
     assert (batch.first, batch.tenant) == ("t1", "lab")

@@ -137,7 +137,7 @@ def test_a_running_task_takes_a_new_priority_but_no_hold() -> None:
     assert (the(world).priority, the(world).held, the(world).state) == (30, False, TaskState.RUNNING)
 
 
-def test_a_time_to_wait_is_counted_anew_and_can_be_taken_away() -> None:
+def test_a_new_time_limit_to_wait_counts_from_now_and_can_be_removed() -> None:
     world = a_world(a_task())
     ask(world, "change", queue_ttl_seconds=60.0)
     assert (the(world).queue_ttl_seconds, world.expiring) == (60.0, {"task": LATER + 60.0})
@@ -148,20 +148,20 @@ def test_a_time_to_wait_is_counted_anew_and_can_be_taken_away() -> None:
     assert (the(world).expires_at, world.expiring, TaskId("task") in world.queue) == (None, {}, True)
 
 
-def test_a_start_that_has_passed_is_none_and_what_is_so_already_writes_nothing() -> None:
+def test_a_past_start_time_is_removed_and_an_unchanged_one_writes_nothing() -> None:
     world = a_world(a_task(not_before=Instant(LATER + 50.0)))
     ask(world, "change", not_before=NOW - 1.0)
     assert the(world).not_before is None
     assert ask(world, "change", not_before=None, deadline_at=None).tasks == ()
 
 
-def test_the_time_to_wait_of_a_task_that_awaits_others_begins_at_their_end() -> None:
+def test_the_time_limit_to_wait_of_a_dependent_begins_when_its_dependencies_end() -> None:
     world = a_world(a_task(awaits=True, after=(Dependency(TaskId("other")),)))
     ask(world, "change", queue_ttl_seconds=60.0)
     assert (the(world).queue_ttl_seconds, the(world).expires_at, world.expiring) == (60.0, None, {})
 
 
-def test_a_task_that_is_put_off_gives_back_what_was_kept_for_it() -> None:
+def test_a_delayed_task_gives_back_its_pledges() -> None:
     world = a_world(a_task("low", priority=10), a_task(priority=80, gpu_mb=8 * GIB))
     world.add_pledge(a_pledge(the(world), "gpu0", 8 * GIB))
     assert ask(world, "change", deadline_at=LATER + 60.0).pledges == ()
@@ -173,7 +173,7 @@ def test_the_times_of_a_run_are_not_changed() -> None:
     assert ask(world, "change", deadline_at=LATER + 60.0, queue_ttl_seconds=5.0).tasks == ()
 
 
-def test_a_held_task_stands_aside_until_it_is_let_go() -> None:
+def test_a_held_task_stays_out_of_the_queue_until_it_is_released() -> None:
     world = a_world(a_task())
     ask(world, "change", held=True)
     assert world.queue.held == {"task"}
@@ -196,6 +196,6 @@ def test_a_preemptor_that_is_raised_keeps_its_pledges() -> None:
     assert ask(world, "change", priority=90).pledges == ()
 
 
-def test_a_change_to_what_already_is_writes_no_row() -> None:
+def test_a_change_to_the_current_value_writes_no_row() -> None:
     world = a_world(a_task(priority=50))
     assert ask(world, "change", priority=50, held=False).tasks == ()

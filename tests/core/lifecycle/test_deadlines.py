@@ -164,7 +164,7 @@ def test_a_run_that_has_not_started_uses_up_none_of_its_limit() -> None:
     assert due(world, NOW, POLICY, watched(NOW)) == []
 
 
-def test_a_run_of_which_nobody_heard_that_it_began_ends_at_its_limit_after_the_latest_start() -> None:
+def test_a_run_without_a_reported_start_ends_at_its_limit_after_the_latest_start() -> None:
     hung = holding(a_task(timeout_seconds=1.0), node="n1", state=TaskState.ADMITTED)
     latest_start_at = hung.task.admitted_at + POLICY.gang_start_seconds
     world = a_world(a_node(), hung)
@@ -200,7 +200,7 @@ def test_a_kill_is_sent_again_every_few_seconds_however_often_the_leader_looks()
         (StopReason.TIMEOUT, TaskState.FAILED),
     ],
 )
-def test_a_run_nobody_confirms_lets_its_task_go_and_keeps_its_memory(
+def test_the_task_of_an_unconfirmed_run_moves_on_and_its_memory_does_not(
     reason: StopReason, state: TaskState
 ) -> None:
     world = a_world(stopping(reason=reason))
@@ -213,7 +213,7 @@ def test_a_run_nobody_confirms_lets_its_task_go_and_keeps_its_memory(
     assert sum(book.held_mb() for book in world.books.values()) == 8 * GIB
 
 
-def test_a_preempted_run_nobody_confirms_comes_back_as_preempted_and_not_as_failed() -> None:
+def test_an_unconfirmed_preempted_run_is_requeued_as_preempted() -> None:
     world = a_world(stopping(preemptions=2, failures=1))
     now = Instant(NOW + POLICY.kill_patience_seconds)
     (decision,) = due(world, now, POLICY, watched(now))
@@ -236,7 +236,7 @@ def test_a_leader_that_slept_gives_every_run_the_whole_patience_again() -> None:
     ]
 
 
-def test_a_new_leader_gives_up_nobody_at_its_first_look() -> None:
+def test_a_new_leader_gives_up_no_run_at_its_first_look() -> None:
     late = Instant(NOW + 3600.0)
     preemptor = a_task("high", gpu_mb=8 * GIB)
     world = a_world(stopping(freeing_for="high"), preemptor, a_pledge(preemptor, "gpu0", 8 * GIB))
@@ -369,7 +369,7 @@ def test_a_pledge_does_not_outlive_a_victim_that_finished_and_stays() -> None:
     assert world.pledges == {}
 
 
-def test_a_process_that_stays_after_its_runs_end_keeps_nobody_waiting_for_ever() -> None:
+def test_a_process_that_stays_after_its_runs_end_blocks_no_task_for_ever() -> None:
     world = after_its_end()
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1")
     world.add_task(low.task)

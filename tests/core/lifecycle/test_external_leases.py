@@ -115,7 +115,7 @@ def leases(world: World) -> list[tuple[HolderKind, LeaseState]]:
     return [(lease.holder_kind, lease.state) for claim in world.leases.values() for lease in claim.values()]
 
 
-def test_it_has_its_memory_from_its_admission_on_and_its_whole_time_from_then() -> None:
+def test_an_external_lease_holds_memory_from_its_admission_and_its_time_counts_from_then() -> None:
     world = a_world()
     submit(world, an_asking())
     [decision] = plan(world, 20.0)
@@ -126,7 +126,7 @@ def test_it_has_its_memory_from_its_admission_on_and_its_whole_time_from_then() 
     assert leases(world) == [(HolderKind.EXTERNAL, LeaseState.HELD)]
 
 
-def test_the_agent_is_told_which_process_has_the_memory() -> None:
+def test_the_agent_gets_an_order_to_watch_the_holders_process() -> None:
     world = a_world()
     submit(world, an_asking(pid=PID))
     [decision] = plan(world)
@@ -136,7 +136,7 @@ def test_the_agent_is_told_which_process_has_the_memory() -> None:
     )
 
 
-def test_it_waits_in_the_one_queue() -> None:
+def test_an_external_lease_waits_in_the_same_queue() -> None:
     world = held()
     submit(world, an_asking("second"))
     assert plan(world) == []
@@ -145,7 +145,7 @@ def test_it_waits_in_the_one_queue() -> None:
     assert the(world, "second").state is TaskState.RUNNING
 
 
-def test_a_renewal_moves_its_deadline() -> None:
+def test_a_renewal_extends_the_deadline() -> None:
     world = held()
     ask(world, "renew", 50.0)
     assert the(world).deadline_at == at(50 + TTL)
@@ -154,7 +154,7 @@ def test_a_renewal_moves_its_deadline() -> None:
     assert pass_time(world, 100.0) == []
 
 
-def test_one_that_waits_is_renewed_too_and_expires_if_it_is_not() -> None:
+def test_a_pending_lease_is_renewed_too_and_expires_otherwise() -> None:
     world = held()
     submit(world, an_asking("second"))
     ask(world, "renew", 40.0, "second")
@@ -168,7 +168,7 @@ def test_one_that_waits_is_renewed_too_and_expires_if_it_is_not() -> None:
 
 
 @pytest.mark.parametrize("pid", [None, PID])
-def test_its_word_frees_its_memory_at_once(pid: int | None) -> None:
+def test_a_release_by_the_holder_frees_its_memory_at_once(pid: int | None) -> None:
     world = held(pid=pid)
     decision = ask(world, "release", 5.0)
     assert decision.outcome is not None
@@ -179,7 +179,7 @@ def test_its_word_frees_its_memory_at_once(pid: int | None) -> None:
     assert (world.leases, world.tasks) == ({}, {})
 
 
-def test_one_that_no_longer_wants_to_wait_is_cancelled() -> None:
+def test_releasing_a_pending_lease_cancels_it() -> None:
     world = held()
     submit(world, an_asking("second"))
     assert ask(world, "release", task="second").tasks[0].task.state is TaskState.CANCELLED
@@ -193,7 +193,7 @@ def test_a_release_of_a_task_that_is_started_here_changes_nothing() -> None:
     assert ask(world, "renew", task="task").tasks == ()
 
 
-def test_it_is_asked_to_leave_for_a_higher_priority_and_its_release_makes_room() -> None:
+def test_a_holder_is_asked_to_leave_for_a_higher_priority_and_its_release_makes_room() -> None:
     world = held(priority=20)
     submit(world, a_task("high", priority=80, gpu_mb=60 * GIB))
     [decision] = plan(world, 5.0)
@@ -211,7 +211,7 @@ def test_it_is_asked_to_leave_for_a_higher_priority_and_its_release_makes_room()
     assert LEASE not in world.tasks
 
 
-def test_one_that_stays_is_quarantined_and_never_comes_back() -> None:
+def test_a_holder_that_stays_is_quarantined_and_never_requeued() -> None:
     world = held(priority=20)
     submit(world, a_task("high", priority=80, gpu_mb=60 * GIB))
     plan(world, 5.0)
@@ -223,7 +223,7 @@ def test_one_that_stays_is_quarantined_and_never_comes_back() -> None:
     assert plan(world, 60.0) == []
 
 
-def test_one_that_is_not_renewed_is_asked_to_leave_and_then_quarantined_until_its_word() -> None:
+def test_a_lease_without_renewal_is_asked_to_leave_and_quarantined_until_its_release() -> None:
     world = held()
     [notice] = pass_time(world, TTL)
     assert (the(world).stop_reason, the(world).stop_deadline_at) == (StopReason.DEADLINE, at(70))
@@ -240,7 +240,7 @@ def test_one_that_is_not_renewed_is_asked_to_leave_and_then_quarantined_until_it
     assert (world.leases, world.tasks) == ({}, {})
 
 
-def test_a_cancel_asks_it_to_leave() -> None:
+def test_a_cancel_asks_the_holder_to_leave() -> None:
     world = held()
     decision = ask(world, "cancel")
     assert (decision.orders, the(world).stop_reason) == ((), StopReason.CANCEL)
@@ -248,7 +248,7 @@ def test_a_cancel_asks_it_to_leave() -> None:
     assert the(world).state is TaskState.CANCELLED
 
 
-def test_it_ends_with_its_process() -> None:
+def test_a_lease_ends_with_the_holders_process() -> None:
     world = held(pid=PID)
     [decision] = hear(world, Gone(LEASE, Fence(1), at(3), "process_absent"), seconds=3.0)
     assert decision.tasks[0].task.state is TaskState.FAILED
@@ -259,14 +259,14 @@ def test_it_ends_with_its_process() -> None:
     assert (world.leases, world.tasks) == ({}, {})
 
 
-def test_a_process_that_ends_after_notice_has_left_as_it_was_asked_to() -> None:
+def test_a_holder_whose_process_ends_after_notice_has_succeeded() -> None:
     world = held(pid=PID)
     ask(world, "cancel")
     [decision] = hear(world, Gone(LEASE, Fence(1), at(3), "process_absent"), seconds=3.0)
     assert decision.tasks[0].task.state is TaskState.SUCCEEDED
 
 
-def test_the_end_of_its_process_ends_its_quarantine() -> None:
+def test_the_end_of_the_holders_process_ends_its_quarantine() -> None:
     world = held(pid=PID)
     pass_time(world, TTL)
     pass_time(world, 100.0)
@@ -284,7 +284,7 @@ def test_what_an_agent_does_not_know_is_no_proof(proof: str) -> None:
     assert leases(world) == [(HolderKind.EXTERNAL, LeaseState.HELD)]
 
 
-def test_a_node_that_is_lost_takes_nothing_from_it() -> None:
+def test_an_external_lease_survives_the_loss_of_its_node() -> None:
     world = held(pid=PID)
     decisions = hear(world, NodeLost(NodeName("n1"), "n1-1", at(3), "dead"))
     assert [decision.subject for decision in decisions] == ["n1"]
@@ -294,7 +294,7 @@ def test_a_node_that_is_lost_takes_nothing_from_it() -> None:
     )
 
 
-def test_one_on_a_lost_node_stops_nobodys_clock() -> None:
+def test_an_external_lease_on_a_lost_node_does_not_stop_other_deadlines() -> None:
     late = holding(a_task("late", gpu_mb=GIB, timeout_seconds=Seconds(10.0)), "n2/gpu0")
     world = a_world(a_node("n1"), a_device("gpu0", "n1"), a_node("n2"), a_device("gpu0", "n2"), late)
     submit(world, an_asking())
@@ -307,7 +307,7 @@ def test_one_on_a_lost_node_stops_nobodys_clock() -> None:
     assert world.tasks[LEASE].state is TaskState.STOPPING
 
 
-def test_a_leader_that_was_away_gives_it_its_whole_time_to_be_renewed() -> None:
+def test_a_leader_that_was_away_gives_the_holder_its_whole_time_to_renew() -> None:
     world = a_world(a_device())
     submit(world, an_asking())
     plan(world)
@@ -317,7 +317,7 @@ def test_a_leader_that_was_away_gives_it_its_whole_time_to_be_renewed() -> None:
     assert decision.tasks[0].task.stop_reason is StopReason.DEADLINE
 
 
-def test_an_agent_that_does_not_watch_its_process_is_told_again() -> None:
+def test_an_agent_that_does_not_watch_the_process_gets_the_order_again() -> None:
     world = held(pid=PID)
     [watch] = announce(world, incarnation="n1-2")
     assert isinstance(watch, WatchOrder)
@@ -326,7 +326,7 @@ def test_an_agent_that_does_not_watch_its_process_is_told_again() -> None:
     assert the(world).state is TaskState.RUNNING
 
 
-def test_its_process_is_watched_while_its_memory_is_quarantined() -> None:
+def test_the_process_is_watched_while_its_lease_is_quarantined() -> None:
     world = held(pid=PID)
     pass_time(world, TTL)
     pass_time(world, 100.0)
@@ -335,19 +335,19 @@ def test_its_process_is_watched_while_its_memory_is_quarantined() -> None:
 
 
 @pytest.mark.parametrize("pid", [None, PID])
-def test_nobody_holds_anything_on_a_machine_that_was_started_anew(pid: int | None) -> None:
+def test_a_reboot_ends_external_leases(pid: int | None) -> None:
     world = held(pid=pid)
     announce(world, incarnation="n1-2", boot_id="another")
     assert (world.leases, world.tasks) == ({}, {})
 
 
-def test_one_without_a_process_is_nothing_to_its_agent() -> None:
+def test_a_holder_without_a_process_is_not_watched() -> None:
     world = held()
     assert announce(world, incarnation="n1-2") == []
     assert the(world).state is TaskState.RUNNING
 
 
-def test_what_its_process_uses_is_not_counted_again_as_a_strangers() -> None:
+def test_use_by_the_holders_process_does_not_count_as_foreign() -> None:
     world = held(pid=PID)
     [book] = world.books.values()
     before = book.free_mb()
@@ -356,7 +356,7 @@ def test_what_its_process_uses_is_not_counted_again_as_a_strangers() -> None:
     assert book.free_mb() == before
 
 
-def test_it_may_name_its_device() -> None:
+def test_an_external_lease_may_name_its_device() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"))
     demand = Demand(gpus=1, gpu_mb=50 * GIB, where=Where(devices=("gpu1",)))
     submit(world, an_asking("one", demand=demand), an_asking("two", demand=demand))
@@ -364,7 +364,7 @@ def test_it_may_name_its_device() -> None:
     assert [lease.device for claim in world.leases.values() for lease in claim.values()] == ["test/n1/gpu1"]
 
 
-def test_a_process_that_is_somebody_elses_ends_the_lease_and_says_so() -> None:
+def test_a_named_process_that_belongs_to_another_holder_ends_the_lease() -> None:
     world = held(pid=PID)
     [decision] = hear(world, Gone(LEASE, Fence(1), at(1.0), "not_your_process"))
     assert decision.outcome is not None

@@ -42,7 +42,7 @@ def time_passes(gang: Agents, seconds: float) -> list[Decision]:
     return decisions
 
 
-def test_a_gang_that_is_not_ready_in_time_gives_its_place_back_and_says_who_was_missing() -> None:
+def test_a_gang_that_is_not_ready_in_time_is_requeued_and_names_the_missing_ranks() -> None:
     gang = admitted()
     gang.tell(gang.started(0), gang.ready(0), gang.ready(2))
     assert not time_passes(gang, 299.0)
@@ -58,7 +58,7 @@ def test_a_gang_that_is_not_ready_in_time_gives_its_place_back_and_says_who_was_
     assert gang.task.not_before == gang.now + 1.0
 
 
-def test_a_rank_that_is_killed_for_it_leaves_the_word_of_who_was_missing() -> None:
+def test_a_rank_killed_at_the_start_limit_does_not_replace_the_failure() -> None:
     gang = admitted()
     gang.tell(gang.started(0))
     time_passes(gang, 300.0)
@@ -107,7 +107,7 @@ def test_a_gang_past_its_limit_has_failed_though_rank_zero_succeeds_in_the_end()
     assert gang.world.finished["default", TaskState.FAILED] == 1
 
 
-def test_ranks_that_nobody_confirms_are_given_up_together() -> None:
+def test_unconfirmed_ranks_are_given_up_together() -> None:
     gang = running()
     gang.tell(gang.ended(1, Ending.FAILED), gang.gone(1))
     kill = time_passes(gang, 30.0)
@@ -119,7 +119,7 @@ def test_ranks_that_nobody_confirms_are_given_up_together() -> None:
     assert not leases(gang)
 
 
-def test_a_rank_that_is_done_and_does_not_go_is_given_up_while_the_others_go_on() -> None:
+def test_an_ended_rank_with_a_lasting_process_is_given_up_while_the_others_go_on() -> None:
     gang = running()
     gang.tell(gang.ended(2))
     time_passes(gang, 10.0)
@@ -137,7 +137,7 @@ def seen(gang: Agents, node: str, *ranks: int, **facts: Any) -> list[Order]:
     return [order for decision in decisions for order in decision.orders]
 
 
-def test_a_leader_that_takes_over_tells_the_ranks_of_a_running_gang_to_begin_again() -> None:
+def test_a_new_leader_repeats_the_go_orders_of_a_running_gang() -> None:
     gang = running()
     orders = seen(gang, "n1", 0, 1)
     assert [(type(order), order.rank) for order in orders] == [(GoOrder, 0), (GoOrder, 1)]

@@ -51,7 +51,7 @@ def test_each_node_counts_the_ranks_that_it_has() -> None:
     assert {name: (one.runs, one.cpu) for name, one in use.items()} == {"n1": (2, 4.0), "n2": (1, 2.0)}
 
 
-def test_nobody_begins_before_the_last_rank_is_ready() -> None:
+def test_no_rank_begins_before_the_last_one_is_ready() -> None:
     gang = admitted()
     assert not gang.tell(*(gang.started(rank) for rank in range(3)), gang.ready(0), gang.ready(2))
     assert gang.task.state is TaskState.ADMITTED
@@ -64,7 +64,7 @@ def test_nobody_begins_before_the_last_rank_is_ready() -> None:
     assert gang.task.started_at == NOW
 
 
-def test_a_rank_that_says_again_that_it_is_ready_is_told_again() -> None:
+def test_a_repeated_ready_gets_the_go_order_again() -> None:
     gang = running()
     [order] = gang.tell(gang.ready(2))
     assert isinstance(order, GoOrder)
@@ -117,7 +117,7 @@ def test_with_retries_left_a_failed_gang_is_pending_again_once_all_ranks_are_gon
     assert task.not_before == NOW + 1.0
 
 
-def test_a_rank_that_goes_without_a_word_fails_the_gang() -> None:
+def test_a_rank_that_ends_without_a_report_fails_the_gang() -> None:
     gang = running()
     outcome = outcome_of(gang, gang.gone(2))
     assert outcome.ending is Ending.LOST
@@ -183,7 +183,7 @@ def test_a_lost_node_quarantines_its_ranks_and_stops_the_others() -> None:
     assert (gang.task.state, gang.task.failures) == (TaskState.PENDING, 0)
 
 
-def test_a_lost_node_whose_ranks_were_done_stops_nobody() -> None:
+def test_a_lost_node_with_finished_ranks_only_does_not_stop_the_gang() -> None:
     gang = running()
     gang.tell(gang.ended(2))
     assert not stopped(gang.tell(gang.node_lost("n2")))
@@ -214,14 +214,14 @@ def test_reports_of_an_old_fence_change_nothing_but_its_leases() -> None:
     assert gang.task == before
 
 
-def test_a_rank_that_the_gang_does_not_have_is_nobodys() -> None:
+def test_a_report_of_an_unknown_rank_is_ignored() -> None:
     gang = running()
     before = gang.task
     gang.tell(gang.started(7), gang.ready(7), gang.ended(7, Ending.FAILED), gang.gone(7))
     assert gang.task == before
 
 
-def test_what_is_said_twice_counts_once() -> None:
+def test_a_repeated_report_counts_once() -> None:
     gang = running()
     gang.tell(gang.ended(1, Ending.FAILED), gang.gone(1))
     before = gang.task
@@ -252,13 +252,13 @@ def test_a_rank_that_went_down_with_its_agent_costs_no_retry(proof: str) -> None
     assert gang.task.stop_reason is StopReason.RANK_LOST
 
 
-def test_an_end_without_words_is_told_as_a_kill() -> None:
+def test_an_end_without_a_failure_is_reported_as_killed() -> None:
     gang = running()
     lost = Ended(gang.id, gang.fence, NOW, Ending.LOST, rank=2)
     assert outcome_of(gang, lost).failure.message.startswith("rank 2: the process ended without a report")
 
 
-def test_when_the_last_rank_goes_without_a_word_the_gang_moves_on_at_once() -> None:
+def test_when_the_last_rank_ends_without_a_report_the_gang_moves_on_at_once() -> None:
     gang = running(max_retries=1)
     gang.tell(gang.ended(0), gang.gone(0), gang.ended(1), gang.gone(1))
     gang.tell(gang.gone(2))

@@ -74,7 +74,7 @@ def test_a_preempted_gang_comes_back_with_all_ranks_under_a_new_fence() -> None:
     assert {state_of(gang), state_of(gang, "wide")} == {TaskState.ADMITTED}
 
 
-def test_a_new_leader_gives_the_notice_again_and_tells_the_others_again() -> None:
+def test_a_new_leader_repeats_the_stop_order_and_the_world_orders() -> None:
     gang = shrunk()
     gang.now = Instant(LATER + 12.0)
     [notice] = (order for order in seen(gang, "n2", 2, 3) if isinstance(order, StopOrder))
@@ -93,7 +93,7 @@ def test_a_leaving_rank_that_its_agent_does_not_know_has_left() -> None:
     assert state_of(gang) is TaskState.ADMITTED
 
 
-def test_what_a_rank_says_after_it_was_ready_does_not_call_it_back() -> None:
+def test_a_repeated_ready_of_a_leaving_rank_changes_nothing() -> None:
     gang = shrunk()
     assert not gang.tell(gang.ready(2))
     assert states(gang.task)[2] == "leaving"
@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_leave_is_killed_and_killed_again() -> None:
     assert stopped(orders_of(again, StopOrder)) == [2]
 
 
-def test_a_rank_that_nobody_confirms_is_given_up_and_the_gang_goes_on() -> None:
+def test_an_unconfirmed_leaving_rank_is_given_up_and_the_gang_goes_on() -> None:
     gang = shrunk()
     decisions = wait(gang, 40.0)
     assert [decision.why for decision in decisions] == ["unconfirmed", "dissolved"]
@@ -142,7 +142,7 @@ def test_a_rank_that_nobody_confirms_is_given_up_and_the_gang_goes_on() -> None:
     check_ledger(gang.world)
 
 
-def test_a_gang_that_only_waited_for_such_a_rank_has_succeeded() -> None:
+def test_a_gang_that_only_waited_for_an_unconfirmed_rank_has_succeeded() -> None:
     gang = shrunk()
     gang.tell(*(gang.ended(rank) for rank in (0, 1, 3)), *(gang.gone(rank) for rank in (0, 1, 3)))
     wait(gang, 40.0)
@@ -165,7 +165,7 @@ def test_a_gang_past_its_limit_is_stopped_even_if_a_rank_should_have_left() -> N
     assert gang.task.state is TaskState.STOPPING
 
 
-def test_when_another_victim_is_given_up_the_rank_frees_for_nobody_in_particular() -> None:
+def test_when_another_victim_is_given_up_the_ranks_memory_is_free_for_all() -> None:
     gang = at_work(elastic(3, 2))
     submit(gang.world, a_task("low", priority=5, gpu_mb=BIG, grace_seconds=Seconds(5.0)))
     plan(gang)
@@ -206,7 +206,7 @@ def test_notices_of_ranks_survive_their_rows() -> None:
     assert members_from(members_fields(members)) == members
 
 
-def test_room_that_ranks_will_give_back_is_counted_as_coming() -> None:
+def test_memory_that_leaving_ranks_hold_counts_as_free_soon() -> None:
     gang = shrunk()
     draft = Draft(gang.world)
     node = NodeName("n2")
@@ -220,7 +220,7 @@ def test_what_a_leaving_rank_holds_is_expected_back_by_its_deadline() -> None:
     assert {held.lease.rank: departures.of_holding(held).p50_at for held in holdings}[2] == LATER + 30.0
 
 
-def test_room_that_was_coming_for_somebody_else_counts_for_the_next() -> None:
+def test_memory_freed_for_an_ended_preemptor_counts_for_the_next() -> None:
     gang = shrunk()
     cancel = Request("r", TaskId("urgent"), "default", "cancel", {}, gang.now)
     commit(gang.world, carry_out(gang.world, cancel, gang.now, Policy()))
@@ -230,13 +230,13 @@ def test_room_that_was_coming_for_somebody_else_counts_for_the_next() -> None:
     assert {written.pledge.deadline_at for written in decision.pledges} == {LATER + 35.0}
 
 
-def test_a_rank_that_is_done_and_not_gone_is_told_nothing_again() -> None:
+def test_a_rank_that_has_ended_gets_no_repeated_orders() -> None:
     gang = shrunk()
     gang.tell(gang.ended(1))
     assert {order.rank for order in seen(gang, "n1", 0, 1)} == {0}
 
 
-def test_a_rank_that_is_leaving_may_use_what_it_likes_until_it_has_left():
+def test_overuse_by_a_leaving_rank_is_ignored():
     g = shrunk()
     world, gang = g.world, g.world.tasks["gang"]
     [leaving, *_] = [member for member in gang.members if not member.takes_part]

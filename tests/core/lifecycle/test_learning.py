@@ -73,7 +73,7 @@ def test_a_run_without_a_device_teaches_its_time():
     assert lessons(taught(world, ended())) == {replace(TIME, kind=""): 100.0}
 
 
-def test_a_run_that_was_over_before_its_device_was_measured_teaches_no_size():
+def test_a_run_that_ended_before_a_sample_teaches_no_size():
     assert lessons(taught(a_world(a_run()), ended())) == {TIME: 100.0}
 
 
@@ -146,7 +146,7 @@ def test_the_end_of_a_task_that_waits_again_teaches_nothing_twice():
     assert lessons(learn(world, [cancelled], NOW)) == {}
 
 
-def test_a_run_that_never_said_when_it_began_does_not_teach_its_time():
+def test_a_run_without_a_reported_start_does_not_teach_its_time():
     world = a_world(a_run(state=TaskState.ADMITTED))
     assert lessons(taught(world, ended())) == {}
 
@@ -171,7 +171,7 @@ def test_the_log_holds_values_and_the_world_makes_the_sketch_that_the_row_holds(
     assert median == pytest.approx(8 * GIB, rel=RELATIVE_ERROR)
 
 
-def test_with_too_many_topics_the_one_that_learned_nothing_for_the_longest_time_goes():
+def test_with_too_many_topics_the_least_recently_updated_is_dropped():
     world = a_world()
     for name in ("first", "second", "third"):
         topic = replace(TIME, subject=name)
@@ -235,13 +235,13 @@ def test_of_a_gang_that_failed_only_ranks_that_were_done_and_those_above_their_l
     assert gang.task.state is TaskState.PENDING
 
 
-def test_a_gang_that_is_lost_at_one_blow_teaches_what_was_above_its_lease():
+def test_a_gang_that_is_lost_at_once_teaches_peaks_above_its_leases():
     gang = ranks_at_work(2 * GIB, 14 * GIB)
     assert learned(gang, gang.node_lost("n1")) == [("gpu_mb", 14 * GIB)]
     assert gang.task.members == ()
 
 
-def test_a_rank_that_leaves_a_gang_which_goes_on_has_not_done_its_work():
+def test_a_rank_that_leaves_a_running_gang_has_not_succeeded():
     gang = ranks_at_work(2 * GIB, 3 * GIB, min_ranks=1)
     write, _ = ask_to_leave(gang.world, gang.task, [1], TaskId("other"), gang.now)
     commit(gang.world, Decision("run", "preempt", tasks=(write,)))

@@ -61,7 +61,7 @@ def free_gib(world: World, device: str = "gpu0") -> int:
     return book.free_mb() // GIB
 
 
-def test_a_model_that_was_loaded_by_hand_has_the_memory_that_it_uses() -> None:
+def test_a_model_loaded_by_hand_gets_a_lease() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"))
     used(world, 45, "gpu1")
     submit(world, by_hand())
@@ -74,7 +74,7 @@ def test_a_model_that_was_loaded_by_hand_has_the_memory_that_it_uses() -> None:
     check_ledger(world)
 
 
-def test_without_room_for_its_lease_what_it_uses_is_foreign_and_nobody_is_stopped_for_it() -> None:
+def test_without_room_for_its_lease_a_models_use_is_foreign_and_nothing_is_preempted() -> None:
     world = a_world(holding(a_task("run", gpu_mb=60 * GIB, priority=0), "gpu0"))
     used(world, 15)
     submit(world, by_hand())
@@ -85,7 +85,7 @@ def test_without_room_for_its_lease_what_it_uses_is_foreign_and_nobody_is_stoppe
     assert LLM not in world.tasks, "it has left before"
 
 
-def test_what_a_hand_has_loaded_a_hand_may_take_away_unless_somebody_asks_for_it() -> None:
+def test_a_model_loaded_by_hand_may_be_unloaded_by_hand_unless_it_is_wanted() -> None:
     for is_wanted in (False, True):
         world = a_world(a_device("gpu0"))
         used(world, 45)
@@ -97,14 +97,14 @@ def test_what_a_hand_has_loaded_a_hand_may_take_away_unless_somebody_asks_for_it
         assert (LLM in world.tasks and the(world).state is TaskState.PENDING) is is_wanted
 
 
-def test_a_device_that_was_not_measured_holds_none() -> None:
+def test_no_model_is_adopted_on_an_unmeasured_device() -> None:
     world = a_world()
     world.books[next(iter(world.books))].measure_anew(at(1.0))
     submit(world, by_hand())
     assert index(world, READY, 2.0) == []
 
 
-def test_of_two_the_second_one_sees_what_the_first_has_left() -> None:
+def test_the_second_of_two_adopted_models_sees_the_leases_of_the_first() -> None:
     world = a_world()
     submit(world, by_hand(), by_hand("other"))
     both = {"llm": Stage.READY, "other": Stage.READY}
@@ -113,7 +113,7 @@ def test_of_two_the_second_one_sees_what_the_first_has_left() -> None:
     check_ledger(world)
 
 
-def test_one_that_is_there_before_its_room_was_taken_needs_what_was_pledged_no_longer() -> None:
+def test_adopting_a_model_withdraws_its_pledges() -> None:
     world = a_world(holding(a_task("run", gpu_mb=60 * GIB, priority=10), "gpu0"))
     submit(world, a_model(priority=95))
     plan(world, 100.0)
@@ -126,7 +126,7 @@ def test_one_that_is_there_before_its_room_was_taken_needs_what_was_pledged_no_l
     check_ledger(world)
 
 
-def test_who_asks_for_one_without_room_has_it_planned_as_any_other() -> None:
+def test_a_request_for_a_model_without_room_is_planned_as_usual() -> None:
     world = a_world()
     submit(world, by_hand())
     ask(world, "want", 1.0, priority=60)
@@ -145,7 +145,7 @@ def test_a_model_without_a_gpu_is_where_its_server_is() -> None:
     assert index(elsewhere, READY, 1.0) == []
 
 
-def test_what_a_server_itself_takes_is_held_until_its_operator_says_no_more() -> None:
+def test_a_servers_base_cost_is_held_until_its_operator_removes_it() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"))
     base = replace(by_hand("base", gpus=2, gpu_mb=2 * GIB), model=ModelTerms("main", ""))
     submit(world, replace(base, expires_at=None))
@@ -159,7 +159,7 @@ def test_what_a_server_itself_takes_is_held_until_its_operator_says_no_more() ->
 
 
 @pytest.mark.parametrize("seconds", [40.0, WANTED + 1])
-def test_what_its_last_holder_left_there_is_that_of_whoever_has_it_now_and_counts_once(
+def test_memory_left_by_a_models_earlier_holder_passes_to_the_next_and_counts_once(
     seconds: float,
 ) -> None:
     """Nobody could say in time that it had gone, and it has not: its server had not heard of it."""
@@ -180,7 +180,7 @@ def test_what_its_last_holder_left_there_is_that_of_whoever_has_it_now_and_count
     assert free_gib(world) == 50
 
 
-def test_so_is_what_a_failed_load_left_there() -> None:
+def test_memory_left_by_a_failed_load_passes_to_the_next_holder() -> None:
     world = a_world()
     submit(world, a_model(gpu_mb=30 * GIB))
     plan(world)

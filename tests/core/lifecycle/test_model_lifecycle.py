@@ -43,7 +43,7 @@ from tests.core.served import (
 )
 
 
-def test_a_wanted_model_gets_its_room_as_a_task_does_and_its_server_is_told_to_load_it() -> None:
+def test_a_wanted_model_is_admitted_as_a_task_and_its_server_gets_a_load_order() -> None:
     world = a_world()
     submit(world, a_model())
     [decision] = plan(world)
@@ -53,7 +53,7 @@ def test_a_wanted_model_gets_its_room_as_a_task_does_and_its_server_is_told_to_l
     assert ranks_of(the(world)) == ()
 
 
-def test_a_model_is_there_when_the_index_says_so() -> None:
+def test_a_model_is_running_when_the_index_says_so() -> None:
     world = a_world()
     submit(world, a_model())
     plan(world)
@@ -68,7 +68,7 @@ def test_a_model_is_there_when_the_index_says_so() -> None:
     assert index(world, {"llm": Stage.READY}, 8.0) == []
 
 
-def test_a_load_that_took_no_time_leaves_what_was_expected() -> None:
+def test_a_load_that_took_no_time_keeps_the_expected_load_time() -> None:
     world = a_world()
     submit(world, a_model(terms={"load_seconds": Seconds(4.0)}))
     plan(world)
@@ -76,7 +76,7 @@ def test_a_load_that_took_no_time_leaves_what_was_expected() -> None:
     assert the(world).model == replace(a_model().model or ModelTerms("", ""), load_seconds=Seconds(4.0))
 
 
-def test_an_order_to_load_that_was_lost_with_its_leader_is_given_again() -> None:
+def test_a_load_order_lost_with_its_leader_is_repeated() -> None:
     world = a_world()
     submit(world, a_model())
     plan(world)
@@ -85,7 +85,7 @@ def test_an_order_to_load_that_was_lost_with_its_leader_is_given_again() -> None
     assert orders([again]) == [LoadOrder(LLM, Fence(1), "main", "llm", ((key("gpu0"), Mib(50 * GIB)),))]
 
 
-def test_one_that_nobody_wants_any_longer_before_there_was_room_expires() -> None:
+def test_a_pending_model_that_is_no_longer_wanted_expires() -> None:
     world = a_world(holding(a_task("run", gpu_mb=60 * GIB), "gpu0"))
     submit(world, a_model())
     plan(world)
@@ -106,7 +106,7 @@ def test_requests_keep_a_model_wanted_and_raise_its_priority() -> None:
     assert the(world).priority == 80, "somebody of 80 wants it still"
 
 
-def test_a_model_has_no_longer_the_priority_of_who_asked_for_it_once_though_others_keep_it_wanted() -> None:
+def test_a_models_priority_falls_when_only_less_urgent_requests_go_on() -> None:
     world = loaded()
     ask(world, "want", 10.0, priority=80)
     for seconds in (160.0, 305.0):
@@ -120,13 +120,13 @@ def test_a_model_has_no_longer_the_priority_of_who_asked_for_it_once_though_othe
     assert the(world).priority == 80, "he has come again"
 
 
-def test_who_comes_after_all_the_others_brings_his_own_priority() -> None:
+def test_a_request_after_a_pause_sets_its_own_priority() -> None:
     world = loaded(a_model(priority=80, terms={"asked_priority": 80}))
     ask(world, "want", WANTED + 1.0, priority=20)
     assert the(world).priority == 20
 
 
-def test_one_that_waits_is_wanted_for_longer_and_stands_higher_with_each_that_asks() -> None:
+def test_each_request_extends_a_pending_model_and_may_raise_its_priority() -> None:
     world = a_world(holding(a_task("run", priority=90, gpu_mb=60 * GIB), "gpu0"))
     submit(world, a_model())
     ask(world, "want", 200.0, priority=70)
@@ -134,7 +134,7 @@ def test_one_that_waits_is_wanted_for_longer_and_stands_higher_with_each_that_as
     assert (the(world).state, the(world).priority) == (TaskState.PENDING, 70)
 
 
-def test_a_model_that_nobody_wants_stays_until_anybody_wants_its_room() -> None:
+def test_an_unwanted_model_stays_until_its_memory_is_needed() -> None:
     world = loaded()
     assert standings_due(world, at(WANTED - 1)) == []
     commit(world, standings_due(world, at(WANTED)), at(WANTED))
@@ -144,13 +144,13 @@ def test_a_model_that_nobody_wants_stays_until_anybody_wants_its_room() -> None:
     assert (the(world).state, the(world).stop_reason) == (TaskState.STOPPING, StopReason.PREEMPT)
 
 
-def test_a_wanted_model_is_left_to_those_who_are_not_more_urgent() -> None:
+def test_a_wanted_model_is_not_preempted_by_equal_priority() -> None:
     world = loaded()
     submit(world, a_task("run", priority=50, gpu_mb=60 * GIB))
     assert plan(world, 100.0) == []
 
 
-def test_for_a_more_urgent_task_its_server_is_told_to_unload_it_and_then_the_room_is_the_task_s() -> None:
+def test_a_more_urgent_task_gets_a_models_memory_after_its_unload() -> None:
     world = loaded()
     submit(world, a_task("run", priority=95, gpu_mb=60 * GIB))
     assert orders(plan(world, 100.0)) == [UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(10.0))]
@@ -163,7 +163,7 @@ def test_for_a_more_urgent_task_its_server_is_told_to_unload_it_and_then_the_roo
     assert the(world, "run").state is TaskState.ADMITTED
 
 
-def test_what_an_unloaded_model_freed_is_taken_when_somebody_has_looked_what_is_in_use() -> None:
+def test_memory_of_an_unloaded_model_is_free_after_a_new_sample() -> None:
     world = loaded()
     ask(world, "cancel", 100.0)
     world.measure([a_sample("gpu0", at(100.0))])
@@ -177,7 +177,7 @@ def test_what_an_unloaded_model_freed_is_taken_when_somebody_has_looked_what_is_
     assert the(world, "run").state is TaskState.ADMITTED
 
 
-def test_one_that_is_unloaded_for_somebody_and_wanted_no_longer_is_over() -> None:
+def test_a_preempted_model_that_is_no_longer_wanted_has_ended() -> None:
     world = loaded(a_model(expires_at=at(105.0)))
     submit(world, a_task("run", priority=95, gpu_mb=60 * GIB))
     plan(world, 100.0)
@@ -186,7 +186,7 @@ def test_one_that_is_unloaded_for_somebody_and_wanted_no_longer_is_over() -> Non
     assert world.finished["default", TaskState.SUCCEEDED] == 1
 
 
-def test_an_unload_that_was_asked_for_ends_it() -> None:
+def test_a_requested_unload_ends_the_model() -> None:
     world = loaded()
     decision = ask(world, "cancel", 2.0)
     assert decision.orders == (UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(10.0)),)
@@ -203,7 +203,7 @@ def test_a_shorter_time_to_unload_takes_the_place_of_a_longer_one() -> None:
     )
 
 
-def test_an_order_to_unload_that_was_lost_is_given_again_with_the_time_that_is_left() -> None:
+def test_a_lost_unload_order_is_repeated_with_the_remaining_time() -> None:
     world = loaded()
     ask(world, "cancel", 2.0)
     assert index(world, {"llm": Stage.READY}, 3.0, under_way={"llm"}) == []
@@ -213,7 +213,7 @@ def test_an_order_to_unload_that_was_lost_is_given_again_with_the_time_that_is_l
     assert again == UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(0.0))
 
 
-def test_one_that_does_not_go_in_time_counts_as_there_until_the_index_says_that_it_is_gone() -> None:
+def test_a_model_that_is_not_unloaded_in_time_counts_until_the_index_says_that_it_is_gone() -> None:
     world = loaded()
     ask(world, "cancel", 2.0)
     [decision] = pass_time(world, 23.0)
@@ -232,7 +232,7 @@ def test_one_that_does_not_go_in_time_counts_as_there_until_the_index_says_that_
     assert list(world.homes.on("main")) == []
 
 
-def test_the_next_holder_of_a_home_is_another_one_and_both_copies_count() -> None:
+def test_the_next_holder_of_a_model_is_another_task_and_both_copies_count() -> None:
     world = loaded(a_model(gpu_mb=30 * GIB))
     ask(world, "cancel", 2.0)
     pass_time(world, 23.0)
@@ -256,7 +256,7 @@ def test_a_model_that_vanished_waits_again_if_it_is_wanted(seconds: float, state
     assert (the(world).state if LLM in world.tasks else None) is state
 
 
-def test_a_load_that_fails_is_tried_again_and_then_given_up_with_the_words_of_the_server() -> None:
+def test_a_failed_load_is_retried_and_then_fails_with_the_servers_message() -> None:
     world = a_world()
     submit(world, a_model())
     plan(world)
@@ -272,7 +272,7 @@ def test_a_load_that_fails_is_tried_again_and_then_given_up_with_the_words_of_th
     assert decision.outcome.failure == Failure("load_failed", "no such layer")
 
 
-def test_a_load_that_was_never_begun_uses_up_no_try() -> None:
+def test_a_load_that_never_began_uses_up_no_retry() -> None:
     world = a_world()
     submit(world, a_model())
     plan(world)

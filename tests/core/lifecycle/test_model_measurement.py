@@ -62,7 +62,7 @@ class Scene:
         return learned_mb(self.world, "default", "llm", {"H100", "other"}, 0.25, versions)
 
 
-def test_a_model_takes_what_its_device_has_more_in_use_since_it_is_there() -> None:
+def test_a_models_size_is_the_growth_of_its_devices_use_since_its_load() -> None:
     scene = Scene()
     assert scene.learned is None
     [decision] = scene.load(40)
@@ -72,7 +72,7 @@ def test_a_model_takes_what_its_device_has_more_in_use_since_it_is_there() -> No
     assert scene.look(WARM + 1) == [], "once for each load"
 
 
-def test_what_a_model_takes_for_its_first_requests_is_its_own() -> None:
+def test_growth_during_a_models_first_requests_is_its_own() -> None:
     scene = Scene()
     assert scene.begin(40) == []
     for seconds, gib in ((8.0, 48), (12.0, 44)):
@@ -85,7 +85,7 @@ def test_what_a_model_takes_for_its_first_requests_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("what", ["somebody comes", "it leaves", "it vanishes"])
-def test_when_its_device_is_no_longer_its_own_what_was_seen_by_then_counts(what: str) -> None:
+def test_when_another_holder_arrives_the_peak_until_then_counts(what: str) -> None:
     scene = Scene()
     assert scene.begin(40) == []
     match what:
@@ -132,7 +132,7 @@ def test_each_version_of_a_model_has_its_own_size() -> None:
     assert record.ratio == pytest.approx(50 / 60, rel=0.03)
 
 
-def test_what_runs_beside_it_and_stays_as_it_is_disturbs_nothing() -> None:
+def test_a_run_with_constant_use_does_not_disturb_the_measurement() -> None:
     run = holding(a_task("run", gpu_mb=10 * GIB), "gpu0")
     scene = Scene(run)
     scene.world.measure(
@@ -143,7 +143,7 @@ def test_what_runs_beside_it_and_stays_as_it_is_disturbs_nothing() -> None:
 
 
 @pytest.mark.parametrize("change", ["grew", "came", "left", "unlisted"])
-def test_of_a_load_during_which_anything_else_changed_nothing_is_learned(change: str) -> None:
+def test_a_load_during_which_anything_else_changed_teaches_nothing(change: str) -> None:
     scene = Scene(holding(a_task("run", gpu_mb=10 * GIB), "gpu0"))
     scene.look(1.5)
     index(scene.world, {"llm": Stage.READY}, 5.0)
@@ -159,29 +159,29 @@ def test_of_a_load_during_which_anything_else_changed_nothing_is_learned(change:
     assert scene.learned is None
 
 
-def test_a_difference_that_the_driver_makes_is_no_size() -> None:
+def test_driver_noise_is_not_a_size() -> None:
     assert Scene().load(0) == []
 
 
-def test_a_sample_that_is_newer_than_its_admission_tells_of_no_time_before() -> None:
+def test_a_sample_after_the_admission_is_no_baseline() -> None:
     scene = Scene()
     scene.measure(1.2, 5)
     assert scene.load() == []
 
 
-def test_beside_somebody_who_is_about_to_come_or_to_go_nothing_is_begun() -> None:
+def test_no_measurement_begins_beside_a_holder_that_arrives_or_leaves() -> None:
     scene = Scene(holding(a_task("run", gpu_mb=10 * GIB), "gpu0"))
     ask(scene.world, "cancel", 1.2, task="run")
     assert scene.load() == []
 
 
-def test_nothing_is_learned_of_what_takes_several_gpus_or_none() -> None:
+def test_models_on_several_gpus_or_none_teach_nothing() -> None:
     two = Scene(a_device("gpu0"), a_device("gpu1"), gpus=2, gpu_mb=10 * GIB)
     assert two.load() == []
     assert Scene(gpus=0, gpu_mb=None).load() == []
 
 
-def test_a_load_that_failed_is_forgotten_and_what_is_decided_anyway_comes_first() -> None:
+def test_a_failed_load_is_forgotten_and_other_decisions_come_first() -> None:
     scene = Scene()
     scene.look(1.5)
     index(scene.world, {"llm": Stage.READY}, 5.0)
@@ -196,7 +196,7 @@ def test_a_load_that_failed_is_forgotten_and_what_is_decided_anyway_comes_first(
 
 
 @pytest.mark.parametrize(("took", "ratio", "enough"), [(40, 1.25, 1.0), (25, 2.0, 1.0), (60, 0.83, 0.0)])
-def test_what_is_leased_is_compared_with_what_was_measured(took: int, ratio: float, enough: float) -> None:
+def test_leases_are_compared_with_measured_sizes(took: int, ratio: float, enough: float) -> None:
     scene = Scene()
     assert size_accuracies(scene.world) == []
     scene.look(1.5)

@@ -46,7 +46,7 @@ from tests.core.served import (
 )
 
 
-def test_a_pinned_model_is_left_alone_by_everybody_until_it_is_not_pinned_any_more() -> None:
+def test_a_pinned_model_is_not_preempted_until_it_is_unpinned() -> None:
     world = loaded()
     decision = ask(world, "pin", 2.0, pinned=True, by="ann")
     assert [(note.action, note.subject, note.actor) for note in decision.audit] == [
@@ -62,7 +62,7 @@ def test_a_pinned_model_is_left_alone_by_everybody_until_it_is_not_pinned_any_mo
     assert the(world).state is TaskState.STOPPING
 
 
-def test_a_model_that_was_pinned_while_it_waited_has_no_end_to_its_waiting() -> None:
+def test_a_pending_pinned_model_waits_without_limit() -> None:
     world = a_world(holding(a_task("run", priority=90, gpu_mb=60 * GIB), "gpu0"))
     submit(world, a_model())
     ask(world, "pin", 2.0, pinned=True)
@@ -77,7 +77,7 @@ def test_only_models_are_wanted_or_pinned() -> None:
     assert ask(world, "pin", task="run", pinned=True).tasks == ()
 
 
-def test_a_model_that_has_just_come_is_left_alone_for_a_while_except_by_who_is_critical() -> None:
+def test_a_freshly_loaded_model_is_shielded_except_from_critical_tasks() -> None:
     """Twice as long as it took to load."""
     world = loaded(seconds=30.0)
     submit(world, a_task("run", priority=80, gpu_mb=60 * GIB))
@@ -87,14 +87,14 @@ def test_a_model_that_has_just_come_is_left_alone_for_a_while_except_by_who_is_c
     assert the(world).freeing_for == "now"
 
 
-def test_after_that_while_it_has_to_make_room() -> None:
+def test_after_its_minimum_residency_a_model_can_be_preempted() -> None:
     world = loaded(seconds=30.0)
     submit(world, a_task("run", priority=80, gpu_mb=60 * GIB))
     plan(world, 90.5)
     assert the(world).freeing_for == "run"
 
 
-def test_of_two_models_that_goes_whose_loading_is_expected_to_cost_less() -> None:
+def test_of_two_models_the_one_with_the_lower_expected_load_cost_is_evicted() -> None:
     often = ModelUsage(at(0.0), (9.0, 20.0, 50.0, 50.0))
     used = a_model("used", gpu_mb=30 * GIB, terms={"usage": often})
     idle = a_model("idle", gpu_mb=30 * GIB, terms={"usage": ModelUsage(at(0.0), (0.0, 0.1, 0.1, 0.1))})
@@ -116,7 +116,7 @@ def test_a_critical_model_stops_a_task_of_low_priority() -> None:
     assert the(world).state is TaskState.ADMITTED
 
 
-def test_a_model_stops_nobody_for_whom_it_would_come_too_late() -> None:
+def test_a_model_that_would_load_too_late_preempts_nothing() -> None:
     run = holding(a_task("run", priority=20, gpu_mb=60 * GIB, grace_seconds=Seconds(30.0)), "gpu0")
     world = a_world(run)
     submit(world, a_model(priority=95, terms={"load_seconds": Seconds(271.0)}))
@@ -127,14 +127,14 @@ def test_a_model_stops_nobody_for_whom_it_would_come_too_late() -> None:
     assert planner.way(replace(the(world), expires_at=at(302.0))).eviction is not None
 
 
-def test_what_has_no_end_is_always_in_time() -> None:
+def test_a_model_without_expiry_is_always_in_time() -> None:
     assert in_time(a_task("run"), at(1e9))
     assert in_time(a_model(expires_at=None), at(1e9))
     assert in_time(a_model(), at(WANTED))
     assert not in_time(a_model(), at(WANTED + 1))
 
 
-def test_a_lost_node_takes_nothing_from_a_model() -> None:
+def test_a_model_survives_the_loss_of_its_node() -> None:
     """Its server may be there all the same, and says so itself."""
     world = loaded()
     commit(world, react(world, [NodeLost(NodeName("n1"), "n1-1", at(2), "silent")], at(2), POLICY))
@@ -142,7 +142,7 @@ def test_a_lost_node_takes_nothing_from_a_model() -> None:
     assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
 
 
-def test_a_server_s_own_memory_is_held_as_long_as_it_answers_and_nobody_takes_it() -> None:
+def test_a_servers_base_cost_is_held_as_long_as_it_answers() -> None:
     base = replace(a_model("base", gpu_mb=2 * GIB), model=ModelTerms("main", ""))
     world = a_world()
     submit(world, base)
@@ -152,7 +152,7 @@ def test_a_server_s_own_memory_is_held_as_long_as_it_answers_and_nobody_takes_it
     assert the(world, "base").priority == 100
 
 
-def test_over_use_is_no_fault_of_a_model() -> None:
+def test_a_model_is_not_stopped_for_overuse() -> None:
     world = loaded()
     [lease] = [lease for claim in world.leases.values() for lease in claim.values()]
     used = Mib(60 * GIB)
@@ -160,7 +160,7 @@ def test_over_use_is_no_fault_of_a_model() -> None:
     assert overuse_decisions(world, at(2), replace(POLICY, overuse="stop")) == []
 
 
-def test_an_index_tells_of_its_own_server_only() -> None:
+def test_an_index_changes_models_of_its_own_server_only() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"))
     submit(world, a_model(), a_model("other", server="second"))
     plan(world)
@@ -169,7 +169,7 @@ def test_an_index_tells_of_its_own_server_only() -> None:
     assert the(world, "other").state is TaskState.ADMITTED
 
 
-def test_a_model_that_is_doubted_is_looked_at_where_it_is() -> None:
+def test_a_doubted_model_gets_a_check_order() -> None:
     world = loaded()
     before = the(world).model
     decision = ask(world, "want", 2.0, priority=50, uses=0, doubted=True)
@@ -177,7 +177,7 @@ def test_a_model_that_is_doubted_is_looked_at_where_it_is() -> None:
     assert the(world).model == before, "to doubt it is not to use it"
 
 
-def test_one_that_has_left_is_doubted_no_more() -> None:
+def test_a_model_that_has_left_gets_no_check_order() -> None:
     world = loaded()
     ask(world, "cancel", 2.0)
     assert ask(world, "want", 3.0, priority=50, uses=0, doubted=True).orders == ()

@@ -113,7 +113,7 @@ def test_memory_of_ended_runs_on_a_lost_node_is_quarantined_as_well() -> None:
     assert lease_states(world) == [LeaseState.QUARANTINED]
 
 
-def test_nobody_waits_for_memory_that_was_being_freed_on_a_lost_node() -> None:
+def test_pledges_on_a_lost_node_are_dissolved() -> None:
     high = a_task("high", gpu_mb=8 * GIB)
     pledge = a_pledge(high, "gpu0", 8 * GIB)
     world = a_world(stopping(StopReason.PREEMPT, freeing_for=high.id), high, pledge)

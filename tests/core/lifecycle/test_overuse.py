@@ -62,7 +62,7 @@ def test_a_run_above_its_lease_is_marked_once_with_what_it_used():
     assert over(world) == []
 
 
-def test_the_mark_changes_nothing_else_of_the_lease_or_the_book():
+def test_the_mark_changes_nothing_else_of_the_lease_or_the_ledger():
     world = a_world(a_run())
     measured(world, 12)
     before = world.books[key("gpu0")].free_mb()
@@ -87,7 +87,7 @@ def test_the_tolerance_is_the_operators_choice():
     assert len(over(world, Policy(overuse_tolerance=0.0))) == 1
 
 
-def test_what_came_down_again_before_anybody_looked_is_not_reported():
+def test_overuse_that_has_ended_before_the_check_is_not_reported():
     world = a_world(a_run())
     measured(world, 12)
     measured(world, 8)
@@ -102,7 +102,7 @@ def test_a_run_that_has_not_begun_or_is_under_notice_is_left_alone(state: TaskSt
     assert over(world, STOPS) == []
 
 
-def test_a_claim_that_is_over_is_nobodys_fault():
+def test_overuse_by_an_ended_claim_is_ignored():
     world = a_world(a_run())
     measured(world, 12)
     commit(world, react(world, [Ended(TaskId("run"), Fence(1), NOW, Ending.SUCCEEDED)], NOW, STOPS))
@@ -111,7 +111,7 @@ def test_a_claim_that_is_over_is_nobodys_fault():
     assert world.learned.above == {}
 
 
-def test_by_policy_the_run_hears_the_notice_and_fails_of_it():
+def test_by_policy_the_run_is_stopped_and_fails():
     world = a_world(a_run())
     measured(world, 12)
     [decision] = over(world, STOPS)
@@ -127,7 +127,7 @@ def test_by_policy_the_run_hears_the_notice_and_fails_of_it():
     assert gone[0].tasks[0].task.state is TaskState.FAILED
 
 
-def test_whatever_it_leaves_behind_it_failed_because_of_its_memory():
+def test_a_run_stopped_for_overuse_fails_for_it_whatever_it_reports():
     world = a_world(a_run())
     measured(world, 12)
     over(world, STOPS)
@@ -158,7 +158,7 @@ def test_a_run_that_was_only_reported_is_stopped_once_the_policy_says_so():
     assert "12.0 GiB" in str(decision.outcome.failure)
 
 
-def test_each_device_is_told_of():
+def test_the_failure_names_each_device():
     world = a_world(a_device("gpu0"), a_device("gpu1"), a_run("gpu0", "gpu1"))
     measured(world, 12)
     measured(world, 13, "gpu1")
@@ -166,7 +166,7 @@ def test_each_device_is_told_of():
     assert [lease.overused_mb for lease in decision.leases] == [12 * GIB, 13 * GIB]
 
 
-def test_explain_tells_what_a_run_used():
+def test_explain_says_what_a_run_used():
     world = a_world(a_run())
     measured(world, 12)
     over(world)

@@ -209,7 +209,7 @@ def test_a_proof_that_comes_after_the_statement_changes_nothing() -> None:
 # What people are told
 
 
-def test_since_when_is_kept_with_the_lease() -> None:
+def test_the_start_of_a_quarantine_is_kept_with_the_lease() -> None:
     world = a_lost_run()
     [one] = quarantined(world)
     assert (one.since, leases(world)[0].quarantined_at) == (NOW, NOW)
@@ -254,7 +254,7 @@ def external(pid: int | None) -> World:
     ],
     ids=["node away", "agent at it", "external", "external with a process"],
 )
-def test_each_says_which_proof_it_waits_for(world: World, first: Proof, says: str) -> None:
+def test_each_quarantine_shows_which_proof_it_waits_for(world: World, first: Proof, says: str) -> None:
     [one] = quarantined(world)
     assert one.awaits[0] is first
     assert says in one.message

@@ -44,7 +44,7 @@ def note(world: World, node: str, *, ready: bool) -> None:
     commit(world, Decision(node, "seen", nodes=(replace(row, ready=ready, version=row.version + 1),)))
 
 
-def test_nobody_is_asked_while_nothing_is_in_quarantine() -> None:
+def test_no_node_is_asked_while_nothing_is_in_quarantine() -> None:
     asked = Asked(a_world(holding(a_task("run", gpu_mb=GIB), "gpu0")))
     assert [asked.after(PROBE_SECONDS) for _ in range(3)] == [[], [], []]
 
@@ -78,7 +78,7 @@ def test_a_node_that_does_not_answer_is_not_asked() -> None:
     assert asked.after(PROBE_SECONDS) == []
 
 
-def test_nobody_is_asked_about_what_came_back() -> None:
+def test_no_node_is_asked_about_released_leases() -> None:
     world = a_world(*in_quarantine())
     asked = Asked(world)
     asked.after(0.0)
@@ -87,7 +87,7 @@ def test_nobody_is_asked_about_what_came_back() -> None:
 
 
 @pytest.mark.parametrize(("pid", "whom"), [(None, []), (4711, ["n1"])])
-def test_of_memory_held_from_outside_an_agent_knows_what_process_it_was_told_of(
+def test_a_node_is_asked_about_external_holders_that_named_a_process(
     pid: int | None, whom: list[str]
 ) -> None:
     task = a_task(

@@ -77,7 +77,7 @@ def orders(decisions: list[Decision]) -> list[Any]:
     return [order for decision in decisions for order in decision.orders]
 
 
-def test_a_node_that_was_never_seen_is_entered_with_its_devices() -> None:
+def test_a_new_node_is_added_with_its_devices() -> None:
     world = World()
     hear(world, uuids=("gpu0", "gpu1"))
     assert world.nodes[N1] == a_node()
@@ -91,7 +91,7 @@ def test_an_answer_that_says_nothing_new_writes_nothing() -> None:
     assert hear(an_open_world()) == []
 
 
-def test_an_answer_opens_the_node_and_keeps_it_cordoned() -> None:
+def test_an_answer_makes_the_node_ready_and_keeps_it_cordoned() -> None:
     world = a_world(a_device(), a_node(ready=False, cordoned=True, version=4))
     hear(world)
     assert world.nodes[N1] == a_node(ready=True, cordoned=True, version=5)
@@ -104,7 +104,7 @@ def the_device(world: World, **rules: Any) -> Device:
     return world.books[key("gpu0")].device
 
 
-def test_a_device_that_changed_is_written_anew() -> None:
+def test_a_changed_device_is_written() -> None:
     world = a_world(a_device(mb=40 * GIB, version=2))
     hear(world)
     device = world.books[key("gpu0")].device
@@ -124,7 +124,7 @@ def test_foreign_memory_is_declared_by_kind_or_by_node_and_the_nodes_number_wins
     assert the_device(World(), declared_foreign_mb=declared).declared_foreign_mb == mb
 
 
-def test_another_declaration_takes_the_place_of_the_one_before() -> None:
+def test_a_new_declaration_replaces_the_old_one() -> None:
     world = World()
     the_device(world, declared_foreign_mb={"H100": 50})
     assert the_device(world) == replace(the_device(World()), version=2)
@@ -145,7 +145,7 @@ def test_a_device_that_came_back_counts_again() -> None:
     assert world.books[key("gpu1")].device.present
 
 
-def test_what_is_leased_on_a_device_that_left_stays_in_the_book_until_its_holder_is_gone() -> None:
+def test_leases_on_a_removed_device_stay_until_their_holder_is_gone() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"), holding(a_task("run", gpu_mb=8 * GIB), "gpu1"))
     hear(world, ("run", 1))
     book = world.books[key("gpu1")]
@@ -156,7 +156,7 @@ def test_what_is_leased_on_a_device_that_left_stays_in_the_book_until_its_holder
     assert list(world.books) == [key("gpu0")], "nobody holds anything of it any more"
 
 
-def test_nobody_waits_for_memory_of_a_device_that_left() -> None:
+def test_pledges_on_a_removed_device_are_dissolved() -> None:
     waiting = a_task("high", priority=90, gpu_mb=8 * GIB)
     world = a_world(a_device("gpu0"), a_device("gpu1"), waiting, a_pledge(waiting, "gpu1", mb=8 * GIB))
     hear(world)
@@ -185,7 +185,7 @@ def test_a_notice_that_is_repeated_after_its_deadline_is_a_kill() -> None:
     assert [order.grace_seconds for order in orders(hear(an_open_world(run), ("run", 1)))] == [0.0]
 
 
-def test_a_start_that_an_older_term_ordered_and_nobody_got_is_planned_again() -> None:
+def test_a_start_ordered_by_an_older_term_that_never_arrived_is_planned_again() -> None:
     world = a_waiting_world(a_run(TaskState.ADMITTED))
     decisions = hear(world)
     assert (the(world).state, the(world).failures) == (TaskState.PENDING, 0)
@@ -238,7 +238,7 @@ def test_a_stopping_run_that_is_not_there_has_stopped(reason: StopReason, state:
     assert held_mb(world) == 0
 
 
-def test_runs_that_nobody_wants_are_killed_and_forgotten() -> None:
+def test_runs_without_an_active_claim_are_killed_and_forgotten() -> None:
     current = a_run(fence=Fence(2))
     waiting = a_task("waiting", fence=Fence(3))
     elsewhere = holding(a_task("elsewhere"), node="n2")
@@ -275,7 +275,7 @@ def test_memory_stays_quarantined_while_the_agent_still_knows_the_run() -> None:
     assert held_mb(world) == 8 * GIB
 
 
-def test_memory_on_other_nodes_is_none_of_this_agents_business() -> None:
+def test_an_agents_answer_does_not_change_other_nodes() -> None:
     waiting = a_task("run", fence=Fence(1))
     other = a_lease(waiting, "n2/gpu0", 8 * GIB, state=LeaseState.QUARANTINED)
     world = an_open_world(a_device("gpu0", "n2"), waiting, other)

@@ -22,7 +22,7 @@ def removed(world: World, seconds: float = 10.0, servers: tuple[str, ...] = ("ot
     return decisions
 
 
-def test_what_a_server_had_counts_as_used_after_it_was_removed_until_its_index_is_read_again() -> None:
+def test_models_of_a_removed_server_count_as_used_until_its_index_is_read_again() -> None:
     world = loaded()
     assert removed(world, servers=("main",)) == []
     [decision] = removed(world)
@@ -38,7 +38,7 @@ def test_what_a_server_had_counts_as_used_after_it_was_removed_until_its_index_i
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_load_that_was_ordered_and_one_that_waits_are_given_up(begun: bool) -> None:
+def test_ordered_and_pending_loads_of_a_removed_server_are_given_up(begun: bool) -> None:
     world = a_world() if begun else a_world(holding(a_task("run", gpu_mb=60 * GIB, priority=10), "gpu0"))
     submit(world, a_model(priority=95))
     plan(world, 1.0)
@@ -49,13 +49,13 @@ def test_a_load_that_was_ordered_and_one_that_waits_are_given_up(begun: bool) ->
     assert states == ({LeaseState.QUARANTINED} if begun else set())
 
 
-def test_what_is_under_notice_has_its_deadline() -> None:
+def test_a_stopping_model_of_a_removed_server_keeps_its_deadline() -> None:
     world = loaded()
     ask(world, "cancel", 2.0)
     assert removed(world) == []
 
 
-def test_what_the_server_itself_took_is_over() -> None:
+def test_the_base_cost_of_a_removed_server_is_released() -> None:
     world = a_world()
     base = replace(a_model("base", gpu_mb=2 * GIB, held=True), model=ModelTerms("main", ""))
     submit(world, replace(base, expires_at=None))

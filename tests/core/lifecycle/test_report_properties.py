@@ -149,7 +149,7 @@ def test_reports_of_other_claims_than_the_newest_never_touch_the_task(
 
 
 @given(worlds(), BATCHES)
-def test_saying_it_all_again_makes_no_difference(world: World, batches: list[list[Report]]) -> None:
+def test_repeating_all_reports_changes_nothing(world: World, batches: list[list[Report]]) -> None:
     for batch in batches:
         tell(world, batch)
         after = rows(world)

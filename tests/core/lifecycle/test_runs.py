@@ -149,7 +149,7 @@ def test_a_failure_without_a_retry_left_is_the_end() -> None:
     ("ending", "kind"),
     [(Ending.LOST, "killed"), (Ending.STOPPED, "stopped_unasked"), (Ending.FAILED, "killed")],
 )
-def test_an_end_that_nobody_asked_for_and_nobody_explains_is_a_failure(ending: Ending, kind: str) -> None:
+def test_an_unexplained_end_is_a_failure(ending: Ending, kind: str) -> None:
     (decision,) = tell(a_world(a_run()), ended(ending))
     assert decision.tasks[0].task.state is TaskState.FAILED
     assert decision.outcome is not None
@@ -177,7 +177,7 @@ def test_a_run_that_went_down_with_its_node_uses_up_no_retry(proof: str) -> None
     assert (task.state, task.failures, task.not_before) == (TaskState.PENDING, 0, None)
 
 
-def test_a_process_that_is_gone_without_a_word_counts_as_a_failure() -> None:
+def test_a_process_that_ends_without_a_report_counts_as_a_failure() -> None:
     world = a_world(a_run(max_retries=1))
     (decision,) = tell(world, gone())
     assert (decision.tasks[0].task.state, decision.tasks[0].task.failures) == (TaskState.PENDING, 1)
@@ -215,7 +215,7 @@ def test_what_a_stopped_run_leaves_behind_is_kept() -> None:
     assert [type(order) for order in decision.orders] == [ForgetOrder]
 
 
-def test_a_run_past_its_limit_is_timed_out_whatever_it_says_of_its_end() -> None:
+def test_a_run_past_its_limit_is_timed_out_whatever_it_reports() -> None:
     run = a_stopping_run(StopReason.TIMEOUT)
     (decision,) = tell(a_world(run), ended(Ending.FAILED, failure=Failure("exception", "interrupted")))
     assert decision.outcome is not None
@@ -251,7 +251,7 @@ def test_a_result_that_beats_the_stop_is_accepted() -> None:
     assert lease_states(world) == [LeaseState.RELEASING]
 
 
-def test_a_result_and_its_proof_in_one_batch_free_for_nobody_any_longer() -> None:
+def test_after_a_result_and_its_proof_in_one_batch_freeing_for_is_cleared() -> None:
     world = a_world(a_stopping_run(StopReason.PREEMPT, freeing_for=TaskId("high")))
     (decision,) = tell(world, ended(Ending.SUCCEEDED), gone())
     assert decision.tasks[0].task.freeing_for is None
@@ -277,7 +277,7 @@ def test_only_the_newest_checkpoint_of_a_batch_is_kept() -> None:
     assert decision.tasks[0].task.state is TaskState.RUNNING
 
 
-def test_a_checkpoint_of_a_run_that_gives_way_is_kept() -> None:
+def test_a_checkpoint_of_a_stopping_run_is_kept() -> None:
     (decision,) = tell(a_world(a_stopping_run(StopReason.PREEMPT)), checkpointed(1), gone())
     assert decision.checkpoint == checkpointed(1)
     assert (decision.tasks[0].task.state, decision.tasks[0].task.checkpoint_at) == (
@@ -317,7 +317,7 @@ def test_a_report_of_a_claim_that_was_given_up_changes_nothing(report: Report) -
     assert tell(world, report) == []
 
 
-def test_samples_and_progress_are_no_rows() -> None:
+def test_samples_and_progress_make_no_decision() -> None:
     progress = Progressed(RUN, Fence(1), NOW, 0.5, "half")
     assert tell(a_world(a_run()), progress, Sampled(NodeName("n1"), NOW, ())) == []
 

@@ -107,7 +107,7 @@ def test_a_node_that_misses_two_beats_is_not_given_up() -> None:
     assert cluster.lost == {}
 
 
-def test_one_that_was_given_up_is_not_given_up_again() -> None:
+def test_a_lost_node_is_not_declared_lost_again() -> None:
     cluster = ten()
     cluster.dead = {"n3"}
     cluster.run(8.0)
@@ -117,7 +117,7 @@ def test_one_that_was_given_up_is_not_given_up_again() -> None:
 
 
 @pytest.mark.parametrize("gap", [BEAT + 0.1, 10.0, 3600.0], ids=["late", "stopped", "asleep"])
-def test_a_leader_that_was_late_itself_gives_nobody_up_before_it_has_listened_for_the_whole_patience(
+def test_a_leader_that_was_late_declares_no_node_lost_before_the_whole_patience(
     gap: float,
 ) -> None:
     cluster = ten()
@@ -139,7 +139,7 @@ def test_a_leader_that_has_just_taken_over_listens_first() -> None:
     assert list(cluster.lost) == ["n2"]
 
 
-def test_a_leader_that_cannot_listen_gives_nobody_up() -> None:
+def test_a_leader_that_cannot_listen_declares_no_node_lost() -> None:
     cluster = ten()
     cluster.dead = {"n3"}
     cluster.run(60.0, listening=False)
@@ -147,7 +147,7 @@ def test_a_leader_that_cannot_listen_gives_nobody_up() -> None:
     assert cluster.lost == {}
 
 
-def test_while_no_node_is_heard_of_nobody_is_given_up() -> None:
+def test_while_no_node_is_heard_none_is_declared_lost() -> None:
     cluster = Cluster({"n1": 3})
     cluster.run(10.0)
     cluster.dead = {"n1"}
@@ -200,7 +200,7 @@ def test_nodes_that_go_soon_after_one_that_was_given_up_are_counted_with_it() ->
     assert set(cluster.lost) == {"n1", "n2", "n3"}, "by then it went alone"
 
 
-def test_it_goes_on_by_itself_when_the_nodes_are_heard_of_again() -> None:
+def test_detection_resumes_when_the_nodes_are_heard_again() -> None:
     cluster = ten()
     cluster.dead = {"n1", "n2", "n3"}
     cluster.run(20.0)
@@ -212,7 +212,7 @@ def test_it_goes_on_by_itself_when_the_nodes_are_heard_of_again() -> None:
     assert list(cluster.lost) == ["n7"]
 
 
-def test_an_operator_lets_it_go_on_with_those_that_were_named() -> None:
+def test_an_operator_can_resume_detection_for_named_nodes() -> None:
     cluster = ten()
     cluster.dead = {"n1", "n2", "n3", "n4"}
     cluster.run(20.0)
@@ -221,7 +221,7 @@ def test_an_operator_lets_it_go_on_with_those_that_were_named() -> None:
     assert (set(cluster.lost), cluster.paused) == ({"n1", "n2"}, ("n3", "n4"))
 
 
-def test_one_that_is_heard_of_before_the_operators_word_is_carried_out_is_not_given_up() -> None:
+def test_a_node_heard_before_the_resume_is_carried_out_is_kept() -> None:
     cluster = ten()
     cluster.dead = {"n1", "n2", "n3"}
     cluster.run(20.0)
@@ -231,7 +231,7 @@ def test_one_that_is_heard_of_before_the_operators_word_is_carried_out_is_not_gi
     assert "n1" not in cluster.lost
 
 
-def test_a_request_to_go_on_notes_who_asked_and_why() -> None:
+def test_a_resume_is_audited_with_name_and_reason() -> None:
     said = {"nodes": ["n1", "n2"], "by": "olga", "reason": "rack 4 burns"}
     request = Request("ask_1", TaskId("detection"), "ops", "resume", said, NOW)
     decision = carry_out(a_world(), request, NOW, Policy())
@@ -251,7 +251,7 @@ def test_a_node_that_the_cluster_says_is_dead_is_given_up_at_once() -> None:
     assert cluster.why["n1"] == "Ray says so"
 
 
-def test_the_cluster_is_not_believed_either_when_it_says_it_of_many() -> None:
+def test_the_pause_also_applies_to_nodes_that_the_cluster_reports_dead() -> None:
     cluster = ten()
     assert cluster.told("n1", "n2", "n3") == []
     assert cluster.paused == ("n1", "n2", "n3")
@@ -261,14 +261,14 @@ def test_the_cluster_is_not_believed_either_when_it_says_it_of_many() -> None:
     assert (cluster.lost, cluster.paused) == ({}, ()), "they are there"
 
 
-def test_what_is_told_of_an_agent_that_was_replaced_since_is_no_news() -> None:
+def test_a_report_about_a_replaced_agent_is_ignored() -> None:
     cluster = ten()
     old = NodeLost(NodeName("n1"), "n1-0", NOW, "Ray says so")
     stranger = NodeLost(NodeName("n99"), "n99-0", NOW, "Ray says so")
     assert cluster.silence.accuse([old, stranger], cluster.world, cluster.at, NOW) == []
 
 
-def test_what_is_told_before_the_first_look_counts_as_well() -> None:
+def test_a_report_before_the_first_check_counts() -> None:
     cluster = Cluster({"n1": 1, "n2": 1})
     assert cluster.told("n1") == ["n1"]
 
@@ -279,7 +279,7 @@ def test_the_last_node_is_given_up_when_the_cluster_is_certain() -> None:
     assert cluster.told("n1") == ["n1"]
 
 
-def test_a_node_that_was_told_dead_and_has_answered_since_is_kept() -> None:
+def test_a_node_reported_dead_that_has_answered_since_is_kept() -> None:
     cluster = ten()
     assert cluster.told("n1", "n2", "n3") == []
     row = cluster.world.nodes[NodeName("n1")]
@@ -293,14 +293,14 @@ def test_a_node_that_was_told_dead_and_has_answered_since_is_kept() -> None:
 # A new term
 
 
-def test_a_node_whose_agent_does_not_answer_a_new_term_is_told_lost() -> None:
+def test_a_node_whose_agent_does_not_answer_a_new_term_is_declared_lost() -> None:
     world = nodes_with_runs({"n1": 1, "n2": 1, "n3": 0}, away=("n2", "n3"))
     assert nodes_without_answer(world, NOW, Instant(NOW + NODE_PATIENCE_SECONDS - 0.1)) == []
     [lost] = nodes_without_answer(world, NOW, Instant(NOW + NODE_PATIENCE_SECONDS))
     assert (lost.node, lost.why) == ("n2", "its agent has not answered")
 
 
-def test_a_leader_that_no_agent_has_answered_tells_nobody_lost() -> None:
+def test_a_leader_without_any_answer_declares_no_node_lost() -> None:
     world = nodes_with_runs({"n1": 1, "n2": 1}, away=("n1", "n2"))
     assert nodes_without_answer(world, NOW, Instant(NOW + 3600.0)) == []
 
@@ -312,7 +312,7 @@ def test_a_leader_that_no_agent_has_answered_tells_nobody_lost() -> None:
     gaps=st.lists(st.tuples(st.floats(0.01, 30.0), st.booleans()), min_size=1, max_size=60),
     lag=st.floats(0.0, BEAT),
 )
-def test_no_node_that_beats_is_ever_given_up_however_late_the_leader_is(
+def test_a_node_with_heartbeats_is_never_declared_lost_however_late_the_leader_is(
     gaps: list[tuple[float, bool]], lag: float
 ) -> None:
     """Beats arrive while the leader is away too, late by `lag`; it hears of them when it looks again, or only

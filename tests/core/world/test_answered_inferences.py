@@ -14,7 +14,7 @@ def sent(task: Task, after_seconds: float) -> Task:
     return changed(task, state=TaskState.RUNNING, fence=Fence(task.fence + 1), started_at=started)
 
 
-def test_a_wait_ends_when_it_is_sent_first_and_is_counted_once() -> None:
+def test_an_inferences_wait_ends_at_its_first_send_and_is_counted_once() -> None:
     answered, task = InferenceCounts(), an_inference()
     running = sent(task, 0.3)
     back = changed(running, state=TaskState.PENDING)
@@ -26,13 +26,13 @@ def test_a_wait_ends_when_it_is_sent_first_and_is_counted_once() -> None:
     assert not answered.ended
 
 
-def test_a_wait_begins_when_it_may_be_sent() -> None:
+def test_an_inferences_wait_begins_when_it_may_be_sent() -> None:
     answered, task = InferenceCounts(), an_inference(not_before=Instant(NOW + 50.0))
     answered.note(task, sent(task, 60.0))
     assert answered.waited_seconds == 10.0
 
 
-def test_those_that_ended_are_counted_by_how_and_no_other_tasks_are() -> None:
+def test_ended_inferences_are_counted_by_state_and_other_tasks_are_not() -> None:
     answered, task = InferenceCounts(), an_inference()
     running = sent(task, 1.0)
     answered.note(running, changed(running, state=TaskState.FAILED))

@@ -59,13 +59,13 @@ def settled(world: World) -> dict[str, str]:
     return told
 
 
-def test_a_task_that_fails_with_two_of_those_before_it_fails_once() -> None:
+def test_a_task_with_two_failed_dependencies_fails_once() -> None:
     world = a_world(a_task("a"), a_task("b", **after("a")), a_task("c", **after("a", "b")))
     end(world, "a", "failed")
     assert sorted(decision.subject for decision in one_round(world)) == ["b", "c"]
 
 
-def test_a_task_comes_in_when_the_last_of_those_before_it_has_succeeded() -> None:
+def test_a_task_is_queued_when_its_last_dependency_has_succeeded() -> None:
     world = a_world(a_task("a"), a_task("b"), a_task("c", **after("a", "b")))
     assert (TaskId("c") in world.queue, len(world.queue)) == (False, 3)
     end(world, "a")
@@ -125,7 +125,7 @@ def test_many_dependents_are_settled_a_bounded_number_at_a_time(monkeypatch: pyt
     assert world.awaited.ready == set()
 
 
-def test_what_ended_before_the_world_heard_of_the_dependent_is_asked_for() -> None:
+def test_a_dependency_that_the_world_does_not_know_is_looked_up() -> None:
     world = a_world(a_node())
     submit(world, a_task("c", **after("gone", "lost")), a_task("d", **after("gone")))
     assert one_round(world) == []
@@ -137,7 +137,7 @@ def test_what_ended_before_the_world_heard_of_the_dependent_is_asked_for() -> No
     assert world.awaited.unknown == set()
 
 
-def test_an_answer_that_it_has_not_ended_changes_nothing() -> None:
+def test_an_answer_that_a_dependency_has_not_ended_changes_nothing() -> None:
     world = a_world(a_node())
     submit(world, a_task("b", **after("a")))
     world.awaited.learn(["a"], {TaskId("a"): TaskEnd(TaskState.RUNNING)})
@@ -148,7 +148,7 @@ def test_an_answer_that_it_has_not_ended_changes_nothing() -> None:
     assert settled(world) == {"b": "in"}
 
 
-def test_one_that_has_ended_and_still_holds_memory_is_known_to_have_ended() -> None:
+def test_a_dependency_that_ended_and_still_holds_memory_counts_as_ended() -> None:
     leaving = holding(a_task("a", gpu_mb=8), "gpu0", state=TaskState.SUCCEEDED)
     for parts in ((leaving, a_task("b", **after("a"))), (a_task("b", **after("a")), leaving)):
         world = a_world(*parts)
@@ -156,7 +156,7 @@ def test_one_that_has_ended_and_still_holds_memory_is_known_to_have_ended() -> N
         assert settled(world) == {"b": "in"}
 
 
-def test_a_dependent_that_is_cancelled_is_awaited_by_nobody_and_awaits_nobody() -> None:
+def test_a_cancelled_dependent_leaves_the_index_in_both_directions() -> None:
     world = a_world(a_task("a"), a_task("b", **after("a", "x")), a_task("c", **after("b")))
     end(world, "b", "cancelled")
     assert settled(world) == {"c": "it runs after b, which was cancelled"}
@@ -164,7 +164,7 @@ def test_a_dependent_that_is_cancelled_is_awaited_by_nobody_and_awaits_nobody() 
     assert world.awaited.unknown == set()
 
 
-def test_a_held_task_comes_in_when_it_is_released_and_a_delayed_one_when_its_time_has_come() -> None:
+def test_a_held_dependent_is_queued_on_release_and_a_delayed_one_at_its_time() -> None:
     world = a_world(
         a_task("a"), a_task("h", held=True, **after("a")), a_task("d", not_before=LATER, **after("a"))
     )
@@ -173,7 +173,7 @@ def test_a_held_task_comes_in_when_it_is_released_and_a_delayed_one_when_its_tim
     assert (world.queue.held, set(world.queue.delayed), world.queue.awaiting) == ({"h"}, {"d"}, set())
 
 
-def test_the_time_to_wait_begins_when_a_dependent_comes_in() -> None:
+def test_the_time_limit_to_wait_begins_when_a_dependent_is_queued() -> None:
     fields: dict[str, Any] = {"queue_ttl_seconds": 30.0}
     late = Instant(LATER + 100.0)
     world = a_world(
@@ -194,7 +194,7 @@ dags = st.lists(
 
 @given(dags, st.randoms(use_true_random=False), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_whatever_depends_on_what_everybody_ends_and_nobody_starts_early(
+def test_with_any_dependencies_every_task_ends_and_none_starts_early(
     dag: list[tuple[set[int], bool, str]], chance: Any, restart: bool
 ) -> None:
     """Tasks run when the planner lets them and end as drawn; a naive look says who may run and who fails."""
@@ -255,7 +255,7 @@ def reread(world: World, ended: dict[str, str]) -> World:
     return fresh
 
 
-def test_a_task_that_is_not_to_start_yet_says_for_how_long() -> None:
+def test_a_delayed_task_explains_when_it_starts() -> None:
     world = a_world(a_task("later", not_before=Instant(NOW + 60.0)))
     told = explain(world, TaskId("later"), Policy(), NOW)
     assert told.message == "not to be started for another 60 s"

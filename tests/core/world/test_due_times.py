@@ -18,7 +18,7 @@ acts = st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0,
 
 
 @given(acts, st.integers(0, 9))
-def test_what_is_due_is_what_a_look_at_every_entry_finds(acts: list[tuple[int, int | None]], now: int):
+def test_due_entries_are_those_that_a_full_scan_finds(acts: list[tuple[int, int | None]], now: int):
     table = DueTimes()
     for number, at in acts:
         if at is None:
@@ -32,7 +32,7 @@ def test_what_is_due_is_what_a_look_at_every_entry_finds(acts: list[tuple[int, i
         assert table.due(Instant(float(now))) == expected
 
 
-def test_entries_that_come_and_go_leave_nothing_behind():
+def test_removed_entries_do_not_accumulate():
     table = DueTimes()
     table[TaskId("stays")] = Instant(1.0)
     for number in range(10_000):
@@ -57,7 +57,7 @@ class Looked(dict[TaskId, Task]):
         raise AssertionError("it looked at all of them")
 
 
-def test_nobody_is_looked_at_whose_time_cannot_be_up() -> None:
+def test_only_tasks_that_may_be_due_are_examined() -> None:
     """However many run: the leader looks in each of its turns."""
 
     def runs() -> Iterator[Any]:

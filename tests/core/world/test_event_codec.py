@@ -36,7 +36,7 @@ def test_only_what_differs_from_the_default_is_written():
     assert demand_from({}) == a_demand()
 
 
-def test_what_one_event_carries_belongs_to_no_other():
+def test_events_share_no_mutable_fields():
     first = demand_fields(DEMAND)
     first["gpu_mb"] = 1
     first["custom"][0][1] = 9.0

@@ -20,7 +20,7 @@ from tests.builders import NOW, a_device, a_lease, a_node, a_pledge, a_task, key
 REQUEST = Request("r1", TaskId("t"), "default", "cancel", {"grace_seconds": 5.0}, NOW)
 
 
-def test_the_lines_of_a_decision_come_in_one_order_and_carry_what_changed():
+def test_the_events_of_a_decision_have_a_fixed_order_and_carry_the_changes():
     run, high = a_task("t", priority=10), a_task("high")
     new, old = a_lease(run, "gpu0", 20, version=1), a_lease(run, "gpu1", 30)
     decision = Decision(
@@ -51,21 +51,21 @@ def test_the_lines_of_a_decision_come_in_one_order_and_carry_what_changed():
     assert lines[4].fields == {"state": "released"}
 
 
-def test_a_decision_takes_what_is_new_and_gives_back_what_is_released():
+def test_a_decisions_device_delta_adds_new_leases_and_subtracts_released_ones():
     run = a_task("t")
     kept, gone = a_lease(run, "gpu1", 30, state=LeaseState.RELEASING), a_lease(run, "gpu2", 40)
     leases = (a_lease(run, "gpu0", 20, version=1), kept, move_lease(gone, LeaseState.RELEASED))
     assert device_delta_mb(Decision("t", "ended", leases=leases)) == {key("gpu0"): 20, key("gpu2"): -40}
 
 
-def test_a_decision_changes_what_tenants_hold_by_what_it_leases_and_what_it_confirms_to_be_free():
+def test_a_decisions_tenant_delta_adds_new_leases_and_subtracts_released_ones():
     mine, others = a_task("mine", tenant="acme"), a_task("others", tenant="beta")
     given, kept = a_lease(mine, "gpu0", 20, version=1), a_lease(mine, "gpu1", 30, state=LeaseState.RELEASING)
     gone = [move_lease(a_lease(whose, "gpu2", 40), LeaseState.RELEASED) for whose in (mine, others)]
     assert tenant_delta_mb(Decision("t", "ended", leases=(given, kept, *gone))) == {"acme": -20, "beta": -40}
 
 
-def test_an_event_gets_its_place_and_time_and_keeps_the_rest():
+def test_an_event_gets_its_position_and_time_and_keeps_the_rest():
     task = a_task("t")
     event = submitted(task).at(Position(7), NOW)
     assert (event.position, event.at, event.key, event.tenant, event.task) == (7, NOW, "t", "default", task)
@@ -84,5 +84,5 @@ def test_an_event_gets_its_place_and_time_and_keeps_the_rest():
         (NewEvent("node.seen", "n1", 1, "", {}), None),
     ],
 )
-def test_a_line_belongs_to_the_history_of_one_task_or_of_none(event: NewEvent, task: str | None):
+def test_an_event_belongs_to_one_task_or_to_none(event: NewEvent, task: str | None):
     assert task_of(event) == task

@@ -81,14 +81,14 @@ def stranded_by_capacity(shape: Shape, room: Remainder) -> int:
 
 
 @given(mixes, rooms())
-def test_the_papers_measure_is_what_the_paper_says(mix: dict[Shape, int], room: Remainder):
+def test_the_papers_measure_equals_its_definition(mix: dict[Shape, int], room: Remainder):
     known = typical_shapes(mix)
     expected = sum(share * stranded_by_the_paper(shape, room) for shape, share in known.items())
     assert fgd(known, BIG).lost(room) == pytest.approx(expected)
 
 
 @given(shapes.filter(lambda shape: shape.devices and shape.amounts), rooms())
-def test_ours_counts_tasks_by_what_strands_and_by_how_many_copies_fit(shape: Shape, room: Remainder):
+def test_our_measure_counts_stranded_tasks_and_how_many_copies_fit(shape: Shape, room: Remainder):
     amounts = dict(shape.amounts)
     one = shape.devices * amounts.get(room.kind, min(amounts.values()))
     rare = fragmentation_gradient.scarcity(shape, FLEET)
@@ -97,7 +97,7 @@ def test_ours_counts_tasks_by_what_strands_and_by_how_many_copies_fit(shape: Sha
 
 
 @given(mixes, rooms())
-def test_what_is_lost_is_between_nothing_and_everything(mix: dict[Shape, int], room: Remainder):
+def test_the_loss_is_between_zero_and_the_whole(mix: dict[Shape, int], room: Remainder):
     for measure in both(mix):
         assert 0 <= measure.lost(room) <= measure.whole(room) + 1e-9
 
@@ -109,7 +109,7 @@ def test_more_cpu_never_strands_more(mix: dict[Shape, int], room: Remainder, mor
 
 
 @given(mixes, rooms(), st.integers(0, 4), st.integers(1, BIG))
-def test_room_that_comes_free_takes_no_use_away(
+def test_more_free_room_never_lowers_what_is_usable(
     mix: dict[Shape, int], room: Remainder, place: int, more: int
 ):
     left = list(room.left)
@@ -122,7 +122,7 @@ def test_room_that_comes_free_takes_no_use_away(
 
 
 @given(mixes, rooms(), st.randoms(use_true_random=False))
-def test_which_device_has_how_much_does_not_matter(mix: dict[Shape, int], room: Remainder, chance):
+def test_the_order_of_devices_does_not_matter(mix: dict[Shape, int], room: Remainder, chance):
     left = list(room.left)
     chance.shuffle(left)
     for measure in both(mix):
@@ -130,7 +130,7 @@ def test_which_device_has_how_much_does_not_matter(mix: dict[Shape, int], room: 
 
 
 @given(mixes, shapes, rooms())
-def test_a_spot_is_found_where_the_demand_fits_and_nowhere_else(
+def test_devices_are_chosen_exactly_where_the_demand_fits(
     mix: dict[Shape, int], shape: Shape, room: Remainder
 ):
     for measure in both(mix):
@@ -143,7 +143,7 @@ def test_a_spot_is_found_where_the_demand_fits_and_nowhere_else(
 
 
 @given(mixes, shapes, st.lists(rooms(), min_size=1, max_size=8))
-def test_a_measure_that_has_been_asked_before_answers_like_a_new_one(
+def test_a_measure_with_cached_answers_answers_like_a_new_one(
     mix: dict[Shape, int], shape: Shape, asked: list[Remainder]
 ):
     for used, fresh in zip(both(mix), both(mix), strict=True):
@@ -152,7 +152,7 @@ def test_a_measure_that_has_been_asked_before_answers_like_a_new_one(
         assert [fresh.spot(shape, room) for room in reversed(asked)] == first[::-1]
 
 
-def test_a_measure_that_forgets_answers_as_before(monkeypatch: pytest.MonkeyPatch):
+def test_a_measure_that_drops_its_cache_answers_as_before(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fragmentation_gradient, "MAX_CACHED", 2)
     measure = tasks_lost(typical_shapes({a_shape(8): 3, a_shape(): 1}), FLEET)
     row = [Remainder(16, (16, 16, left), "small") for left in range(16)]
@@ -175,14 +175,14 @@ def test_the_unit_does_not_matter(mix: dict[Shape, int], shape: Shape, room: Rem
     assert spots(mix, 1) == spots({finer(shape): count for shape, count in mix.items()}, 64)
 
 
-def test_equal_devices_are_taken_from_the_lowest_on():
+def test_of_equal_devices_the_lowest_is_taken():
     measure = tasks_lost(typical_shapes({a_shape(): 1}), FLEET)
     spot = measure.spot(a_shape(devices=2), Remainder(8, (0, SMALL, 4, SMALL, SMALL), "small"))
     assert spot is not None
     assert spot.devices == (1, 3)
 
 
-def test_a_shared_demand_goes_where_it_leaves_whole_devices_whole():
+def test_a_demand_for_a_share_leaves_whole_devices_whole():
     measure = tasks_lost(typical_shapes({a_shape(): 1, a_shape(8): 1}), FLEET)
     spot = measure.spot(a_shape(8), Remainder(8, (SMALL, 8, SMALL), "small"))
     assert spot is not None
@@ -199,7 +199,7 @@ def test_a_demand_that_fits_anywhere_leaves_rare_devices_to_those_that_need_them
     assert on_common.score > on_rare.score
 
 
-def test_only_ours_sees_that_idle_devices_without_cpu_are_stranded():
+def test_only_our_measure_sees_that_idle_devices_without_cpu_are_stranded():
     task = a_shape(cpu=8)
     room = Remainder(16, (SMALL,) * 8, "small")
     starved = room._replace(cpu=8)
@@ -216,7 +216,7 @@ def test_a_placement_that_strands_out_of_all_proportion_scores_nothing():
     assert spot.score == 0
 
 
-def test_usual_are_the_most_frequent_until_nearly_all_tasks_are_covered():
+def test_typical_shapes_are_the_most_frequent_until_nearly_all_tasks_are_covered():
     often, seldom, rare = a_shape(8), a_shape(), CPU_ONLY
     known = typical_shapes({rare: 4, often: 80, seldom: 16})
     assert list(known) == [often, seldom]
@@ -224,33 +224,31 @@ def test_usual_are_the_most_frequent_until_nearly_all_tasks_are_covered():
 
 
 @given(mixes)
-def test_what_is_usual_does_not_depend_on_the_order_of_counting(mix: dict[Shape, int]):
+def test_typical_shapes_do_not_depend_on_the_order_of_counting(mix: dict[Shape, int]):
     known = typical_shapes(mix)
     assert list(typical_shapes(dict(reversed(mix.items())))) == list(known)
     assert sum(known.values()) == pytest.approx(1)
 
 
-def test_without_experience_every_fitting_node_is_as_good_as_another():
+def test_without_past_demands_every_fitting_node_is_equally_good():
     measure = tasks_lost({}, FLEET)
     assert measure.spot(a_shape(8), Remainder(4, (8,), "small")) == measure.spot(
         a_shape(8), Remainder(9, (BIG,), "big")
     )
 
 
-def test_a_demand_that_no_device_of_the_fleet_can_host_teaches_nothing():
+def test_a_demand_that_no_device_can_host_is_not_typical():
     measure = tasks_lost(typical_shapes({a_shape(64): 1}), {"small": (4, SMALL)})
     assert measure.whole(Remainder(4, (SMALL,), "small")) == 0
 
 
 @pytest.mark.parametrize(("slots", "copies"), [([3, 1], 1), ([2, 2], 2), ([5, 0], 0), ([2, 1, 1], 2)])
-def test_a_task_has_its_parts_on_different_devices_however_much_one_of_them_has(
-    slots: list[int], copies: int
-):
+def test_several_devices_of_a_task_are_different_ones(slots: list[int], copies: int):
     assert most_copies(slots, 2) == copies
     assert most_copies(slots, 1) == sum(slots)
 
 
-def test_a_demand_without_devices_has_a_spot_where_its_cpu_is():
+def test_a_demand_without_devices_fits_where_its_cpu_is():
     room = Remainder(8, (BIG,), "big")
     for measure in both({a_shape(40, cpu=4): 1}):
         spot = measure.spot(CPU_ONLY, room)

@@ -40,7 +40,7 @@ def started(world: World) -> list[str]:
     return [decision.subject for decision in plan_cycle(world, Policy(), NOW).decisions]
 
 
-def test_a_task_goes_before_others_if_one_waits_for_it_that_would() -> None:
+def test_a_task_takes_the_place_of_its_most_urgent_dependent() -> None:
     world = a_world(a_node(cpu=1.0), a_task("early", cpu=1.0), a_task("late", cpu=1.0, submitted_at=NOW))
     submit(world, a_task("urgent", priority=80, **after("late")))
     assert started(world) == ["late"]
@@ -48,14 +48,14 @@ def test_a_task_goes_before_others_if_one_waits_for_it_that_would() -> None:
     assert explain(world, TaskId("late"), Policy(), NOW).inherits == (80, "urgent")
 
 
-def test_of_two_heirs_alike_one_that_is_lowered_takes_nothing_with_it() -> None:
+def test_lowering_one_of_two_equal_dependents_changes_nothing() -> None:
     world = a_world(a_task("t"))
     submit(world, a_task("one", priority=80, **after("t")), a_task("two", priority=80, **after("t")))
     change(world, "one", priority=60)
     assert standing(world, "t") == 80
 
 
-def test_it_is_inherited_through_any_number_of_tasks_in_between() -> None:
+def test_priority_is_inherited_through_any_number_of_tasks() -> None:
     chain = [a_task("t0"), *(a_task(f"t{n}", **after(f"t{n - 1}")) for n in range(1, 2000))]
     world = a_world(*chain)
     submit(world, a_task("last", priority=95, **after("t1999")))
@@ -65,7 +65,7 @@ def test_it_is_inherited_through_any_number_of_tasks_in_between() -> None:
     assert standing(world, "t0") == 60
 
 
-def test_the_most_urgent_of_all_that_wait_counts_and_the_next_one_once_it_has_gone() -> None:
+def test_the_most_urgent_dependent_counts_and_the_next_one_once_it_is_gone() -> None:
     world = a_world(
         a_task("a"), a_task("b", priority=70, **after("a")), a_task("c", priority=90, **after("a"))
     )
@@ -76,7 +76,7 @@ def test_the_most_urgent_of_all_that_wait_counts_and_the_next_one_once_it_has_go
     assert (standing(world, "a"), source(world, "a")) == (50, None)
 
 
-def test_nobody_need_hurry_for_a_task_that_is_held() -> None:
+def test_a_held_dependent_passes_no_priority_on() -> None:
     world = a_world(a_task("a"), a_task("b", **after("a")), a_task("c", priority=90, **after("b")))
     change(world, "b", held=True)
     assert (standing(world, "a"), standing(world, "b")) == (50, 90)
@@ -84,7 +84,7 @@ def test_nobody_need_hurry_for_a_task_that_is_held() -> None:
     assert standing(world, "a") == 90
 
 
-def test_what_has_ended_is_waited_for_by_nobody_and_inherits_nothing() -> None:
+def test_an_ended_task_inherits_nothing() -> None:
     world = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", priority=90, **after("a")))
     commit(world, plan_cycle(world, Policy(), NOW).decisions)
     row = world.tasks[TaskId("a")]
@@ -94,7 +94,7 @@ def test_what_has_ended_is_waited_for_by_nobody_and_inherits_nothing() -> None:
     assert TaskId("b") in world.queue
 
 
-def test_a_borrowed_place_stops_nobody() -> None:
+def test_an_inherited_priority_preempts_nothing() -> None:
     world = a_world(a_device(), holding(a_task("run", priority=60, gpu_mb=60 * GIB), "gpu0"))
     submit(world, a_task("a", gpu_mb=60 * GIB), a_task("b", priority=95, gpu_mb=60 * GIB, **after("a")))
     assert standing(world, "a") == 95
@@ -103,7 +103,7 @@ def test_a_borrowed_place_stops_nobody() -> None:
     assert started(world) == ["a"]
 
 
-def test_one_of_higher_priority_is_looked_at_though_those_before_it_have_nothing_to_expect() -> None:
+def test_a_task_of_higher_priority_is_tried_though_those_before_it_cannot_start() -> None:
     """Those stand higher only because somebody waits for them, and may stop nobody."""
     world = a_world(a_device(), holding(a_task("run", priority=45, gpu_mb=60 * GIB), "gpu0"))
     submit(world, a_task("a", priority=40, gpu_mb=60 * GIB), a_task("b", priority=95, **after("a")))
@@ -114,7 +114,7 @@ def test_one_of_higher_priority_is_looked_at_though_those_before_it_have_nothing
     assert [(decision.why, decision.subject) for decision in decisions] == [("preempt", "own")]
 
 
-def test_who_waits_may_be_known_before_whom_it_waits_for() -> None:
+def test_a_dependent_may_be_known_before_its_dependency() -> None:
     world = a_world(a_task("b", priority=90, **after("a")))
     submit(world, a_task("a"))
     assert (standing(world, "a"), source(world, "a")) == (90, "b")
@@ -122,7 +122,7 @@ def test_who_waits_may_be_known_before_whom_it_waits_for() -> None:
 
 @given(clusters(), stories)
 @settings(max_examples=100, deadline=None)
-def test_whatever_happens_each_task_stands_where_a_naive_look_puts_it(
+def test_after_any_course_each_task_has_the_place_that_a_naive_computation_gives(
     world: World, story: list[Chapter]
 ) -> None:
     tale = Story(world)

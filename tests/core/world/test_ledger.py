@@ -24,7 +24,7 @@ def a_book(**lease: object) -> Book:
     return book
 
 
-def test_what_is_leased_is_told_apart_from_what_is_held():
+def test_leased_and_held_memory_are_counted_apart():
     book = a_book()
     book.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
     assert (book.leased_mb(), book.held_mb()) == (60, 70)
@@ -34,7 +34,7 @@ def test_the_reserve_is_never_free():
     assert Book(DEVICE).free_mb() == 90
 
 
-def test_a_holder_counts_for_its_lease_or_for_its_measured_use_whichever_is_more():
+def test_a_holder_counts_as_the_larger_of_its_lease_and_its_measured_use():
     book = a_book()
     book.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
     assert book.free_mb() == 20
@@ -42,13 +42,13 @@ def test_a_holder_counts_for_its_lease_or_for_its_measured_use_whichever_is_more
     assert book.free_mb() == 30
 
 
-def test_what_was_measured_of_an_older_claim_is_not_counted_for_the_new_one():
+def test_use_measured_for_an_older_claim_does_not_count_for_the_new_one():
     book = a_book()
     book.measure(a_sample(DEVICE.key, by_holder={"low:0": 80}))
     assert book.free_mb() == 30
 
 
-def test_a_lease_that_changes_keeps_what_was_measured_of_its_holder():
+def test_a_changed_lease_keeps_its_holders_measured_use():
     book = a_book()
     book.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
     book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASING))
@@ -74,7 +74,7 @@ def a_served_book(foreign_mb: int | None, used_mb: int, state: LeaseState = Leas
 @pytest.mark.parametrize(
     ("measured_mb", "foreign_mb", "free_mb"), [(0, 0, 60), (30, 0, 60), (40, 0, 60), (55, 15, 45)]
 )
-def test_what_a_server_of_models_uses_is_that_of_its_models_up_to_what_they_have_leased(
+def test_a_model_servers_use_counts_as_its_models_up_to_their_leases(
     measured_mb: int, foreign_mb: int, free_mb: int
 ) -> None:
     book = a_served_book(measured_mb, measured_mb)
@@ -84,12 +84,12 @@ def test_what_a_server_of_models_uses_is_that_of_its_models_up_to_what_they_have
     assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (foreign_mb, 0, 100 - foreign_mb)
 
 
-def test_a_model_that_is_being_loaded_has_nothing_of_what_is_measured_yet() -> None:
+def test_a_loading_model_explains_no_measured_use() -> None:
     book = a_served_book(30, 30, LeaseState.RESERVED)
     assert (book.foreign_mb, book.free_mb()) == (30, 30)
 
 
-def test_where_use_cannot_be_told_apart_a_model_explains_its_lease_as_a_run_does() -> None:
+def test_where_use_cannot_be_attributed_a_model_explains_its_lease_as_a_run_does() -> None:
     book = a_served_book(None, 45)
     assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (0, 5, 55)
     [model] = book.holdings
@@ -106,13 +106,13 @@ def a_measured_book(used_mb: int, foreign_mb: int | None = 0, **device: Any) -> 
     return book
 
 
-def test_what_is_in_use_and_used_by_nobody_who_is_known_is_not_free():
+def test_use_by_unknown_processes_is_not_free():
     assert (a_measured_book(50).unexplained_mb, a_measured_book(50).free_mb()) == (0, 40)
     assert (a_measured_book(70).unexplained_mb, a_measured_book(70).free_mb()) == (20, 20)
     assert (a_measured_book(70, 5).unexplained_mb, a_measured_book(70, 5).free_mb()) == (15, 20)
 
 
-def test_what_a_run_used_is_free_only_when_the_device_was_measured_without_it():
+def test_a_runs_use_is_free_only_after_a_sample_without_it():
     book = a_measured_book(50)
     book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASED))
     assert (book.unexplained_mb, book.free_mb()) == (50, 50)
@@ -124,12 +124,12 @@ def test_listed_processes_may_add_up_to_more_than_is_in_use():
     assert a_measured_book(40).unexplained_mb == 0
 
 
-def test_what_was_declared_explains_what_is_in_use():
+def test_declared_foreign_memory_explains_use():
     book = a_measured_book(70, declared_foreign_mb=20)
     assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (20, 0, 20)
 
 
-def test_the_reserve_covers_what_nobody_explains():
+def test_the_reserve_covers_unexplained_use():
     book = a_measured_book(70, reserve_mb=15)
     assert (book.unexplained_mb, book.free_mb()) == (5, 100 - 15 - 5 - 60)
 
@@ -141,12 +141,12 @@ def test_a_little_use_without_a_process_is_noise(used_mb: int, unexplained_mb: i
     assert book.unexplained_mb == unexplained_mb
 
 
-def test_where_use_cannot_be_attributed_what_is_beyond_the_leases_is_not_free():
+def test_where_use_cannot_be_attributed_use_beyond_the_leases_is_not_free():
     assert (a_measured_book(50, None).unexplained_mb, a_measured_book(50, None).free_mb()) == (0, 40)
     assert (a_measured_book(75, None).unexplained_mb, a_measured_book(75, None).free_mb()) == (15, 25)
 
 
-def test_where_use_cannot_be_attributed_what_was_declared_is_not_counted_twice():
+def test_where_use_cannot_be_attributed_declared_use_is_not_counted_twice():
     book = a_measured_book(75, None, declared_foreign_mb=10)
     assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (10, 5, 25)
 
@@ -180,14 +180,14 @@ def test_a_new_declaration_of_foreign_memory_counts_at_once():
     assert book.free_mb() == 60
 
 
-def test_a_released_lease_leaves_the_book():
+def test_a_released_lease_leaves_the_ledger():
     book = a_book()
     book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASED))
     assert book.free_mb() == 90
     assert book.held_mb() == 0
 
 
-def test_of_a_pledge_only_what_its_victims_will_not_bring_is_kept():
+def test_of_a_pledge_only_the_part_that_its_victims_do_not_hold_is_kept():
     book = Book(DEVICE)
     book.put(a_lease(LOW, DEVICE.key, 60), HIGH.id, stopping=True)
     pledge = a_pledge(HIGH, DEVICE.key, 70)
@@ -208,7 +208,7 @@ def test_a_pledge_is_free_for_its_preemptor_and_for_strictly_higher_priorities_o
     assert book.free_mb(task=HIGH.id, priority=0) == 90
 
 
-def test_a_quarantined_victim_brings_nothing_so_its_preemptors_pledge_is_kept_in_full():
+def test_a_pledge_with_a_quarantined_victim_is_kept_in_full():
     book = Book(DEVICE)
     book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.QUARANTINED), HIGH.id, stopping=True)
     pledge = a_pledge(HIGH, DEVICE.key, 70)
@@ -217,7 +217,7 @@ def test_a_quarantined_victim_brings_nothing_so_its_preemptors_pledge_is_kept_in
     assert book.soon_mb() == 30 - 70
 
 
-def test_what_is_there_is_kept_for_the_highest_priority_first():
+def test_free_memory_is_kept_for_the_highest_priority_first():
     book = a_book(state=LeaseState.RELEASING)
     claims = [a_pledge(a_task(f"p{p}", priority=p), DEVICE.key, 20) for p in (20, 60, 40)]
     for claim in claims:
@@ -225,7 +225,7 @@ def test_what_is_there_is_kept_for_the_highest_priority_first():
     assert [book.kept_free_mb(claim) for claim in claims] == [0, 20, 10]
 
 
-def test_what_is_leaving_is_free_soon_less_what_is_promised_of_it():
+def test_memory_that_is_being_freed_counts_as_free_soon_without_its_pledges():
     book = a_book(state=LeaseState.RELEASING)
     assert (book.free_mb(), book.soon_mb()) == (30, 90)
     book.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 70)
@@ -251,7 +251,7 @@ def test_a_device_is_stale_without_a_sample_and_after_three_periods():
     assert book.sampled_at == NOW
 
 
-def test_who_left_a_device_that_was_never_measured_gives_back_its_lease():
+def test_a_holder_on_an_unmeasured_device_gives_back_its_lease():
     book = a_book()
     [held] = book.holdings
     book.vacate(held)
@@ -278,7 +278,7 @@ CHANGES = st.one_of(
 
 
 @given(changes=st.lists(CHANGES, max_size=12))
-def test_the_sums_of_a_book_are_those_of_its_holdings_after_any_course(changes: list[Any]):
+def test_a_ledgers_sums_equal_those_of_its_holdings_after_any_course(changes: list[Any]):
     book = Book(DEVICE)
     for what, *how in changes:
         if what == "put":
@@ -315,7 +315,7 @@ def check_sums(book: Book) -> None:
     assert book.yet_to_come_mb(HIGH.id) == sum(h.takes_mb for h in leaving if h.freeing_for == HIGH.id)
 
 
-def test_to_measure_anew_keeps_a_sample_that_is_newer():
+def test_requiring_a_new_sample_keeps_one_that_is_newer():
     book = a_book()
     book.measure(a_sample(DEVICE.key))
     book.measure_anew(Instant(NOW - 1.0))

@@ -52,13 +52,13 @@ def two_devices() -> World:
     return world
 
 
-def test_a_task_leaves_room_that_is_usually_asked_for():
+def test_a_task_leaves_room_for_typical_demands():
     world = two_devices()
     usual(world, small=(9, {"gpu_mb": 24 * GIB}), large=(1, {"gpu_mb": 48 * GIB}))
     assert goes_to(world, gpu_mb=24 * GIB) == "n1/gpu1", "two more of them fit: 24 + 24"
 
 
-def test_best_fit_takes_the_fullest_device_whatever_is_usual():
+def test_best_fit_takes_the_fullest_device_whatever_is_typical():
     world = two_devices()
     usual(world, small=(9, {"gpu_mb": 24 * GIB}))
     assert goes_to(world, "best_fit", gpu_mb=24 * GIB) == "n1/gpu0"
@@ -94,19 +94,19 @@ def test_rare_devices_are_left_to_those_that_need_them():
     assert goes_to(world, gpus=1) == "n2/gpu2"
 
 
-def test_where_a_node_has_devices_of_several_sorts_all_of_them_are_judged():
+def test_on_a_node_with_several_device_classes_all_are_scored():
     world = a_world(a_device("gpu0", mb=80 * GIB), a_device("gpu1", mb=24 * GIB, kind="4090"))
     usual(world, small=(5, {"gpu_mb": 20 * GIB}), large=(5, {"gpu_mb": 80 * GIB}))
     assert goes_to(world, gpu_mb=20 * GIB) == "n1/gpu1"
 
 
-def test_wishes_come_before_what_is_left_over():
+def test_preferences_come_before_fragmentation():
     world = a_world(a_device("gpu0", mb=80 * GIB), a_device("gpu1", mb=24 * GIB, kind="4090"))
     usual(world, small=(5, {"gpu_mb": 20 * GIB}), large=(5, {"gpu_mb": 80 * GIB}))
     assert goes_to(world, gpu_mb=20 * GIB, where=Where(prefer_kinds=("H100",))) == "n1/gpu0"
 
 
-def test_several_devices_of_several_sorts_are_the_fullest_ones():
+def test_several_devices_of_several_classes_are_the_fullest_ones():
     world = a_world(
         a_device("gpu0", mb=80 * GIB),
         a_device("gpu1", mb=24 * GIB, kind="4090"),
@@ -116,7 +116,7 @@ def test_several_devices_of_several_sorts_are_the_fullest_ones():
     assert goes_to(world, gpus=2, gpu_mb=20 * GIB) == "n1/gpu1,n1/gpu2"
 
 
-def test_what_places_are_worth_stays_the_same_until_enough_is_new():
+def test_scores_stay_the_same_until_enough_submissions_are_new():
     world = a_world(a_device("gpu0"))
     usual(world, first=(80, {"gpu_mb": GIB}))
     before = scores_of(world, Policy())
@@ -131,20 +131,20 @@ def test_what_places_are_worth_stays_the_same_until_enough_is_new():
     assert scores_of(world, Policy()) is not after
 
 
-def test_what_is_usual_is_known_again_after_a_restart_from_what_waits_and_runs():
+def test_after_a_restart_typical_demands_come_from_pending_and_running_tasks():
     world = a_world(a_device("gpu0"), holding(a_task("runs", gpu_mb=GIB), "gpu0"), a_task("waits", gpus=1))
     assert world.mix.edition == {a_demand(gpu_mb=GIB): 1, a_demand(gpus=1): 1}
     assert scores_of(world, Policy()) is not None
 
 
-def test_each_rank_of_a_gang_teaches_what_is_usual():
+def test_each_rank_of_a_gang_counts_as_a_demand():
     world = a_world(a_device("gpu0"))
     submit(world, a_gang("gang", *bundles(3, gpu_mb=GIB), *bundles(1, cpu=1.0)))
     assert world.mix.edition == {a_demand(gpu_mb=GIB): 3}
 
 
 @pytest.mark.parametrize("kind", ["H100", "4090"])
-def test_a_place_needs_as_many_devices_with_room_as_are_asked_for(kind: str):
+def test_a_placement_needs_as_many_devices_with_room_as_are_asked_for(kind: str):
     nothing = a_device("gpu2", mb=8, reserve_mb=8)
     world = a_world(a_device("gpu0"), a_device("gpu1", kind=kind), nothing)
     usual(world, any=(1, {"gpu_mb": GIB}))
@@ -163,13 +163,13 @@ def test_the_published_measure_may_be_chosen():
     assert goes_to(world, "fgd", gpu_mb=30 * GIB) == "n1/gpu0", "nothing is left over there"
 
 
-def test_nothing_is_usual_where_nothing_that_was_asked_for_could_run():
+def test_no_demand_is_typical_if_none_could_run_here():
     world = a_world(a_device("gpu0", mb=GIB))
     usual(world, large=(5, {"gpu_mb": 80 * GIB}))
     assert scores_of(world, Policy()) is None
 
 
-def test_what_was_usual_once_is_forgotten():
+def test_old_demands_are_forgotten():
     mix = Mix()
     for _ in range(mixes.MAX_COUNTED):
         mix.add(a_demand(gpu_mb=GIB))
@@ -179,7 +179,7 @@ def test_what_was_usual_once_is_forgotten():
     assert counts[0] < counts[1] / 4
 
 
-def test_no_more_is_remembered_than_is_told_apart(monkeypatch: pytest.MonkeyPatch):
+def test_the_number_of_counted_demands_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mixes, "MAX_DEMANDS", 10)
     mix = Mix()
     for size in range(1, 100):
@@ -189,7 +189,7 @@ def test_no_more_is_remembered_than_is_told_apart(monkeypatch: pytest.MonkeyPatc
     assert mix.edition[a_demand(gpus=1)] == max(mix.edition.values())
 
 
-def test_whose_it_is_and_what_it_takes_beside_devices_makes_no_demand_another_one():
+def test_demands_that_differ_only_beside_devices_count_as_one():
     mix = Mix()
     mix.add(a_demand(gpu_mb=GIB, memory_mb=5, custom={"licence": 1.0}, slots=(("tenant:a", 1.0),), pool="p"))
     mix.add(a_demand(gpu_mb=GIB, placement="spread", where=Where(prefer_kinds=("H100",))))

@@ -69,7 +69,7 @@ members = st.tuples(st.integers(0, 20).map(float), st.text("abc", min_size=1, ma
 
 
 @given(st.lists(st.tuples(st.booleans(), members), max_size=200))
-def test_a_group_is_a_sorted_list_whatever_comes_and_goes(changes: list[tuple[bool, tuple[float, TaskId]]]):
+def test_a_group_stays_sorted_whatever_is_added_and_removed(changes: list[tuple[bool, tuple[float, TaskId]]]):
     group, plain = Group(("default", 50, a_demand(), "", 50)), []
     for comes, member in changes:
         if comes and member not in plain:
@@ -81,7 +81,7 @@ def test_a_group_is_a_sorted_list_whatever_comes_and_goes(changes: list[tuple[bo
         assert [group.member(index) for index in range(len(group))] == list(group) == plain
 
 
-def test_a_group_that_is_worked_off_forgets_those_who_left():
+def test_a_group_drops_its_removed_members():
     group = Group(("default", 50, a_demand(), "", 50))
     for number in range(500):
         group.add((float(number), TaskId("t")))
@@ -91,7 +91,7 @@ def test_a_group_that_is_worked_off_forgets_those_who_left():
     assert len(group._members) < 300
 
 
-def test_a_group_knows_how_many_stand_before_a_place():
+def test_a_group_counts_its_members_before_a_place():
     group = Group(("default", 50, a_demand(), "", 50))
     for number in range(10):
         group.add((NOW - 10.0 * number, TaskId(f"t{number}")))
@@ -104,7 +104,7 @@ def test_a_group_knows_how_many_stand_before_a_place():
     assert group.count_until(order_key(higher, EVEN), EVEN, NOW, POLICY) == 0
 
 
-def test_held_and_delayed_tasks_stand_aside_and_count_as_waiting():
+def test_held_and_delayed_tasks_are_kept_apart_and_count_as_pending():
     queue = PendingQueue({})
     held, delayed = a_task("held", held=True), a_task("delayed", not_before=Instant(NOW + 5.0))
     for task in (held, delayed, a_task("ready")):
@@ -120,7 +120,7 @@ def test_held_and_delayed_tasks_stand_aside_and_count_as_waiting():
     assert len(queue) == 1
 
 
-def test_delayed_tasks_come_in_when_their_time_has_come_earliest_first():
+def test_delayed_tasks_are_queued_at_their_time_earliest_first():
     queue = PendingQueue({})
     tasks = [a_task(f"t{at}", not_before=Instant(NOW + at)) for at in (3, 1, 2)]
     for task in tasks:

@@ -45,7 +45,7 @@ def shared(one: object, other: object, path: str = "world") -> list[str]:
     return found
 
 
-def test_a_plan_finds_the_same_in_the_copy():
+def test_a_snapshot_gives_the_same_plan():
     for demand in (
         {"gpu_mb": 20 * GIB},
         {"gpus": 1},
@@ -56,12 +56,12 @@ def test_a_plan_finds_the_same_in_the_copy():
         assert plan_of(world.snapshot(), **demand) == plan_of(world, **demand)
 
 
-def test_the_copy_shares_nothing_that_changes():
+def test_a_snapshot_shares_nothing_that_changes():
     world = a_busy_world()
     assert [path for path in shared(world, world.snapshot()) if "edition" not in path] == []
 
 
-def test_what_happens_afterwards_is_not_seen_in_the_copy():
+def test_a_snapshot_does_not_see_later_events():
     gang = at_work()
     world = gang.world
     before = world.snapshot()

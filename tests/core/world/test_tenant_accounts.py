@@ -13,11 +13,11 @@ from tests.builders import a_device, a_task, a_world, holding, let_go
 DAY = Seconds(86_400.0)
 
 
-def test_what_was_used_counts_half_after_its_half_life():
+def test_use_counts_half_after_its_half_life():
     assert decayed(1000.0, 0, DAY, DAY) == 500.0
 
 
-def test_what_is_held_for_ever_comes_to_its_size_times_the_mean_life():
+def test_holding_for_ever_comes_to_the_size_times_the_mean_life():
     assert decayed(0.0, 10, 100 * DAY, DAY) == pytest.approx(10 * DAY / log(2.0))
     assert mean_life_seconds(DAY) == DAY / log(2.0)
 
@@ -27,7 +27,7 @@ def test_a_short_use_counts_in_full_at_first():
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.floats(0.0, 1e5)), min_size=1, max_size=8))
-def test_looking_in_between_changes_nothing(spans: list[tuple[int, float]]):
+def test_reading_an_account_changes_nothing(spans: list[tuple[int, float]]):
     """The integral is exact: it does not matter into how many pieces a time is cut."""
     looked, plain = Accounts(DAY), Accounts(DAY)
     now = 0.0
@@ -41,7 +41,7 @@ def test_looking_in_between_changes_nothing(spans: list[tuple[int, float]]):
     assert used[0] == pytest.approx(used[1], rel=1e-9, abs=1e-6)
 
 
-def test_what_was_used_is_known_again_from_rows_and_goes_on():
+def test_use_is_restored_from_rows_and_goes_on():
     before, again = Accounts(DAY), Accounts(DAY)
     for tenant, mb in (("zeta", 20), ("acme", 10)):
         before.change(tenant, mb, Instant(0.0))
@@ -55,7 +55,7 @@ def test_what_was_used_is_known_again_from_rows_and_goes_on():
         assert again.used(tenant, Instant(500.0)) == before.used(tenant, Instant(500.0)) > 0.0
 
 
-def test_a_clock_that_steps_back_takes_nothing_away():
+def test_a_clock_that_is_set_back_removes_no_use():
     accounts = Accounts(DAY)
     accounts.change("acme", 10, Instant(100.0))
     accounts.change("acme", 0, Instant(200.0))
@@ -72,6 +72,6 @@ def test_a_lease_counts_for_its_tenant_until_it_is_released():
     assert world.accounts.held_mb("acme") == 0
 
 
-def test_nobody_has_used_anything_at_first():
+def test_a_new_tenant_has_used_nothing():
     assert Accounts().used("nobody", Instant(5.0)) == 0.0
     assert Accounts().held_mb("nobody") == 0

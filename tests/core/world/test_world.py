@@ -85,7 +85,7 @@ def node_events(*positions: int) -> list[Event]:
     ]
 
 
-def test_a_gap_in_the_log_is_a_mistake_and_nothing_of_the_batch_is_applied():
+def test_a_gap_in_the_log_raises_and_nothing_of_the_batch_is_applied():
     world = World()
     world.apply(node_events(1, 2))
     with pytest.raises(OutOfSync, match="after position 2, event 4 came: 3 is missing"):
@@ -120,14 +120,14 @@ def test_nodes_devices_and_requests_come_from_the_log():
     assert world.requests == {}
 
 
-def test_a_device_that_is_seen_again_keeps_its_book():
+def test_a_device_that_is_reported_again_keeps_its_ledger():
     world = a_world(a_device(), holding(a_task("run", gpu_mb=60 * GIB), "gpu0"))
     world.add_device(a_device(mb=90 * GIB))
     assert world.books[key("gpu0")].free_mb() == 30 * GIB
     assert world.by_node["n1"] == [key("gpu0")]
 
 
-def test_a_lease_on_a_device_that_nobody_registered_is_a_mistake():
+def test_a_lease_on_an_unknown_device_raises():
     world = a_world()
     with pytest.raises(KeyError):
         world.add_lease(a_lease(a_task("run"), "gpu7", 1))
@@ -182,7 +182,7 @@ def test_events_of_a_task_or_a_lease_that_is_gone_change_nothing():
     assert picture(world) == before
 
 
-def test_a_lease_of_a_holder_that_is_no_run_comes_and_goes_by_the_log():
+def test_a_lease_without_a_run_is_added_and_removed_by_the_log():
     world = a_world()
     lease = replace(a_lease(a_task("m", fence=1), "gpu0", 30 * GIB, version=1), holder_kind=HolderKind.WORKER)
     commit(world, Decision("m", "load", leases=(lease,)))
@@ -191,7 +191,7 @@ def test_a_lease_of_a_holder_that_is_no_run_comes_and_goes_by_the_log():
     assert (world.books[key("gpu0")].free_mb(), world.leases) == (80 * GIB, {})
 
 
-def test_an_event_of_a_kind_that_nobody_knows_moves_the_position_only():
+def test_an_event_of_an_unknown_kind_only_moves_the_position():
     world = a_world()
     before = picture(world)
     world.apply([Event(Position(1), Instant(NOW + 5.0), "model.loaded", "m", 1, "", {})])
@@ -199,7 +199,7 @@ def test_an_event_of_a_kind_that_nobody_knows_moves_the_position_only():
     assert (world.position, world.as_of) == (1, NOW + 5.0)
 
 
-def test_amounts_of_custom_resources_add_up_to_nothing_once_everybody_has_left():
+def test_custom_resource_use_returns_to_zero_when_all_tasks_have_left():
     world = a_world(a_node())
     for number in range(3):
         submit(world, a_task(f"t{number}", custom={"licence": 0.1 * (number + 1)}))
@@ -210,7 +210,7 @@ def test_amounts_of_custom_resources_add_up_to_nothing_once_everybody_has_left()
     assert world.custom_use == {"licence": 0.0}
 
 
-def test_a_pledge_is_gone_once_it_came_to_its_end():
+def test_a_pledge_is_removed_at_its_end():
     high = a_task("high", priority=80, gpu_mb=40 * GIB)
     world = a_world(a_device(), high, a_pledge(high, "gpu0", 40 * GIB))
     commit(world, plan_cycle(world, POLICY, NOW).decisions)
