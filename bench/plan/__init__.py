@@ -29,7 +29,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Position, TaskId, device_key
 from gpubroker_server.core.planning.cycle import Slice
-from gpubroker_server.core.planning.forecasts.accuracy import Foresight
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.events import events_of
 from gpubroker_server.core.world.world import World
@@ -108,7 +108,7 @@ def releases(leader: "Leader", count: int, chance: random.Random) -> Iterator[Fi
     if leader.rounds:
         steps = [step for steps in leader.rounds for step in steps]
         report(
-            f"{len(leader.foresight.forecasts)} forecasts, computed {len(leader.rounds)} times, "
+            f"{len(leader.forecast_rounds.forecasts)} forecasts, computed {len(leader.rounds)} times, "
             f"{len(steps):,} steps: p99 {1000 * percentile(steps, 99):.1f} ms, "
             f"the longest {1000 * max(steps):.1f} ms"
         )
@@ -123,7 +123,7 @@ def answers(leader: "Leader", count: int, chance: random.Random) -> Iterator[Fig
         leader.cycle()
 
     waiting = sorted(task.id for task in leader.world.tasks.values() if task.state is TaskState.PENDING)
-    gateway = Gateway(leader.world, leader.policy, leader.now, leader.foresight.forecasts, next_cycle)
+    gateway = Gateway(leader.world, leader.policy, leader.now, leader.forecast_rounds.forecasts, next_cycle)
     asked = [leader.world.tasks[task] for task in chance.sample(waiting, min(count, len(waiting)))]
     for name, ask in (("explain", gateway.explained), ("simulate", gateway.simulated)):
         found = ask(asked)
@@ -146,7 +146,7 @@ class Leader:
         self.policy = Policy()
         self.now = Instant(BEGIN)
         self.cache = PlanCache()
-        self.foresight = Foresight()
+        self.forecast_rounds = ForecastRounds()
         self.rounds: list[list[float]] = []
         """The seconds of each step, for each computation of the forecasts."""
         self.applied_s = 0.0
@@ -163,7 +163,7 @@ class Leader:
         self.last_admission_s = None
         cursor, turns = None, 1
         while True:
-            forecasts = self.foresight.forecasts
+            forecasts = self.forecast_rounds.forecasts
             open_slice = partial(Slice, self.world, self.policy, self.now, cursor, self.cache, forecasts)
             spent, part = timed(open_slice)
             count = 0
@@ -193,7 +193,9 @@ class Leader:
         steps: list[float] = []
         is_unfinished = True
         while is_unfinished:
-            spent, is_unfinished = timed(partial(self.foresight.go_on, self.world, self.policy, self.now))
+            spent, is_unfinished = timed(
+                partial(self.forecast_rounds.step, self.world, self.policy, self.now)
+            )
             steps.append(spent)
         if len(steps) > 1:
             self.rounds.append(steps)

@@ -32,7 +32,7 @@ from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
-from gpubroker_server.core.planning.fragmentation import Sum, fragmentation
+from gpubroker_server.core.planning.fragmentation import FreeMemory, fragmentation
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.events import NewEvent, events_of, submitted
@@ -124,7 +124,7 @@ class Replay:
         self._consolidation = Consolidation()
         self._first_submit = self._now
         self._measured_at = float(self._now)
-        self._sampled_at, self._free = -inf, Sum()
+        self._sampled_at, self._free = -inf, FreeMemory()
         self.world = World()
         self.outcome = Outcome(sum(device.allocatable_mb for device in workload.devices))
         for node in workload.nodes:
@@ -189,7 +189,7 @@ class Replay:
             cursor = plan.cursor
             if cursor is None:
                 break
-        move = self._consolidation.look(self.world, self._policy, self._now, self._forecasts)
+        move = self._consolidation.next_move(self.world, self._policy, self._now, self._forecasts)
         if move is not None:
             self._commit([move])
             self._consolidation.count(move, self._now)

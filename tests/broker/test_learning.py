@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Topic, What
 from gpubroker_server.core.domain.orders import Sampled, StopOrder
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Mib, NodeName, Position, Seconds, TaskId
-from gpubroker_server.core.planning.forecasts.accuracy import Foresight, topic_of
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds, accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 
 from tests.broker.stage import Stage, a_stage
@@ -78,14 +78,14 @@ async def test_a_start_that_was_foretold_teaches_how_true_that_was(tmp_path: Pat
         await stage.leader.cycle()
         await stage.turns_until("one", TaskState.RUNNING)
         await stage.submit("two", HOUR, gpus=2)
-        stage.leader.planner.foresight = Foresight()  # else they would be made anew after a second
+        stage.leader.planner.forecast_rounds = ForecastRounds()  # else they would be made anew after a second
         await stage.leader.cycle()
-        [forecast] = stage.leader.planner.foresight.forecasts
+        [forecast] = stage.leader.planner.forecast_rounds.forecasts
         assert (forecast.task, forecast.basis) == ("two", Basis.STATED)
         await stage.turns_until("two", TaskState.RUNNING)
         sketches = dict((await stage.store.snapshot()).estimates)
-    assert sketches[topic_of(Basis.STATED, What.START_ERROR)].n == 1
-    assert sketches[topic_of(Basis.STATED, What.START_SHARE)].share_until(1.0) == 1.0
+    assert sketches[accuracy_topic(Basis.STATED, What.START_ERROR)].n == 1
+    assert sketches[accuracy_topic(Basis.STATED, What.START_SHARE)].share_until(1.0) == 1.0
 
 
 async def test_a_new_leader_gives_nothing_away_that_was_kept(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ async def test_a_new_leader_gives_nothing_away_that_was_kept(tmp_path: Path) -> 
         await stage.turns_until("one", TaskState.RUNNING)
         await stage.submit("large", HOUR, gpus=2)
         await stage.submit("small", HOUR, gpus=1)
-        stage.leader.planner.foresight = Foresight()
+        stage.leader.planner.forecast_rounds = ForecastRounds()
         await stage.leader.cycle()
         assert (await stage.row("small")).state is TaskState.PENDING
-        assert next(forecast.task for forecast in stage.leader.planner.foresight.forecasts) == "large"
+        assert next(forecast.task for forecast in stage.leader.planner.forecast_rounds.forecasts) == "large"

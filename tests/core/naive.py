@@ -31,7 +31,7 @@ class Naive(NaiveLeavers):
 
     def __init__(self, world: World, policy: Policy, now: float, forecasts: Sequence[Any] = ()) -> None:
         self.policy, self.now, self.forecasts = policy, now, forecasts
-        self.kept_away, self.barred, self.taken = 0, frozenset[str](), dict[str, Step]()
+        self.refused_by_reservation, self.barred, self.taken = 0, frozenset[str](), dict[str, Step]()
         self.tasks: dict[str, Task] = dict(world.tasks)
         self.nodes = sorted(world.nodes.values(), key=lambda node: node.name)
         self.books = [world.books[key] for key in sorted(world.books)]

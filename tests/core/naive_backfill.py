@@ -37,7 +37,7 @@ def keepers(naive: Any) -> list[Forecast]:
     return [
         f
         for f in naive.forecasts
-        if f.keeps_room and f.places and f.task in tasks and tasks[f.task].state is TaskState.PENDING
+        if f.reserves_room and f.places and f.task in tasks and tasks[f.task].state is TaskState.PENDING
     ]
 
 
@@ -109,14 +109,14 @@ def gives_way(naive: Any, task: Task, forecast: Forecast) -> bool:
     return stoppable_from(naive, task, naive.tasks[forecast.task]) <= forecast.start_at
 
 
-def delayed(naive: Any, task: Task, node: str, everybody: bool) -> list[Forecast]:
+def delayed(naive: Any, task: Task, node: str, all_reservations: bool) -> list[Forecast]:
     """Those whom the task may not delay, and would still be there when they are to start."""
     found = []
     for forecast in keepers(naive):
         other = naive.tasks[forecast.task]
         if node not in nodes_of(forecast) or other.id == task.id:
             continue
-        if not everybody and not naive.comes_first(other, task):
+        if not all_reservations and not naive.comes_first(other, task):
             continue
         if naive.now + lasts(naive, task) > forecast.start_at and not gives_way(naive, task, forecast):
             found.append(forecast)
@@ -137,10 +137,10 @@ def also_there(naive: Any, task: Task, forecast: Forecast, node: str, at: float)
     ]
 
 
-def is_open(naive: Any, task: Task, node: Any, everybody: bool, parts: Sequence[Task] = ()) -> bool:
+def is_open(naive: Any, task: Task, node: Any, all_reservations: bool, parts: Sequence[Task] = ()) -> bool:
     """Whether CPU, host memory, run slots and the node's own resources suffice for all; `parts`: of a gang
     those of its ranks that would be there."""
-    for forecast in delayed(naive, task, node.name, everybody):
+    for forecast in delayed(naive, task, node.name, all_reservations):
         other, at = naive.tasks[forecast.task], max(naive.now, forecast.start_at)
         there = [run for run in naive.runs_on(node) if in_the_way_until(naive, run, forecast) > at]
         there += naive.waiting_here(node, other)
@@ -159,8 +159,8 @@ def is_open(naive: Any, task: Task, node: Any, everybody: bool, parts: Sequence[
     return True
 
 
-def allows(naive: Any, task: Task, device: Any, mb: int, everybody: bool) -> bool:
-    for forecast in delayed(naive, task, device.node, everybody):
+def allows(naive: Any, task: Task, device: Any, mb: int, all_reservations: bool) -> bool:
+    for forecast in delayed(naive, task, device.node, all_reservations):
         if device.key not in devices_of(forecast):
             continue
         other, at = naive.tasks[forecast.task], max(naive.now, forecast.start_at)
@@ -182,17 +182,17 @@ def allows(naive: Any, task: Task, device: Any, mb: int, everybody: bool) -> boo
 def beside(naive: Any, task: Task, best: Any) -> Any:
     """The place for a task so that it delays nobody, or else nobody ahead of it; None if there is none."""
     guarded = {name for forecast in keepers(naive) for name in nodes_of(forecast)}
-    tired = naive.kept_away >= naive.policy.backfill_depth
+    depth_reached = naive.refused_by_reservation >= naive.policy.backfill_depth
     if best[1] not in guarded:
         return best
-    for everybody in (True, False):
+    for all_reservations in (True, False):
         closed, barred = set(), set()
         for node in naive.nodes:
-            if node.name in guarded and (tired or not is_open(naive, task, node, everybody)):
+            if node.name in guarded and (depth_reached or not is_open(naive, task, node, all_reservations)):
                 closed.add(node.name)
             for device in naive.devices(node.name) if node.name in guarded and task.demand.gpus else ():
                 need = naive.needs(task.demand, device)
-                if need is not None and not allows(naive, task, device, need, everybody):
+                if need is not None and not allows(naive, task, device, need, all_reservations):
                     barred.add(device.key)
         if best[1] not in closed and not barred.intersection(key for key, _ in best[2]):
             return best
@@ -217,7 +217,7 @@ def stands_behind(naive: Any, task: Task) -> bool:
     return False
 
 
-def closed_to(naive: Any, task: Task) -> Sequence[str]:
+def nodes_closed_to(naive: Any, task: Task) -> Sequence[str]:
     """The nodes on which the task may not have anybody stopped."""
     return [
         node
@@ -230,16 +230,18 @@ def closed_to(naive: Any, task: Task) -> Sequence[str]:
 def other_way(naive: Any, task: Task, best: Any) -> Any:
     """Whom to stop if the best place may not be had, or there is none; where a forecast stands in the way,
     on other nodes."""
-    closed = closed_to(naive, task)
+    closed = nodes_closed_to(naive, task)
     if naive.over_quota(task):
         return naive.room_in_quota(task, closed)
     if not best and (taken_back := naive.reclaim(task, closed)):
         return taken_back
-    if naive.kept_away >= naive.policy.backfill_depth:
+    if naive.refused_by_reservation >= naive.policy.backfill_depth:
         closed = [name for forecast in keepers(naive) for name in nodes_of(forecast)]
     options = [] if best else list(naive.evictions(task))
     if not all(option[2] for option in options):
         return None  # room is coming
     way = naive.eviction(task, closed)
-    naive.kept_away += way is None and bool(best or any(option[0][1] in closed for option in options))
+    naive.refused_by_reservation += way is None and bool(
+        best or any(option[0][1] in closed for option in options)
+    )
     return way

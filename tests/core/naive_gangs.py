@@ -113,15 +113,15 @@ def delays_nobody(naive: Any, task: Task, where: Places) -> bool:
     """Of those ahead of it."""
     guarded = {name for forecast in backfill.keepers(naive) for name in backfill.nodes_of(forecast)}
     for node in (node for node in naive.nodes if node.name in guarded & {name for name, _ in where}):
-        if naive.kept_away >= naive.policy.backfill_depth:
+        if naive.refused_by_reservation >= naive.policy.backfill_depth:
             return False
         there = [rank for rank, (name, _) in enumerate(where) if name == node.name]
         parts = [replace(task, demand=task.demand.bundles[rank], members=()) for rank in there]
-        if not backfill.is_open(naive, task, node, everybody=False, parts=parts):
+        if not backfill.is_open(naive, task, node, all_reservations=False, parts=parts):
             return False
         for device in naive.devices(node.name):
             mb = sum(need for rank in there for key, need in where[rank][1] if key == device.key)
-            if mb and not backfill.allows(naive, task, device, mb, everybody=False):
+            if mb and not backfill.allows(naive, task, device, mb, all_reservations=False):
                 return False
     return True
 
@@ -139,7 +139,7 @@ def gang_step(naive: Any, task: Task, *, is_pledged: bool) -> list[Any]:
         return [] if is_pledged else make_room(naive, task)
     able = most if is_pledged else most_of(naive, task, ranks, lambda one: delays_nobody(naive, task, one))
     if not able:
-        naive.kept_away += 1
+        naive.refused_by_reservation += 1
         return []
     _, _, nodes, devices, *_ = naive.taken.get(task.id, ("", "", (), ()))
     taken = tuple((node, tuple(d[1:] for d in devices if d[0] == rank)) for rank, node in enumerate(nodes))
@@ -160,7 +160,7 @@ def most_of(naive: Any, task: Task, ranks: Sequence[int], may: Callable[[Places]
 
 
 def make_room(naive: Any, task: Task) -> list[Any]:
-    closed = backfill.closed_to(naive, task)
+    closed = backfill.nodes_closed_to(naive, task)
     may_stop = naive.policy.preemption and naive.asks_for_gpus(task)
     surplus = naive.surplus_for(task)
     if surplus and may_stop:
@@ -168,7 +168,7 @@ def make_room(naive: Any, task: Task) -> list[Any]:
         found = [one for node in nodes for one in naive.borrowers_on(node.name, task, surplus)]
         if step := stop(naive, task, nodes, found, lambda gone: naive.leaves_guarantees(gone, surplus)):
             return step
-    if naive.kept_away >= naive.policy.backfill_depth:
+    if naive.refused_by_reservation >= naive.policy.backfill_depth:
         closed = [name for forecast in backfill.keepers(naive) for name in backfill.nodes_of(forecast)]
     nodes = [node for node in naive.nodes if node.name not in closed]
     if may_stop:
@@ -177,7 +177,7 @@ def make_room(naive: Any, task: Task) -> list[Any]:
         found = [one for node in nodes for one in naive.possible_victims(node, task)]
         if step := stop(naive, task, nodes, found, lambda gone: naive.may_be_stopped_for(task, gone)):
             return step
-    naive.kept_away += any(
+    naive.refused_by_reservation += any(
         could_hold_a_rank(naive, task, node) for node in naive.nodes if node.name in closed
     )
     return []
@@ -196,7 +196,7 @@ def could_hold_a_rank(naive: Any, task: Task, node: Any) -> bool:
 
 
 def room_in_quota(naive: Any, task: Task) -> list[Any]:
-    lacks, closed = naive.lacks(task), backfill.closed_to(naive, task)
+    lacks, closed = naive.lacks(task), backfill.nodes_closed_to(naive, task)
     if not lacks or not naive.policy.preemption or not naive.custom_is_there(task):
         return []
     nodes = [node for node in naive.nodes if node.name not in closed]

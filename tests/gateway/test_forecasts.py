@@ -3,7 +3,7 @@
 import pytest
 from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.planning.forecasts.accuracy import topic_of
+from gpubroker_server.core.planning.forecasts.forecast_rounds import accuracy_topic
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 
@@ -43,8 +43,8 @@ async def test_an_expected_start_comes_with_how_true_such_ones_came(gateway: Gat
     waiting = await api.submit(resources=WHOLE)
     assert (await api.get(f"/tasks/{waiting}/explain")).json()["start_record"] is None
     for basis in (Basis.STATED, Basis.GUESS):
-        gateway.world.learned.put(topic_of(basis, What.START_ERROR), a_sketch([10.0, 10.0, 90.0]))
-        gateway.world.learned.put(topic_of(basis, What.START_SHARE), a_sketch([0.5, 0.5, 2.0]))
+        gateway.world.learned.put(accuracy_topic(basis, What.START_ERROR), a_sketch([10.0, 10.0, 90.0]))
+        gateway.world.learned.put(accuracy_topic(basis, What.START_SHARE), a_sketch([0.5, 0.5, 2.0]))
     explained = (await api.get(f"/tasks/{waiting}/explain")).json()
     assert (explained["start"]["basis"], explained["start_record"]["basis"]) == ("stated", "stated")
     assert explained["start_record"]["median_error_seconds"] == pytest.approx(10, rel=0.03)
@@ -53,8 +53,8 @@ async def test_an_expected_start_comes_with_how_true_such_ones_came(gateway: Gat
 async def test_the_totals_tell_how_true_forecasts_came(gateway: Gateway, api: Client) -> None:
     assert (await api.get("/stats")).json()["forecasts"] == []
     errors, shares = a_sketch([10.0, 10.0, 90.0]), a_sketch([0.5, 0.5, 2.0])
-    gateway.world.learned.put(topic_of(Basis.LEARNED, What.START_ERROR), errors)
-    gateway.world.learned.put(topic_of(Basis.LEARNED, What.START_SHARE), shares)
+    gateway.world.learned.put(accuracy_topic(Basis.LEARNED, What.START_ERROR), errors)
+    gateway.world.learned.put(accuracy_topic(Basis.LEARNED, What.START_SHARE), shares)
     [told] = (await api.get("/stats")).json()["forecasts"]
     assert (told["basis"], told["n"], told["within_p90"]) == ("learned", 3, 0.667)
     assert abs(told["median_error_seconds"] - 10) < 0.3

@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.policy import Serving
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
-from gpubroker_server.core.planning.inferences import admissions, kept_wanted
+from gpubroker_server.core.planning.inferences import admissions, keep_models_wanted
 from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, packed, request_in
 from gpubroker_server.core.serving.tensors import tensor_of
 from gpubroker_server.gateway.proxy.residency.holders import AGAIN_SECONDS, QueuedModels
@@ -269,10 +269,10 @@ async def test_a_model_in_the_ledger_is_wanted_from_then_on_at_the_inference_s_p
         assert (explained["reason"], explained["remedies"], explained["devices"]) == ("ModelLoading", [], [])
         assert (told["start"], explained["start"]) == (None, None), "nobody can tell"
         urgent = await ask(gateway, 1, priority=60)
-        await gateway.commit(*kept_wanted(gateway.world, gateway.policy, gateway.clock.now()))
+        await gateway.commit(*keep_models_wanted(gateway.world, gateway.policy, gateway.clock.now()))
         assert holder(gateway).priority == 60
         await gateway.admin.post(f"/tasks/{urgent}/cancel")
-        await gateway.commit(*kept_wanted(gateway.world, gateway.policy, gateway.clock.now()))
+        await gateway.commit(*keep_models_wanted(gateway.world, gateway.policy, gateway.clock.now()))
         assert holder(gateway).priority == 30, "that of those that still wait"
         await load(gateway)
         await send(gateway)

@@ -27,7 +27,7 @@ def slices(room: Room) -> Iterator[str]:
     for _ in range(60):
         yield from a_cycle(room)
         room.foresee()
-        yield from map(repr, room.foresight.forecasts)
+        yield from map(repr, room.forecast_rounds.forecasts)
         room.pass_time(0.1)
         room.release_one(chance)
 
@@ -35,7 +35,7 @@ def slices(room: Room) -> Iterator[str]:
 def a_cycle(room: Room) -> Iterator[str]:
     begun, cursor = [], None
     while True:
-        forecasts = room.foresight.forecasts
+        forecasts = room.forecast_rounds.forecasts
         plan = plan_cycle(room.world, room.policy, room.now, cursor, LOOKS, room.memory, forecasts)
         room.commit(plan.decisions)
         for decision in plan.decisions:

@@ -109,7 +109,7 @@ class BrokerRole:
 
     def forecasts(self) -> Sequence[Forecast]:
         leader = self.candidate.leader
-        return () if leader is None else leader.planner.foresight.forecasts
+        return () if leader is None else leader.planner.forecast_rounds.forecasts
 
     async def wind_up(self) -> None:
         await self.candidate.wind_up()

@@ -14,7 +14,7 @@ from gpubroker_server.broker.observe import forget_ended
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.core.planning.forecasts.accuracy import EVERY_SECONDS, Foresight
+from gpubroker_server.core.planning.forecasts.forecast_rounds import EVERY_SECONDS, ForecastRounds
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import StoreUnavailable
@@ -38,7 +38,7 @@ class LeaderStatus:
         self._broker = broker
         self._published: LeaderSeen | None = None
         self._heard = 0
-        self._foresight = Foresight()
+        self._forecast_rounds = ForecastRounds()
         follower.listen(partial(forget_ended, follower.progress))
 
     async def begin(self) -> None:
@@ -78,7 +78,7 @@ class LeaderStatus:
     def forecasts(self) -> Sequence[Forecast]:
         """Each process computes the same ones from the same World."""
         here = self._here()
-        return self._foresight.forecasts if here is None else here.forecasts()
+        return self._forecast_rounds.forecasts if here is None else here.forecasts()
 
     def forget(self) -> None:
         """The World was read again, without samples."""
@@ -114,6 +114,6 @@ class LeaderStatus:
             await asyncio.sleep(EVERY_SECONDS)
             while self._here() is None:
                 began = time.monotonic()
-                if not self._foresight.go_on(world, self._policy, clock.now()):
+                if not self._forecast_rounds.step(world, self._policy, clock.now()):
                     break
                 await asyncio.sleep(PAUSE_FACTOR * (time.monotonic() - began))

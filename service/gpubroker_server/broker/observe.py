@@ -219,7 +219,7 @@ class Observer:
         # Taken after the processes were gone, so their memory does not count as foreign. The last sample of a
         # device holds for all that have left it.
         self._world.measure(after_gone.values())
-        decisions += inference_admission.doubts(self._world, about_runs, self._policy, now)
+        decisions += inference_admission.check_failed_models(self._world, about_runs, self._policy, now)
         return decisions + await self._on_runs(about_runs, now)
 
     async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
@@ -268,10 +268,10 @@ class Observer:
 
     def _about_inferences(self, now: Instant) -> list[Decision]:
         if self._left_behind is None:
-            self._left_behind = inference_admission.left_behind(self._world)
+            self._left_behind = inference_admission.claims_at_takeover(self._world)
         return [
-            *inference_admission.taken_back(self._world, self._left_behind, now, self._policy),
-            *inference_admission.kept_wanted(self._world, self._policy, now),
+            *inference_admission.requeue_claims(self._world, self._left_behind, now, self._policy),
+            *inference_admission.keep_models_wanted(self._world, self._policy, now),
             *inference_admission.admissions(self._world, self._policy, now),
         ]
 

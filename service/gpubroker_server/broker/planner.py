@@ -12,8 +12,8 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import Slice
-from gpubroker_server.core.planning.forecasts.accuracy import Foresight
-from gpubroker_server.core.planning.fragmentation import scattered
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds
+from gpubroker_server.core.planning.fragmentation import find_scattered_demand
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import Clock
@@ -44,13 +44,13 @@ class Planner:
         self._wake = wake
         self._cache = PlanCache()
         self._consolidation = Consolidation()
-        self.foresight = Foresight()
+        self.forecast_rounds = ForecastRounds()
         self._fragmentation_pace = Pace(FRAGMENTATION_SECONDS)
         self._is_fragmented = False
 
     async def plan(self, stop: Callable[[], bool]) -> None:
         """Starts, preemptions and moves of what waits; then forecasts for the rest. `stop` ends it early."""
-        if self.foresight.is_blind(self._world):
+        if self.forecast_rounds.is_outdated(self._world):
             await self._forecast(inf)
         await self._plan_slices(stop)
         await self._consolidate()
@@ -60,7 +60,7 @@ class Planner:
     async def _plan_slices(self, stop: Callable[[], bool]) -> None:
         cursor, turns = None, 1
         while True:
-            now, forecasts = self._clock.now(), self.foresight.forecasts
+            now, forecasts = self._clock.now(), self.forecast_rounds.forecasts
             part = Slice(self._world, self._policy, now, cursor, self._cache, forecasts)
             taken = 0
             while not part.is_last and (taken < turns or part.is_searching):
@@ -68,7 +68,7 @@ class Planner:
                 taken += 1
                 await asyncio.sleep(0)
             plan = part.plan()
-            await self._commits.carry_out(self.foresight.compare(self._world, plan.decisions, now))
+            await self._commits.carry_out(self.forecast_rounds.compare(self._world, plan.decisions, now))
             cursor, turns = plan.cursor, MOST_TURNS
             if cursor is None or stop():
                 return
@@ -76,7 +76,9 @@ class Planner:
     async def _consolidate(self) -> None:
         """Move runs for a task that the plan has left waiting, if that is allowed and helps."""
         now = self._clock.now()
-        decision = self._consolidation.look(self._world, self._policy, now, self.foresight.forecasts)
+        decision = self._consolidation.next_move(
+            self._world, self._policy, now, self.forecast_rounds.forecasts
+        )
         if decision is not None and COMMITTED in await self._commits.carry_out([decision]):
             self._consolidation.count(decision, now)
 
@@ -85,7 +87,7 @@ class Planner:
         if not self._fragmentation_pace.is_due(now):
             return
         self._fragmentation_pace.done(now)
-        found = scattered(self._world, self._policy, now)
+        found = find_scattered_demand(self._world, self._policy, now)
         if found is not None and not self._is_fragmented:
             log.warning(
                 "free memory is in pieces too small for what most tasks wait for",
@@ -101,7 +103,7 @@ class Planner:
         cycle, so that neither reports nor plans wait for it."""
         now, loop = self._clock.now(), asyncio.get_running_loop()
         until = loop.time() + most_seconds
-        while self.foresight.go_on(self._world, self._policy, now):
+        while self.forecast_rounds.step(self._world, self._policy, now):
             if loop.time() >= until:
                 self._wake()
                 return

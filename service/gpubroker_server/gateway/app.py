@@ -6,7 +6,12 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
-from gpubroker_server.core.planning.fragmentation import Fragmentation, Scattered, fragmentation, scattered
+from gpubroker_server.core.planning.fragmentation import (
+    Fragmentation,
+    ScatteredDemand,
+    find_scattered_demand,
+    fragmentation,
+)
 from gpubroker_server.gateway.admin import operations, tokens
 from gpubroker_server.gateway.admin.operations import OperationParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
@@ -54,9 +59,9 @@ def create_app(parts: AppParts) -> FastAPI:
     app = _routed()
     world, clock, policy = parts.follower.world, parts.follower.clock, parts.rules.policy
 
-    def fragmented() -> tuple[Fragmentation, Scattered | None]:
+    def fragmented() -> tuple[Fragmentation, ScatteredDemand | None]:
         state = world, policy, clock.now()
-        return fragmentation(*state), scattered(*state)
+        return fragmentation(*state), find_scattered_demand(*state)
 
     sources = Sources(
         world, parts.follower.age_seconds, parts.standing, policy, clock.now, fragmented,

@@ -20,9 +20,9 @@ from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.lifecycle.learning import size_accuracies
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
-from gpubroker_server.core.planning.forecasts.accuracy import topic_of
+from gpubroker_server.core.planning.forecasts.forecast_rounds import accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
-from gpubroker_server.core.planning.fragmentation import Fragmentation, Scattered
+from gpubroker_server.core.planning.fragmentation import Fragmentation, ScatteredDemand
 from gpubroker_server.core.world.ledger import Book
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import HeldBack
@@ -173,7 +173,7 @@ class Sources:
     standing: Callable[[], LeadershipStatus]
     policy: Policy
     now: Callable[[], Instant]
-    fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
+    fragmentation: Callable[[], tuple[Fragmentation, ScatteredDemand | None]]
     paused: Callable[[], PausedDetection | None]
 
 
@@ -331,9 +331,9 @@ def _task_metrics(world: World) -> Iterator[Metric]:
 
 def _forecast_metrics(world: World) -> Iterator[Metric]:
     """Of each basis with known errors."""
-    errors = ((basis, world.learned.sketch(topic_of(basis, What.START_ERROR))) for basis in Basis)
+    errors = ((basis, world.learned.sketch(accuracy_topic(basis, What.START_ERROR))) for basis in Basis)
     medians = [((basis.value,), median) for basis, e in errors if (median := e.quantile(0.5)) is not None]
-    shares = ((basis, world.learned.sketch(topic_of(basis, What.START_SHARE))) for basis in Basis)
+    shares = ((basis, world.learned.sketch(accuracy_topic(basis, What.START_SHARE))) for basis in Basis)
     held = [((basis.value,), share) for basis, s in shares if (share := s.share_until(1.0)) is not None]
     yield _gauge("gpubroker_forecast_error_seconds", medians)
     yield _gauge("gpubroker_forecast_within_p90_ratio", held)
@@ -377,7 +377,7 @@ def _device_metrics(world: World) -> Iterator[Metric]:
 
 
 def _fragmentation_metrics(
-    world: World, found: Fragmentation, scattered: Scattered | None
+    world: World, found: Fragmentation, scattered: ScatteredDemand | None
 ) -> Iterator[Metric]:
     devices = [(world.books[key].device, of) for key, of in sorted(found.devices.items())]
     yield _gauge(

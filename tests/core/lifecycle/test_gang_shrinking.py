@@ -16,7 +16,7 @@ from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import due
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
-from gpubroker_server.core.planning.forecasts.future_capacity import Departures
+from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.event_codec import members_fields, members_from
 
@@ -215,9 +215,9 @@ def test_memory_that_leaving_ranks_hold_counts_as_free_soon() -> None:
 
 def test_what_a_leaving_rank_holds_is_expected_back_by_its_deadline() -> None:
     gang = shrunk()
-    departures = Departures(Draft(gang.world), gang.policy, gang.now)
+    expected_ends = ExpectedEnds(Draft(gang.world), gang.policy, gang.now)
     holdings = [held for book in gang.world.books.values() for held in book.holdings.values()]
-    assert {held.lease.rank: departures.of_holding(held).p50_at for held in holdings}[2] == LATER + 30.0
+    assert {held.lease.rank: expected_ends.of_holding(held).p50_at for held in holdings}[2] == LATER + 30.0
 
 
 def test_memory_freed_for_an_ended_preemptor_counts_for_the_next() -> None:

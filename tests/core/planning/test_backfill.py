@@ -85,7 +85,7 @@ def test_a_forecast_names_the_first_moment_at_which_all_devices_are_free():
     assert (forecast.task, node_of(forecast), len(forecast.places[0].devices)) == ("wide", "n1", 2)
     assert forecast.start_at == forecast.p90_at == NOW + 2 * HOUR
     assert forecast.end_at == NOW + 2 * HOUR + 600
-    assert (forecast.basis, forecast.n, forecast.keeps_room) == (Basis.STATED, 0, True)
+    assert (forecast.basis, forecast.n, forecast.reserves_room) == (Basis.STATED, 0, True)
 
 
 def test_a_forecast_from_past_runs_tells_of_how_many():
@@ -260,7 +260,7 @@ def test_of_forecasts_that_rest_on_guesses_only_the_first_keeps_room():
     second = a_task("second", gpus=2, gpu_mb=80 * GIB, submitted_at=NOW - 5)
     world = a_world(*gpus(), *gpus(2, "n2"), *running, a_wide_task(), second)
     submit(world, a_task("small", gpu_mb=GIB))
-    assert [(node_of(f), f.basis, f.keeps_room) for f in foreseen(world)][:2] == [
+    assert [(node_of(f), f.basis, f.reserves_room) for f in foreseen(world)][:2] == [
         ("n1", Basis.GUESS, True),
         ("n2", Basis.GUESS, False),
     ]

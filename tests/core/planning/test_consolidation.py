@@ -64,18 +64,18 @@ def moved(decision: Decision | None) -> list[str]:
     return [] if decision is None else [write.task.id for write in decision.tasks]
 
 
-def look(world: World, **arguments: Any) -> Decision | None:
+def next_move(world: World, **arguments: Any) -> Decision | None:
     assert not plan_cycle(world, POLICY, NOW).decisions, "the planner has no way of its own"
     return consolidate(world, POLICY, NOW, **arguments)
 
 
 def found(*parts: Any, **large: Any) -> list[str]:
-    return moved(look(two_halves(*parts, **large)))
+    return moved(next_move(two_halves(*parts, **large)))
 
 
 def test_the_run_with_the_least_lost_work_goes_where_room_is_kept_for_it():
     world = two_halves(a_run("old", saved=30.0), a_run("fresh", "gpu1", saved=5.0))
-    decision = look(world)
+    decision = next_move(world)
     assert decision is not None
     (run,) = (write.task for write in decision.tasks)
     assert (run.id, run.stop_reason, run.freeing_for) == ("fresh", StopReason.MOVE, "large")
@@ -87,7 +87,7 @@ def test_the_run_with_the_least_lost_work_goes_where_room_is_kept_for_it():
 
 def test_both_begin_in_the_cycle_that_hears_of_the_end():
     world = two_halves(a_run("old", saved=30.0), a_run("fresh", "gpu1"))
-    commit(world, look(world) or [])
+    commit(world, next_move(world) or [])
     late = Instant(NOW + 5.0)
     submit(world, a_task("guest", gpu_mb=10))
     assert plan_cycle(world, POLICY, late).decisions == (), "what is kept for both is kept from others"
@@ -103,7 +103,7 @@ def test_a_run_of_higher_priority_goes_to_its_own_place_and_not_back():
     world = two_halves(
         a_run("old", saved=30.0, priority=60), a_run("fresh", "gpu1", priority=60), priority=50
     )
-    commit(world, look(world) or [])
+    commit(world, next_move(world) or [])
     let_go(world, "fresh")
     commit(world, plan_cycle(world, POLICY, Instant(NOW + 1.0)).decisions)
     assert world.tasks[TaskId("large")].state is TaskState.ADMITTED
@@ -125,9 +125,9 @@ def test_several_runs_are_moved_if_one_is_not_enough():
     parts = [a_node("n1"), a_node("n2"), a_device(mb=80), a_device("gpu0", "n2", mb=80)]
     runs = [a_run("a", mb=20), a_run("b", mb=20), a_run("c", "n2/gpu0", mb=30, saved=None)]
     world = a_world(*parts, *runs, a_task("large", gpu_mb=80))
-    decision = look(world)
+    decision = next_move(world)
     assert moved(decision) == ["a", "b"]
-    assert look(world, most=1) is None
+    assert next_move(world, most=1) is None
 
 
 @pytest.mark.parametrize(
@@ -173,16 +173,16 @@ def test_two_runs_are_not_sent_to_the_same_place():
     runs = [a_run("a", mb=40), a_run("b", mb=40), a_run("c", "n2/gpu0", mb=20, saved=None)]
     world = a_world(*parts, *runs, a_task("large", gpu_mb=80))
     world.add_device(a_device("gpu1", "n2", mb=20))
-    assert look(world) is None
+    assert next_move(world) is None
 
 
 def test_runs_of_which_each_has_a_place_but_not_all_at_once_stay_where_they_are():
     devices = [a_device("gpu0", node, mb=80) for node in ("n1", "n2", "n3")]
     stay = [a_run(f"on-{node}", f"{node}/gpu0", mb=mb, saved=None) for node, mb in (("n2", 35), ("n3", 45))]
     runs = [a_run("a", "n1/gpu0", mb=40), a_run("b", "n1/gpu0", mb=40)]
-    assert look(a_world(*devices, *stay, *runs, a_task("large", gpu_mb=80))) is None
+    assert next_move(a_world(*devices, *stay, *runs, a_task("large", gpu_mb=80))) is None
     one = a_run("a", "n1/gpu0", mb=40)
-    assert moved(look(a_world(*devices, *stay, one, a_task("large", gpu_mb=80)))) == ["a"]
+    assert moved(next_move(a_world(*devices, *stay, one, a_task("large", gpu_mb=80)))) == ["a"]
 
 
 def test_nobody_is_moved_for_a_task_that_has_room_or_for_which_room_is_coming():
@@ -195,7 +195,7 @@ def test_nobody_is_moved_for_a_task_that_has_room_or_for_which_room_is_coming():
 def test_nobody_is_moved_for_a_task_without_gpus_or_beyond_a_limit():
     runs = a_run("r0"), a_run("r1", "gpu1")
     world = a_world(a_device(mb=80), a_device("gpu1", mb=80), *runs, a_task("large", cpu=100.0))
-    assert look(world) is None
+    assert next_move(world) is None
     assert found(*runs, custom={"licence": 1.0}) == []
     assert found(*runs, where=Where(min_power=9)) == []
 
@@ -212,7 +212,7 @@ def test_what_a_forecast_ahead_keeps_is_left_alone():
 
 def test_for_tasks_that_ask_for_the_same_it_is_looked_once():
     runs = a_run("r0", saved=None), a_run("r1", "gpu1", saved=None)
-    assert look(two_halves(*runs, a_task("alike", gpu_mb=80))) is None
+    assert next_move(two_halves(*runs, a_task("alike", gpu_mb=80))) is None
 
 
 def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch):
@@ -223,19 +223,19 @@ def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
 def test_it_is_looked_once_a_second_and_moved_so_often_an_hour_and_never_if_it_is_off():
     world = two_halves(a_run("r0"), a_run("r1", "gpu1"))
     moves = Consolidation()
-    assert moves.look(world, Policy(), NOW) is None
-    decision = moves.look(world, replace(POLICY, consolidation=1), NOW)
+    assert moves.next_move(world, Policy(), NOW) is None
+    decision = moves.next_move(world, replace(POLICY, consolidation=1), NOW)
     assert decision is not None
-    assert moves.look(world, POLICY, Instant(NOW + 0.5)) is None, "too soon"
-    assert moves.look(world, replace(POLICY, consolidation=1), Instant(NOW + 1.0)) is not None
+    assert moves.next_move(world, POLICY, Instant(NOW + 0.5)) is None, "too soon"
+    assert moves.next_move(world, replace(POLICY, consolidation=1), Instant(NOW + 1.0)) is not None
     moves.count(decision, NOW)
-    assert moves.look(world, replace(POLICY, consolidation=1), Instant(NOW + 2.0)) is None
-    assert moves.look(world, replace(POLICY, consolidation=2), Instant(NOW + 3.0)) is not None
+    assert moves.next_move(world, replace(POLICY, consolidation=1), Instant(NOW + 2.0)) is None
+    assert moves.next_move(world, replace(POLICY, consolidation=2), Instant(NOW + 3.0)) is not None
 
 
 def test_room_is_no_longer_kept_for_a_move_that_was_cancelled():
     world = two_halves(a_run("old", saved=30.0), a_run("fresh", "gpu1"))
-    commit(world, look(world) or [])
+    commit(world, next_move(world) or [])
     run = world.tasks[TaskId("fresh")]
     commit(
         world,
@@ -318,7 +318,7 @@ def test_plans_stay_the_naive_twins_while_runs_are_moved(world: World, story: li
         plan = whole_plan(world, tale.now, policy, forecasts)
         assert [step_of(decision) for decision in plan.decisions] == expected
         commit(world, plan.decisions, tale.now)
-        decision = moves.look(world, policy, Instant(tale.now), forecasts)
+        decision = moves.next_move(world, policy, Instant(tale.now), forecasts)
         tale.now += 1.0
         if decision is not None:
             commit(world, decision, tale.now)

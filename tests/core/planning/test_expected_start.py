@@ -2,7 +2,7 @@
 
 from gpubroker_server.core.domain.task import Placement
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
-from gpubroker_server.core.planning.forecasts.accuracy import Start, start_of
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_start
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 
 from tests.builders import GIB, NOW, a_pledge, a_task, a_world
@@ -14,8 +14,10 @@ def test_who_waits_is_told_of_its_pledge_else_of_its_forecast_else_nothing():
     forecast = Forecast(TaskId("next"), (Placement(NodeName("n1"), ()),), *times, 7, Basis.LEARNED)
     other = Forecast(TaskId("other"), (Placement(NodeName("n1"), ()),), *times, 7, Basis.LEARNED)
     world = a_world(waiting)
-    assert start_of(world, waiting, [other, forecast], NOW) == Start(NOW, times[1], 7, Basis.LEARNED)
-    assert start_of(world, waiting, [other], NOW) is None
+    assert expected_start(world, waiting, [other, forecast], NOW) == ExpectedStart(
+        NOW, times[1], 7, Basis.LEARNED
+    )
+    assert expected_start(world, waiting, [other], NOW) is None
     pledged = a_world(waiting, a_pledge(waiting, "gpu0", GIB))
     due = Instant(NOW + 30.0)
-    assert start_of(pledged, waiting, [forecast], NOW) == Start(due, due, 0, Basis.STATED)
+    assert expected_start(pledged, waiting, [forecast], NOW) == ExpectedStart(due, due, 0, Basis.STATED)

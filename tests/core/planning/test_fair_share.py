@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib
 from gpubroker_server.core.explain.explain import position_of
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.tenants.fair_share import Levels, Shares
+from gpubroker_server.core.planning.tenants.fair_share import FairShareLevels, FairShares
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -97,7 +97,7 @@ def test_the_band_goes_before_guarantees_and_shares():
 def test_where_one_tenant_waits_alone_its_tasks_go_by_priority_and_age():
     low, high = a_task("low", gpu_mb=10, priority=40), a_task("high", gpu_mb=10, priority=60)
     world = a_world(low, high, holding(a_task("run", tenant="other", gpu_mb=10), "gpu0"))
-    assert Shares(world, PLAIN, NOW).is_even
+    assert FairShares(world, PLAIN, NOW).has_one_tenant
     assert [d.subject for d in plan_cycle(world, PLAIN, NOW).decisions] == ["high", "low"]
 
 
@@ -126,7 +126,7 @@ def test_a_position_counts_the_tasks_of_all_tenants():
 def test_a_fair_share_is_a_part_of_the_weights_of_all_who_are_there_and_of_who_comes_in():
     policy = Policy(tenants=(TenantPolicy("heavy", weight=2.0), TenantPolicy("*", weight=1.0)))
     run = holding(a_task("run", tenant="heavy", gpu_mb=10), "gpu0")
-    levels = Levels(a_world(run, *tasks("light", 1)), policy, NOW)
+    levels = FairShareLevels(a_world(run, *tasks("light", 1)), policy, NOW)
     assert [levels.fair_share(name) for name in ("heavy", "light")] == [2 / 3, 1 / 3]
     assert levels.fair_share("new") == 1 / 4
 

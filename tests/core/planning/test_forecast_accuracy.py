@@ -6,7 +6,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Placement
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.forecasts.accuracy import Foresight, topic_of
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds, accuracy_topic
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 
@@ -19,79 +19,79 @@ def a_forecast(start: float, p90: float, basis: Basis = Basis.LEARNED) -> Foreca
 
 
 def test_each_start_tells_how_true_the_first_word_about_it_was():
-    world, foresight = a_world(a_task("next", gpu_mb=GIB)), Foresight()
-    foresight.take([a_forecast(100.0, 400.0)], world, NOW)
-    foresight.take([a_forecast(300.0, 500.0)], world, Instant(NOW + 50))
+    world, rounds = a_world(a_task("next", gpu_mb=GIB)), ForecastRounds()
+    rounds.take([a_forecast(100.0, 400.0)], world, NOW)
+    rounds.take([a_forecast(300.0, 500.0)], world, Instant(NOW + 50))
     now = Instant(NOW + 3)
-    decisions = foresight.compare(world, plan_cycle(world, Policy(), now).decisions, now)
+    decisions = rounds.compare(world, plan_cycle(world, Policy(), now).decisions, now)
     commit(world, decisions, now)
-    errors = world.learned.sketch(topic_of(Basis.LEARNED, What.START_ERROR))
-    shares = world.learned.sketch(topic_of(Basis.LEARNED, What.START_SHARE))
+    errors = world.learned.sketch(accuracy_topic(Basis.LEARNED, What.START_ERROR))
+    shares = world.learned.sketch(accuracy_topic(Basis.LEARNED, What.START_SHARE))
     assert (errors.n, shares.n) == (1, 1)
     assert abs((errors.quantile(0.5) or 0.0) - 97) < 2
     assert shares.share_until(1.0) == 1.0
 
 
 def test_who_was_told_nothing_or_was_to_start_at_once_teaches_nothing():
-    world, foresight = a_world(a_task("next", gpu_mb=GIB), a_task("other", gpu_mb=GIB)), Foresight()
-    foresight.take([a_forecast(0.5, 0.5)], world, NOW)
+    world, rounds = a_world(a_task("next", gpu_mb=GIB), a_task("other", gpu_mb=GIB)), ForecastRounds()
+    rounds.take([a_forecast(0.5, 0.5)], world, NOW)
     decisions = plan_cycle(world, Policy(), NOW).decisions
-    assert foresight.compare(world, decisions, NOW) == list(decisions)
+    assert rounds.compare(world, decisions, NOW) == list(decisions)
 
 
 def test_what_was_said_of_who_no_longer_waits_is_forgotten():
-    world, foresight = a_world(a_task("other", gpu_mb=GIB)), Foresight()
-    foresight.take([a_forecast(100.0, 400.0)], world, NOW)
+    world, rounds = a_world(a_task("other", gpu_mb=GIB)), ForecastRounds()
+    rounds.take([a_forecast(100.0, 400.0)], world, NOW)
     submit(world, a_task("next", gpu_mb=GIB))
     decisions = plan_cycle(world, Policy(), NOW).decisions
-    assert foresight.compare(world, decisions, NOW) == list(decisions)
+    assert rounds.compare(world, decisions, NOW) == list(decisions)
 
 
 def test_forecasts_are_made_anew_once_a_second_while_anybody_waits():
-    world, foresight = a_world(), Foresight()
-    assert not foresight.is_due(world, NOW)
+    world, rounds = a_world(), ForecastRounds()
+    assert not rounds.is_due(world, NOW)
     submit(world, a_task("next", gpu_mb=GIB))
-    assert foresight.is_due(world, NOW)
-    foresight.take([a_forecast(100.0, 400.0)], world, NOW)
-    assert not foresight.is_due(world, Instant(NOW + 0.9))
-    assert foresight.is_due(world, Instant(NOW + 1.0))
-    assert foresight.is_due(a_world(), Instant(NOW + 1.0)), "the last ones are taken back"
+    assert rounds.is_due(world, NOW)
+    rounds.take([a_forecast(100.0, 400.0)], world, NOW)
+    assert not rounds.is_due(world, Instant(NOW + 0.9))
+    assert rounds.is_due(world, Instant(NOW + 1.0))
+    assert rounds.is_due(a_world(), Instant(NOW + 1.0)), "the last ones are taken back"
 
 
 def test_forecasts_are_worked_out_in_steps_and_hold_once_all_are_there():
     devices = [a_device("gpu0", f"n{number}") for number in range(9)]
-    world, foresight = a_world(*devices, a_task("next", gpu_mb=GIB)), Foresight()
+    world, rounds = a_world(*devices, a_task("next", gpu_mb=GIB)), ForecastRounds()
     *_, whole = make_forecasts(world, Policy(), NOW)
     steps = 0
-    while foresight.go_on(world, Policy(), NOW):
+    while rounds.step(world, Policy(), NOW):
         steps += 1
-        assert foresight.forecasts == ()
-    assert (steps > 2, list(foresight.forecasts)) == (True, whole)
-    assert not foresight.go_on(world, Policy(), Instant(NOW + 0.9)), "they are not due"
+        assert rounds.forecasts == ()
+    assert (steps > 2, list(rounds.forecasts)) == (True, whole)
+    assert not rounds.step(world, Policy(), Instant(NOW + 0.9)), "they are not due"
 
 
 def test_a_round_of_forecasts_that_meets_another_inventory_begins_again():
     """Of a device that is gone, nothing more can be read."""
     devices = [a_device("gpu0", f"n{number}") for number in range(9)]
-    world, foresight = a_world(*devices, a_task("next", gpu_mb=100 * GIB)), Foresight()
-    assert foresight.go_on(world, Policy(), NOW)
+    world, rounds = a_world(*devices, a_task("next", gpu_mb=100 * GIB)), ForecastRounds()
+    assert rounds.step(world, Policy(), NOW)
     commit(world, [Decision("n8", "node_seen", devices=(a_device("gpu1", "n8", mb=Mib(120 * GIB)),))], NOW)
     world.measure([a_sample("n8/gpu1")])
-    while foresight.go_on(world, Policy(), NOW):
+    while rounds.step(world, Policy(), NOW):
         pass
-    assert [place.node for forecast in foresight.forecasts for place in forecast.places] == ["n8"]
+    assert [place.node for forecast in rounds.forecasts for place in forecast.places] == ["n8"]
 
 
 def test_nothing_is_known_before_the_first_forecasts_and_when_nodes_have_come_or_gone():
-    world, foresight = a_world(a_device()), Foresight()
-    assert not foresight.is_blind(world), "nobody waits"
+    world, rounds = a_world(a_device()), ForecastRounds()
+    assert not rounds.is_outdated(world), "nobody waits"
     submit(world, a_task("next", gpu_mb=GIB))
-    assert foresight.is_blind(world)
-    foresight.take([], world, NOW)
-    assert not foresight.is_blind(world)
+    assert rounds.is_outdated(world)
+    rounds.take([], world, NOW)
+    assert not rounds.is_outdated(world)
     world.add_node(a_node("n2"))
-    assert foresight.is_blind(world)
-    assert foresight.is_due(world, NOW)
+    assert rounds.is_outdated(world)
+    assert rounds.is_due(world, NOW)
 
 
 def test_a_sketch_tells_which_share_is_no_more_than_a_value():

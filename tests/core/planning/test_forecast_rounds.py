@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
-from gpubroker_server.core.planning.forecasts.future_capacity import Departures
+from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
@@ -102,7 +102,7 @@ def test_what_was_learned_of_a_run_is_asked_as_of_the_forecast_too():
 def test_a_run_that_began_after_the_forecast_is_judged_by_when_it_began():
     world = a_full_node()
     young = replace(world.tasks[TaskId("hog")], started_at=Instant(NOW + 10.0))
-    ends = Departures(Draft(world), POLICY, Instant(NOW + 20.0), NOW).of(young)
+    ends = ExpectedEnds(Draft(world), POLICY, Instant(NOW + 20.0), NOW).of(young)
     assert (ends.p50_at - NOW, ends.is_guess) == (10 + 60, True)
 
 

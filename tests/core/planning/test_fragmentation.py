@@ -5,7 +5,12 @@ from typing import Any
 from gpubroker_server.core.domain.demand import Where
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.planning.fragmentation import Scattered, Sum, fragmentation, scattered
+from gpubroker_server.core.planning.fragmentation import (
+    FreeMemory,
+    ScatteredDemand,
+    find_scattered_demand,
+    fragmentation,
+)
 from gpubroker_server.core.world.placement_scores import Mix
 from gpubroker_server.core.world.world import World
 
@@ -22,7 +27,7 @@ def on(*gib_held: int, node: str = "n1") -> list[Any]:
     return parts
 
 
-def stranded(world: World, *usual: dict[str, Any]) -> dict[str, Sum]:
+def stranded(world: World, *usual: dict[str, Any]) -> dict[str, FreeMemory]:
     world.mix = Mix()
     for fields in usual:
         world.mix.add(a_demand(**fields))
@@ -30,36 +35,36 @@ def stranded(world: World, *usual: dict[str, Any]) -> dict[str, Sum]:
     return {name.removeprefix("test/"): of for name, of in found.devices.items()}
 
 
-def waits(world: World, **task: Any) -> Scattered | None:
+def waits(world: World, **task: Any) -> ScatteredDemand | None:
     for number in range(3):
         submit(world, a_task(f"w{number}", **task))
-    return scattered(world, Policy(), NOW)
+    return find_scattered_demand(world, Policy(), NOW)
 
 
 def test_memory_is_stranded_to_the_share_of_demands_that_cannot_use_it():
     world = a_world(*on(0, 60))
     found = stranded(world, {"gpu_mb": 10 * GIB}, {"gpu_mb": 40 * GIB})
-    assert found == {"n1/gpu0": Sum(80 * GIB, 0), "n1/gpu1": Sum(20 * GIB, 10 * GIB)}
+    assert found == {"n1/gpu0": FreeMemory(80 * GIB, 0), "n1/gpu1": FreeMemory(20 * GIB, 10 * GIB)}
 
 
 def test_idle_devices_without_cpu_beside_them_are_stranded():
     world = a_world(a_node("n1", cpu=4), a_device("gpu0"))
-    assert stranded(world, {"gpus": 1, "cpu": 8.0}) == {"n1/gpu0": Sum(80 * GIB, 80 * GIB)}
+    assert stranded(world, {"gpus": 1, "cpu": 8.0}) == {"n1/gpu0": FreeMemory(80 * GIB, 80 * GIB)}
 
 
 def test_devices_too_few_for_a_demand_on_one_node_are_stranded():
     world = a_world(*on(0), *on(0, node="n2"))
-    assert set(stranded(world, {"gpus": 2}).values()) == {Sum(80 * GIB, 80 * GIB)}
+    assert set(stranded(world, {"gpus": 2}).values()) == {FreeMemory(80 * GIB, 80 * GIB)}
 
 
 def test_nothing_is_stranded_while_nothing_is_usual():
-    assert stranded(a_world(*on(70))) == {"n1/gpu0": Sum(10 * GIB, 0)}
+    assert stranded(a_world(*on(70))) == {"n1/gpu0": FreeMemory(10 * GIB, 0)}
 
 
 def test_what_takes_no_tasks_is_not_counted():
     world = a_world(*on(0), a_node("n2", cordoned=True), *on(0, node="n2"))
     assert list(stranded(world, {"gpus": 1})) == ["n1/gpu0"]
-    assert fragmentation(world, Policy(), Instant(NOW + 60)).total == Sum()
+    assert fragmentation(world, Policy(), Instant(NOW + 60)).total == FreeMemory()
     assert fragmentation(world, Policy(), Instant(NOW + 60)).total.share is None
 
 
@@ -84,7 +89,7 @@ def test_answers_are_forgotten_and_found_again(monkeypatch: Any):
 
 def test_tasks_wait_for_pieces_that_are_large_enough():
     found = waits(a_world(*on(60, 50, 40)), gpu_mb=50 * GIB)
-    assert found == Scattered(a_demand(gpu_mb=50 * GIB), 3, 50 * GIB, 90 * GIB, 40 * GIB)
+    assert found == ScatteredDemand(a_demand(gpu_mb=50 * GIB), 3, 50 * GIB, 90 * GIB, 40 * GIB)
 
 
 def test_tasks_wait_for_enough_devices_on_one_node():
@@ -104,7 +109,7 @@ def test_tasks_without_devices_wait_for_no_pieces():
     world = a_world(*on(60, 50))
     for number in range(9):
         submit(world, a_task(f"cpu{number}", cpu=1000.0))
-    assert scattered(world, Policy(), NOW) is None
+    assert find_scattered_demand(world, Policy(), NOW) is None
     assert waits(world, gpu_mb=50 * GIB) is not None
 
 
@@ -116,11 +121,11 @@ def test_pieces_on_nodes_that_a_task_may_not_use_do_not_count():
 def test_only_what_most_ask_for_is_looked_at():
     world = a_world(*on(60, 60))
     submit(world, a_task("rare", gpu_mb=30 * GIB))
-    assert scattered(world, Policy(), NOW) is not None
+    assert find_scattered_demand(world, Policy(), NOW) is not None
     assert waits(world, gpu_mb=10 * GIB) is None
 
 
 def test_nobody_waits_for_pieces_of_what_he_may_not_use():
     world = a_world(*on(60, 60))
-    assert scattered(world, Policy(), NOW) is None
+    assert find_scattered_demand(world, Policy(), NOW) is None
     assert waits(world, gpu_mb=90 * GIB) is None

@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Mib, NodeName
 from gpubroker_server.core.planning.fragmentation import fragmentation
 from gpubroker_server.core.planning.gangs import gang_search as gang
-from gpubroker_server.core.planning.gangs.gang_nodes import grounds_of
+from gpubroker_server.core.planning.gangs.gang_nodes import gang_nodes_of
 from gpubroker_server.core.planning.gangs.gang_search import Gang, fill, place_gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.places import scores_of
@@ -35,7 +35,7 @@ def placed(world: World, task: Task, *usual: dict[str, Any]) -> Gang | None:
     for fields in usual:
         world.mix.add(a_demand(**fields))
     worth = scores_of(world, Policy())
-    return place_gang(task, grounds_of(Draft(world), task, Policy(), NOW, worth))
+    return place_gang(task, gang_nodes_of(Draft(world), task, Policy(), NOW, worth))
 
 
 def nodes(found: Gang | None) -> list[str]:
@@ -313,10 +313,10 @@ def test_ranks_that_are_alike_lie_where_the_search_would_put_them(
 def test_nodes_that_take_fewer_than_was_counted_are_left_as_they_were(strategy: str, promised: int) -> None:
     world = a_cluster(1)
     part = part_of(a_gang("gang", *bundles(3, gpu_mb=60 * GIB)), 0)
-    [ground] = grounds_of(Draft(world), part, Policy(), NOW)
-    before = dict(ground.free)
-    assert fill(strategy, part, 3, [ground], {ground.node.name: promised}) is None
-    assert (ground.free, ground.ranks) == (before, [])
+    [gang_node] = gang_nodes_of(Draft(world), part, Policy(), NOW)
+    before = dict(gang_node.free)
+    assert fill(strategy, part, 3, [gang_node], {gang_node.node.name: promised}) is None
+    assert (gang_node.free, gang_node.ranks) == (before, [])
 
 
 def test_ranks_that_are_alike_lie_each_on_a_node_with_as_few_others_as_may_be() -> None:

@@ -16,10 +16,10 @@ from gpubroker_server.core.lifecycle.runs import AGAIN_MOST_SECONDS, INFERENCE_R
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.inferences import (
     admissions,
-    doubts,
-    kept_wanted,
-    left_behind,
-    taken_back,
+    check_failed_models,
+    claims_at_takeover,
+    keep_models_wanted,
+    requeue_claims,
 )
 from gpubroker_server.core.world.event_codec import task_fields, task_from
 from gpubroker_server.core.world.events import submitted
@@ -159,10 +159,10 @@ def test_one_whose_model_nobody_has_asked_for_is_told_so_and_sent_nowhere() -> N
 def test_while_inferences_wait_their_model_stays_wanted_at_the_highest_of_their_priorities() -> None:
     world = loaded()
     submit(world, an_inference("low", priority=10), an_inference("high", priority=85, submitted_at=at(1)))
-    commit(world, kept_wanted(world, POLICY, at(5)), at(5))
+    commit(world, keep_models_wanted(world, POLICY, at(5)), at(5))
     assert (the(world).priority, the(world).expires_at) == (85, at(5 + WANTED))
-    assert kept_wanted(world, POLICY, at(6)) == [], "it need not be said in each cycle"
-    [again] = kept_wanted(world, POLICY, at(5 + 0.6 * WANTED))
+    assert keep_models_wanted(world, POLICY, at(6)) == [], "it need not be said in each cycle"
+    [again] = keep_models_wanted(world, POLICY, at(5 + 0.6 * WANTED))
     commit(world, again)
     assert the(world).expires_at == at(5 + 1.6 * WANTED)
 
@@ -173,24 +173,24 @@ def test_a_model_is_wanted_at_the_priority_of_those_that_still_wait(is_there: bo
     if not is_there:
         submit(world, a_model())
     submit(world, an_inference("low", priority=10), an_inference("high", priority=85, submitted_at=at(1)))
-    commit(world, kept_wanted(world, POLICY, at(5)), at(5))
+    commit(world, keep_models_wanted(world, POLICY, at(5)), at(5))
     assert the(world).priority == 85
     ask(world, "cancel", 6.0, task="high")
-    [told] = kept_wanted(world, POLICY, at(7))
+    [told] = keep_models_wanted(world, POLICY, at(7))
     commit(world, told, at(7))
     assert (the(world).priority, the(world).expires_at) == (10, at(7 + WANTED))
-    assert kept_wanted(world, POLICY, at(8)) == []
+    assert keep_models_wanted(world, POLICY, at(8)) == []
 
 
 def test_who_asks_directly_is_not_made_less_urgent_by_those_in_the_queue() -> None:
     world = loaded()
     ask(world, "want", 1.0, priority=70)
     submit(world, an_inference("low", priority=10))
-    assert kept_wanted(world, POLICY, at(2)) == []
-    [again] = kept_wanted(world, POLICY, at(0.6 * WANTED))
+    assert keep_models_wanted(world, POLICY, at(2)) == []
+    [again] = keep_models_wanted(world, POLICY, at(0.6 * WANTED))
     commit(world, again, at(0.6 * WANTED))
     assert (the(world).priority, the(world).expires_at) == (70, at(1.6 * WANTED))
-    [late] = kept_wanted(world, POLICY, at(1.0 + WANTED))
+    [late] = keep_models_wanted(world, POLICY, at(1.0 + WANTED))
     commit(world, late, at(1.0 + WANTED))
     assert the(world).priority == 10, "nobody has asked directly for so long"
 
@@ -198,9 +198,9 @@ def test_who_asks_directly_is_not_made_less_urgent_by_those_in_the_queue() -> No
 def test_inferences_keep_their_priority_though_others_who_ask_for_less_keep_the_model_wanted() -> None:
     world = loaded()
     submit(world, an_inference("high", priority=85))
-    commit(world, kept_wanted(world, POLICY, at(5)), at(5))
+    commit(world, keep_models_wanted(world, POLICY, at(5)), at(5))
     ask(world, "want", 0.5 * WANTED, priority=20)
-    [again] = kept_wanted(world, POLICY, at(0.6 * WANTED))
+    [again] = keep_models_wanted(world, POLICY, at(0.6 * WANTED))
     commit(world, again, at(0.6 * WANTED))
     ask(world, "want", 6.0 + WANTED, priority=20)
     assert the(world).priority == 85
@@ -208,17 +208,17 @@ def test_inferences_keep_their_priority_though_others_who_ask_for_less_keep_the_
 
 def test_a_model_that_answers_inferences_is_wanted_until_they_have_ended() -> None:
     world = asked()
-    [told] = kept_wanted(world, POLICY, at(0.9 * WANTED))
+    [told] = keep_models_wanted(world, POLICY, at(0.9 * WANTED))
     assert told.subject == LLM
     end(world)
-    assert kept_wanted(world, POLICY, at(0.9 * WANTED)) == []
+    assert keep_models_wanted(world, POLICY, at(0.9 * WANTED)) == []
 
 
 def test_a_pinned_model_need_not_be_wanted_and_a_server_out_of_the_ledger_is_told_nothing() -> None:
     world = asked()
     ask(world, "pin", pinned=True, by="admin")
-    assert kept_wanted(world, POLICY, at(10 * WANTED)) == []
-    assert kept_wanted(world, OPEN, at(10 * WANTED)) == []
+    assert keep_models_wanted(world, POLICY, at(10 * WANTED)) == []
+    assert keep_models_wanted(world, OPEN, at(10 * WANTED)) == []
 
 
 def test_an_answer_ends_it_and_what_the_model_said_is_its_result() -> None:
@@ -271,13 +271,13 @@ def test_a_model_whose_process_is_said_to_be_gone_is_looked_after_by_its_server(
     world = asked()
     gone = Failure("model_process_gone", "stub process is not healthy")
     report = Ended(TaskId("ask"), Fence(1), at(6), Ending.LOST, failure=gone)
-    [doubt] = doubts(world, [report], POLICY, at(6))
+    [doubt] = check_failed_models(world, [report], POLICY, at(6))
     assert doubt.orders == (CheckOrder(LLM, Fence(1), "main", "llm", ((key("gpu0"), Mib(50 * GIB)),)),)
     commit(world, doubt)
     end(world, ending=Ending.LOST, failure=gone)
     assert (the(world, "ask").state, the(world, "ask").failures) == (TaskState.PENDING, 1)
-    assert doubts(world, [replace(report, fence=Fence(2))], POLICY, at(7)) == []
-    assert doubts(world, [replace(report, failure=BROKE_OFF)], POLICY, at(7)) == []
+    assert check_failed_models(world, [replace(report, fence=Fence(2))], POLICY, at(7)) == []
+    assert check_failed_models(world, [replace(report, failure=BROKE_OFF)], POLICY, at(7)) == []
 
 
 def test_one_that_its_server_could_not_take_waits_a_moment_and_uses_up_nothing() -> None:
@@ -322,13 +322,13 @@ def test_what_a_leader_finds_under_way_when_it_begins_waits_again_under_a_new_fe
     submit(world, an_inference("stopping"))
     admit(world)
     ask(world, "cancel", 6.0, task="stopping")
-    found = left_behind(world)
-    commit(world, taken_back(world, found, at(7), POLICY), at(7))
+    found = claims_at_takeover(world)
+    commit(world, requeue_claims(world, found, at(7), POLICY), at(7))
     assert TaskId("stopping") not in world.tasks
     task = the(world, "ask")
     assert (task.state, task.failures, task.fence) == (TaskState.PENDING, 0, 1)
     assert admit(world, 8) == ["ask"]
-    assert taken_back(world, found, at(9), POLICY) == [], "its new claim is this leader's own"
+    assert requeue_claims(world, found, at(9), POLICY) == [], "its new claim is this leader's own"
 
 
 def test_software_that_knows_no_inferences_does_not_read_on_past_one() -> None:

@@ -5,7 +5,7 @@ from gpubroker_server.core.domain.policy import Policy, Serving
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.explain.blockers import sent_at
-from gpubroker_server.core.planning.forecasts.accuracy import Start
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.inferences import admissions
 from gpubroker_server.core.world.world import World
@@ -20,7 +20,7 @@ def a_timed_model() -> Task:
     return a_model(terms={"load_seconds": Seconds(20.0)})
 
 
-def start(world: World, seconds: float, *forecasts: Forecast, task: str = "ask") -> Start | None:
+def start(world: World, seconds: float, *forecasts: Forecast, task: str = "ask") -> ExpectedStart | None:
     return sent_at(world, the(world, task), POLICY, forecasts, at(seconds))
 
 
@@ -29,10 +29,10 @@ def test_one_that_waits_for_its_model_starts_when_that_is_expected_to_be_there()
     submit(world, a_timed_model(), an_inference())
     assert start(world, 1.0) is None, "nobody can tell when there is room"
     forecast = Forecast(LLM, (), at(60), at(90), at(400), 7, Basis.LEARNED)
-    assert start(world, 1.0, forecast) == Start(at(80), at(110), 7, Basis.LEARNED)
+    assert start(world, 1.0, forecast) == ExpectedStart(at(80), at(110), 7, Basis.LEARNED)
     plan(world, 5.0)
-    assert start(world, 6.0) == Start(at(25), at(25), 0, Basis.STATED)
-    assert start(world, 30.0) == Start(at(30), at(30), 0, Basis.STATED), "any moment"
+    assert start(world, 6.0) == ExpectedStart(at(25), at(25), 0, Basis.STATED)
+    assert start(world, 30.0) == ExpectedStart(at(30), at(30), 0, Basis.STATED), "any moment"
 
 
 def test_of_a_model_that_was_never_loaded_nobody_can_tell_when() -> None:

@@ -11,7 +11,7 @@ from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants import quota
-from gpubroker_server.core.planning.tenants.quota import Allowance, Needs, Quotas, check_quota, most_mb
+from gpubroker_server.core.planning.tenants.quota import Allowance, QuotaNeeds, Quotas, check_quota, max_mb
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -114,7 +114,7 @@ def test_a_task_without_gpus_needs_no_quota():
 
 def test_a_task_counts_what_it_takes_on_the_largest_device_it_may_use():
     world = a_world(a_device("gpu0", mb=80, kind="big"), a_device("gpu1", mb=40, kind="small", context_mb=2))
-    needs = Needs()
+    needs = QuotaNeeds()
     assert needs.of(world, a_demand(gpus=1)) == 80
     assert needs.of(world, a_demand(gpus=2, gpu_mb=10)) == 24
     assert needs.of(world, a_demand(gpu_mb=100)) == 0
@@ -152,7 +152,7 @@ def test_what_is_borrowed_and_what_would_be_lent_are_told_apart():
     ("tenant", "most"), [("acme", 50), ("beta", 40), ("solo", 25), ("guest", 50), ("free", None)]
 )
 def test_the_most_that_a_tenant_could_ever_have(tenant: str, most: int | None):
-    assert most_mb(POLICY, tenant) == most
+    assert max_mb(POLICY, tenant) == most
 
 
 def test_what_could_never_be_had_is_refused_with_figures():
@@ -175,7 +175,7 @@ def test_quota_that_comes_back_is_given_in_the_next_cycle():
 def test_an_elastic_gang_counts_the_ranks_it_needs_and_gets_no_more_than_its_quota_leaves():
     gang = a_gang("gang", *bundles(4, gpu_mb=10), tenant="solo", min_ranks=1)
     world = a_cluster(gang)
-    assert Needs().of(world, gang.demand) == 10
+    assert QuotaNeeds().of(world, gang.demand) == 10
     commit(world, plan_cycle(world, POLICY, NOW).decisions)
     assert len(world.tasks[gang.id].members) == 2
     assert world.accounts.held_mb("solo") == 20
@@ -192,8 +192,8 @@ def test_a_gang_that_may_not_have_the_ranks_it_needs_waits():
 
 
 def test_what_demands_count_is_forgotten_when_there_are_too_many_of_them(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(quota, "MOST_NEEDS", 2)
-    world, needs = a_world(a_device(mb=80)), Needs()
+    monkeypatch.setattr(quota, "MAX_NEEDS", 2)
+    world, needs = a_world(a_device(mb=80)), QuotaNeeds()
     sizes = (10, 20, 30, 20)
     assert [needs.of(world, a_demand(gpu_mb=size)) for size in sizes] == list(sizes)
     assert len(needs.known) == 2
@@ -202,4 +202,4 @@ def test_what_demands_count_is_forgotten_when_there_are_too_many_of_them(monkeyp
 def test_a_task_that_names_its_gpus_counts_as_much_as_others():
     world = a_world(a_device("gpu0", mb=80), a_device("gpu1", mb=80), a_device("gpu2", mb=80))
     for uuid in ("gpu0", "gpu1", "gpu2"):
-        assert Needs().of(world, a_demand(gpu_mb=20, where=Where(devices=(uuid,)))) == 20
+        assert QuotaNeeds().of(world, a_demand(gpu_mb=20, where=Where(devices=(uuid,)))) == 20

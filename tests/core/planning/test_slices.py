@@ -12,8 +12,8 @@ from gpubroker_server.core.explain.survey import survey
 from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.cycle import Slice, plan_cycle
 from gpubroker_server.core.planning.decisions import admit
-from gpubroker_server.core.planning.forecasts.accuracy import Foresight
-from gpubroker_server.core.planning.forecasts.future_capacity import Departures, Supplies
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds
+from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds, FutureCapacity
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import NodeRooms
 from gpubroker_server.core.planning.plan_cache import PlanCache
@@ -151,20 +151,20 @@ def test_a_place_that_was_given_is_taken_from_what_the_node_will_have_unless_it_
     wide = a_task("wide", gpu_mb=50 * GIB)
     draft = Draft(a_world(a_node(), a_device(), long, short, new, wide), Changes())
     node, place, at = NodeName("n1"), Placement(NodeName("n1"), ((key("gpu0"), Mib(20 * GIB)),)), NOW + 60.0
-    supplies = Supplies(Departures(draft, POLICY, NOW), for_plans=False)
-    later, unasked = supplies.later(node, wide, at), supplies.later(node, wide, at + 1.0)
+    capacity = FutureCapacity(ExpectedEnds(draft, POLICY, NOW), for_plans=False)
+    later, unasked = capacity.capacity_at(node, wide, at), capacity.capacity_at(node, wide, at + 1.0)
     before = later.room(), later.mb(key("gpu0"))
     since = draft.changes.at(node)
     run = admit(draft, new, (place,), NOW).tasks[0].task
-    supplies.took(node, since, run, place)
-    fresh = Supplies(Departures(draft, POLICY, NOW), for_plans=False).later(node, wide, at)
-    assert supplies.later(node, wide, at) is later
+    capacity.on_placement(node, since, run, place)
+    fresh = FutureCapacity(ExpectedEnds(draft, POLICY, NOW), for_plans=False).capacity_at(node, wide, at)
+    assert capacity.capacity_at(node, wide, at) is later
     assert (later.room(), later.mb(key("gpu0"))) == (fresh.room(), fresh.mb(key("gpu0")))
     assert ((later.room(), later.mb(key("gpu0"))) == before) == (lasts < 60.0)
     assert (unasked.room(), unasked.mb(key("gpu0"))) == (fresh.room(), fresh.mb(key("gpu0")))
     draft.changes.mark(node)
-    assert supplies.later(node, wide, at) is not later
-    supplies.took(node, since, run, place)
+    assert capacity.capacity_at(node, wide, at) is not later
+    capacity.on_placement(node, since, run, place)
     assert (later.room(), later.mb(key("gpu0"))) == (fresh.room(), fresh.mb(key("gpu0")))
 
 
@@ -172,7 +172,7 @@ def test_a_device_that_is_heard_of_no_more_will_have_nothing():
     long_after = Instant(NOW + 1000.0)
     wide = a_task("wide", gpu_mb=50 * GIB)
     draft = Draft(a_world(a_node(), a_device(), holding(a_task("run", gpu_mb=30 * GIB), "gpu0"), wide))
-    later = Supplies(Departures(draft, POLICY, long_after), for_plans=False).later(
+    later = FutureCapacity(ExpectedEnds(draft, POLICY, long_after), for_plans=False).capacity_at(
         NodeName("n1"), wide, long_after + 60.0
     )
     assert later.mb(key("gpu0")) == 0
@@ -214,17 +214,17 @@ def test_neither_slices_nor_explanations_leave_anything_to_the_collector_of_cycl
 def test_what_stands_behind_forecasts_leaves_nothing_to_the_collector_of_cycles_either():
     run = holding(a_task("run", gpu_mb=60 * GIB, expected_seconds=100.0), key("gpu0"))
     waits, small = a_task("waits", gpu_mb=70 * GIB), a_task("small", gpu_mb=5 * GIB, priority=20)
-    world, foresight = a_world(a_device("gpu0"), run, waits, small), Foresight()
+    world, rounds = a_world(a_device("gpu0"), run, waits, small), ForecastRounds()
     gc.collect()
     gc.disable()
     try:
-        while foresight.go_on(world, POLICY, NOW):
+        while rounds.step(world, POLICY, NOW):
             pass
-        plan = plan_cycle(world, POLICY, NOW, cache=PlanCache(), forecasts=foresight.forecasts)
+        plan = plan_cycle(world, POLICY, NOW, cache=PlanCache(), forecasts=rounds.forecasts)
         left = gc.collect()
     finally:
         gc.enable()
-    assert foresight.forecasts[0].task == "waits"
+    assert rounds.forecasts[0].task == "waits"
     assert [decision.subject for decision in plan.decisions] == ["small"]
     assert left == 0
 

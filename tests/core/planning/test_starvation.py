@@ -44,7 +44,7 @@ class Hours:
                 self._begin(decision.subject)
         self.forecasts = foreseen(self.world, self.policy, self.now, self.forecasts)
         for forecast in self.forecasts:
-            if forecast.keeps_room:
+            if forecast.reserves_room:
                 self.first_said.setdefault(forecast.task, forecast.start_at)
 
     def let_time_pass(self, until: float) -> None:

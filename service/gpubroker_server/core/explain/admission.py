@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId, in_gib
-from gpubroker_server.core.planning.gangs.gang_nodes import empty_grounds
+from gpubroker_server.core.planning.gangs.gang_nodes import empty_gang_nodes
 from gpubroker_server.core.planning.gangs.gang_search import may_fit
 from gpubroker_server.core.world.world import World
 
@@ -274,15 +274,15 @@ def _total(demand: Demand) -> Demand:
 
 
 def _too_many(demand: Demand, devices: Sequence[Device], nodes: Sequence[Node]) -> Refusal | None:
-    grounds = empty_grounds(nodes, devices)
+    gang_nodes = empty_gang_nodes(nodes, devices)
     gang = Task(TaskId(""), "", "", 0, demand, Instant(0.0))
     least = demand.least_ranks
-    if may_fit(gang, least, grounds):
+    if may_fit(gang, least, gang_nodes):
         return None
     fit, too_many = 0, least
     while too_many - fit > 1:
         some = (fit + too_many) // 2
-        fit, too_many = (some, too_many) if may_fit(gang, some, grounds) else (fit, some)
+        fit, too_many = (some, too_many) if may_fit(gang, some, gang_nodes) else (fit, some)
     ranks = f"{least} ranks" if least == len(demand.bundles) else f"the {least} ranks it needs at least"
     message = (
         f"{ranks} never fit {IN_WORDS[demand.strategy]}: even empty the cluster has room for {fit}, and "

@@ -13,9 +13,9 @@ from gpubroker_server.core.explain.verdicts import Look
 from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.find_way import Evict, Way
 from gpubroker_server.core.planning.find_way import Start as StartNow
-from gpubroker_server.core.planning.forecasts.accuracy import Start, start_of
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_start
 from gpubroker_server.core.planning.forecasts.forecasts import forecast_alone
-from gpubroker_server.core.planning.forecasts.future_capacity import Departures
+from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.world.ledger import Book
@@ -29,7 +29,7 @@ class Advice:
     way: Way
     """What the planner would decide for the task if it looked at it now; for one that stands aside, if it
     did not."""
-    start: Start | None
+    start: ExpectedStart | None
     """As pledged to it or forecast for it; else when it has room if nobody else takes that before; None if
     nobody can tell."""
     spared: Spared
@@ -37,7 +37,7 @@ class Advice:
     """Empty where none is needed or none was found."""
     free_in: dict[DeviceKey, Remaining]
     """When each device that it may use has enough for it, where that can be told."""
-    departures: Departures
+    expected_ends: ExpectedEnds
 
 
 def advise(found: Look, highest_priority: int = 100) -> Advice:
@@ -46,32 +46,32 @@ def advise(found: Look, highest_priority: int = 100) -> Advice:
     task, draft = seen.task, seen.draft
     what_if = WhatIf(draft, seen.policy, seen.now, seen.forecasts, seen.known)
     way = what_if.way(task)
-    departures = Departures(draft, seen.policy, seen.now)
-    free_in = _free_in(found.part, departures)
+    expected_ends = ExpectedEnds(draft, seen.policy, seen.now)
+    free_in = _free_in(found.part, expected_ends)
     may_start = isinstance(way, StartNow) and not stands_aside(task)
     return Advice(
         way,
         _at(seen.now) if may_start else _start(seen, way, free_in),
         spared(seen, way),
-        () if may_start else remedies(seen, way, departures, what_if, highest_priority),
+        () if may_start else remedies(seen, way, expected_ends, what_if, highest_priority),
         free_in,
-        departures,
+        expected_ends,
     )
 
 
-def _free_in(seen: Survey, departures: Departures) -> dict[DeviceKey, Remaining]:
+def _free_in(seen: Survey, expected_ends: ExpectedEnds) -> dict[DeviceKey, Remaining]:
     found = {}
     if seen.task.demand.gpus:
         for node in seen.nodes:
             for device in node.open_devices:
                 missing_mb = (device.need_mb or 0) - device.free_mb
-                end = _end_of_need(device.book, missing_mb, seen.task.id, departures)
+                end = _end_of_need(device.book, missing_mb, seen.task.id, expected_ends)
                 if end is not None:
                     found[device.book.device.key] = end
     return found
 
 
-def _end_of_need(book: Book, missing_mb: int, task: TaskId, departures: Departures) -> Remaining | None:
+def _end_of_need(book: Book, missing_mb: int, task: TaskId, expected_ends: ExpectedEnds) -> Remaining | None:
     """When so much more will be free on a device. What is being freed for others does not count."""
     within = Remaining(Seconds(0.0), Seconds(0.0), 0)
     if missing_mb <= 0:
@@ -81,7 +81,7 @@ def _end_of_need(book: Book, missing_mb: int, task: TaskId, departures: Departur
     ends: list[tuple[Remaining, int]] = []
     for held in book.holdings.values():
         if held.freeing_for is None or held.freeing_for == task:
-            end = departures.of_holding(held).within(departures.now)
+            end = expected_ends.of_holding(held).within(expected_ends.now)
             if end is not None:
                 ends.append((end, held.takes_mb))
     ends.sort(key=lambda one: one[0].p50_seconds)
@@ -98,11 +98,11 @@ def _later(one: Remaining, other: Remaining) -> Remaining:
     return Remaining(p50, p90, min((end.n for end in (one, other) if end.n), default=0))
 
 
-def _start(seen: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> Start | None:
+def _start(seen: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> ExpectedStart | None:
     task, now = seen.task, seen.now
     if task.held or task.awaits:
         return None
-    start = start_of(seen.draft.world, task, seen.forecasts, now)
+    start = expected_start(seen.draft.world, task, seen.forecasts, now)
     if isinstance(way, StartNow):
         start = _at(now)
     elif start is None and isinstance(way, Evict):
@@ -111,7 +111,7 @@ def _start(seen: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> Start
         nodes = seen.draft.world.nodes if task.demand.bundles else _nodes(seen, free_in)
         alone = forecast_alone(seen.draft, task, seen.policy, now, nodes)
         if alone is not None and alone.basis is not Basis.GUESS:
-            start = Start(alone.start_at, alone.p90_at, alone.n, alone.basis)
+            start = ExpectedStart(alone.start_at, alone.p90_at, alone.n, alone.basis)
     if start is None or task.not_before is None:
         return start
     p50_at, p90_at = max(start.p50_at, task.not_before), max(start.p90_at, task.not_before)
@@ -130,5 +130,5 @@ def _nodes(seen: Survey, free_in: dict[DeviceKey, Remaining]) -> list[NodeName]:
     return [name for _, name in nsmallest(MOST_NODES, found)]
 
 
-def _at(instant: Instant) -> Start:
-    return Start(instant, instant, 0, Basis.STATED)
+def _at(instant: Instant) -> ExpectedStart:
+    return ExpectedStart(instant, instant, 0, Basis.STATED)

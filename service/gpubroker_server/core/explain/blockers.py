@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.task import Task, TaskState, notices_of
 from gpubroker_server.core.domain.units import Instant, TaskId, in_gib
 from gpubroker_server.core.explain.admission import check, check_priority, slot_in_words
 from gpubroker_server.core.explain.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
-from gpubroker_server.core.planning.forecasts.accuracy import Start, there_at
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_ready_at
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.inferences import holders, servers_of, waiting
 from gpubroker_server.core.planning.tenants.quota import Allowance, Quotas
@@ -321,7 +321,7 @@ def why_not_sent(world: World, task: Task, policy: Policy) -> list[tuple[Reason,
 
 def sent_at(
     world: World, task: Task, policy: Policy, forecasts: Sequence[Forecast], now: Instant
-) -> Start | None:
+) -> ExpectedStart | None:
     """When one that waits for nothing but its model is likely to be sent: when that is in memory. None if
     nobody can tell: of a model that was never loaded, and of one for which others must have been answered
     first, since how long answers take is not known."""
@@ -331,5 +331,5 @@ def sent_at(
     if sum(map(len, waiting(world)[model])) > policy.serving.at_once:
         return None
     timed = [one for one in holders(world, policy, model) if one.model is not None and one.model.load_seconds]
-    starts = (there_at(world, one, forecasts, now) for one in timed)
+    starts = (expected_ready_at(world, one, forecasts, now) for one in timed)
     return min((start for start in starts if start is not None), default=None)

@@ -15,7 +15,7 @@ from gpubroker_server.core.explain.verdicts import Look, RankVerdict, look
 from gpubroker_server.core.explain.what_if import kept_for_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.tenants.fair_share import Shares
+from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.ledger import Holding
 from gpubroker_server.core.world.queue import order_key, own_key
@@ -107,7 +107,7 @@ def explain_waiting(found: Look) -> Explanation:
 
 
 def position_of(
-    world: World, task: Task, policy: Policy, now: Instant, shares: Shares | None = None
+    world: World, task: Task, policy: Policy, now: Instant, shares: FairShares | None = None
 ) -> int | None:
     """A task's place in the order of the queue, from 1, if no tenant is given anything before its turn; of
     one that nobody has submitted, the place that it would have.
@@ -117,7 +117,7 @@ def position_of(
     is_new = task.id not in world.tasks
     if task.id not in world.queue and not (is_new and not stands_aside(task)):
         return None
-    shares = Shares(world, policy, now) if shares is None else shares
+    shares = FairShares(world, policy, now) if shares is None else shares
     own = own_key(world.queue.standing_of(task), task.stream, task.submitted_at, task.id, now, policy)
     key = order_key(own, shares.rank(task.tenant))
     return is_new + world.queue.count_until(key, shares.rank, now, policy)

@@ -22,14 +22,14 @@ from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.explain.tasks_ahead import first_end
 from gpubroker_server.core.explain.what_if import WhatIf, in_words, short_enough
 from gpubroker_server.core.planning.find_way import Start, Wait, Way
-from gpubroker_server.core.planning.forecasts.future_capacity import Departures
+from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
 
 MOST_NODES = 12
 """On so many nodes victims are looked for who would have to leave for a higher priority."""
 
 
 def remedies(
-    seen: Survey, now: Way, departures: Departures, what_if: WhatIf, highest_priority: int = 100
+    seen: Survey, now: Way, expected_ends: ExpectedEnds, what_if: WhatIf, highest_priority: int = 100
 ) -> tuple[Remedy, ...]:
     """All that were found for a task without room, what changes least first.
 
@@ -40,13 +40,13 @@ def remedies(
     aside = trials.stands_aside
     if not isinstance(now, Wait):
         highest_priority = 0  # it has its turn as it is
-    found = iter([_release(trials)]) if aside else _others(trials, departures, highest_priority)
+    found = iter([_release(trials)]) if aside else _others(trials, expected_ends, highest_priority)
     return tuple(remedy for remedy in found if remedy is not None)
 
 
-def _others(trials: Trials, departures: Departures, highest_priority: int) -> Iterator[Remedy | None]:
+def _others(trials: Trials, expected_ends: ExpectedEnds, highest_priority: int) -> Iterator[Remedy | None]:
     yield _sooner_over(trials)
-    yield _after_an_end(trials, departures)
+    yield _after_an_end(trials, expected_ends)
     if trials.task.demand.bundles:
         yield looser(trials)
         yield fewer_ranks(trials)
@@ -91,11 +91,11 @@ def _sooner_over(trials: Trials) -> Remedy | None:
     return trials.remedy({"expected_seconds": seconds}, task, Start(places), said)
 
 
-def _after_an_end(trials: Trials, departures: Departures) -> Remedy | None:
+def _after_an_end(trials: Trials, expected_ends: ExpectedEnds) -> Remedy | None:
     task = trials.task
     if trials.draft.pledges_of(task.id):
         return None
-    found = first_end(trials.seen, departures)
+    found = first_end(trials.seen, expected_ends)
     if found is None:
         return None
     end = found.within

@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.planning.find_way import Evict, Start, WaitReason, Way
 from gpubroker_server.core.planning.nodes.shields import has_turn_protection, is_protected, is_young
-from gpubroker_server.core.planning.tenants.guarantees import Claims, Restraint
+from gpubroker_server.core.planning.tenants.guarantees import BorrowerRule, Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
 
 MOST_TOLD = 20
@@ -121,15 +121,15 @@ def _judged(seen: Survey, way: Way) -> dict[Shield, list[Task]]:
     nodes = [node.node.name for node in seen.nodes if node.is_usable and node.is_large_enough]
     victims = way.eviction.victims if isinstance(way, Evict) else ()
     chosen = frozenset(victim.id for victim in victims)
-    restraint = Claims(draft, seen.policy, Quotas(draft, seen.policy)).restraint_on(seen.task)
+    rule = Guarantees(draft, seen.policy, Quotas(draft, seen.policy)).borrower_rule_for(seen.task)
     judged: dict[Shield, list[Task]] = {}
     for node in nodes:
         for run in draft.runs_on(node):
-            judged.setdefault(_shield(seen, run, chosen, restraint), []).append(run)
+            judged.setdefault(_shield(seen, run, chosen, rule), []).append(run)
     return judged
 
 
-def _shield(seen: Survey, run: Task, chosen: Set[TaskId], restraint: Restraint | None) -> Shield:
+def _shield(seen: Survey, run: Task, chosen: Set[TaskId], rule: BorrowerRule | None) -> Shield:
     task = seen.task
     if run.state is TaskState.STOPPING:
         return Shield.LEAVING
@@ -141,7 +141,7 @@ def _shield(seen: Survey, run: Task, chosen: Set[TaskId], restraint: Restraint |
         return Shield.YOUNG if is_young(run, seen.policy, seen.now) else Shield.BUDGET
     if has_turn_protection(run, task.priority, seen.policy, seen.now):
         return Shield.TURN
-    if restraint is not None and not restraint.allows([run], {}):
+    if rule is not None and not rule.allows([run], {}):
         return Shield.GUARANTEED
     return Shield.WOULD_NOT_HELP
 

@@ -11,12 +11,12 @@ from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.explain.blockers import quota_of
 from gpubroker_server.core.explain.survey import NodeFinding, Survey, Verdict
 from gpubroker_server.core.explain.what_if import WhatIf
-from gpubroker_server.core.planning.forecasts.future_capacity import Departures
+from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
 from gpubroker_server.core.planning.forecasts.limits import share_a_limit
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.tenants.fair_share import Shares
+from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.queue import Kin, OrderKey, order_key, own_key
 
 MOST_RUNS = 64
@@ -37,13 +37,13 @@ class End:
     """Of the task that waits, once this run has ended."""
 
 
-def first_end(seen: Survey, departures: Departures) -> End | None:
+def first_end(seen: Survey, expected_ends: ExpectedEnds) -> End | None:
     """The run that is expected to end first of those after whose end alone the task has room, with nobody
     ahead of it to take that."""
     task, rivals, contested = seen.task, _Rivals(seen), 0
     anywhere = _is_limited(seen) or bool(task.demand.bundles)
     runs = _runs(seen, anywhere=anywhere)
-    known = ((departures.of(run).within(seen.now), run) for run in runs if run.is_active)
+    known = ((expected_ends.of(run).within(seen.now), run) for run in runs if run.is_active)
     soonest = nsmallest(
         MOST_RUNS_OF_A_GANG if task.demand.bundles else MOST_RUNS,
         ((end, run) for end, run in known if end is not None),
@@ -111,7 +111,7 @@ class _Rivals:
     def __init__(self, seen: Survey) -> None:
         self._seen = seen
         self._ahead: list[Task] | None = None
-        self._shares: Shares
+        self._shares: FairShares
 
     def would_take(self, what_if: WhatIf, run: Task) -> bool:
         """Whether one of them might take what this run gave back, in a draft in which it did. In doubt, yes:
@@ -126,7 +126,7 @@ class _Rivals:
     def _most_urgent(self) -> list[Task]:
         if self._ahead is None:
             task, now, policy = self._seen.task, self._seen.now, self._seen.policy
-            self._shares = Shares(self._seen.draft.world, policy, now)
+            self._shares = FairShares(self._seen.draft.world, policy, now)
             world = self._seen.draft.world
             standing = world.queue.standing_of(task)
             own = own_key(standing, task.stream, task.submitted_at, task.id, now, policy)

@@ -15,7 +15,7 @@ from gpubroker_server.core.explain.blockers import (
 )
 from gpubroker_server.core.explain.survey import Survey, survey
 from gpubroker_server.core.planning.decisions import admit
-from gpubroker_server.core.planning.gangs.gang_nodes import Ground, grounds_of
+from gpubroker_server.core.planning.gangs.gang_nodes import GangNode, gang_nodes_of
 from gpubroker_server.core.planning.gangs.gang_search import Gang, place_gang, place_ranks
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.places import scores_of
@@ -81,15 +81,15 @@ class _Gang:
         self._task = whole.task
         self._least = whole.task.demand.least_ranks
         worth = scores_of(whole.draft.world, whole.policy)
-        self._grounds = grounds_of(whole.draft, whole.task, whole.policy, whole.now, worth)
+        self._gang_nodes = gang_nodes_of(whole.draft, whole.task, whole.policy, whole.now, worth)
 
     def look(self) -> Look:
         limits = limit_blockers(self._whole)
-        places = place_gang(self._task, self._grounds)
+        places = place_gang(self._task, self._gang_nodes)
         if places is not None:
             part = _part(self._whole, 0, self._whole.draft)
             return Look(self._whole, part, tuple(limits), self._told(places))
-        places = _most_places(self._whole, self._grounds)
+        places = _most_places(self._whole, self._gang_nodes)
         draft = self._whole.draft.copy()  # in which ranks are tried
         if places and not draft.pledges_of(self._task.id):
             admit(draft, self._task, places, self._whole.now)
@@ -131,18 +131,20 @@ class _Gang:
         part = _part(self._whole, rank, draft)
         place = None
         if self._task.demand.strategy not in STRICT:
-            grounds = grounds_of(draft, self._task, self._whole.policy, self._whole.now)
-            places = (Placement(g.node.name, chosen) for g in grounds for chosen in g.choices(part.task))
+            gang_nodes = gang_nodes_of(draft, self._task, self._whole.policy, self._whole.now)
+            places = (
+                Placement(g.node.name, chosen) for g in gang_nodes for chosen in g.device_choices(part.task)
+            )
             place = next(places, None)
         return (None, self._why(part)) if place is None else (place, None)
 
 
-def _most_places(whole: Survey, grounds: list[Ground]) -> Gang:
+def _most_places(whole: Survey, gang_nodes: list[GangNode]) -> Gang:
     """Places for as many of the first ranks as have them together; fewer than it needs at least."""
     found: Gang = ()
     too_many = whole.task.demand.least_ranks
     while too_many - len(found) > 1:
         some = (len(found) + too_many) // 2
-        more = place_ranks(whole.task, some, grounds)
+        more = place_ranks(whole.task, some, gang_nodes)
         found, too_many = (found, some) if more is None else (more, too_many)
     return found

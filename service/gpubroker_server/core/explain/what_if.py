@@ -19,16 +19,16 @@ from gpubroker_server.core.planning.find_way import (
     find_way,
     place,
 )
-from gpubroker_server.core.planning.forecasts.limits import First, Lines
-from gpubroker_server.core.planning.forecasts.reservations import Forecast, Guards, Planned
+from gpubroker_server.core.planning.forecasts.limits import FirstWaiting, LimitReservations
+from gpubroker_server.core.planning.forecasts.reservations import Forecast, Reservation, Reservations
 from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import Known, NodeRooms
 from gpubroker_server.core.planning.nodes.offers import Offers
 from gpubroker_server.core.planning.places import Places, scores_of
 from gpubroker_server.core.planning.preemption.eviction import could_make_room, may_preempt
-from gpubroker_server.core.planning.tenants.fair_share import Shares
-from gpubroker_server.core.planning.tenants.guarantees import Claims
+from gpubroker_server.core.planning.tenants.fair_share import FairShares
+from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.queue import OrderKey, order_key, own_key
 
@@ -47,7 +47,7 @@ class WhatIf:
         """`forecasts`: they reserve room. `known`: what earlier questions found out about the nodes."""
         order = _order_by(draft, policy, now)
         quotas = Quotas(draft, policy)
-        guarantees = Claims(draft, policy, quotas)
+        guarantees = Guarantees(draft, policy, quotas)
         rooms = NodeRooms(draft, policy, now, now, {} if known is None else known)
         budget = ProbeBudget(inf)
         self.rooms = rooms
@@ -57,8 +57,8 @@ class WhatIf:
             now,
             quotas,
             guarantees,
-            Guards(draft, policy, now, guarantees, order, forecasts),
-            Lines(draft, policy, now, order, forecasts),
+            Reservations(draft, policy, now, guarantees, order, forecasts),
+            LimitReservations(draft, policy, now, order, forecasts),
             Places(draft, policy, now, scores=scores_of(draft.world, policy), budget=budget, rooms=rooms),
             Offers(draft, policy, now, rooms=rooms),
             budget,
@@ -85,7 +85,7 @@ class WhatIf:
         has_pledges = bool(self.view.draft.pledges_of(task.id))
         return self.view.quotas.is_short(task) or (not has_pledges and bool(self.view.limits.ahead_of(task)))
 
-    def reserved_from(self, task: Task) -> Sequence[Planned | First]:
+    def reserved_from(self, task: Task) -> Sequence[Reservation | FirstWaiting]:
         """The reservations that keep it from a place that it would take else; empty if none does."""
         view = self.view
         if view.draft.pledges_of(task.id) or view.quotas.is_short(task):
@@ -96,7 +96,7 @@ class WhatIf:
             return ()
         on = sorted({one.node for one in unreserved} & view.reservations.on.keys())
         return ahead or tuple(
-            one for node in on for one in view.reservations.delayed_by(task, node, everybody=False)
+            one for node in on for one in view.reservations.delayed_by(task, node, all_reservations=False)
         )
 
     def may_have(self, node: NodeName, task: Task) -> bool:
@@ -116,12 +116,12 @@ class WhatIf:
         if task.demand.bundles:
             return not isinstance(self.way(task), Wait)
         if view.quotas.is_short(task):
-            return view.guarantees.may_yield(task.tenant, task.priority)
+            return view.guarantees.has_lower_priority_runs(task.tenant, task.priority)
         if may_preempt(view.offers, task) and any(
             could_make_room(view.offers, task, node) for node in view.offers.nodes
         ):
             return True
-        return self.places(task) is not None or bool(view.guarantees.of(task))
+        return self.places(task) is not None or bool(view.guarantees.reclaimable(task))
 
 
 def in_words(draft: Draft, places: Gang) -> str:
@@ -139,11 +139,11 @@ def in_words(draft: Draft, places: Gang) -> str:
 def _order_by(draft: Draft, policy: Policy, now: Instant) -> Callable[[Task], OrderKey]:
     """A task's place in the queue now. A function and not a method: a cycle of references would wait for the
     garbage collector, and an answer takes megabytes."""
-    shares: list[Shares] = []
+    shares: list[FairShares] = []
 
     def key_of(task: Task) -> OrderKey:
         if not shares:
-            shares.append(Shares(draft.world, policy, now))
+            shares.append(FairShares(draft.world, policy, now))
         standing = draft.world.queue.standing_of(task)
         own = own_key(standing, task.stream, task.submitted_at, task.id, now, policy)
         return order_key(own, shares[0].rank(task.tenant))
@@ -164,7 +164,7 @@ def kept_for_forecasts(seen: Survey) -> list[Blocker]:
     first = min(keepers, key=_start_at)
     who, begins = called(first.task.id, first.task.tenant, seen.task), _seconds_until(first, seen)
     more = f" and {len(keepers) - 1} more" if len(keepers) > 1 else ""
-    if isinstance(first, First):
+    if isinstance(first, FirstWaiting):
         what = f"what {who}{more} waits for is left to it; it is expected to start"
     else:
         what = f"it has room, which is kept for {who}{more}, expected to start on {first.node}"
@@ -183,9 +183,9 @@ def short_enough(seen: Survey, what_if: WhatIf) -> tuple[Task, Seconds] | None:
     return replace(seen.task, expected_seconds=seconds), seconds
 
 
-def _start_at(one: Planned | First) -> tuple[float, str]:
+def _start_at(one: Reservation | FirstWaiting) -> tuple[float, str]:
     return one.forecast.start_at, one.task.id
 
 
-def _seconds_until(one: Planned | First, seen: Survey) -> float:
+def _seconds_until(one: Reservation | FirstWaiting, seen: Survey) -> float:
     return max(0.0, one.forecast.start_at - seen.now)

@@ -40,7 +40,7 @@ MOST_PROBES = 2_000
 
 HOUR_SECONDS = 3600.0
 
-_LEAST = 0
+_LOWEST_PRIORITY = 0
 """The priority as which both sides look for room: so they respect whatever is pledged to anybody."""
 
 
@@ -52,7 +52,7 @@ class Consolidation:
         self._moved: list[Instant] = []
         """When each run was asked to move, in the last hour."""
 
-    def look(
+    def next_move(
         self, world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
     ) -> Decision | None:
         """A decision that is worth a move; None if there is none, or if it is not time to look."""
@@ -136,11 +136,11 @@ class _Search:
             runs = self._movable(node, task)
             if not runs:
                 continue
-            offer = self._offers.among(node, _LEAST, runs)
+            offer = self._offers.among(node, _LOWEST_PRIORITY, runs)
             way = best_of(offer, task, best, lambda gone: self._may_go(gone, closed))
             if way is None or way is best:
                 continue
-            decision = self._carried_out(task, eviction_of(way, self.draft, self._now), closed)
+            decision = self._move_decision(task, eviction_of(way, self.draft, self._now), closed)
             if decision is not None:
                 best, found = way, decision
         return found
@@ -157,7 +157,7 @@ class _Search:
                 need = need_mb(task.demand, book.device)
                 if need is not None:
                     needs.append(need)
-                    free_mb += max(0, book.free_mb(priority=_LEAST))
+                    free_mb += max(0, book.free_mb(priority=_LOWEST_PRIORITY))
         return bool(needs) and free_mb >= task.demand.gpus * min(needs)
 
     def _movable(self, node: NodeName, task: Task) -> list[PossibleVictim]:
@@ -171,12 +171,14 @@ class _Search:
     def _open_to(self, run: Task) -> frozenset[NodeName]:
         known = self._open.get(run.demand)
         if known is None:
-            stranger = _as_least(run)
+            stranger = _at_lowest_priority(run)
             found = (node for node in self._offers.nodes if self._places.on(node, stranger) is not None)
             known = self._open[run.demand] = frozenset(found)
         return known
 
-    def _carried_out(self, task: Task, eviction: Eviction, closed: AbstractSet[NodeName]) -> Decision | None:
+    def _move_decision(
+        self, task: Task, eviction: Eviction, closed: AbstractSet[NodeName]
+    ) -> Decision | None:
         """In a draft of its own, with the largest run placed first; None if one of them has no place."""
         draft = Draft(self._world)
         kept_up_to = band_of(task.priority)[2]
@@ -190,7 +192,9 @@ class _Search:
             found = [
                 place
                 for node in sorted(self._open_to(run) - closed)
-                if (place := places.on(node, _as_least(run), lambda device, _mb: device not in left))
+                if (
+                    place := places.on(node, _at_lowest_priority(run), lambda device, _mb: device not in left)
+                )
             ]
             if not found:
                 return None
@@ -205,5 +209,5 @@ class _Search:
         return Places(draft, self._policy, self._now, scores=self._worth, budget=self._budget)
 
 
-def _as_least(run: Task) -> Task:
-    return replace(run, priority=_LEAST)
+def _at_lowest_priority(run: Task) -> Task:
+    return replace(run, priority=_LOWEST_PRIORITY)

@@ -11,8 +11,8 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps, finish
 from gpubroker_server.core.planning.decisions import admit, evict, withdraw
 from gpubroker_server.core.planning.find_way import Evict, Start, View, Wait, WaitReason, Way, search_way
-from gpubroker_server.core.planning.forecasts.limits import Lines
-from gpubroker_server.core.planning.forecasts.reservations import Forecast, Guards
+from gpubroker_server.core.planning.forecasts.limits import LimitReservations
+from gpubroker_server.core.planning.forecasts.reservations import Forecast, Reservations
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import NodeRooms
 from gpubroker_server.core.planning.nodes.offers import Offers
@@ -20,8 +20,8 @@ from gpubroker_server.core.planning.places import Places, scores_of
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.planning.queue_order import Head, QueueOrder
 from gpubroker_server.core.planning.refusal_cache import RefusalCache
-from gpubroker_server.core.planning.tenants.fair_share import Shares
-from gpubroker_server.core.planning.tenants.guarantees import Claims
+from gpubroker_server.core.planning.tenants.fair_share import FairShares
+from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.placement_scores import Worth
 from gpubroker_server.core.world.queue import OrderKey
@@ -37,13 +37,13 @@ class Cursor:
 
     began_at: Instant
     """Ageing stands still during a cycle, so that every task is examined once."""
-    shares: Shares
+    shares: FairShares
     """What the tenants have by now; not to be changed."""
     scores: Worth | None = None
     """Of places, as they were when the cycle began."""
     after: OrderKey | None = None
     forecasts: tuple[Forecast, ...] = ()
-    kept_away: int = 0
+    refused_by_reservation: int = 0
     """Tasks refused so far because of reservations."""
 
 
@@ -131,8 +131,12 @@ class Slice:
             self._decide(head, task, finish(steps))
         cursor = None
         if not self.is_last:
-            shares, kept_away = self._order.shares.copy(), self._view.reservations.kept_away
-            cursor = replace(self._cursor, after=self._after, shares=shares, kept_away=kept_away)
+            cursor = replace(
+                self._cursor,
+                after=self._after,
+                shares=self._order.shares.copy(),
+                refused_by_reservation=self._view.reservations.refused_by_reservation,
+            )
         self._cache.order = None if cursor is None else self._order
         self._cache.close(self._decisions)
         return Plan(tuple(self._decisions), cursor)
@@ -147,7 +151,9 @@ class Slice:
     ) -> Cursor:
         world.enter_due(now)
         self._cache.order = None  # of a cycle that was given up
-        return Cursor(now, Shares(world, policy, now), scores_of(world, policy), forecasts=tuple(forecasts))
+        return Cursor(
+            now, FairShares(world, policy, now), scores_of(world, policy), forecasts=tuple(forecasts)
+        )
 
     def _open_order(self, world: World, policy: Policy) -> QueueOrder:
         began_at, after, shares = self._cursor.began_at, self._cursor.after, self._cursor.shares
@@ -209,7 +215,7 @@ class Slice:
             case Evict():
                 decision = self._evict(task, way)
             case Wait():
-                self._view.reservations.kept_away += way.reason is WaitReason.RESERVED
+                self._view.reservations.refused_by_reservation += way.reason is WaitReason.RESERVED
                 return
         self._decisions.append(decision)
         self._order.charge(task, given_mb(decision))
@@ -227,13 +233,13 @@ class Slice:
         decision = admit(self._view.draft, task, way.places, self._now)
         if not (task.demand.bundles or decision.pledges):
             self._rooms.took(node, since, task, way.places[0])
-            self._view.reservations.took(node, since, decision.tasks[0].task, way.places[0])
-        self._view.reservations.started(task.id)
-        self._view.limits.started(task.id)
+            self._view.reservations.on_placement(node, since, decision.tasks[0].task, way.places[0])
+        self._view.reservations.on_start(task.id)
+        self._view.limits.on_start(task.id)
         return decision
 
     def _evict(self, task: Task, way: Evict) -> Decision:
-        place, is_shared = self._order.key_of(task), self._order.shares.are_several
+        place, is_shared = self._order.key_of(task), self._order.shares.has_several_tenants
         kept_up_to = self._view.guarantees.kept_up_to(task, place, is_shared=is_shared)
         return evict(self._view.draft, task, way.eviction, self._now, kept_up_to=kept_up_to)
 
@@ -250,15 +256,17 @@ def _view_of(
     draft = Draft(world, cache.revisions.changes, cache.revisions.growth)
     rooms = NodeRooms(draft, policy, now, cursor.began_at, cache.rooms)
     quotas = Quotas(draft, policy, cache.needs)
-    guarantees = Claims(draft, policy, quotas)
+    guarantees = Guarantees(draft, policy, quotas)
     view = View(
         draft,
         policy,
         now,
         quotas,
         guarantees,
-        Guards(draft, policy, now, guarantees, order.key_of, cursor.forecasts, cursor.kept_away),
-        Lines(draft, policy, now, order.key_of, cursor.forecasts),
+        Reservations(
+            draft, policy, now, guarantees, order.key_of, cursor.forecasts, cursor.refused_by_reservation
+        ),
+        LimitReservations(draft, policy, now, order.key_of, cursor.forecasts),
         Places(draft, policy, now, scores=cursor.scores, budget=budget, rooms=rooms, tables=cache.places),
         Offers(draft, policy, now, cursor.began_at, cache.offers, rooms),
         budget,

@@ -12,8 +12,8 @@ from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.lifecycle.model_lifecycle import in_time
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps, finish
-from gpubroker_server.core.planning.forecasts.limits import Lines
-from gpubroker_server.core.planning.forecasts.reservations import Guards
+from gpubroker_server.core.planning.forecasts.limits import LimitReservations
+from gpubroker_server.core.planning.forecasts.reservations import Reservations
 from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.offers import Offers
@@ -29,12 +29,12 @@ from gpubroker_server.core.planning.preemption.eviction import (
 )
 from gpubroker_server.core.planning.preemption.gang_eviction import choose_for_gang
 from gpubroker_server.core.planning.preemption.reclaim import (
-    evict_with_restraint,
+    evict_within_borrower_rule,
     make_room_in_quota,
     reclaim,
     reclaim_for_gang,
 )
-from gpubroker_server.core.planning.tenants.guarantees import Claims
+from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
 
 
@@ -46,9 +46,9 @@ class View:
     policy: Policy
     now: Instant
     quotas: Quotas
-    guarantees: Claims
-    reservations: Guards
-    limits: Lines
+    guarantees: Guarantees
+    reservations: Reservations
+    limits: LimitReservations
     places: Places
     offers: Offers
     budget: ProbeBudget
@@ -163,7 +163,7 @@ def place(
     has_pledges = bool(view.draft.pledges_of(task.id))
     if task.demand.bundles:
         gang = view.places.gang(task)
-        if gang is None or has_pledges or not view.reservations.bars(task, gang, everybody=False):
+        if gang is None or has_pledges or not view.reservations.refuses(task, gang, all_reservations=False):
             return gang, gang
         return view.places.gang(task, view.reservations), gang
     if has_pledges and task.stop_reason is StopReason.MOVE:
@@ -183,39 +183,39 @@ def beside_reservations(task: Task, view: View, table: Mapping[NodeName, Found])
     reservations, best = view.reservations, min(table.values())[1]
     if view.draft.pledges_of(task.id):
         return (best,)
-    for everybody in (False,) if reservations.stands_behind_all(task) else (True, False):
-        if not reservations.bars(task, (best,), everybody=everybody):
+    for all_reservations in (False,) if reservations.is_behind_all(task) else (True, False):
+        if not reservations.refuses(task, (best,), all_reservations=all_reservations):
             return (best,)
-        beside = view.places.best_beside(reservations, task, table, everybody=everybody)
+        beside = view.places.best_beside(reservations, task, table, all_reservations=all_reservations)
         if beside is not None:
             return (beside,)
     return None
 
 
 def _make_room_in_quota(task: Task, view: View) -> Way:
-    lacks_mb = view.quotas.lacks_mb(task)
-    nodes = view.offers.nodes - view.reservations.closed_to(task)
+    missing_mb = view.quotas.missing_mb(task)
+    nodes = view.offers.nodes - view.reservations.nodes_closed_to(task)
     view.budget.spent += CLOSE_LOOK * len(nodes)
-    eviction = make_room_in_quota(view.offers, task, lacks_mb, view.now, nodes)
+    eviction = make_room_in_quota(view.offers, task, missing_mb, view.now, nodes)
     if eviction is not None:
         return Evict(eviction)
-    return Wait(WaitReason.QUOTA if lacks_mb else WaitReason.COMING, by_tenant=True)
+    return Wait(WaitReason.QUOTA if missing_mb else WaitReason.COMING, by_tenant=True)
 
 
 def _reclaim(task: Task, view: View) -> Eviction | None:
-    surplus = view.guarantees.of(task)
+    surplus = view.guarantees.reclaimable(task)
     if not surplus or not may_preempt(view.offers, task):
         return None
     view.budget.spent += CLOSE_LOOK * len(view.offers.nodes)
     if any(is_coming(view.offers, task, node) for node in view.offers.nodes):
         return None
-    nodes = view.offers.nodes - view.reservations.closed_to(task)
+    nodes = view.offers.nodes - view.reservations.nodes_closed_to(task)
     return reclaim(view.offers, task, surplus, view.now, nodes)
 
 
 def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: bool) -> Steps[Way]:
     """`has_room`: it has places, all of them reserved."""
-    offers, by_tenant = view.offers, bool(view.guarantees.of(task))
+    offers, by_tenant = view.offers, bool(view.guarantees.reclaimable(task))
     closed = view.reservations.off_limits(task) & offers.nodes
     waits = WaitReason.RESERVED if has_room else WaitReason.NO_ROOM
     if not has_room:
@@ -231,10 +231,10 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
     found = yield from search_eviction(offers, task, open_nodes, view.now, view.budget)
     if isinstance(found, Coming):
         return Wait(WaitReason.RESERVED if has_room else WaitReason.COMING, found.nodes, by_tenant)
-    restraint = None if found is None else view.guarantees.restraint_on(task)
-    if found is not None and restraint is not None and not restraint.allows(found.victims, found.surplus):
+    rule = None if found is None else view.guarantees.borrower_rule_for(task)
+    if found is not None and rule is not None and not rule.allows(found.victims, found.surplus):
         view.budget.spent += CLOSE_LOOK * len(offers.nodes)
-        found = evict_with_restraint(offers, task, restraint, view.now, offers.nodes - closed)
+        found = evict_within_borrower_rule(offers, task, rule, view.now, offers.nodes - closed)
         waits, by_tenant = WaitReason.RESERVED if has_room else WaitReason.GUARANTEE, True
     if found is not None:
         return Evict(found)
@@ -244,10 +244,10 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
 
 
 def _make_room_for_gang(task: Task, view: View) -> Way:
-    surplus = view.guarantees.of(task)
+    surplus = view.guarantees.reclaimable(task)
     if surplus:
         view.budget.spent += CLOSE_LOOK * len(view.offers.nodes)
-        nodes = view.offers.nodes - view.reservations.closed_to(task)
+        nodes = view.offers.nodes - view.reservations.nodes_closed_to(task)
         back = reclaim_for_gang(view.offers, task, surplus, view.now, nodes)
         if isinstance(back, Eviction):
             return Evict(back)
@@ -258,15 +258,15 @@ def _preempt_for_gang(task: Task, view: View, *, by_tenant: bool) -> Way:
     offers = view.offers
     view.budget.spent += CLOSE_LOOK * len(offers.nodes)
     closed = view.reservations.off_limits(task) & offers.nodes
-    restraint = view.guarantees.restraint_on(task)
-    together: Together = tuple if restraint is None else restraint.together
+    rule = view.guarantees.borrower_rule_for(task)
+    together: Together = tuple if rule is None else rule.together
     found = choose_for_gang(offers, task, view.now, offers.nodes - closed, together)
     if isinstance(found, Eviction):
         return Evict(found)
-    by_tenant = by_tenant or restraint is not None
+    by_tenant = by_tenant or rule is not None
     if isinstance(found, Coming):
         return Wait(WaitReason.COMING, found.nodes, by_tenant)
     ranks = {bundle: part_of(task, rank) for rank, bundle in enumerate(task.demand.bundles)}
     if any(could_make_room(offers, rank, node) for rank in ranks.values() for node in closed):
         return Wait(WaitReason.RESERVED, by_tenant=by_tenant)
-    return Wait(WaitReason.NO_ROOM if restraint is None else WaitReason.GUARANTEE, by_tenant=by_tenant)
+    return Wait(WaitReason.NO_ROOM if rule is None else WaitReason.GUARANTEE, by_tenant=by_tenant)

@@ -14,7 +14,7 @@ from gpubroker_server.core.world.placement_scores import rows
 from gpubroker_server.core.world.world import World
 
 
-class Sum(NamedTuple):
+class FreeMemory(NamedTuple):
     """Of some devices."""
 
     free_mb: int = 0
@@ -25,8 +25,8 @@ class Sum(NamedTuple):
         """0 to 1; None where nothing is free."""
         return self.stranded_mb / self.free_mb if self.free_mb else None
 
-    def plus(self, other: "Sum") -> "Sum":
-        return Sum(self.free_mb + other.free_mb, self.stranded_mb + other.stranded_mb)
+    def plus(self, other: "FreeMemory") -> "FreeMemory":
+        return FreeMemory(self.free_mb + other.free_mb, self.stranded_mb + other.stranded_mb)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,20 @@ class Fragmentation:
     them is stranded to three quarters. Nothing is stranded while nothing is usual.
     """
 
-    devices: Mapping[DeviceKey, Sum]
-    kinds: Mapping[str, Sum]
+    devices: Mapping[DeviceKey, FreeMemory]
+    kinds: Mapping[str, FreeMemory]
     """In name order."""
 
     @property
-    def total(self) -> Sum:
-        total = Sum()
+    def total(self) -> FreeMemory:
+        total = FreeMemory()
         for one in self.kinds.values():
             total = total.plus(one)
         return total
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered:
+class ScatteredDemand:
     """What most of the waiting tasks ask for is free in sum, and nowhere in one piece."""
 
     demand: Demand
@@ -66,20 +66,20 @@ class Scattered:
 
 def fragmentation(world: World, policy: Policy, now: Instant) -> Fragmentation:
     worth = world.mix.worth(world.books, world.inventory_version, "stranded")
-    devices: dict[DeviceKey, Sum] = {}
-    kinds: dict[str, Sum] = {}
+    devices: dict[DeviceKey, FreeMemory] = {}
+    kinds: dict[str, FreeMemory] = {}
     draft = Draft(world)
     for node in draft.usable_nodes():
         left = [(book.device, book.free_mb()) for book in draft.usable_books(node, policy, now)]
         for row in rows(left, draft.headroom(node).cpu) if left else ():
             stranded = (0,) * len(row.devices) if worth is None else worth.stranded(row.room)
             for device, free_mb, stranded_mb in zip(row.devices, row.room.left, stranded, strict=True):
-                devices[device.key] = here = Sum(free_mb, stranded_mb)
-                kinds[device.kind] = kinds.get(device.kind, Sum()).plus(here)
+                devices[device.key] = here = FreeMemory(free_mb, stranded_mb)
+                kinds[device.kind] = kinds.get(device.kind, FreeMemory()).plus(here)
     return Fragmentation(devices, {kind: kinds[kind] for kind in sorted(kinds)})
 
 
-def scattered(world: World, policy: Policy, now: Instant) -> Scattered | None:
+def find_scattered_demand(world: World, policy: Policy, now: Instant) -> ScatteredDemand | None:
     """None unless the most common of the demands for devices that wait is kept waiting by the size of the
     pieces alone. CPU, host memory and limits are not looked at: `explain` tells of them."""
     waiting: Counter[Demand] = Counter()
@@ -96,7 +96,7 @@ def scattered(world: World, policy: Policy, now: Instant) -> Scattered | None:
     need, free = min(piece.need_mb for piece in pieces), sum(piece.free_mb for piece in pieces)
     if free < demand.gpus * need or any(count >= demand.gpus for count in roomy.values()):
         return None
-    return Scattered(demand, count, need, free, max(piece.free_mb for piece in pieces))
+    return ScatteredDemand(demand, count, need, free, max(piece.free_mb for piece in pieces))
 
 
 class _Piece(NamedTuple):

@@ -19,7 +19,7 @@ from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle import model_lifecycle
 from gpubroker_server.core.lifecycle.stopping import after_stop, off_the_nodes
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.tenants.fair_share import Shares
+from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.queue import Group, Member, OwnKey, Rank
 from gpubroker_server.core.world.world import World
 
@@ -58,14 +58,14 @@ def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
     by_model = waiting(world)
     if not by_model:
         return []
-    draft, shares = Draft(world), Shares(world, policy, now)
+    draft, shares = Draft(world), FairShares(world, policy, now)
     decisions: list[Decision] = []
     for model in sorted(by_model):
         servers = servers_of(world, policy, model)
         left = policy.serving.at_once - len(world.homes.asking(model))
         if not servers or left <= 0:
             continue
-        line = _Line(world, model, by_model[model], shares, policy, now)
+        line = _ModelQueue(world, model, by_model[model], shares, policy, now)
         while left and (head := line.next()) is not None:
             task = world.tasks[head.member[1]]
             if draft.short_of(task, policy.custom_limits):
@@ -78,7 +78,7 @@ def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
     return decisions
 
 
-class _Head(NamedTuple):
+class _QueueHead(NamedTuple):
     place: tuple[int, Rank, int, OwnKey]
     """1. higher band 2. rank of the tenant 3. fewer of the tenant that are being answered 4. the order of the
     queue among its own"""
@@ -86,11 +86,11 @@ class _Head(NamedTuple):
     group: Group
 
 
-class _Line:
+class _ModelQueue:
     """Those who wait for one model, the next one first, while they are let in."""
 
     def __init__(
-        self, world: World, model: str, groups: list[Group], shares: Shares, policy: Policy, now: Instant
+        self, world: World, model: str, groups: list[Group], shares: FairShares, policy: Policy, now: Instant
     ) -> None:
         self._given = Counter(task.tenant for task in world.homes.asking(model).values())
         self._shares = shares
@@ -99,7 +99,7 @@ class _Line:
         self._heads = [self._head(group, group.member(0)) for group in groups]
         heapify(self._heads)
 
-    def next(self) -> _Head | None:
+    def next(self) -> _QueueHead | None:
         """Its group has no other turn unless it is taken."""
         while self._heads:
             head = heappop(self._heads)
@@ -109,15 +109,15 @@ class _Line:
             heappush(self._heads, fresh)  # its tenant was given something since
         return None
 
-    def take(self, head: _Head) -> None:
+    def take(self, head: _QueueHead) -> None:
         self._given[head.group.tenant] += 1
         behind = head.group.after(head.member)
         if behind is not None:
             heappush(self._heads, self._head(head.group, behind))
 
-    def _head(self, group: Group, member: Member) -> _Head:
+    def _head(self, group: Group, member: Member) -> _QueueHead:
         own, tenant = group.own_key(member, self._now, self._policy), group.tenant
-        return _Head((own[0], self._shares.rank(tenant), self._given[tenant], own), member, group)
+        return _QueueHead((own[0], self._shares.rank(tenant), self._given[tenant], own), member, group)
 
 
 def _admit(task: Task, servers: Sequence[str], now: Instant) -> Decision:
@@ -130,7 +130,7 @@ def _admit(task: Task, servers: Sequence[str], now: Instant) -> Decision:
     return Decision(task.id, "infer", tasks=(write,), orders=(order,))
 
 
-def kept_wanted(world: World, policy: Policy, now: Instant) -> list[Decision]:
+def keep_models_wanted(world: World, policy: Policy, now: Instant) -> list[Decision]:
     """While inferences wait for a model, or are being answered by it, it is wanted at the highest of their
     priorities: it waits for its room, and keeps what it has."""
     if not policy.serving.ledger:
@@ -153,7 +153,9 @@ def kept_wanted(world: World, policy: Policy, now: Instant) -> list[Decision]:
     return decisions
 
 
-def doubts(world: World, reports: Iterable[Report], policy: Policy, now: Instant) -> list[Decision]:
+def check_failed_models(
+    world: World, reports: Iterable[Report], policy: Policy, now: Instant
+) -> list[Decision]:
     """Models of which answers tell that their process is gone: their servers are to look, and to load them
     anew if it is."""
     models = {
@@ -171,13 +173,13 @@ def doubts(world: World, reports: Iterable[Report], policy: Policy, now: Instant
     return decisions
 
 
-def left_behind(world: World) -> frozenset[tuple[TaskId, Fence]]:
+def claims_at_takeover(world: World) -> frozenset[tuple[TaskId, Fence]]:
     """The claims that a leader finds when it begins: whoever led before has taken their answers with it."""
     active = (task for model in world.homes.asked() for task in world.homes.asking(model).values())
     return frozenset((task.id, task.fence) for task in active)
 
 
-def taken_back(
+def requeue_claims(
     world: World, claims: frozenset[tuple[TaskId, Fence]], now: Instant, policy: Policy
 ) -> list[Decision]:
     """Those of them that are as they were: they wait again, and have used up no retry."""

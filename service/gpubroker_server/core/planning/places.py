@@ -11,8 +11,8 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps
-from gpubroker_server.core.planning.forecasts.reservations import Guards
-from gpubroker_server.core.planning.gangs.gang_nodes import grounds_of
+from gpubroker_server.core.planning.forecasts.reservations import Reservations
+from gpubroker_server.core.planning.gangs.gang_nodes import gang_nodes_of
 from gpubroker_server.core.planning.gangs.gang_search import Gang, place_gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import NodeRooms, Room
@@ -127,23 +127,30 @@ class Places:
         return None if found is None else found[1]
 
     def best_beside(
-        self, guards: Guards, task: Task, table: Mapping[NodeName, Found], *, everybody: bool
+        self,
+        reservations: Reservations,
+        task: Task,
+        table: Mapping[NodeName, Found],
+        *,
+        all_reservations: bool,
     ) -> Placement | None:
         """The best of these places where the task delays no reservation ahead of it, or none at all."""
-        places = [place for node, place in table.items() if node not in guards.on]
-        if not guards.is_tired:
-            for node in guards.on.keys() & table.keys():
-                place = self.on_beside(guards, node, task, everybody=everybody)
+        places = [place for node, place in table.items() if node not in reservations.on]
+        if not reservations.is_depth_reached:
+            for node in reservations.on.keys() & table.keys():
+                place = self.on_beside(reservations, node, task, all_reservations=all_reservations)
                 if place is not None:
                     places.append(place)
         return min(places)[1] if places else None
 
-    def on_beside(self, guards: Guards, node: NodeName, task: Task, *, everybody: bool) -> Found | None:
+    def on_beside(
+        self, reservations: Reservations, node: NodeName, task: Task, *, all_reservations: bool
+    ) -> Found | None:
         """The same on one node."""
-        leeway = guards.leeway(task, node, everybody=everybody)
-        return self.on(node, task, leeway.allows) if leeway.fits((task,)) else None
+        window = reservations.backfill_window(task, node, all_reservations=all_reservations)
+        return self.on(node, task, window.allows) if window.fits((task,)) else None
 
-    def gang(self, task: Task, guards: Guards | None = None) -> Gang | None:
+    def gang(self, task: Task, reservations: Reservations | None = None) -> Gang | None:
         """Places for all ranks of a gang, within its quota. `guards`: where it delays no reservation ahead of
         it."""
         self._budget.spent += CLOSE_LOOK * len(self._nodes)
@@ -151,9 +158,13 @@ class Places:
             return None
         scores = self._scores
         before = 0 if scores is None else scores.worked_out
-        grounds = grounds_of(self._draft, task, self._policy, self._now, scores)
-        most = Quotas(self._draft, self._policy).most_ranks(task)
-        found = place_gang(task, grounds if guards is None else list(guards.beside(task, grounds)), most)
+        gang_nodes = gang_nodes_of(self._draft, task, self._policy, self._now, scores)
+        most = Quotas(self._draft, self._policy).max_ranks(task)
+        found = place_gang(
+            task,
+            gang_nodes if reservations is None else list(reservations.nodes_for_gang(task, gang_nodes)),
+            most,
+        )
         if scores is not None:
             self._budget.spent += CLOSE_LOOK * (scores.worked_out - before)
         return found

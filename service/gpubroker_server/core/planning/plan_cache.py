@@ -11,7 +11,7 @@ from gpubroker_server.core.planning.nodes.offers import Offered
 from gpubroker_server.core.planning.places import PlaceTables
 from gpubroker_server.core.planning.queue_order import QueueOrder
 from gpubroker_server.core.planning.refusal_cache import Refusals
-from gpubroker_server.core.planning.tenants.quota import Needs
+from gpubroker_server.core.planning.tenants.quota import QuotaNeeds
 from gpubroker_server.core.world.placement_scores import Worth
 from gpubroker_server.core.world.world import World
 
@@ -38,7 +38,7 @@ class PlanCache:
         self.offers: Offered = {}
         self.places: PlaceTables = {}
         self.refusals = Refusals()
-        self.needs = Needs()
+        self.needs = QuotaNeeds()
         self.order: QueueOrder | None = None
         """Of a cycle that is not finished."""
         self.has_news = False

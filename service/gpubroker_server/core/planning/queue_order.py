@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.policy import BANDS, Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.budget import PROBE_KNOWN, PROBE_SIFTED, ProbeBudget
-from gpubroker_server.core.planning.tenants.fair_share import Shares
+from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.dependencies import NO_PRIORITY
 from gpubroker_server.core.world.queue import Group, Kin, Member, OrderKey, OwnKey, order_key, own_key
 from gpubroker_server.core.world.world import World
@@ -56,7 +56,7 @@ class QueueOrder:
     """
 
     def __init__(
-        self, world: World, policy: Policy, ordered_at: Instant, after: OrderKey | None, shares: Shares
+        self, world: World, policy: Policy, ordered_at: Instant, after: OrderKey | None, shares: FairShares
     ) -> None:
         self.shares = shares
         self._world = world
@@ -77,11 +77,13 @@ class QueueOrder:
         """Demand -> priority up to which no group is admissible, in the open band and below."""
         self._heads: list[Head] = []
 
-    def continues(self, world: World, ordered_at: Instant, after: OrderKey | None, shares: Shares) -> bool:
+    def continues(
+        self, world: World, ordered_at: Instant, after: OrderKey | None, shares: FairShares
+    ) -> bool:
         """Whether this is the order of the rest of that cycle. A task submitted meanwhile may be missing, and
         is planned in the next cycle: starting over at each arrival would cost a probe of every group."""
         mine = (self._world, self._ordered_at, self._after)
-        return mine == (world, ordered_at, after) and self.shares.is_as(shares)
+        return mine == (world, ordered_at, after) and self.shares.is_same_moment_as(shares)
 
     @property
     def is_done(self) -> bool:
@@ -126,7 +128,7 @@ class QueueOrder:
     def _take(self, head: Head, admission: AdmissionFilter) -> Head | None:
         """The head if its task is to be examined now."""
         admission.budget.spent += PROBE_KNOWN
-        if head.is_merged and not self.shares.is_even and self._was_overtaken(head):
+        if head.is_merged and not self.shares.has_one_tenant and self._was_overtaken(head):
             return None
         group = head.group
         if group is None:

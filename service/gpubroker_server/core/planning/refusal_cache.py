@@ -120,13 +120,13 @@ class RefusalCache:
         """
         if self._view.policy.has_quotas:
             return
-        is_tired = self._view.reservations.is_tired
+        is_depth_reached = self._view.reservations.is_depth_reached
         for kin in kins:
             priority = kin.highest[band]
             if (
                 self._is_ruled_out(self._known.everywhere, kin, priority)
                 or (kin.demand.counted and self._is_short(kin.most_urgent_of(band)))
-                or (is_tired and self._is_ruled_out(self._known.unreserved, kin, priority))
+                or (is_depth_reached and self._is_ruled_out(self._known.unreserved, kin, priority))
             ):
                 yield kin
 
@@ -140,11 +140,13 @@ class RefusalCache:
             return True
         if group.demand.bundles:
             return self._holds(self._known.answers.get(("", group.priority, group.demand)))
-        is_tired = self._view.reservations.is_tired
+        is_depth_reached = self._view.reservations.is_depth_reached
         return any(
             self._is_ruled_out(ruled, group.kin, group.priority) or self._is_coming(ruled, group)
             for ruled in (
-                (self._known.unreserved, self._known.everywhere) if is_tired else (self._known.everywhere,)
+                (self._known.unreserved, self._known.everywhere)
+                if is_depth_reached
+                else (self._known.everywhere,)
             )
         )
 
@@ -168,7 +170,7 @@ class RefusalCache:
         on = self._view.reservations.on
         if not is_gang and reserved and not (wait.by_tenant or set(wait.coming_on) & on.keys()):
             self._rule_out(self._known.unreserved, task, wait)
-        closed = wait.by_tenant and bool(self._view.reservations.closed_to(task))
+        closed = wait.by_tenant and bool(self._view.reservations.nodes_closed_to(task))
         if reserved or closed or (is_gang and wait.coming_on and on):
             self._known.behind[self._key_behind(task)] = self._answer(task, wait)
         elif wait.by_tenant:
@@ -217,9 +219,9 @@ class RefusalCache:
         tenant, priority, demand = group.tenant, group.priority, group.demand
         answer = self._known.answers.get((tenant, priority, demand))
         is_known = self._holds(answer) and answer.right == self._right(tenant, demand, priority)
-        if self._view.quotas.falls_short(tenant, demand, priority):
-            return is_known or not self._view.guarantees.may_yield(tenant, priority)
-        may_reclaim = bool(self._view.guarantees.of_any(tenant, demand, priority))
+        if self._view.quotas.is_short_for(tenant, demand, priority):
+            return is_known or not self._view.guarantees.has_lower_priority_runs(tenant, priority)
+        may_reclaim = bool(self._view.guarantees.reclaimable_by(tenant, demand, priority))
         return is_known if may_reclaim or is_known else None
 
     def _right(self, tenant: str, demand: Demand, priority: int) -> object:
@@ -227,17 +229,17 @@ class RefusalCache:
         view = self._view
         if not view.policy.has_quotas:
             return None
-        if view.quotas.falls_short(tenant, demand, priority):
+        if view.quotas.is_short_for(tenant, demand, priority):
             return "over its quota"
-        surplus = view.guarantees.of_any(tenant, demand, priority)
+        surplus = view.guarantees.reclaimable_by(tenant, demand, priority)
         if surplus:
             return "may reclaim", tuple(sorted(surplus.items()))
-        restraint = view.guarantees.restraint(tenant, demand, priority)
-        return None if restraint is None else ("borrows", tuple(sorted(restraint.surplus.items())))
+        rule = view.guarantees.borrower_rule(tenant, demand, priority)
+        return None if rule is None else ("borrows", tuple(sorted(rule.surplus.items())))
 
     def _key_behind(self, task: Task) -> tuple[object, ...]:
         tenant = task.tenant if self._view.policy.has_quotas else ""
-        return tenant, task.priority, task.demand, *self._view.reservations.standing_of(task)
+        return tenant, task.priority, task.demand, *self._view.reservations.equivalence_key(task)
 
     def _is_short(self, group: Group) -> bool:
         """Whether a limit of the whole cluster has too little left for such a task."""

@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.node_capacity import NodeUse
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.planning.fragmentation import Sum, fragmentation
+from gpubroker_server.core.planning.fragmentation import FreeMemory, fragmentation
 from gpubroker_server.core.world.ledger import Book, Holding
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
@@ -155,7 +155,7 @@ async def list_gpus(call: Call, parts: Parts) -> Response:
                 "unaccounted_mb": book.unexplained_mb,
                 "pledged_mb": sum(pledge.mb for pledge in book.pledges.values()),
                 "free_mb": max(0, book.free_mb()),
-                "stranded_mb": sums.get(key, Sum()).stranded_mb,
+                "stranded_mb": sums.get(key, FreeMemory()).stranded_mb,
                 "utilization": None if sample is None else sample.utilization,
                 "sampled_at": rfc3339_or_none(book.sampled_at),
                 "stale": book.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),

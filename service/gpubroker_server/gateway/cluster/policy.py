@@ -9,7 +9,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.policy import BANDS, Policy, Pool
-from gpubroker_server.core.planning.tenants.fair_share import Levels
+from gpubroker_server.core.planning.tenants.fair_share import FairShareLevels
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.identity import Identity, Scope
@@ -62,7 +62,7 @@ def may_compare(viewer: Identity, tenant: str) -> bool:
 def _views(parts: Parts, viewer: Identity) -> Iterator[TenantView]:
     """By name: tenants that are configured, that hold or wait for something, or that ever held something."""
     world, policy, now = parts.world, parts.policy, parts.clock.now()
-    levels = Levels(world, policy, now)
+    levels = FairShareLevels(world, policy, now)
     configured = {tenant.name for tenant in policy.tenants} - {"*"}
     pending, active = _pending(world), Counter(world.tasks[task].tenant for task in world.active)
     known = configured | levels.tenants | set(pending) | set(active)

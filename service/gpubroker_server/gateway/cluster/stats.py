@@ -9,10 +9,10 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.planning.fragmentation import (
-    Scattered,
-    Sum,
+    FreeMemory,
+    ScatteredDemand,
+    find_scattered_demand,
     fragmentation,
-    scattered,
 )
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
@@ -55,7 +55,7 @@ class FragmentationView(TypedDict):
 
 def _fragmentation_view(parts: Parts) -> FragmentationView:
     state = parts.world, parts.policy, parts.clock.now()
-    found, spread = fragmentation(*state), scattered(*state)
+    found, spread = fragmentation(*state), find_scattered_demand(*state)
     total = found.total
     return {
         "free_mb": total.free_mb,
@@ -69,11 +69,11 @@ def _fragmentation_view(parts: Parts) -> FragmentationView:
     }
 
 
-def _rounded(of: Sum) -> float | None:
+def _rounded(of: FreeMemory) -> float | None:
     return None if of.share is None else round(of.share, 4)
 
 
-def _scattered_view(scattered: Scattered) -> ScatteredView:
+def _scattered_view(scattered: ScatteredDemand) -> ScatteredView:
     return {
         "gpus": scattered.demand.gpus,
         "gpu_mb": scattered.need_mb,

@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.advice import Advice
 from gpubroker_server.core.explain.remedy_trial import Remedy
 from gpubroker_server.core.explain.shielded_runs import Spared
-from gpubroker_server.core.planning.forecasts.accuracy import Start
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.victims import lost_gpu_seconds
@@ -98,7 +98,7 @@ class AdviceFields(StartFields):
 NO_ADVICE: AdviceFields = {"start": None, "start_record": None, "preemption": None, "remedies": []}
 
 
-def start_fields(world: World, start: Start | None, now: Instant) -> StartFields:
+def start_fields(world: World, start: ExpectedStart | None, now: Instant) -> StartFields:
     expected = expected_or_none(start, now)
     records = forecasts_views(world) if expected is not None else []
     record = next((one for one in records if expected and one["basis"] == expected["basis"]), None)
@@ -113,7 +113,7 @@ def advice_fields(world: World, advice: Advice, viewer: Identity, now: Instant) 
     }
 
 
-def expected_or_none(expected: Remaining | Start | None, now: Instant) -> ExpectedView | None:
+def expected_or_none(expected: Remaining | ExpectedStart | None, now: Instant) -> ExpectedView | None:
     return None if expected is None else expected_view(expected, now)
 
 

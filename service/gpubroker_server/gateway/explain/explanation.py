@@ -223,5 +223,5 @@ def _holder_view(
         "gpu_mb": holding.takes_mb,
         "stopping": holding.is_leaving,
         "quarantine": awaited_by_lease(world).get(lease.key) if is_quarantined else None,
-        "ends": expected_or_none(advice.departures.of_holding(holding).within(now), now),
+        "ends": expected_or_none(advice.expected_ends.of_holding(holding).within(now), now),
     }

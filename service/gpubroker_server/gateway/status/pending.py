@@ -7,8 +7,8 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.explain.blockers import Blocker, sent_at
 from gpubroker_server.core.explain.explain import explain, position_of
-from gpubroker_server.core.planning.forecasts.accuracy import start_of
-from gpubroker_server.core.planning.tenants.fair_share import Shares
+from gpubroker_server.core.planning.forecasts.forecast_rounds import expected_start
+from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.waiters import Leadership
@@ -58,7 +58,7 @@ class PendingReasons:
         self._policy = policy
         self._leadership = leadership
         self._cache: dict[_Equal, tuple[Instant, PendingView]] = {}
-        self._shares: tuple[Instant, Shares] | None = None
+        self._shares: tuple[Instant, FairShares] | None = None
 
     def of(self, task: Task, now: Instant) -> PendingView | None:
         """None if the World does not have the task as a waiting one."""
@@ -70,7 +70,7 @@ class PendingReasons:
             return _without_leader(view, blocker)
         forecasts, start = self._leadership.forecasts(), None
         if not task.is_inference:
-            start = start_of(self._world, task, forecasts, now)
+            start = expected_start(self._world, task, forecasts, now)
         elif view["reason"] == Reason.MODEL_LOADING.value:
             start = sent_at(self._world, task, self._policy, forecasts, now)
         return view if start is None else {**view, "start": expected_view(start, now)}
@@ -85,9 +85,9 @@ class PendingReasons:
         inherited = self._world.awaited.inheritance.of(row)
         return {**view, "position": position, "inherits": inherits_view(inherited)}
 
-    def _shares_at(self, now: Instant) -> Shares:
+    def _shares_at(self, now: Instant) -> FairShares:
         if self._shares is None or not 0.0 <= now - self._shares[0] <= CACHED_SECONDS:
-            self._shares = now, Shares(self._world, self._policy, now)
+            self._shares = now, FairShares(self._world, self._policy, now)
         return self._shares[1]
 
     def _explained(self, row: Task, equal: _Equal, now: Instant) -> PendingView | None:

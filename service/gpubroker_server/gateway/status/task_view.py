@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as INFERENCE
 from gpubroker_server.core.domain.task import Member, MemberState, Task
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.planning.forecasts.accuracy import Start, topic_of
+from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, Size
 from gpubroker_server.core.world.world import World
@@ -158,10 +158,10 @@ def sizing_of(learned: Size | None) -> SizingView | None:
     return None if learned is None else sizing_view(asdict(learned))
 
 
-def expected_view(expected: Remaining | Start, now: Instant) -> ExpectedView:
+def expected_view(expected: Remaining | ExpectedStart, now: Instant) -> ExpectedView:
     if isinstance(expected, Remaining):
         p50_at, p90_at = Instant(now + expected.p50_seconds), Instant(now + expected.p90_seconds)
-        expected = Start(p50_at, p90_at, expected.n, Basis.LEARNED if expected.n else Basis.STATED)
+        expected = ExpectedStart(p50_at, p90_at, expected.n, Basis.LEARNED if expected.n else Basis.STATED)
     return {
         "p50_at": rfc3339(expected.p50_at),
         "p90_at": rfc3339(expected.p90_at),
@@ -176,8 +176,8 @@ def forecasts_views(world: World) -> list[ForecastsView]:
     """One for each basis that forecasts have had."""
     views: list[ForecastsView] = []
     for basis in Basis:
-        errors = world.learned.sketch(topic_of(basis, What.START_ERROR))
-        within_p90 = world.learned.sketch(topic_of(basis, What.START_SHARE)).share_until(1.0)
+        errors = world.learned.sketch(accuracy_topic(basis, What.START_ERROR))
+        within_p90 = world.learned.sketch(accuracy_topic(basis, What.START_SHARE)).share_until(1.0)
         if errors.n and within_p90 is not None:
             views.append(
                 {

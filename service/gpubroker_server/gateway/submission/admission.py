@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.admission import check_demand, check_priority, check_times
 from gpubroker_server.core.explain.pools import settled
-from gpubroker_server.core.planning.tenants.quota import Needs, check_quota
+from gpubroker_server.core.planning.tenants.quota import QuotaNeeds, check_quota
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Identity, Scope
@@ -31,7 +31,7 @@ class Capacity:
         self._refusals: dict[Demand, Refusal | None] = {}
         """Valid for one version of the inventory of nodes and devices."""
         self._inventory_version = -1
-        self._needs = Needs()
+        self._needs = QuotaNeeds()
 
     def settled(
         self, demand: Demand, pool: str, tenant: str, labels: Mapping[str, str], *, at: str = "/resources"

@@ -8,16 +8,26 @@ from gpubroker_server.core.domain.demand import may_use_node, need_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Seconds
-from gpubroker_server.core.planning.forecasts.future_capacity import Departure, Departures, Supplies, Supply
-from gpubroker_server.core.planning.forecasts.limits import Leaver, Limits
-from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast, Planned, planned_of
+from gpubroker_server.core.planning.forecasts.future_capacity import (
+    CapacityProfile,
+    ExpectedEnd,
+    ExpectedEnds,
+    FutureCapacity,
+)
+from gpubroker_server.core.planning.forecasts.limits import EndingRun, Limits
+from gpubroker_server.core.planning.forecasts.reservations import (
+    Basis,
+    Forecast,
+    Reservation,
+    reservations_of,
+)
 from gpubroker_server.core.planning.forecasts.run_estimates import whole_run_seconds
 from gpubroker_server.core.planning.forecasts.waiting import waiting
-from gpubroker_server.core.planning.gangs.gang_nodes import Ground
+from gpubroker_server.core.planning.gangs.gang_nodes import GangNode
 from gpubroker_server.core.planning.gangs.gang_search import place_ranks
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.tenants.guarantees import Claims
-from gpubroker_server.core.planning.tenants.quota import Needs, Quotas
+from gpubroker_server.core.planning.tenants.guarantees import Guarantees
+from gpubroker_server.core.planning.tenants.quota import QuotaNeeds, Quotas
 from gpubroker_server.core.world.world import World
 
 NODES_AT_A_TIME = 4
@@ -80,32 +90,36 @@ class _Forecasting:
         self._policy = policy
         self._now = now
         self._draft = draft
-        self._departures = Departures(draft, policy, now)
-        self._needs = Needs()
-        claims = Claims(draft, policy, Quotas(draft, policy, self._needs))
-        self._supplies = Supplies(self._departures, for_plans=True, spared_from=claims.spared_from)
-        self._opening: list[Leaver] = []
+        self._expected_ends = ExpectedEnds(draft, policy, now)
+        self._needs = QuotaNeeds()
+        guarantees = Guarantees(draft, policy, Quotas(draft, policy, self._needs))
+        self._capacity = FutureCapacity(
+            self._expected_ends, for_plans=True, protected_tenants=guarantees.protected_tenants
+        )
+        self._awaited_runs: list[EndingRun] = []
         """Who must have left before no limit keeps the task waiting that is looked at."""
         usable = set(draft.usable_nodes())
         self._usable = usable if nodes is None else usable.intersection(nodes)
         self._nodes = sorted(self._usable)
         self.made: list[Forecast] = []
-        self._ends: list[Leaver] = []
+        self._ends: list[EndingRun] = []
         """Of those made."""
-        self._planned: dict[NodeName, list[Planned]] = {}
+        self._planned: dict[NodeName, list[Reservation]] = {}
 
     def look_again(self) -> None:
         """How things stand by now, for between two steps runs begin and end. What was found out about a node
         holds until the World changes there."""
-        self._draft = self._departures.draft = Draft(self._world, self._world.marks.changes)
+        self._draft = self._expected_ends.draft = Draft(self._world, self._world.marks.changes)
 
     def forecast(self, task: Task, first_in: frozenset[str] = frozenset()) -> Iterator[None]:
         """Where it would start first; ties go to the smaller name, and changes of mind need a reason. Who is
         in line for a limit will look for room when it is there; until then none is kept."""
-        opening = Limits(self._draft, self._departures, self._needs).opening(task, self._ends)
-        if opening is None:
+        awaited_runs = Limits(self._draft, self._expected_ends, self._needs).runs_to_wait_for(
+            task, self._ends
+        )
+        if awaited_runs is None:
             return
-        best, self._opening = None, opening
+        best, self._awaited_runs = None, awaited_runs
         for found in self._gang(task) if task.demand.bundles else self._task(task):
             best = found
             yield
@@ -113,9 +127,9 @@ class _Forecasting:
             best = replace(best, places=(), first_in=first_in) if first_in else best
             self.made.append(best)
             late = best.p90_at - best.start_at
-            end = Departure(best.end_at, Instant(best.end_at + late), best.n, best.basis is Basis.GUESS)
-            self._ends.append(Leaver(best.end_at, task, end))
-            for planned in planned_of(best, task):
+            end = ExpectedEnd(best.end_at, Instant(best.end_at + late), best.n, best.basis is Basis.GUESS)
+            self._ends.append(EndingRun(best.end_at, task, end))
+            for planned in reservations_of(best, task):
                 self._planned.setdefault(planned.node, []).append(planned)
 
     def _task(self, task: Task) -> Iterator[Forecast | None]:
@@ -149,40 +163,40 @@ class _Forecasting:
     def _gang_on(self, nodes: Sequence[NodeName], task: Task) -> Iterator[Forecast | None]:
         """Where and when the ranks that it needs at least fit on these nodes, each time earlier than before:
         found by halving, as there is ever more room. What is planned counts from now until it is over."""
-        supplies: dict[NodeName, Supply] = {}
+        profiles: dict[NodeName, CapacityProfile] = {}
         for number, node in enumerate(nodes, start=1):
-            supplies[node] = self._supplies.of(node, task)
+            profiles[node] = self._capacity.of(node, task)
             if number % NODES_AT_A_TIME == 0:
                 yield None
         times: set[float] = {one.forecast.end_at for node in nodes for one in self._on(node)}
-        for supply in supplies.values():
-            times.update(at for steps in supply.devices.values() for at, _ in steps)
-            times.update(at for at, _ in supply.room)
-        times.add(earliest := self._opens_at)
+        for profile in profiles.values():
+            times.update(at for steps in profile.devices.values() for at, _ in steps)
+            times.update(at for at, _ in profile.room)
+        times.add(earliest := self._limits_allow_at)
         moments = sorted(at for at in times if earliest <= at < inf)
         first, last, middle = 0, len(moments), len(moments) - 1
         while first < last:
             at = moments[middle]
-            places = place_ranks(task, task.demand.least_ranks, self._grounds(supplies, at))
+            places = place_ranks(task, task.demand.least_ranks, self._gang_nodes(profiles, at))
             first, last = (middle + 1, last) if places is None else (first, middle)
             middle = (first + last) // 2
             yield None if places is None else self._made(task, places, at)
 
-    def _grounds(self, supplies: Mapping[NodeName, Supply], at: float) -> list[Ground]:
+    def _gang_nodes(self, profiles: Mapping[NodeName, CapacityProfile], at: float) -> list[GangNode]:
         """What a gang may expect of these nodes at that moment."""
-        grounds = []
-        for node, supply in supplies.items():
-            room, free = supply.headroom(at), {key: supply.mb(key, at) for key in supply.devices}
+        gang_nodes = []
+        for node, profile in profiles.items():
+            room, free = profile.headroom(at), {key: profile.mb(key, at) for key in profile.devices}
             for one in self._on(node):
                 for part in one.parts if at < one.forecast.end_at else ():
                     room = room.with_room_of(part, sign=-1)
                 for key in free.keys() & one.devices.keys() if at < one.forecast.end_at else ():
                     free[key] -= one.devices[key]
             devices = {key: self._draft.book(key).device for key in free}
-            grounds.append(Ground(self._world.nodes[node], room, free, devices))
-        return grounds
+            gang_nodes.append(GangNode(self._world.nodes[node], room, free, devices))
+        return gang_nodes
 
-    def _on(self, node: NodeName) -> Sequence[Planned]:
+    def _on(self, node: NodeName) -> Sequence[Reservation]:
         """What those planned before take there."""
         return self._planned.get(node, ())
 
@@ -190,57 +204,61 @@ class _Forecasting:
         """Whether the task can start on the node earlier than that."""
         if not may_use_node(task.demand, self._world.nodes[node]):
             return None
-        supply = self._supplies.of(node, task)
+        profile = self._capacity.of(node, task)
         needs = {
             key: need
-            for key in (supply.devices if task.demand.gpus else ())
+            for key in (profile.devices if task.demand.gpus else ())
             if (need := need_mb(task.demand, self._draft.book(key).device)) is not None
         }
         if len(needs) < task.demand.gpus:
             return None
         planned, lasts = self._on(node), self._run_seconds(task, [node])[1]
-        for at in self._moments(supply, needs, task, planned):
+        for at in self._moments(profile, needs, task, planned):
             if at >= before_at:
                 break
-            chosen = self._devices_at(at, at + lasts, supply, needs, task, planned)
+            chosen = self._devices_at(at, at + lasts, profile, needs, task, planned)
             if chosen is not None:
                 return self._made(task, (Placement(node, tuple(chosen)),), at)
         return None
 
     @property
-    def _opens_at(self) -> float:
-        return max([self._now, *(leaver.at for leaver in self._opening)])
+    def _limits_allow_at(self) -> float:
+        return max([self._now, *(run_end.at for run_end in self._awaited_runs)])
 
     def _moments(
-        self, supply: Supply, needs: dict[DeviceKey, Mib], task: Task, planned: Sequence[Planned]
+        self,
+        profile: CapacityProfile,
+        needs: dict[DeviceKey, Mib],
+        task: Task,
+        planned: Sequence[Reservation],
     ) -> list[float]:
         """When it might start: now, and whenever somebody leaves, but not before there can be room at all."""
         gpus = task.demand.gpus
-        firsts = sorted(_first(supply.devices[key], need) for key, need in needs.items())
-        earliest = max(self._opens_at, firsts[gpus - 1] if gpus else self._now)
-        earliest = max(earliest, next((at for at, room in supply.room if room.fits(task)), inf))
+        firsts = sorted(_first(profile.devices[key], need) for key, need in needs.items())
+        earliest = max(self._limits_allow_at, firsts[gpus - 1] if gpus else self._now)
+        earliest = max(earliest, next((at for at, room in profile.room if room.fits(task)), inf))
         if earliest == inf:
             return []
         if not planned:
             return [earliest]
         times = {earliest, *(one.forecast.end_at for one in planned)}
-        times |= {at for key in needs for at, _ in supply.devices[key]} | {at for at, _ in supply.room}
+        times |= {at for key in needs for at, _ in profile.devices[key]} | {at for at, _ in profile.room}
         return sorted(at for at in times if earliest <= at < inf)
 
     def _devices_at(
         self,
         at: float,
         until: float,
-        supply: Supply,
+        profile: CapacityProfile,
         needs: dict[DeviceKey, Mib],
         task: Task,
-        planned: Sequence[Planned],
+        planned: Sequence[Reservation],
     ) -> list[tuple[DeviceKey, Mib]] | None:
         """Devices that it could have from then on without being in the way of those planned before it."""
         starts = (one.forecast.start_at for one in planned)
         checks = [at, *(start for start in starts if at < start < until)]
         for check in checks:
-            room = supply.headroom(check)
+            room = profile.headroom(check)
             for one in _there(planned, check):
                 for part in one.parts:
                     room = room.with_room_of(part, sign=-1)
@@ -249,41 +267,41 @@ class _Forecasting:
         chosen = [
             (key, need)
             for key, need in needs.items()
-            if all(supply.mb(key, check) - _planned_mb(planned, key, check) >= need for check in checks)
+            if all(profile.mb(key, check) - _planned_mb(planned, key, check) >= need for check in checks)
         ]
         return chosen[: task.demand.gpus] if len(chosen) >= task.demand.gpus else None
 
     def _made(self, task: Task, places: Sequence[Placement], at: float) -> Forecast:
         end_at = at + self._run_seconds(task, {place.node for place in places})[0]
-        ahead = [leaver.departure for leaver in self._opening]
+        ahead = [run_end.expected_end for run_end in self._awaited_runs]
         ahead += [d for place in places for d in self._ahead(place) if d.p50_at <= at if at > self._now]
-        p90_at = max([at, *(departure.p90_at for departure in ahead)])
-        n = min((departure.n for departure in ahead if departure.n), default=0)
-        is_guess = any(departure.is_guess for departure in ahead)
+        p90_at = max([at, *(expected_end.p90_at for expected_end in ahead)])
+        n = min((expected_end.n for expected_end in ahead if expected_end.n), default=0)
+        is_guess = any(expected_end.is_guess for expected_end in ahead)
         basis = Basis.GUESS if is_guess else Basis.LEARNED if n else Basis.STATED
         guesses = (forecast for forecast in self.made if forecast.basis is Basis.GUESS)
-        keeps_room = not is_guess or not any(forecast.places for forecast in guesses)
+        reserves_room = not is_guess or not any(forecast.places for forecast in guesses)
         times = Instant(at), Instant(p90_at), Instant(end_at)
-        return Forecast(task.id, tuple(places), *times, n, basis, keeps_room, as_of=self._now)
+        return Forecast(task.id, tuple(places), *times, n, basis, reserves_room, as_of=self._now)
 
     def _run_seconds(self, task: Task, nodes: Iterable[NodeName]) -> tuple[Seconds, Seconds]:
         """(p50, p90) of its run there."""
         kinds = {kind for node in nodes for kind in self._draft.kinds_for(node, task)}
         return whole_run_seconds(task, self._world.learned.sketches, self._policy, kinds)
 
-    def _ahead(self, place: Placement) -> Iterator[Departure]:
+    def _ahead(self, place: Placement) -> Iterator[ExpectedEnd]:
         """When those leave who hold what is to be had there, whether before it starts or after."""
         for key, _ in place.devices:
             for holding in self._draft.book(key).holdings.values():
-                yield self._departures.of_holding(holding)
+                yield self._expected_ends.of_holding(holding)
             for one in self._on(place.node):
                 if key in one.devices:
                     forecast = one.forecast
                     late = forecast.p90_at - forecast.start_at
                     is_guess = forecast.basis is Basis.GUESS
-                    yield Departure(forecast.end_at, Instant(forecast.end_at + late), forecast.n, is_guess)
+                    yield ExpectedEnd(forecast.end_at, Instant(forecast.end_at + late), forecast.n, is_guess)
         if not place.devices:
-            yield from map(self._departures.of, self._draft.active_on(place.node))
+            yield from map(self._expected_ends.of, self._draft.active_on(place.node))
 
 
 def _first(steps: list[tuple[float, int]], need_mb: int) -> float:
@@ -291,9 +309,9 @@ def _first(steps: list[tuple[float, int]], need_mb: int) -> float:
     return next((at for at, mb in steps if mb >= need_mb), inf)
 
 
-def _there(planned: Sequence[Planned], at: float) -> Iterator[Planned]:
+def _there(planned: Sequence[Reservation], at: float) -> Iterator[Reservation]:
     return (one for one in planned if one.forecast.start_at <= at < one.forecast.end_at)
 
 
-def _planned_mb(planned: Sequence[Planned], device: DeviceKey, at: float) -> int:
+def _planned_mb(planned: Sequence[Reservation], device: DeviceKey, at: float) -> int:
     return sum(one.devices.get(device, 0) for one in _there(planned, at))

@@ -20,7 +20,7 @@ from gpubroker_server.core.world.ledger import Book, Holding
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class ExpectedEnd:
     """When a run will be gone: one in two by the first instant, nine in ten by the second."""
 
     p50_at: Instant
@@ -37,7 +37,7 @@ class Departure:
         return Remaining(Seconds(self.p50_at - now), Seconds(self.p90_at - now), self.n)
 
 
-class Departures:
+class ExpectedEnds:
     """Of the runs in one draft, each worked out once."""
 
     def __init__(self, draft: Draft, policy: Policy, now: Instant, as_of: Instant | None = None) -> None:
@@ -50,33 +50,33 @@ class Departures:
         self.now = now
         self._as_of = now if as_of is None else as_of
         self._sketches = draft.world.learned.sketches
-        self._known: dict[tuple[TaskId, int, TaskState], Departure] = {}
+        self._known: dict[tuple[TaskId, int, TaskState], ExpectedEnd] = {}
         self._learned: dict[tuple[str, str, str], Sketch | None] = {}
         """By tenant, subject and kind what is known of how long such runs take."""
 
-    def of_holding(self, holding: Holding) -> Departure:
+    def of_holding(self, holding: Holding) -> ExpectedEnd:
         """What nobody can say anything about, like a quarantined lease, never leaves."""
         run = self.draft.holder(holding.lease)
         if holding.lease.state is LeaseState.RELEASING:
-            return Departure(self.now, self.now)
+            return ExpectedEnd(self.now, self.now)
         if holding.lease.state is LeaseState.QUARANTINED or run is None or not run.is_active:
             return NEVER
         if run.state is not TaskState.STOPPING and holding.stopping:  # one rank of a gang that goes on
             run = part_of(run, holding.lease.rank)
         return self.of(run)
 
-    def of(self, run: Task) -> Departure:
+    def of(self, run: Task) -> ExpectedEnd:
         """Of a run that is ADMITTED, RUNNING or STOPPING."""
         if run.state is TaskState.STOPPING:
             at = max(self.now, run.stop_deadline_at or self.now)
-            return Departure(at, at)
+            return ExpectedEnd(at, at)
         key = run.id, run.fence, run.state
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._work_out(run)
         return known
 
-    def _work_out(self, run: Task) -> Departure:
+    def _work_out(self, run: Task) -> ExpectedEnd:
         kind = self._kind_of(run)
         known = self._seconds_of(run, kind)
         at = max(self._as_of, run.started_at or run.admitted_at or self.now)
@@ -92,13 +92,13 @@ class Departures:
         learned = 0.0 if known is None else known.quantile(1.0) or 0.0
         return self._guessed(run, learned if run.expected_seconds is None else run.expected_seconds, at)
 
-    def _guessed(self, run: Task, known_seconds: float, at: Instant) -> Departure:
+    def _guessed(self, run: Task, known_seconds: float, at: Instant) -> ExpectedEnd:
         """`known_seconds`: what it was thought to take at most; 0 if nothing was. `at`: as of when."""
         elapsed = 0.0 if run.started_at is None else at - run.started_at
         guess = max(LEAST_GUESS_SECONDS, elapsed - known_seconds)
         return self._bounded(run, at + guess, at + GUESS_P90 * guess, 0, is_guess=True)
 
-    def _bounded(self, run: Task, p50_at: float, p90_at: float, n: int, *, is_guess: bool) -> Departure:
+    def _bounded(self, run: Task, p50_at: float, p90_at: float, n: int, *, is_guess: bool) -> ExpectedEnd:
         """Whatever it would take, it is stopped at its time limit and at its deadline."""
         latest = inf
         if run.timeout_seconds is not None:
@@ -106,7 +106,7 @@ class Departures:
         if run.deadline_at is not None and run.external is None:  # whose deadline each renewal moves on
             latest = min(latest, run.deadline_at + run.grace_seconds)
         latest = max(self.now, latest)
-        return Departure(Instant(min(latest, p50_at)), Instant(min(latest, p90_at)), n, is_guess)
+        return ExpectedEnd(Instant(min(latest, p50_at)), Instant(min(latest, p90_at)), n, is_guess)
 
     def _seconds_of(self, run: Task, kind: str) -> Sketch | None:
         about = run.tenant, run.subject, kind
@@ -130,7 +130,7 @@ must still be kept when its samples come again, which the first plan sees before
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class CapacityProfile:
     """What one node will have for one sort of task, as those leave who are there now."""
 
     devices: dict[DeviceKey, list[tuple[float, int]]]
@@ -146,7 +146,7 @@ class Supply:
         return self.room[bisect_right(self.room, at, key=_time) - 1][1]
 
 
-class _Waiter(NamedTuple):
+class _WaitingTask(NamedTuple):
     """Of a task that is to start on a node, what matters for when others are out of its way."""
 
     priority: int
@@ -158,64 +158,64 @@ class _Waiter(NamedTuple):
     """Tenants whose runs with GPUs it may not have stopped."""
 
 
-class Leaving:
+class _CapacityReleases:
     """What the nodes of one draft have, and who leaves them when. What `Supplies` remembers refers to this,
     and not to `Supplies`: else it would stay until the collector of cycles comes."""
 
-    def __init__(self, departures: Departures, *, for_plans: bool) -> None:
-        self._departures = departures
+    def __init__(self, expected_ends: ExpectedEnds, *, for_plans: bool) -> None:
+        self._expected_ends = expected_ends
         self._for_plans = for_plans
-        self._heard_until = Instant(departures.now - LATE_SECONDS)
+        self._heard_until = Instant(expected_ends.now - LATE_SECONDS)
 
     @property
     def draft(self) -> Draft:
-        return self._departures.draft
+        return self._expected_ends.draft
 
     def usable_devices(self, node: NodeName) -> list[DeviceKey]:
-        period = self._departures.policy.sample_period_seconds
+        period = self._expected_ends.policy.sample_period_seconds
         return [
             book.device.key
             for book in self.draft.books_on(node)
             if not book.is_stale(self._heard_until, period)
         ]
 
-    def leaves_at(self, run: Task, waiter: _Waiter) -> float:
+    def leaves_at(self, run: Task, waiter: _WaitingTask) -> float:
         """By when a run is no obstacle any more to the task."""
-        return self._out_of_the_way_at(run, self._departures.of(run), waiter)
+        return self._out_of_the_way_at(run, self._expected_ends.of(run), waiter)
 
-    def mb_now(self, device: DeviceKey, waiter: _Waiter) -> int:
+    def mb_now(self, device: DeviceKey, waiter: _WaitingTask) -> int:
         book = self.draft.book(device)
         if self._is_unheard_of(book):
             return 0
         kept = sum(pledge.mb for pledge in book.pledges.values() if pledge.priority >= waiter.priority)
         return book.unheld_mb() - kept
 
-    def room_now(self, node: NodeName, waiter: _Waiter) -> Headroom:
+    def room_now(self, node: NodeName, waiter: _WaitingTask) -> Headroom:
         return self.draft.headroom(node, priority=waiter.priority)
 
-    def of_device(self, device: DeviceKey, waiter: _Waiter) -> Iterator[tuple[float, int]]:
+    def of_device(self, device: DeviceKey, waiter: _WaitingTask) -> Iterator[tuple[float, int]]:
         """(when, MiB) of all who hold memory of it. What is heard of no more brings nothing."""
         book = self.draft.book(device)
         for holding in () if self._is_unheard_of(book) else book.holdings.values():
-            departure = self._departures.of_holding(holding)
+            expected_end = self._expected_ends.of_holding(holding)
             run = self.draft.holder(holding.lease)
-            at: float = departure.p50_at
+            at: float = expected_end.p50_at
             if at < inf and run is not None and not holding.stopping:  # of whom the deadline is known
-                at = self._out_of_the_way_at(run, departure, waiter)
+                at = self._out_of_the_way_at(run, expected_end, waiter)
             yield at, holding.takes_mb
 
-    def of_node(self, node: NodeName, waiter: _Waiter) -> Iterator[tuple[float, Task]]:
+    def of_node(self, node: NodeName, waiter: _WaitingTask) -> Iterator[tuple[float, Task]]:
         """(when, run) of all who are there."""
         return ((self.leaves_at(run, waiter), run) for run in self.draft.active_on(node))
 
     def _is_unheard_of(self, book: Book) -> bool:
-        return book.is_stale(self._heard_until, self._departures.policy.sample_period_seconds)
+        return book.is_stale(self._heard_until, self._expected_ends.policy.sample_period_seconds)
 
-    def _out_of_the_way_at(self, run: Task, departure: Departure, waiter: _Waiter) -> float:
-        now, policy = self._departures.now, self._departures.policy
+    def _out_of_the_way_at(self, run: Task, expected_end: ExpectedEnd, waiter: _WaitingTask) -> float:
+        now, policy = self._expected_ends.now, self._expected_ends.policy
         came_after = (run.admitted_at or now) > waiter.since
-        stays = departure.is_guess and came_after and not self._for_plans
-        leaves_at = inf if stays else departure.p50_at
+        stays = expected_end.is_guess and came_after and not self._for_plans
+        leaves_at = inf if stays else expected_end.p50_at
         is_protected = run.tenant in waiter.spared and asks_for_gpus(run.demand)
         if not waiter.stops or is_protected or run.state is TaskState.STOPPING:
             return leaves_at
@@ -223,11 +223,11 @@ class Leaving:
         return min(leaves_at, stoppable_at(run, waiter.priority, policy, now) + grace)
 
 
-class Later:
+class CapacityAt:
     """What one node of a draft will have at one moment, for one sort of task. Added up when asked for: often
     there is enough of everything before anybody has left."""
 
-    def __init__(self, leaving: Leaving, node: NodeName, waiter: _Waiter, at: float) -> None:
+    def __init__(self, leaving: _CapacityReleases, node: NodeName, waiter: _WaitingTask, at: float) -> None:
         self._leaving = leaving
         self._node = node
         self._waiter = waiter
@@ -257,12 +257,12 @@ class Later:
     def mb(self, device: DeviceKey) -> int:
         mb = self._mb.get(device)
         if mb is None:
-            leavers = self._leaving.of_device(device, self._waiter)
+            releases = self._leaving.of_device(device, self._waiter)
             mb = self._leaving.mb_now(device, self._waiter)
-            mb = self._mb[device] = mb + sum(more for at, more in leavers if at <= self._at)
+            mb = self._mb[device] = mb + sum(more for at, more in releases if at <= self._at)
         return mb
 
-    def took(self, run: Task, place: Placement) -> None:
+    def on_placement(self, run: Task, place: Placement) -> None:
         self.revision = self._leaving.draft.changes.at(self._node)
         if self._leaving.leaves_at(run, self._waiter) <= self._at:
             return
@@ -273,7 +273,7 @@ class Later:
                 self._mb[device] -= mb
 
 
-class Supplies:
+class FutureCapacity:
     """What the nodes of one draft will have. Worked out when asked for, and again when a node changed.
 
     `for_plans`: to work out when a task can start. Otherwise it is for asking whether somebody else may take
@@ -283,48 +283,50 @@ class Supplies:
 
     def __init__(
         self,
-        departures: Departures,
+        expected_ends: ExpectedEnds,
         *,
         for_plans: bool,
-        spared_from: Callable[[Task], frozenset[str]] = lambda _: frozenset(),
+        protected_tenants: Callable[[Task], frozenset[str]] = lambda _: frozenset(),
     ) -> None:
         """`spared_from`: the tenants of which no run with GPUs is stopped for a task."""
-        self._spared_from = spared_from
-        self._departures = departures
+        self._protected_tenants = protected_tenants
+        self._expected_ends = expected_ends
         self._for_plans = for_plans
-        self._leaving = Leaving(departures, for_plans=for_plans)
-        self._known: dict[tuple[NodeName, _Waiter], tuple[int, Supply]] = {}
-        self._later: dict[NodeName, dict[tuple[_Waiter, float], Later]] = {}
+        self._leaving = _CapacityReleases(expected_ends, for_plans=for_plans)
+        self._known: dict[tuple[NodeName, _WaitingTask], tuple[int, CapacityProfile]] = {}
+        self._later: dict[NodeName, dict[tuple[_WaitingTask, float], CapacityAt]] = {}
 
-    def of(self, node: NodeName, task: Task) -> Supply:
+    def of(self, node: NodeName, task: Task) -> CapacityProfile:
         """At all times, for a task of this priority."""
-        waiter, revision = self._waiter(task), self._departures.draft.changes.at(node)
+        waiter, revision = self._waiter(task), self._expected_ends.draft.changes.at(node)
         known = self._known.get((node, waiter))
         if known is None or known[0] != revision:
             known = self._known[node, waiter] = revision, self._work_out(node, waiter)
         return known[1]
 
-    def later(self, node: NodeName, task: Task, at: float) -> Later:
+    def capacity_at(self, node: NodeName, task: Task, at: float) -> CapacityAt:
         """At one moment."""
         waiter, there = self._waiter(task), self._later.setdefault(node, {})
         known = there.get((waiter, at))
-        if known is None or known.revision != self._departures.draft.changes.at(node):
-            known = there[waiter, at] = Later(self._leaving, node, waiter, at)
+        if known is None or known.revision != self._expected_ends.draft.changes.at(node):
+            known = there[waiter, at] = CapacityAt(self._leaving, node, waiter, at)
         return known
 
-    def took(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
+    def on_placement(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
         """A place on the node was given, which stood at revision `since` before."""
-        for later in self._later.get(node, {}).values():
-            if later.revision == since:
-                later.took(run, place)
+        for capacity in self._later.get(node, {}).values():
+            if capacity.revision == since:
+                capacity.on_placement(run, place)
 
-    def _waiter(self, task: Task) -> _Waiter:
+    def _waiter(self, task: Task) -> _WaitingTask:
         """Only one that asks for GPUs may have runs stopped for it."""
-        stops = self._departures.policy.preemption and asks_for_gpus(task.demand)
-        since = self._departures.now if self._for_plans else task.submitted_at
-        return _Waiter(task.priority, stops, since, self._spared_from(task) if stops else frozenset())
+        stops = self._expected_ends.policy.preemption and asks_for_gpus(task.demand)
+        since = self._expected_ends.now if self._for_plans else task.submitted_at
+        return _WaitingTask(
+            task.priority, stops, since, self._protected_tenants(task) if stops else frozenset()
+        )
 
-    def _work_out(self, node: NodeName, waiter: _Waiter) -> Supply:
+    def _work_out(self, node: NodeName, waiter: _WaitingTask) -> CapacityProfile:
         leaving, devices = self._leaving, dict[DeviceKey, list[tuple[float, int]]]()
         for key in leaving.usable_devices(node):
             free = leaving.mb_now(key, waiter)
@@ -334,10 +336,10 @@ class Supplies:
                 steps.append((at, free))
         room = leaving.room_now(node, waiter)
         rooms = [(-inf, room)]
-        for at, run in sorted(leaving.of_node(node, waiter), key=lambda leaver: (leaver[0], leaver[1].id)):
+        for at, run in sorted(leaving.of_node(node, waiter), key=lambda release: (release[0], release[1].id)):
             room = room.with_room_of(run)
             rooms.append((at, room))
-        return Supply(devices, rooms)
+        return CapacityProfile(devices, rooms)
 
 
 def _fit(room: Headroom, planned: Iterable[Task], parts: Iterable[Task]) -> bool:
@@ -362,4 +364,4 @@ GUESS_P90 = 9.0
 in ten at most nine times as long (a Pareto distribution of exponent 1)."""
 
 
-NEVER = Departure(Instant(inf), Instant(inf))
+NEVER = ExpectedEnd(Instant(inf), Instant(inf))

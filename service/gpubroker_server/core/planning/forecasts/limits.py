@@ -9,19 +9,19 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import asks_for_gpus
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.planning.forecasts.future_capacity import Departure, Departures
+from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnd, ExpectedEnds
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.forecasts.run_estimates import whole_run_seconds
-from gpubroker_server.core.planning.forecasts.waiting import line_of_quota
+from gpubroker_server.core.planning.forecasts.waiting import quota_line
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.tenants.quota import Needs, Quotas
+from gpubroker_server.core.planning.tenants.quota import QuotaNeeds, Quotas
 from gpubroker_server.core.world.queue import OrderKey, reserves_before
 
 
-class Leaver(NamedTuple):
+class EndingRun(NamedTuple):
     at: float
     run: Task
-    departure: Departure
+    expected_end: ExpectedEnd
 
 
 def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
@@ -40,40 +40,42 @@ def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
 class Limits:
     """When they open for one task after another, as things are at one moment."""
 
-    def __init__(self, draft: Draft, departures: Departures, needs: Needs) -> None:
+    def __init__(self, draft: Draft, expected_ends: ExpectedEnds, needs: QuotaNeeds) -> None:
         """`draft`: of that moment; whoever was admitted since an older one is not counted in that."""
         self._draft = draft
-        self._departures = departures
-        self._policy = departures.policy
-        self._quotas = Quotas(draft, departures.policy, needs)
+        self._expected_ends = expected_ends
+        self._policy = expected_ends.policy
+        self._quotas = Quotas(draft, expected_ends.policy, needs)
 
-    def opening(self, task: Task, planned: Iterable[Leaver] = ()) -> list[Leaver] | None:
+    def runs_to_wait_for(self, task: Task, planned: Iterable[EndingRun] = ()) -> list[EndingRun] | None:
         """Who must have left before none of them stands in its way, in order; empty if none does now, None if
         that is not in sight. What runs that are over still hold counts as given back. `planned`: those who
         start before it."""
-        balance = _Balance(self._draft, self._policy, self._quotas, task)
+        balance = _LimitBalance(self._draft, self._policy, self._quotas, task)
         others = [one for one in planned if share_a_limit(one.run, task, self._policy)]
         for other in others:
             balance.change(other.run, +1)
-        gone: list[Leaver] = []
+        gone: list[EndingRun] = []
         if balance.is_short:
-            balance.receive()
-        for leaver in sorted((*self._leavers(task), *others), key=_in_order) if balance.is_short else ():
-            gone.append(leaver)
-            balance.change(leaver.run, -1)
+            balance.count_releasing()
+        for run_end in (
+            sorted((*self._limiting_runs(task), *others), key=_in_order) if balance.is_short else ()
+        ):
+            gone.append(run_end)
+            balance.change(run_end.run, -1)
             if not balance.is_short:
                 break
         return None if balance.is_short or (gone and gone[-1].at == inf) else gone
 
-    def _leavers(self, task: Task) -> Iterator[Leaver]:
+    def _limiting_runs(self, task: Task) -> Iterator[EndingRun]:
         """Those who count against what the task counts against."""
         for run in self._draft.active():
             if share_a_limit(run, task, self._policy):
-                departure = self._departures.of(run)
-                yield Leaver(departure.p50_at, run, departure)
+                expected_end = self._expected_ends.of(run)
+                yield EndingRun(expected_end.p50_at, run, expected_end)
 
 
-class _Balance:
+class _LimitBalance:
     """What a task lacks of limits and of its quota while others come and go."""
 
     def __init__(self, draft: Draft, policy: Policy, quotas: Quotas, task: Task) -> None:
@@ -92,7 +94,7 @@ class _Balance:
         held = sum(lease.mb for lease in leases if lease.state is not LeaseState.RELEASING)
         self._give(other.tenant, sign * (held or self._quotas.need_mb(other.demand)))
 
-    def receive(self) -> None:
+    def count_releasing(self) -> None:
         """What runs that are over still hold."""
         for lease in self._draft.leaving():
             if lease.state is LeaseState.RELEASING:
@@ -109,18 +111,18 @@ class _Balance:
         )
 
 
-def _in_order(leaver: Leaver) -> tuple[float, str]:
-    return leaver.at, leaver.run.id
+def _in_order(run_end: EndingRun) -> tuple[float, str]:
+    return run_end.at, run_end.run.id
 
 
-class First(NamedTuple):
+class FirstWaiting(NamedTuple):
     """Of those who are in a line: it takes no room yet."""
 
     forecast: Forecast
     task: Task
 
 
-class Lines:
+class LimitReservations:
     """In one draft those lines of which forecasts tell who are the first."""
 
     def __init__(
@@ -136,7 +138,7 @@ class Lines:
         self._policy = policy
         self._now = now
         self._order = order
-        self._first: dict[str, list[First]] = {}
+        self._first: dict[str, list[FirstWaiting]] = {}
         """Limit or quota -> who are the first to wait for it."""
         self._longest: dict[tuple[object, ...], Seconds] = {}
         """Of tasks that differ in nothing by which run times are told."""
@@ -144,21 +146,21 @@ class Lines:
             task = draft.world.tasks.get(forecast.task)
             if forecast.first_in and task is not None and task.state is TaskState.PENDING:
                 for name in forecast.first_in:
-                    self._first.setdefault(name, []).append(First(forecast, task))
+                    self._first.setdefault(name, []).append(FirstWaiting(forecast, task))
 
-    def started(self, task: TaskId) -> None:
+    def on_start(self, task: TaskId) -> None:
         """The task is admitted, and stands in no line any more: whoever comes next in it is the first."""
         for name, line in self._first.items():
             self._first[name] = [first for first in line if first.task.id != task]
 
-    def ahead_of(self, task: Task) -> list[First]:
+    def ahead_of(self, task: Task) -> list[FirstWaiting]:
         """Those ahead of the task who wait for a limit, or for the quota, of which it would take, if it might
         not be done by the time at which they are to start."""
         if not self._first:
             return []
         names = [name for name, _ in task.demand.counted]
         if asks_for_gpus(task.demand):
-            names.append(line_of_quota(task.tenant))
+            names.append(quota_line(task.tenant))
         ahead = [first for name in names for first in self._first.get(name, ())]
         mine = self._order(task) if ahead else None
         ahead = [first for first in ahead if mine and reserves_before(self._order(first.task), mine)]
@@ -167,12 +169,12 @@ class Lines:
 
     def _longest_seconds(self, task: Task) -> Seconds:
         """Nine in ten of its runs are over by then, wherever it comes to; infinite if nobody knows."""
-        said = task.expected_seconds, task.timeout_seconds, task.grace_seconds
-        likes = task.tenant, task.subject, asks_for_gpus(task.demand), *said
-        if likes not in self._longest:
+        stated = task.expected_seconds, task.timeout_seconds, task.grace_seconds
+        equivalence = task.tenant, task.subject, asks_for_gpus(task.demand), *stated
+        if equivalence not in self._longest:
             kinds = {
                 kind for node in self._draft.usable_nodes() for kind in self._draft.kinds_for(node, task)
             }
             sketches = self._draft.world.learned.sketches
-            self._longest[likes] = whole_run_seconds(task, sketches, self._policy, kinds)[1]
-        return self._longest[likes]
+            self._longest[equivalence] = whole_run_seconds(task, sketches, self._policy, kinds)[1]
+        return self._longest[equivalence]

@@ -9,12 +9,12 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import asks_for_gpus, part_of
 from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
-from gpubroker_server.core.planning.forecasts.future_capacity import Departures, Later, Supplies
+from gpubroker_server.core.planning.forecasts.future_capacity import CapacityAt, ExpectedEnds, FutureCapacity
 from gpubroker_server.core.planning.forecasts.run_estimates import whole_run_seconds
-from gpubroker_server.core.planning.gangs.gang_nodes import Ground
+from gpubroker_server.core.planning.gangs.gang_nodes import GangNode
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.shields import ahead_of_priority, stoppable_at
-from gpubroker_server.core.planning.tenants.guarantees import Claims
+from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.world.queue import OrderKey, reserves_before
 
 
@@ -45,7 +45,7 @@ class Forecast:
     n: int
     """How many runs are known of the one of which fewest are; 0 if it rests on none."""
     basis: Basis
-    keeps_room: bool = True
+    reserves_room: bool = True
     """Nobody behind it takes what it needs. Of those that rest on a guess only the first does: it would
     be too much to leave idle for times that nobody knows."""
     first_in: frozenset[str] = frozenset()
@@ -55,7 +55,7 @@ class Forecast:
     """When it was made: the runs ahead of it are expected to end as they were then. None: as they are."""
 
 
-class Planned(NamedTuple):
+class Reservation(NamedTuple):
     """What a forecast takes of one node."""
 
     forecast: Forecast
@@ -67,13 +67,13 @@ class Planned(NamedTuple):
     """MiB of each."""
 
 
-def planned_of(forecast: Forecast, task: Task) -> Iterator[Planned]:
+def reservations_of(forecast: Forecast, task: Task) -> Iterator[Reservation]:
     """By node, in the order of the ranks."""
     for node in dict.fromkeys(place.node for place in forecast.places):
-        yield Planned(forecast, task, node, *taken_on(node, task, forecast.places))
+        yield Reservation(forecast, task, node, *usage_on(node, task, forecast.places))
 
 
-def taken_on(
+def usage_on(
     node: NodeName, task: Task, places: Sequence[Placement]
 ) -> tuple[tuple[Task, ...], dict[DeviceKey, int]]:
     """What a task takes of one of its nodes: the runs that it has there, and MiB of each device."""
@@ -87,12 +87,12 @@ def taken_on(
     return tuple(parts), devices
 
 
-class _Bound(NamedTuple):
+class _Constraint(NamedTuple):
     """What one forecast leaves of a node to one who would delay it."""
 
-    later: Later
+    capacity: CapacityAt
     """When it is to begin."""
-    ahead: tuple[Planned, ...]
+    ahead: tuple[Reservation, ...]
     """What takes of that: itself, and others that stand ahead of him and will be there then."""
     devices: frozenset[DeviceKey]
     """Those it needs."""
@@ -104,36 +104,38 @@ class _Bound(NamedTuple):
         return sum(planned.devices.get(device, 0) for planned in self.ahead)
 
 
-class Leeway:
+class BackfillWindow:
     """What forecasts leave of a node to one who stands behind them."""
 
-    def __init__(self, bounds: Sequence[_Bound]) -> None:
-        self._bounds = bounds
+    def __init__(self, constraints: Sequence[_Constraint]) -> None:
+        self._constraints = constraints
 
     def allows(self, device: DeviceKey, mb: int) -> bool:
         return all(
-            device not in bound.devices or bound.later.has_mb(device, mb + bound.mb(device))
-            for bound in self._bounds
+            device not in constraint.devices or constraint.capacity.has_mb(device, mb + constraint.mb(device))
+            for constraint in self._constraints
         )
 
     def fits(self, parts: Sequence[Task]) -> bool:
         """Whether there is room for all of these together."""
-        return all(bound.later.has_room(bound.parts(), parts) for bound in self._bounds)
+        return all(
+            constraint.capacity.has_room(constraint.parts(), parts) for constraint in self._constraints
+        )
 
-    def clipped(self, ground: Ground) -> Ground:
+    def limit(self, gang_node: GangNode) -> GangNode:
         """The node with no more than this."""
-        room, free = ground.room, dict(ground.free)
-        for bound in self._bounds:
-            left = bound.later.room()
-            for part in bound.parts():
+        room, free = gang_node.room, dict(gang_node.free)
+        for constraint in self._constraints:
+            left = constraint.capacity.room()
+            for part in constraint.parts():
                 left = left.with_room_of(part, sign=-1)
             room = room.at_most(left)
-            for device in free.keys() & bound.devices:
-                free[device] = min(free[device], bound.later.mb(device) - bound.mb(device))
-        return replace(ground, room=room, free=free)
+            for device in free.keys() & constraint.devices:
+                free[device] = min(free[device], constraint.capacity.mb(device) - constraint.mb(device))
+        return replace(gang_node, room=room, free=free)
 
 
-class Guards:
+class Reservations:
     """What forecasts keep from those who stand behind them, in one draft."""
 
     def __init__(
@@ -141,24 +143,26 @@ class Guards:
         draft: Draft,
         policy: Policy,
         now: Instant,
-        claims: Claims,
+        guarantees: Guarantees,
         order: Callable[[Task], OrderKey],
         forecasts: Iterable[Forecast],
-        kept_away: int = 0,
+        refused_by_reservation: int = 0,
     ) -> None:
         """`order`: a task's place in the queue now. `kept_away`: in this cycle, so many tasks were."""
         self._draft = draft
         self._policy = policy
         self._now = now
-        self._claims = claims
+        self._guarantees = guarantees
         self._order = order
         self.forecasts = tuple(forecasts)
         as_of = max((f.as_of for f in self.forecasts if f.as_of is not None), default=now)
-        self._departures = Departures(draft, policy, now, as_of)
-        self._supplies = Supplies(self._departures, for_plans=False, spared_from=claims.spared_from)
-        self.on: dict[NodeName, list[Planned]] = {}
+        self._expected_ends = ExpectedEnds(draft, policy, now, as_of)
+        self._capacity = FutureCapacity(
+            self._expected_ends, for_plans=False, protected_tenants=guarantees.protected_tenants
+        )
+        self.on: dict[NodeName, list[Reservation]] = {}
         """Node -> the forecasts that keep room there, the first in order first."""
-        self.kept_away = kept_away
+        self.refused_by_reservation = refused_by_reservation
         """So many tasks were kept away so far: they may only take what would delay somebody."""
         self._keys: dict[TaskId, OrderKey] = {}
         """Of the tasks with forecasts, as they stand since that revision of changes."""
@@ -168,11 +172,11 @@ class Guards:
         """Of tasks that differ in nothing by which run times are told."""
         for forecast in self.forecasts:
             task = draft.world.tasks.get(forecast.task)
-            if forecast.keeps_room and task is not None and task.state is TaskState.PENDING:
-                for planned in planned_of(forecast, task):
+            if forecast.reserves_room and task is not None and task.state is TaskState.PENDING:
+                for planned in reservations_of(forecast, task):
                     self.on.setdefault(planned.node, []).append(planned)
 
-    def started(self, task: TaskId) -> None:
+    def on_start(self, task: TaskId) -> None:
         """The task is admitted: its forecast keeps nothing any more. Its nodes count as grown."""
         for node, planned in list(self.on.items()):
             left = [one for one in planned if one.task.id != task]
@@ -182,50 +186,53 @@ class Guards:
                 self._draft.growth.mark(node)
 
     @property
-    def is_tired(self) -> bool:
+    def is_depth_reached(self) -> bool:
         """So many were kept away that nobody else is tried on the nodes of forecasts in this cycle."""
-        return self.kept_away >= self._policy.backfill_depth
+        return self.refused_by_reservation >= self._policy.backfill_depth
 
-    def bars(self, task: Task, places: Sequence[Placement], *, everybody: bool) -> bool:
+    def refuses(self, task: Task, places: Sequence[Placement], *, all_reservations: bool) -> bool:
         """Whether the task would delay there somebody who stands ahead of it, or anybody at all."""
         nodes = {place.node for place in places} & self.on.keys()
         return bool(nodes) and (
-            self.is_tired or any(self._bars_on(node, task, places, everybody=everybody) for node in nodes)
+            self.is_depth_reached
+            or any(self._refuses_on(node, task, places, all_reservations=all_reservations) for node in nodes)
         )
 
-    def _bars_on(self, node: NodeName, task: Task, places: Sequence[Placement], *, everybody: bool) -> bool:
-        leeway = self.leeway(task, node, everybody=everybody)
-        parts, devices = taken_on(node, task, places)
-        return not (leeway.fits(parts) and all(leeway.allows(key, mb) for key, mb in devices.items()))
+    def _refuses_on(
+        self, node: NodeName, task: Task, places: Sequence[Placement], *, all_reservations: bool
+    ) -> bool:
+        window = self.backfill_window(task, node, all_reservations=all_reservations)
+        parts, devices = usage_on(node, task, places)
+        return not (window.fits(parts) and all(window.allows(key, mb) for key, mb in devices.items()))
 
-    def beside(self, task: Task, grounds: Iterable[Ground]) -> Iterator[Ground]:
+    def nodes_for_gang(self, task: Task, gang_nodes: Iterable[GangNode]) -> Iterator[GangNode]:
         """What is left for a gang of these nodes so that it delays nobody who stands ahead of it."""
-        for ground in grounds:
-            node = ground.node.name
+        for gang_node in gang_nodes:
+            node = gang_node.node.name
             if node not in self.on:
-                yield ground
-            elif not self.is_tired:
-                yield self.leeway(task, node, everybody=False).clipped(ground)
+                yield gang_node
+            elif not self.is_depth_reached:
+                yield self.backfill_window(task, node, all_reservations=False).limit(gang_node)
 
-    def closed_to(self, task: Task, like: Task | None = None) -> frozenset[NodeName]:
+    def nodes_closed_to(self, task: Task, like: Task | None = None) -> frozenset[NodeName]:
         """Where it may have nobody stopped: somebody who stands ahead of it with a forecast there could not
         stop it, or one `like` this, in turn."""
         mine, run = self._order(task), like or task
         return frozenset(
             node
             for node, planned in self.on.items()
-            if not all(self._gives_way(run, one) for one in planned if self._binds(one, mine))
+            if not all(self._can_be_preempted_for(run, one) for one in planned if self._is_ahead(one, mine))
         )
 
     def off_limits(self, task: Task) -> frozenset[NodeName]:
         """The same, and wherever nobody is tried any more."""
-        return frozenset(self.on) if self.is_tired else self.closed_to(task)
+        return frozenset(self.on) if self.is_depth_reached else self.nodes_closed_to(task)
 
-    def stands_behind_all(self, task: Task) -> bool:
+    def is_behind_all(self, task: Task) -> bool:
         """Whether nobody with a forecast stands behind the task."""
         mine = self._order(task)
         return all(
-            self._binds(one, mine) or one.task.id == task.id
+            self._is_ahead(one, mine) or one.task.id == task.id
             for planned in self.on.values()
             for one in planned
         )
@@ -233,22 +240,22 @@ class Guards:
     def ahead_of(self, task: Task) -> frozenset[TaskId]:
         """Who stand ahead of the task, of those for whom room is kept."""
         mine = self._order(task)
-        return frozenset(one.task.id for on in self.on.values() for one in on if self._binds(one, mine))
+        return frozenset(one.task.id for on in self.on.values() for one in on if self._is_ahead(one, mine))
 
-    def standing_of(self, task: Task) -> tuple[object, ...]:
+    def equivalence_key(self, task: Task) -> tuple[object, ...]:
         """What tells equal tasks apart: which reservations are ahead, and how it gives way to them."""
-        if self.is_tired and not self._policy.has_quotas:
+        if self.is_depth_reached and not self._policy.has_quotas:
             return (True,)  # no task is tried any more on these nodes
         is_shielded = task.preemptions >= self._policy.preemption_budget
         return (
-            self.is_tired,
+            self.is_depth_reached,
             is_shielded,
-            self._goes_before(task),
+            self._highest_overtaken(task),
             self.ahead_of(task),
             self._lengths_of(task),
         )
 
-    def _goes_before(self, task: Task) -> int:
+    def _highest_overtaken(self, task: Task) -> int:
         """The highest priority of the reservations before which it has its turn; 0 if there are none."""
         until = ahead_of_priority(task, self._policy, self._now)
         if until == task.priority:
@@ -262,21 +269,21 @@ class Guards:
             self._kinds = sorted(
                 {book.device.kind for node in self.on for book in self._draft.books_on(node)}
             )
-        said = task.expected_seconds, task.timeout_seconds, task.grace_seconds
-        likes = task.tenant, task.subject, asks_for_gpus(task.demand), *said
-        if likes not in self._lengths:
+        stated = task.expected_seconds, task.timeout_seconds, task.grace_seconds
+        equivalence = task.tenant, task.subject, asks_for_gpus(task.demand), *stated
+        if equivalence not in self._lengths:
             kinds = self._kinds if asks_for_gpus(task.demand) else [""]
             sketches, policy = self._draft.world.learned.sketches, self._policy
-            self._lengths[likes] = tuple(
+            self._lengths[equivalence] = tuple(
                 whole_run_seconds(task, sketches, policy, (kind,))[1] for kind in kinds
             )
-        return self._lengths[likes]
+        return self._lengths[equivalence]
 
-    def _binds(self, planned: Planned, key: OrderKey) -> bool:
+    def _is_ahead(self, planned: Reservation, key: OrderKey) -> bool:
         """A task that stands at this place of the queue."""
         return reserves_before(self._key_of(planned), key)
 
-    def _key_of(self, planned: Planned) -> OrderKey:
+    def _key_of(self, planned: Reservation) -> OrderKey:
         """Worked out once between two decisions: nothing else changes it."""
         if self._keys_at != self._draft.changes.revision:
             self._keys_at = self._draft.changes.revision
@@ -287,35 +294,35 @@ class Guards:
             key = self._keys[task.id] = self._order(task)
         return key
 
-    def leeway(self, task: Task, node: NodeName, *, everybody: bool) -> Leeway:
+    def backfill_window(self, task: Task, node: NodeName, *, all_reservations: bool) -> BackfillWindow:
         """What the task may take of the node without delaying anybody ahead of it, or anybody at all."""
-        bounds: list[_Bound] = []
-        for delayed in self.delayed_by(task, node, everybody=everybody):
+        constraints: list[_Constraint] = []
+        for delayed in self.delayed_by(task, node, all_reservations=all_reservations):
             at = max(self._now, delayed.forecast.start_at)
-            ahead = tuple(self._there(task, node, at, delayed))
-            later = self._supplies.later(node, delayed.task, at)
-            bounds.append(_Bound(later, ahead, frozenset(delayed.devices)))
-        return Leeway(bounds)
+            ahead = tuple(self._held_at(task, node, at, delayed))
+            capacity = self._capacity.capacity_at(node, delayed.task, at)
+            constraints.append(_Constraint(capacity, ahead, frozenset(delayed.devices)))
+        return BackfillWindow(constraints)
 
-    def took(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
+    def on_placement(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
         """A place was given on the node, which stood at revision `since` before."""
-        self._supplies.took(node, since, run, place)
+        self._capacity.on_placement(node, since, run, place)
 
-    def _there(self, task: Task, node: NodeName, at: float, delayed: Planned) -> Iterator[Planned]:
+    def _held_at(self, task: Task, node: NodeName, at: float, delayed: Reservation) -> Iterator[Reservation]:
         """That forecast, and the others ahead of the task that will have begun by then and not be over."""
         mine = self._order(task)
         for planned in self.on[node]:
             begun = planned.forecast.start_at <= at < planned.forecast.end_at
-            if planned is delayed or (begun and self._binds(planned, mine)):
+            if planned is delayed or (begun and self._is_ahead(planned, mine)):
                 yield planned
 
-    def delayed_by(self, task: Task, node: NodeName, *, everybody: bool) -> list[Planned]:
+    def delayed_by(self, task: Task, node: NodeName, *, all_reservations: bool) -> list[Reservation]:
         """The forecasts on the node that the task would outlast, and whose task may not stop it either."""
         mine = self._order(task)
         protected = [
             planned
             for planned in self.on[node]
-            if planned.task.id != task.id and (everybody or self._binds(planned, mine))
+            if planned.task.id != task.id and (all_reservations or self._is_ahead(planned, mine))
         ]
         if not protected:
             return []
@@ -323,14 +330,14 @@ class Guards:
         return [
             planned
             for planned in protected
-            if ends_at > planned.forecast.start_at and not self._gives_way(task, planned)
+            if ends_at > planned.forecast.start_at and not self._can_be_preempted_for(task, planned)
         ]
 
-    def _gives_way(self, task: Task, planned: Planned) -> bool:
+    def _can_be_preempted_for(self, task: Task, planned: Reservation) -> bool:
         """Its run could be stopped for that one by the time it is to start."""
         other = planned.task
         may_stop = self._policy.preemption and asks_for_gpus(other.demand)
-        if not may_stop or self._claims.would_be_spared(task, other):
+        if not may_stop or self._guarantees.would_be_protected(task, other):
             return False
         return stoppable_at(task, other.priority, self._policy, self._now) <= planned.forecast.start_at
 

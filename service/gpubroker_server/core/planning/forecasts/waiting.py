@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.planning.budget import ProbeBudget
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.queue_order import QueueOrder
-from gpubroker_server.core.planning.tenants.fair_share import Shares
+from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.queue import Group, Kin
 
@@ -28,8 +28,8 @@ def waiting(
     neither. None in between, whenever many were passed over."""
     world = draft.world
     are_lines = lines_too and (policy.has_quotas or bool(policy.custom_limits))
-    lines = _Lines(draft, policy, most, most if are_lines else 0)
-    order = QueueOrder(world, policy, now, None, Shares(world, policy, now))
+    lines = _FirstInLine(draft, policy, most, most if are_lines else 0)
+    order = QueueOrder(world, policy, now, None, FairShares(world, policy, now))
     while not (lines.are_done or order.is_done):
         lines.budget.allow(GROUPS_AT_A_TIME)
         head = order.next(lines)
@@ -46,7 +46,7 @@ def first_of_queue(draft: Draft, policy: Policy, now: Instant, most: int) -> Ite
     return (task for task, _ in found)
 
 
-class _Lines:
+class _FirstInLine:
     """Doubts about everybody who stands further back."""
 
     def __init__(self, draft: Draft, policy: Policy, most: int, most_lines: int) -> None:
@@ -70,7 +70,7 @@ class _Lines:
         """In which lines it is one of the first; none if it waits for room alone."""
         awaited = set(self._draft.short_of(task, self._policy.custom_limits))
         if self._quotas.is_short(task):
-            awaited.add(line_of_quota(task.tenant))
+            awaited.add(quota_line(task.tenant))
         if not awaited:
             self._left -= 1
         elif not awaited <= self._waiting.keys():
@@ -83,16 +83,16 @@ class _Lines:
         return ()  # each group may be the first in a line
 
     def is_refused(self, group: Group) -> bool:
-        if self._falls_short(group):  # it waits for its quota, whatever room there is
-            return not self._may_wait({line_of_quota(group.tenant)})
+        if self._is_short(group):  # it waits for its quota, whatever room there is
+            return not self._may_wait({quota_line(group.tenant)})
         awaited: set[str] = set()
         if group.demand.counted:
             probe = self._draft.world.tasks[group.member(0)[1]]
             awaited.update(self._draft.short_of(probe, self._policy.custom_limits))
         return not (self._may_wait(awaited) if awaited else self._left)
 
-    def _falls_short(self, group: Group) -> bool:
-        return self._quotas.falls_short(group.tenant, group.demand, group.priority)
+    def _is_short(self, group: Group) -> bool:
+        return self._quotas.is_short_for(group.tenant, group.demand, group.priority)
 
     def _may_wait(self, awaited: set[str]) -> bool:
         """As one of the first."""
@@ -101,6 +101,6 @@ class _Lines:
         return any(0 < self._waiting[name] < FIRST for name in awaited)
 
 
-def line_of_quota(tenant: str) -> str:
+def quota_line(tenant: str) -> str:
     """What its tasks wait for who wait for its quota."""
     return f"quota:{tenant}"

@@ -18,7 +18,7 @@ Chosen = tuple[tuple[DeviceKey, Mib], ...]
 
 
 @dataclass(slots=True)
-class Ground:
+class GangNode:
     """One node as the search sees it: what is left there while ranks are put down and taken away again."""
 
     node: Node
@@ -37,14 +37,14 @@ class Ground:
     def room_left(self) -> tuple[float, float]:
         return sum(self.free.values()), self.room.cpu
 
-    def put(self, rank: int, part: Task, chosen: Chosen) -> None:
+    def add(self, rank: int, part: Task, chosen: Chosen) -> None:
         self.room = self.room.with_room_of(part, sign=-1)
         for key, mb in chosen:
             self.free[key] -= mb
         self.ranks.append(rank)
         self._spots.clear()
 
-    def take(self, part: Task, chosen: Chosen) -> None:
+    def remove(self, part: Task, chosen: Chosen) -> None:
         self.room = self.room.with_room_of(part)
         for key, mb in chosen:
             self.free[key] += mb
@@ -56,7 +56,7 @@ class Ground:
         spot = self._spot(part)
         return 0 if spot is None else spot.score
 
-    def choices(self, part: Task) -> Iterator[Chosen]:
+    def device_choices(self, part: Task) -> Iterator[Chosen]:
         """Every choice of devices for a rank, the best first; of equal ones only one.
 
         Preferred kinds before others, then, of single devices, the one on which it strands the least; then
@@ -99,15 +99,15 @@ class Ground:
         return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
 
 
-def grounds_of(
+def gang_nodes_of(
     draft: Draft, task: Task, policy: Policy, now: Instant, worth: Worth | None = None
-) -> list[Ground]:
+) -> list[GangNode]:
     """What each usable node could give a task of this id and priority now."""
     found = []
     for name in sorted(draft.usable_nodes()):
         books = list(draft.usable_books(name, policy, now))
         found.append(
-            Ground(
+            GangNode(
                 draft.world.nodes[name],
                 draft.headroom(name, task=task.id, priority=task.priority),
                 {book.device.key: _free_mb(book, task) for book in books},
@@ -122,13 +122,13 @@ def _free_mb(book: Book, task: Task) -> int:
     return min(book.unheld_mb(), book.free_mb(task=task.id, priority=task.priority))
 
 
-def empty_grounds(nodes: Iterable[Node], devices: Iterable[Device]) -> list[Ground]:
+def empty_gang_nodes(nodes: Iterable[Node], devices: Iterable[Device]) -> list[GangNode]:
     """What each node could give if nothing ran anywhere, whether it is ready or not."""
     there: dict[NodeName, list[Device]] = {}
     for device in devices:
         there.setdefault(device.node, []).append(device)
     return [
-        Ground(
+        GangNode(
             node,
             Headroom(node.cpu, node.memory_mb, node.max_runs, node.custom, node),
             {device.key: device.allocatable_mb for device in there.get(node.name, ())},
@@ -138,5 +138,5 @@ def empty_grounds(nodes: Iterable[Node], devices: Iterable[Device]) -> list[Grou
     ]
 
 
-def copy_of(ground: Ground) -> Ground:
-    return Ground(ground.node, ground.room, dict(ground.free), ground.devices, ground.worth)
+def copy_node(gang_node: GangNode) -> GangNode:
+    return GangNode(gang_node.node, gang_node.room, dict(gang_node.free), gang_node.devices, gang_node.worth)

@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.demand import Demand, unwanted_node
 from gpubroker_server.core.domain.ranks import part_of
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import NodeName
-from gpubroker_server.core.planning.gangs.gang_nodes import Chosen, Ground, copy_of
+from gpubroker_server.core.planning.gangs.gang_nodes import Chosen, GangNode, copy_node
 
 MOST_STEPS = 4_000
 """After so many tries the search gives up: the gang waits, though there may be room for it."""
@@ -17,7 +17,7 @@ Gang = tuple[Placement, ...]
 """One place for each rank, in order of rank."""
 
 
-def place_gang(task: Task, grounds: Sequence[Ground], most: int | None = None) -> Gang | None:
+def place_gang(task: Task, gang_nodes: Sequence[GangNode], most: int | None = None) -> Gang | None:
     """A place for every rank, by the gang's strategy; of an elastic one for as many as there is room for,
     at most so many, and at least for `min_ranks`. None if there is none, or if none was found in MOST_STEPS
     tries.
@@ -26,53 +26,53 @@ def place_gang(task: Task, grounds: Sequence[Ground], most: int | None = None) -
     """
     demand = task.demand
     count = len(demand.bundles) if most is None else most
-    found = place_ranks(task, count, grounds)
+    found = place_ranks(task, count, gang_nodes)
     least = demand.least_ranks
     if found is not None or least == count:
         return found
-    found, too_many = place_ranks(task, least, grounds), count
+    found, too_many = place_ranks(task, least, gang_nodes), count
     while found is not None and too_many - len(found) > 1:
         some = (len(found) + too_many) // 2
-        more = place_ranks(task, some, grounds)
+        more = place_ranks(task, some, gang_nodes)
         found, too_many = (found, some) if more is None else (more, too_many)
     return found
 
 
-def place_ranks(task: Task, count: int, grounds: Sequence[Ground]) -> Gang | None:
+def place_ranks(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Gang | None:
     """Places for the first `count` ranks."""
-    tried = (search.places() for search in _searches(task, count, grounds))
+    tried = (search.places() for search in _searches(task, count, gang_nodes))
     return next((found for found in tried if found is not None), None)
 
 
-def may_fit(task: Task, count: int, grounds: Sequence[Ground]) -> bool:
+def may_fit(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> bool:
     """Whether there are places for the first `count` ranks, or the search gave up before it knew."""
-    searches = _searches(task, count, grounds)
+    searches = _searches(task, count, gang_nodes)
     return any(search.places() is not None or search.gave_up for search in searches)
 
 
-def _searches(task: Task, count: int, grounds: Sequence[Ground]) -> Iterator["_Search"]:
+def _searches(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Iterator["_Search"]:
     """One for all nodes; one for each, the fullest first, where all ranks must be on one."""
     if task.demand.strategy != "strict_pack":
-        yield _Search(task, count, [copy_of(ground) for ground in grounds])
+        yield _Search(task, count, [copy_node(gang_node) for gang_node in gang_nodes])
         return
     sorts = {part.demand: part for part in (part_of(task, rank) for rank in range(count))}
-    for ground in sorted(grounds, key=lambda ground: _tightness(ground, sorts.values())):
-        yield _Search(task, count, [copy_of(ground)])
+    for gang_node in sorted(gang_nodes, key=lambda gang_node: _tightness(gang_node, sorts.values())):
+        yield _Search(task, count, [copy_node(gang_node)])
 
 
-def _tightness(ground: Ground, sorts: Collection[Task]) -> tuple[int, int, float, float, NodeName]:
+def _tightness(gang_node: GangNode, sorts: Collection[Task]) -> tuple[int, int, float, float, NodeName]:
     """For a gang that lies on one node: preferred labels, then where one rank of each sort strands the least,
     then the one that is fullest already."""
-    unwanted = max(unwanted_node(part.demand, ground.node) for part in sorts)
-    return unwanted, -sum(map(ground.score, sorts)), *ground.room_left, ground.node.name
+    unwanted = max(unwanted_node(part.demand, gang_node.node) for part in sorts)
+    return unwanted, -sum(map(gang_node.score, sorts)), *gang_node.room_left, gang_node.node.name
 
 
 class _Search:
     """Depth first, the ranks that are hardest to place first, cut where an equal node has failed already."""
 
-    def __init__(self, task: Task, count: int, grounds: list[Ground]) -> None:
+    def __init__(self, task: Task, count: int, gang_nodes: list[GangNode]) -> None:
         self._strategy = task.demand.strategy
-        self._grounds = grounds
+        self._gang_nodes = gang_nodes
         parts = [part_of(task, rank) for rank in range(count)]
         self._parts = parts
         self._order = sorted(range(count), key=lambda rank: (*_hardness(parts[rank].demand), rank))
@@ -106,7 +106,7 @@ class _Search:
         if any(part.demand != first.demand for part in self._parts):
             return None
         most = {node: counts[first.demand] for node, counts in self._most.items()}
-        filled = fill(self._strategy, first, len(self._parts), self._grounds, most)
+        filled = fill(self._strategy, first, len(self._parts), self._gang_nodes, most)
         return None if filled is None else tuple(filled)
 
     def _searched(self) -> Gang | None:
@@ -133,16 +133,16 @@ class _Search:
         samples = {part.demand: part for part in self._parts}
         known: dict[object, dict[Demand, int]] = {}
         counts = {}
-        for ground in self._grounds:
-            signature = ground.signature()
+        for gang_node in self._gang_nodes:
+            signature = gang_node.signature()
             if signature not in known:
                 by_room = replace(
-                    ground, worth=None
+                    gang_node, worth=None
                 )  # how many there are does not depend on which come first
                 known[signature] = {
                     demand: _count(by_room, part, len(self._parts)) for demand, part in samples.items()
                 }
-            counts[ground.node.name] = known[signature]
+            counts[gang_node.node.name] = known[signature]
         return counts
 
     def _search(self, at: int) -> bool:
@@ -151,45 +151,45 @@ class _Search:
         rank = self._order[at]
         part = self._parts[rank]
         failed = set()
-        for ground in self._in_order(part, len(self._order) - at):
-            signature = ground.signature()
+        for gang_node in self._in_order(part, len(self._order) - at):
+            signature = gang_node.signature()
             if signature in failed:
                 continue
             failed.add(signature)
-            for chosen in ground.choices(part):
+            for chosen in gang_node.device_choices(part):
                 self._steps += 1
                 if self.gave_up:
                     return False
-                ground.put(rank, part, chosen)
-                self._places[rank] = Placement(ground.node.name, chosen)
+                gang_node.add(rank, part, chosen)
+                self._places[rank] = Placement(gang_node.node.name, chosen)
                 if self._search(at + 1):
                     return True
-                ground.take(part, chosen)
+                gang_node.remove(part, chosen)
         return False
 
-    def _in_order(self, part: Task, left: int) -> list[Ground]:
+    def _in_order(self, part: Task, left: int) -> list[GangNode]:
         """The nodes for a rank, the best first: preferred labels, then as the strategy says; of those that it
         finds as good, where the rank strands the least; then by name."""
         demand = part.demand
-        by: dict[str, Callable[[Ground], tuple[float, ...]]] = {
-            "pack": lambda ground: self._packed(ground, part, left),
-            "strict_pack": lambda ground: self._packed(ground, part, left),
-            "spread": lambda ground: (len(ground.ranks), *self._apart(ground, part)),
-            "strict_spread": lambda ground: self._apart(ground, part),
+        by: dict[str, Callable[[GangNode], tuple[float, ...]]] = {
+            "pack": lambda gang_node: self._packed(gang_node, part, left),
+            "strict_pack": lambda gang_node: self._packed(gang_node, part, left),
+            "spread": lambda gang_node: (len(gang_node.ranks), *self._apart(gang_node, part)),
+            "strict_spread": lambda gang_node: self._apart(gang_node, part),
         }
         key = by[self._strategy]
-        usable = (g for g in self._grounds if not (self._strategy == "strict_spread" and g.ranks))
+        usable = (g for g in self._gang_nodes if not (self._strategy == "strict_spread" and g.ranks))
         return sorted(usable, key=lambda g: (unwanted_node(demand, g.node), *key(g), g.node.name))
 
-    def _packed(self, ground: Ground, part: Task, left: int) -> tuple[float, ...]:
+    def _packed(self, gang_node: GangNode, part: Task, left: int) -> tuple[float, ...]:
         """Nodes that the gang has already; then those that take all the others; then the largest. Of these
         where it strands the least, then the fullest."""
-        most = self._most[ground.node.name][part.demand]
-        return (not ground.ranks, -min(most, left), -ground.score(part), *ground.room_left)
+        most = self._most[gang_node.node.name][part.demand]
+        return (not gang_node.ranks, -min(most, left), -gang_node.score(part), *gang_node.room_left)
 
-    def _apart(self, ground: Ground, part: Task) -> tuple[float, ...]:
+    def _apart(self, gang_node: GangNode, part: Task) -> tuple[float, ...]:
         """Where it strands the least, then the largest."""
-        return -ground.score(part), -self._most[ground.node.name][part.demand]
+        return -gang_node.score(part), -self._most[gang_node.node.name][part.demand]
 
 
 def _hardness(demand: Demand) -> tuple[float, ...]:
@@ -198,14 +198,14 @@ def _hardness(demand: Demand) -> tuple[float, ...]:
     return (-demand.gpus, -size, -demand.cpu, -demand.memory_mb)
 
 
-def _count(ground: Ground, part: Task, most: int) -> int:
+def _count(gang_node: GangNode, part: Task, most: int) -> int:
     """How many such ranks the node could have; of several devices each, at least so many."""
     put: list[Chosen] = []
-    while len(put) < most and (chosen := next(ground.choices(part), None)) is not None:
-        ground.put(len(put), part, chosen)
+    while len(put) < most and (chosen := next(gang_node.device_choices(part), None)) is not None:
+        gang_node.add(len(put), part, chosen)
         put.append(chosen)
     for chosen in reversed(put):
-        ground.take(part, chosen)
+        gang_node.remove(part, chosen)
     return len(put)
 
 
@@ -214,33 +214,33 @@ Counts = Mapping[NodeName, int]
 
 
 def fill(
-    strategy: str, part: Task, count: int, grounds: Sequence[Ground], most: Counts
+    strategy: str, part: Task, count: int, gang_nodes: Sequence[GangNode], most: Counts
 ) -> list[Placement] | None:
     """A place for each of `count` ranks: where the search would put them, if it never had to turn back.
 
     As no rank is in the way of another sort of rank, it never has to: a node takes as many as were counted
     there, whatever lies elsewhere. None, and nothing of the grounds is changed, if it does not after all.
     """
-    put: list[tuple[Ground, Chosen]] = []
-    for ground in _turns(strategy, part, count, grounds, most):
-        chosen = next(ground.choices(part), None)
+    put: list[tuple[GangNode, Chosen]] = []
+    for gang_node in _turns(strategy, part, count, gang_nodes, most):
+        chosen = next(gang_node.device_choices(part), None)
         if chosen is None:
             break
-        ground.put(len(put), part, chosen)
-        put.append((ground, chosen))
+        gang_node.add(len(put), part, chosen)
+        put.append((gang_node, chosen))
     if len(put) == count:
-        return [Placement(ground.node.name, chosen) for ground, chosen in put]
-    for ground, chosen in reversed(put):
-        ground.take(part, chosen)
+        return [Placement(gang_node.node.name, chosen) for gang_node, chosen in put]
+    for gang_node, chosen in reversed(put):
+        gang_node.remove(part, chosen)
     return None
 
 
 def _turns(
-    strategy: str, part: Task, count: int, grounds: Sequence[Ground], most: Counts
-) -> Iterator[Ground]:
+    strategy: str, part: Task, count: int, gang_nodes: Sequence[GangNode], most: Counts
+) -> Iterator[GangNode]:
     """The node of each rank, in order of rank, as far as there are any; preferred labels come first."""
-    able = [ground for ground in grounds if most[ground.node.name]]
-    wishes = {ground.node.name: unwanted_node(part.demand, ground.node) for ground in able}
+    able = [gang_node for gang_node in gang_nodes if most[gang_node.node.name]]
+    wishes = {gang_node.node.name: unwanted_node(part.demand, gang_node.node) for gang_node in able}
     match strategy:
         case "spread":
             yield from _one_each_in_turn(part, count, able, wishes, most)
@@ -252,11 +252,13 @@ def _turns(
 
 
 def _one_each_in_turn(
-    part: Task, count: int, grounds: Sequence[Ground], wishes: Counts, most: Counts
-) -> Iterator[Ground]:
+    part: Task, count: int, gang_nodes: Sequence[GangNode], wishes: Counts, most: Counts
+) -> Iterator[GangNode]:
     """Always the node with the fewest ranks; of these where a rank strands the least, then the largest."""
-    known = {ground.node.name: ground for ground in grounds}
-    turns = [(wishes[name], 0, -ground.score(part), -most[name], name) for name, ground in known.items()]
+    known = {gang_node.node.name: gang_node for gang_node in gang_nodes}
+    turns = [
+        (wishes[name], 0, -gang_node.score(part), -most[name], name) for name, gang_node in known.items()
+    ]
     heapify(turns)
     for _ in range(count):
         if not turns:
@@ -268,21 +270,21 @@ def _one_each_in_turn(
 
 
 def _one_after_the_other(
-    part: Task, count: int, grounds: Sequence[Ground], wishes: Counts, most: Counts
-) -> Iterator[Ground]:
+    part: Task, count: int, gang_nodes: Sequence[GangNode], wishes: Counts, most: Counts
+) -> Iterator[GangNode]:
     """The largest nodes, each until it is full; for the rest, of those that take all of it, the one where a
     rank strands the least, then the fullest."""
     order = [
         (wishes[g.node.name], -most[g.node.name], -g.score(part), g.room_left, g.node.name, g)
-        for g in grounds
+        for g in gang_nodes
     ]
     order.sort(key=lambda place: place[:5])
     left = count
-    for at, (wish, room, *_, ground) in enumerate(order):
+    for at, (wish, room, *_, gang_node) in enumerate(order):
         if left <= -room:
             enough = (place for place in order[at:] if place[0] == wish and left <= -place[1])
-            *_, ground = min(enough, key=lambda place: place[2:5])
-            yield from [ground] * left
+            *_, gang_node = min(enough, key=lambda place: place[2:5])
+            yield from [gang_node] * left
             return
         left += room
-        yield from [ground] * -room
+        yield from [gang_node] * -room

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from gpubroker_server.core.domain.ranks import part_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
-from gpubroker_server.core.planning.gangs.gang_nodes import Ground
+from gpubroker_server.core.planning.gangs.gang_nodes import GangNode
 from gpubroker_server.core.planning.gangs.gang_search import Gang, place_ranks
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.offers import Offer, Offers
@@ -101,10 +101,10 @@ class _Site:
         """Where the gang could run once these victims, and all leaving runs, have left."""
         if self._gives_enough is not None and not self._gives_enough(gone):
             return None
-        grounds = self._grounds(self._offers, gone)
-        return place_ranks(self._task, self._task.demand.least_ranks or 1, grounds)
+        gang_nodes = self._gang_nodes(self._offers, gone)
+        return place_ranks(self._task, self._task.demand.least_ranks or 1, gang_nodes)
 
-    def _grounds(self, nodes: Iterable[NodeName], gone: Iterable[Candidate]) -> list[Ground]:
+    def _gang_nodes(self, nodes: Iterable[NodeName], gone: Iterable[Candidate]) -> list[GangNode]:
         """These nodes once such victims have left."""
         room = {node: self._offers[node].room for node in nodes}
         free = {node: {site.device.key: site.soon_mb for site in self._offers[node].sites} for node in room}
@@ -117,7 +117,7 @@ class _Site:
                 if key in there:
                     there[key] += mb
         nodes_of = self._draft.world.nodes
-        return [Ground(nodes_of[node], room[node], free[node], self._devices[node]) for node in room]
+        return [GangNode(nodes_of[node], room[node], free[node], self._devices[node]) for node in room]
 
     def _only_needed(self, gone: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
         """The victims without which the gang has no place: first those that these places need; then, if they
@@ -162,12 +162,12 @@ class _Site:
 
     def _has_room(self, gang: Gang, node: NodeName, ranks: Iterable[int], gone: Iterable[Candidate]) -> bool:
         """Whether these places on a node are free once such victims have left."""
-        [ground] = self._grounds((node,), gone)
+        [gang_node] = self._gang_nodes((node,), gone)
         for rank in ranks:
             place, part = gang[rank], part_of(self._task, rank)
-            if not ground.room.fits(part) or any(ground.free[key] < mb for key, mb in place.devices):
+            if not gang_node.room.fits(part) or any(gang_node.free[key] < mb for key, mb in place.devices):
                 return False
-            ground.put(rank, part, place.devices)
+            gang_node.add(rank, part, place.devices)
         return True
 
     def eviction(self, victims: Sequence[Candidate], gang: Gang, now: Instant) -> Eviction:

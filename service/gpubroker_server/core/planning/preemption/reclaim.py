@@ -17,7 +17,7 @@ from gpubroker_server.core.planning.preemption.eviction import (
     may_preempt,
 )
 from gpubroker_server.core.planning.preemption.gang_eviction import choose_among
-from gpubroker_server.core.planning.tenants.guarantees import Restraint, Surplus, above_guarantees, leased_mb
+from gpubroker_server.core.planning.tenants.guarantees import BorrowerRule, Surplus, leased_mb, within_surplus
 
 
 def reclaim(
@@ -30,17 +30,17 @@ def reclaim(
     """
     there = (offer for offer in _borrowers_on(offers, task, surplus, nodes) if offer.found)
     return _cheapest_of(
-        there, offers, task, now, partial(above_guarantees, surplus=surplus, draft=offers.draft)
+        there, offers, task, now, partial(within_surplus, surplus=surplus, draft=offers.draft)
     )
 
 
-def evict_with_restraint(
-    offers: Offers, task: Task, restraint: Restraint, now: Instant, nodes: Iterable[NodeName]
+def evict_within_borrower_rule(
+    offers: Offers, task: Task, rule: BorrowerRule, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | None:
     """The same for a task that would borrow, by preempting runs of lower priority. No node has room being
     released."""
     there = (offers.of(node, task.priority) for node in sorted(nodes))
-    return _cheapest_of(there, offers, task, now, restraint.together)
+    return _cheapest_of(there, offers, task, now, rule.together)
 
 
 def _cheapest_of(
@@ -59,24 +59,24 @@ def reclaim_for_gang(
     if not may_preempt(offers, task):
         return None
     there = list(_borrowers_on(offers, task, surplus, nodes))
-    together = partial(above_guarantees, surplus=surplus, draft=offers.draft)
+    together = partial(within_surplus, surplus=surplus, draft=offers.draft)
     return choose_among(there, offers.draft, task, now, together=together)
 
 
 def make_room_in_quota(
-    offers: Offers, task: Task, lacks_mb: int, now: Instant, nodes: Iterable[NodeName]
+    offers: Offers, task: Task, missing_mb: int, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | None:
     """The cheapest way for a task or gang over its tenant's quota: runs of that tenant, of strictly lower
     priority, are stopped until the quota has room too. None if there is none, or if runs that are leaving
     will do."""
-    if not lacks_mb or not may_preempt(offers, task):
+    if not missing_mb or not may_preempt(offers, task):
         return None
     there = []
     for node in sorted(nodes):
         mine = (run for run in offers.rooms.leavers(node, task.priority) if run.task.tenant == task.tenant)
         there.append(offers.among(node, task.priority, mine))
     found = choose_among(
-        there, offers.draft, task, now, gives_enough=lambda gone: leased_mb(gone, offers.draft) >= lacks_mb
+        there, offers.draft, task, now, gives_enough=lambda gone: leased_mb(gone, offers.draft) >= missing_mb
     )
     assert not isinstance(found, Coming), "who is stopped by nobody gives back nothing"
     return found

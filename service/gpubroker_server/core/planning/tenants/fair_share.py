@@ -13,7 +13,7 @@ STEPS = 20
 decides: then their tasks go by priority and age."""
 
 
-class Standing(NamedTuple):
+class TenantUsage(NamedTuple):
     """Of one tenant at one moment."""
 
     claimed_mb: int = 0
@@ -22,7 +22,7 @@ class Standing(NamedTuple):
     """Its usage, as a share of what all devices together could ever come to."""
 
 
-class Levels:
+class FairShareLevels:
     """How far each tenant is with its fair share, at one moment.
 
     A level is what a tenant has used plus what it claims now, both as shares of all memory, divided by its
@@ -41,7 +41,7 @@ class Levels:
             for pledge in () if task is not None and task.is_moving else mine.values():
                 pledged[pledge.tenant] = pledged.get(pledge.tenant, 0) + pledge.mb
         self._standings = {
-            tenant: Standing(
+            tenant: TenantUsage(
                 world.accounts.held_mb(tenant) + pledged.get(tenant, 0),
                 world.accounts.used(tenant, now) / most,
             )
@@ -50,7 +50,7 @@ class Levels:
         self._weights = sum(policy.tenant(tenant).weight for tenant in sorted(self.tenants))
 
     def claimed_mb(self, tenant: str) -> int:
-        return self._standings.get(tenant, Standing()).claimed_mb
+        return self._standings.get(tenant, TenantUsage()).claimed_mb
 
     def fair_share(self, tenant: str) -> float:
         """Its part of all weights, or what that would be if it came in."""
@@ -59,12 +59,12 @@ class Levels:
 
     def level(self, tenant: str, more_mb: int = 0) -> float:
         """`more_mb`: that it claims by now."""
-        standing = self._standings.get(tenant, Standing())
+        standing = self._standings.get(tenant, TenantUsage())
         had = standing.used + (standing.claimed_mb + more_mb) / self._whole_mb
         return had * self._weights / self._policy.tenant(tenant).weight
 
 
-class Shares:
+class FairShares:
     """How tenants stand in one cycle: as they did when it began, and what it has given them since.
 
     What a cycle gives counts at once, so that one cycle does not hand everything to one tenant. Within a
@@ -78,22 +78,22 @@ class Shares:
         """Tenant -> MiB that this cycle has given it."""
         self._policy = policy
         self._ranks: dict[str, Rank] = {}
-        self.are_several = len({*world.accounts, *world.queue.tenants}) > 1
+        self.has_several_tenants = len({*world.accounts, *world.queue.tenants}) > 1
         """More than one tenant ever held anything, or waits."""
-        self._levels = Levels(world, policy, now) if len(world.queue.tenants) > 1 else None
+        self._levels = FairShareLevels(world, policy, now) if len(world.queue.tenants) > 1 else None
 
     @property
-    def is_even(self) -> bool:
+    def has_one_tenant(self) -> bool:
         """Nobody has to be ranked: all that wait belong to one tenant."""
         return self._levels is None
 
-    def copy(self) -> "Shares":
-        twin = Shares.__new__(Shares)
+    def copy(self) -> "FairShares":
+        twin = FairShares.__new__(FairShares)
         twin.__dict__.update(self.__dict__)
         twin._charged, twin.passed, twin._ranks = dict(self._charged), dict(self.passed), dict(self._ranks)
         return twin
 
-    def is_as(self, other: "Shares") -> bool:
+    def is_same_moment_as(self, other: "FairShares") -> bool:
         """Whether both tell of the same moment of the same cycle."""
         return self._levels is other._levels and self.passed == other.passed
 

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.victims import Candidate
-from gpubroker_server.core.planning.tenants.quota import NOBODY, Quotas
+from gpubroker_server.core.planning.tenants.quota import NO_TASK, Quotas
 from gpubroker_server.core.world.queue import OrderKey
 
 Surplus = Mapping[str, int]
@@ -17,7 +17,7 @@ Surplus = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Restraint:
+class BorrowerRule:
     """Of a task whose tenant would borrow: nobody of its cohort that has no more than it is guaranteed is
     stopped for it. Else the two would stop each other in turn, the one by right of its guarantee, the other
     by its priority."""
@@ -27,7 +27,7 @@ class Restraint:
     draft: Draft
     policy: Policy
 
-    def spares(self, tenant: str) -> bool:
+    def protects(self, tenant: str) -> bool:
         """Whether runs of that tenant are only stopped while it has more than it is guaranteed."""
         mine, whose = self.policy.tenant(self.tenant), self.policy.tenant(tenant)
         return tenant != self.tenant and whose.cohort == mine.cohort and whose.guaranteed_mb is not None
@@ -35,19 +35,19 @@ class Restraint:
     def together(self, found: Sequence[Candidate]) -> Sequence[Candidate]:
         """Of these, each who may leave beside those before it: there is an order in which each of them is
         beyond the guarantee when it is its turn."""
-        taken = _Taken(self.draft, self._lets_go)
+        taken = _LeavingByTenant(self.draft, self._may_lose)
         return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
 
     def allows(self, tasks: Collection[Task], ranks: Mapping[TaskId, tuple[int, ...]]) -> bool:
         """The same of all of them, and of those that are to go on the ranks that leave."""
-        taken = _Taken(self.draft, self._lets_go)
+        taken = _LeavingByTenant(self.draft, self._may_lose)
         return all(taken.takes(task, rank) for task in tasks for rank in ranks.get(task.id, (None,)))
 
-    def _lets_go(self, tenant: str, total_mb: int, largest_mb: int) -> bool:
-        return not self.spares(tenant) or total_mb - largest_mb < self.surplus.get(tenant, 0)
+    def _may_lose(self, tenant: str, total_mb: int, largest_mb: int) -> bool:
+        return not self.protects(tenant) or total_mb - largest_mb < self.surplus.get(tenant, 0)
 
 
-class Claims:
+class Guarantees:
     """Of the tenants of one draft."""
 
     def __init__(self, draft: Draft, policy: Policy, quotas: Quotas) -> None:
@@ -72,42 +72,42 @@ class Claims:
         found = self._surplus.get(cohort, {})
         return {name: mb for name, mb in found.items() if name != tenant}
 
-    def of(self, task: Task) -> Surplus:
+    def reclaimable(self, task: Task) -> Surplus:
         """From whom this task may take back, and how much; empty if its tenant has what it is guaranteed, or
         would have more with this task, or if nobody borrows."""
-        return self.of_any(task.tenant, task.demand, task.priority, task.id)
+        return self.reclaimable_by(task.tenant, task.demand, task.priority, task.id)
 
-    def of_any(self, tenant: str, demand: Demand, priority: int, task: TaskId = NOBODY) -> Surplus:
+    def reclaimable_by(self, tenant: str, demand: Demand, priority: int, task: TaskId = NO_TASK) -> Surplus:
         """The same for a task that is not named, or has no pledges."""
-        return self.surplus(tenant) if self._is_entitled(tenant, demand, priority, task) else {}
+        return self.surplus(tenant) if self._is_within_guarantee(tenant, demand, priority, task) else {}
 
-    def restraint_on(self, task: Task) -> Restraint | None:
+    def borrower_rule_for(self, task: Task) -> BorrowerRule | None:
         """None if its tenant would not borrow for it, or could not."""
-        return self.restraint(task.tenant, task.demand, task.priority, task.id)
+        return self.borrower_rule(task.tenant, task.demand, task.priority, task.id)
 
-    def restraint(
-        self, tenant: str, demand: Demand, priority: int, task: TaskId = NOBODY
-    ) -> Restraint | None:
+    def borrower_rule(
+        self, tenant: str, demand: Demand, priority: int, task: TaskId = NO_TASK
+    ) -> BorrowerRule | None:
         """The same for a task that is not named, or has no pledges."""
-        borrows = self._is_entitled(tenant, demand, priority, task) is False
+        borrows = self._is_within_guarantee(tenant, demand, priority, task) is False
         if not (borrows and self._policy.tenant(tenant).cohort):
             return None
-        return Restraint(tenant, self.surplus(tenant), self._draft, self._policy)
+        return BorrowerRule(tenant, self.surplus(tenant), self._draft, self._policy)
 
-    def spared_from(self, task: Task) -> frozenset[str]:
+    def protected_tenants(self, task: Task) -> frozenset[str]:
         """The tenants of which no run with GPUs is stopped for it now, whatever its priority."""
-        if self.restraint_on(task) is None:
+        if self.borrower_rule_for(task) is None:
             return frozenset()
         return frozenset(self._within.get(self._policy.tenant(task.tenant).cohort, ())) - {task.tenant}
 
-    def would_be_spared(self, waiting: Task, task: Task) -> bool:
+    def would_be_protected(self, waiting: Task, task: Task) -> bool:
         """Whether one that waits, if it ran, would not be stopped for the other."""
-        restraint = self.restraint_on(task)
-        if restraint is None or not restraint.spares(waiting.tenant):
+        rule = self.borrower_rule_for(task)
+        if rule is None or not rule.protects(waiting.tenant):
             return False
-        return self._is_entitled(waiting.tenant, waiting.demand, waiting.priority, waiting.id) is True
+        return self._is_within_guarantee(waiting.tenant, waiting.demand, waiting.priority, waiting.id) is True
 
-    def may_yield(self, tenant: str, priority: int) -> bool:
+    def has_lower_priority_runs(self, tenant: str, priority: int) -> bool:
         """Whether the tenant has runs of lower priority that might be stopped for its own task."""
         if self._lowest is None:
             self._lowest = {}
@@ -119,18 +119,18 @@ class Claims:
         """Up to which priority nobody takes what is freed for the task: nobody of its band that stands behind
         it may. `is_shared`: the order within a band goes by tenants before it goes by priority and age."""
         top = band_of(task.priority)[2]
-        if is_shared or self._is_lent_back(task):
+        if is_shared or self._could_be_borrowed(task):
             return top
         aged = -place[3]
         return min(top, aged)
 
-    def _is_lent_back(self, task: Task) -> bool:
+    def _could_be_borrowed(self, task: Task) -> bool:
         """Within its tenant's guarantee: who borrows might take it before the task can start, and be made to
         give it back."""
-        is_owner = self._is_entitled(task.tenant, task.demand, task.priority, task.id)
+        is_owner = self._is_within_guarantee(task.tenant, task.demand, task.priority, task.id)
         return bool(is_owner and self._policy.tenant(task.tenant).cohort)
 
-    def _is_entitled(self, tenant: str, demand: Demand, priority: int, task: TaskId) -> bool | None:
+    def _is_within_guarantee(self, tenant: str, demand: Demand, priority: int, task: TaskId) -> bool | None:
         """Whether with such a task the tenant has no more than it is guaranteed; None if it has no quota."""
         if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
             return None
@@ -154,22 +154,22 @@ class Claims:
                 self._within.setdefault(whose.cohort, set()).add(tenant)
 
 
-def above_guarantees(found: Sequence[Candidate], surplus: Surplus, draft: Draft) -> Sequence[Candidate]:
+def within_surplus(found: Sequence[Candidate], surplus: Surplus, draft: Draft) -> Sequence[Candidate]:
     """Of borrowers, each who may leave beside those before it: nobody is left with less than it is
     guaranteed."""
-    taken = _Taken(draft, lambda tenant, total_mb, _largest_mb: total_mb <= surplus[tenant])
+    taken = _LeavingByTenant(draft, lambda tenant, total_mb, _largest_mb: total_mb <= surplus[tenant])
     return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
 
 
 def leased_mb(gone: Iterable[Candidate], draft: Draft) -> int:
     """What they have of quotas."""
-    taken = _Taken(draft, lambda *_: True)
+    taken = _LeavingByTenant(draft, lambda *_: True)
     for one in gone:
         taken.takes(one.task, one.rank)
     return sum(total for total, _ in taken.by_tenant.values())
 
 
-class _Taken:
+class _LeavingByTenant:
     """What runs take from their tenants by leaving, one after the other; ranks of a gang before the gang."""
 
     def __init__(self, draft: Draft, may: Callable[[str, int, int], bool]) -> None:

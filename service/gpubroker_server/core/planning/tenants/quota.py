@@ -14,14 +14,14 @@ from gpubroker_server.core.domain.units import TaskId, in_gib
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 
-NOBODY = TaskId("")
-NOTHING: Mapping[str, int] = MappingProxyType({})
+NO_TASK = TaskId("")
+NO_CHANGE: Mapping[str, int] = MappingProxyType({})
 
-MOST_NEEDS = 10_000
+MAX_NEEDS = 10_000
 """What so many different demands count is remembered; then all is forgotten."""
 
 
-class Needs:
+class QuotaNeeds:
     """What demands count against a quota, worked out once for an inventory; gangs with the ranks that they
     need at least."""
 
@@ -45,7 +45,7 @@ class Needs:
             self._all, self._sorts = devices, list({device.sort: device for device in devices}.values())
         known = self.known.get(demand)
         if known is None:
-            if len(self.known) >= MOST_NEEDS:
+            if len(self.known) >= MAX_NEEDS:
                 self.known.clear()
             known = self.known[demand] = tuple(map(self._most, demand.bundles or (demand,)))
         return known
@@ -94,10 +94,10 @@ class _Sums:
 class Quotas:
     """Of one draft. A guarantee is granted whatever others hold; only borrowing depends on them."""
 
-    def __init__(self, draft: Draft, policy: Policy, needs: Needs | None = None) -> None:
+    def __init__(self, draft: Draft, policy: Policy, needs: QuotaNeeds | None = None) -> None:
         self._draft = draft
         self._policy = policy
-        self._needs = Needs() if needs is None else needs
+        self._needs = QuotaNeeds() if needs is None else needs
         self._sums = _Sums(policy)
         """What was held in the World at that revision, and the first so much of what the draft has given."""
         self._revision = -1
@@ -112,7 +112,7 @@ class Quotas:
     def need_mb(self, demand: Demand) -> int:
         return self._needs.of(self._draft.world, demand)
 
-    def most_ranks(self, task: Task) -> int:
+    def max_ranks(self, task: Task) -> int:
         """How many ranks of a gang its tenant may have now; at least those without which it does not run."""
         demand = task.demand
         allowance = self.of(task.tenant, task.priority, task.id) if self._policy.has_quotas else None
@@ -121,18 +121,18 @@ class Quotas:
         needs = accumulate(self._needs.of_each(self._draft.world, demand))
         return max(demand.least_ranks, sum(need <= allowance.left_mb for need in needs))
 
-    def is_short(self, task: Task, given: Mapping[str, int] = NOTHING) -> bool:
+    def is_short(self, task: Task, given: Mapping[str, int] = NO_CHANGE) -> bool:
         """Whether its tenant may not take so much now, whatever is free. `given`: tenant -> MiB that it has
         besides, or (negative) has given back."""
-        return self.falls_short(task.tenant, task.demand, task.priority, task.id, given)
+        return self.is_short_for(task.tenant, task.demand, task.priority, task.id, given)
 
-    def falls_short(
+    def is_short_for(
         self,
         tenant: str,
         demand: Demand,
         priority: int,
-        task: TaskId = NOBODY,
-        given: Mapping[str, int] = NOTHING,
+        task: TaskId = NO_TASK,
+        given: Mapping[str, int] = NO_CHANGE,
     ) -> bool:
         """The same for a task that is not named, or has no pledges."""
         if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
@@ -140,7 +140,7 @@ class Quotas:
         left_mb = self._left_mb(tenant, priority, task, given)
         return left_mb is not None and self.need_mb(demand) > left_mb
 
-    def lacks_mb(self, task: Task) -> int:
+    def missing_mb(self, task: Task) -> int:
         """What its tenant must still give back, so that it may take so much, once those have left who are
         leaving anyway."""
         given: dict[str, int] = {}
@@ -150,7 +150,7 @@ class Quotas:
         return 0 if allowance is None else max(0, self.need_mb(task.demand) - allowance.left_mb)
 
     def of(
-        self, name: str, priority: int, task: TaskId = NOBODY, given: Mapping[str, int] = NOTHING
+        self, name: str, priority: int, task: TaskId = NO_TASK, given: Mapping[str, int] = NO_CHANGE
     ) -> Allowance | None:
         """None if this tenant has no quota. What is being freed for tasks of lower priority counts as free,
         and for this task."""
@@ -186,7 +186,7 @@ class Quotas:
             return self._add_up(task, priority)
         known = self._claims.get(priority)
         if known is None or known[0] != self._draft.changes.revision:
-            sums = self._add_up(NOBODY, priority)
+            sums = self._add_up(NO_TASK, priority)
             known = self._claims[priority] = self._draft.changes.revision, sums
         return known[1]
 
@@ -212,7 +212,7 @@ def _claimed_mb(name: str, held: _Sums, claims: _Sums, given: Mapping[str, int])
 
 def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Refusal | None:
     """Why a task of this tenant could never have what it counts, or None."""
-    most = most_mb(policy, tenant)
+    most = max_mb(policy, tenant)
     if most is None or need_mb <= most:
         return None
     message = (
@@ -223,7 +223,7 @@ def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Re
     return Refusal("exceeds-quota", message, "gpu_mb" if demand.gpu_mb is not None else "gpus")
 
 
-def most_mb(policy: Policy, tenant: str) -> int | None:
+def max_mb(policy: Policy, tenant: str) -> int | None:
     """The most that it could ever hold; None if it has no quota."""
     mine = policy.tenant(tenant)
     if mine.guaranteed_mb is None or not mine.cohort:

@@ -21,7 +21,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.lifecycle.learning import learned_mb
 from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
-from gpubroker_server.core.planning.forecasts.accuracy import there_at
+from gpubroker_server.core.planning.forecasts.forecast_rounds import expected_ready_at
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.ids import Ids
@@ -221,7 +221,7 @@ class Residency:
                 raise Problem("model-not-ready", detail)
 
     def _starts_at(self, task: Task, now: Instant) -> Instant | None:
-        start = there_at(self._parts.world, task, self._parts.forecasts(), now)
+        start = expected_ready_at(self._parts.world, task, self._parts.forecasts(), now)
         return None if start is None else start.p50_at
 
     def _is_too_late(self, task: Task, until: float, now: Instant) -> bool:

@@ -24,19 +24,19 @@ LEAST_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class FirstWord:
+class FirstForecast:
     said_at: Instant
     start_at: Instant
     p90_at: Instant
     basis: Basis
 
 
-def topic_of(basis: Basis, what: What) -> Topic:
+def accuracy_topic(basis: Basis, what: What) -> Topic:
     """How true forecasts of this basis come. Of no tenant: no tenant's runs are read from it."""
     return Topic("", basis.value, "", what)
 
 
-class Foresight:
+class ForecastRounds:
     """Owned by the leader; forgotten with it, but for what was learned."""
 
     def __init__(self) -> None:
@@ -44,14 +44,14 @@ class Foresight:
         self._pace = Pace(EVERY_SECONDS)
         self._nodes: frozenset[NodeName] = frozenset()
         """Those that could be used when they were made."""
-        self._said: dict[TaskId, FirstWord] = {}
+        self._said: dict[TaskId, FirstForecast] = {}
         self._work: Iterator[Sequence[Forecast]] | None = None
         """What is being worked out, as of when, and of which inventory."""
         self._so_far: Sequence[Forecast] | None = None
         self._as_of = Instant(-inf)
         self._inventory = 0
 
-    def go_on(self, world: World, policy: Policy, now: Instant) -> bool:
+    def step(self, world: World, policy: Policy, now: Instant) -> bool:
         """Take the next step of working forecasts out anew, if they are due: some milliseconds. Returns
         whether steps are left. The World may change between two of them; a round that meets another inventory
         begins again."""
@@ -69,9 +69,9 @@ class Foresight:
 
     def is_due(self, world: World, now: Instant) -> bool:
         waits = len(world.queue) > 0 or bool(self.forecasts)
-        return waits and (self._pace.is_due(now) or self.is_blind(world))
+        return waits and (self._pace.is_due(now) or self.is_outdated(world))
 
-    def is_blind(self, world: World) -> bool:
+    def is_outdated(self, world: World) -> bool:
         """Somebody waits, and nothing is foretold yet, or the nodes are others: of a new leader, above all. A
         plan made now would give away what was kept."""
         return len(world.queue) > 0 and self._nodes != _usable(world)
@@ -83,7 +83,7 @@ class Foresight:
         self._nodes = _usable(world)
         for forecast in forecasts:
             if forecast.task not in self._said and forecast.start_at > now + LEAST_WAIT_SECONDS:
-                word = FirstWord(now, forecast.start_at, forecast.p90_at, forecast.basis)
+                word = FirstForecast(now, forecast.start_at, forecast.p90_at, forecast.basis)
                 self._said[forecast.task] = word
         self._said = {task: word for task, word in self._said.items() if task in world.queue}
 
@@ -100,7 +100,7 @@ class Foresight:
             word = self._said.get(write.task.id)
             if write.what is Move.ADMITTED and word is not None:
                 for what, value in _values(word, now):
-                    topic = topic_of(word.basis, what)
+                    topic = accuracy_topic(word.basis, what)
                     known[topic] = (known.get(topic) or world.learned.sketch(topic)).add(value)
                     lessons.append(Lesson(topic, value, known[topic], now))
         return replace(decision, lessons=(*decision.lessons, *lessons)) if lessons else decision
@@ -110,7 +110,7 @@ def _usable(world: World) -> frozenset[NodeName]:
     return frozenset(Draft(world).usable_nodes())
 
 
-def _values(word: FirstWord, now: Instant) -> tuple[tuple[What, float], ...]:
+def _values(word: FirstForecast, now: Instant) -> tuple[tuple[What, float], ...]:
     waited, at_most = now - word.said_at, word.p90_at - word.said_at
     return (
         (What.START_ERROR, round(abs(now - word.start_at), 3)),
@@ -118,7 +118,7 @@ def _values(word: FirstWord, now: Instant) -> tuple[tuple[What, float], ...]:
     )
 
 
-class Start(NamedTuple):
+class ExpectedStart(NamedTuple):
     p50_at: Instant
     """By then one in two."""
     p90_at: Instant
@@ -128,27 +128,31 @@ class Start(NamedTuple):
     basis: Basis
 
 
-def start_of(world: World, task: Task, forecasts: Sequence[Forecast], now: Instant) -> Start | None:
+def expected_start(
+    world: World, task: Task, forecasts: Sequence[Forecast], now: Instant
+) -> ExpectedStart | None:
     """By what was pledged to it, or by its forecast; None if it has neither: then nobody can tell."""
     pledges = world.pledges.get(task.id)
     if pledges:
         at = max(now, *(pledge.deadline_at for pledge in pledges.values()))
-        return Start(at, at, 0, Basis.STATED)
+        return ExpectedStart(at, at, 0, Basis.STATED)
     for forecast in forecasts:
         if forecast.task == task.id and task.id in world.queue:
             p50_at, p90_at = max(now, forecast.start_at), max(now, forecast.p90_at)
-            return Start(p50_at, p90_at, forecast.n, forecast.basis)
+            return ExpectedStart(p50_at, p90_at, forecast.n, forecast.basis)
     return None
 
 
-def there_at(world: World, model: Task, forecasts: Sequence[Forecast], now: Instant) -> Start | None:
+def expected_ready_at(
+    world: World, model: Task, forecasts: Sequence[Forecast], now: Instant
+) -> ExpectedStart | None:
     """When a model that waits, or is being loaded, is likely to be in memory; None if nobody can tell."""
     assert model.model is not None
     load_seconds = model.model.load_seconds
     if model.state is TaskState.ADMITTED:
         at = Instant(max(now, (model.admitted_at or now) + load_seconds))
-        return Start(at, at, 0, Basis.STATED)
-    room = start_of(world, model, forecasts, now)
+        return ExpectedStart(at, at, 0, Basis.STATED)
+    room = expected_start(world, model, forecasts, now)
     if room is None:
         return None
     p50_at, p90_at = Instant(room.p50_at + load_seconds), Instant(room.p90_at + load_seconds)
