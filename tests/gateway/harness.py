@@ -1,4 +1,4 @@
-"""The real gateway over a store in memory, and a leader that decides as the real one does when it is told to.
+"""The real gateway over a store in memory, and a leader that decides like the real one, on demand.
 
 Its events feed one World. Every answer is held against the OpenAPI document: status, content type and body.
 """
@@ -198,7 +198,7 @@ class Gateway:
         max_priority: int = 100,
         expires_at: Instant | None = None,
     ) -> "Client":
-        """A client with a token of its own; every scope unless told otherwise."""
+        """A client with a token of its own; every scope unless given otherwise."""
         secret, row = new_token(
             name,
             tenant=tenant,
@@ -238,9 +238,9 @@ class Gateway:
         return self.world.tasks[TaskId(task_id)]
 
     async def plan(self, task_id: str) -> None:
-        """Commit what the planner decides for this task: its admission, or room for it. Others wait on.
+        """Commit what the planner decides for this task: its admission, or room for it. Others keep waiting.
 
-        Nobody is stopped in the moment of its admission: let the clock go on before.
+        A run cannot be preempted at the moment of its admission: advance the clock before.
         """
         decisions = plan_cycle(self.world, self.policy, self.clock.now()).decisions
         about_it = [decision for decision in decisions if decision.subject == task_id]
@@ -266,12 +266,12 @@ class Gateway:
         await self.commit(Decision("cluster", "node_seen", nodes=nodes))
 
     async def settle_dependencies(self) -> None:
-        """Let in and fail those whose dependencies have ended, as far as the World knows of it."""
+        """Release and fail tasks after the end of their dependencies, as far as the World has it."""
         while decisions := settle_dependencies(self.world.awaited, self.world.tasks, self.clock.now()):
             await self.commit(*decisions)
 
     async def pass_time(self) -> None:
-        """Commit what time has made due for a leader that was there all along. Let the clock go on before."""
+        """Commit what has become due, with a leader that was there all along. Advance the clock before."""
         now = self.clock.now()
         await self.commit(*due(self.world, now, self.policy, ObservationWindow(since=Instant(0.0), last=now)))
 
@@ -292,7 +292,7 @@ class Gateway:
         log_tail: bytes = b"",
         is_gone: bool = True,
     ) -> None:
-        """The run ended, and its process is gone unless told otherwise. Admits the task first if it waits."""
+        """The run has ended, and its process is gone unless given otherwise. Admits a waiting task first."""
         if self.task(task_id).state is TaskState.PENDING:
             await self.admit(task_id)
         task, now = self.task(task_id), self.clock.now()
@@ -302,7 +302,7 @@ class Gateway:
             await self.hear(Gone(task.id, task.fence, now, "process_absent"))
 
     async def next_task(self) -> str:
-        """The id of the first task that anybody submits."""
+        """The id of the first task that is submitted."""
         await until(lambda: bool(self.world.tasks))
         return next(iter(self.world.tasks))
 
@@ -312,7 +312,7 @@ class Gateway:
 
 
 class Client(httpx.AsyncClient):
-    """Holds every answer against the document."""
+    """Checks every answer against the OpenAPI document."""
 
     async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
         response = await super().send(request, **options)
@@ -381,7 +381,7 @@ def fault(response: httpx.Response, pointer: str) -> str:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Give the loop turn after turn until this holds, with a deadline that fails the test."""
+    """Run the event loop until this is true; fail the test after a deadline."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not true():  # noqa: ASYNC110  # turns of the loop, not time
             await asyncio.sleep(0)

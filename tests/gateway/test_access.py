@@ -1,4 +1,4 @@
-"""Who gets in, by which name, with which scopes; tokens; health."""
+"""Host names, tokens and their scopes, health."""
 
 import asyncio
 from typing import Any
@@ -74,7 +74,7 @@ async def test_an_expired_token_is_refused(gateway: Gateway) -> None:
     assert 'error="invalid_token"' in (await short.get("/tasks")).headers["www-authenticate"]
 
 
-async def test_paths_that_do_not_exist_are_told_to_known_clients_only(gateway: Gateway, api: Client) -> None:
+async def test_an_unknown_path_is_404_only_for_a_client_with_a_token(gateway: Gateway, api: Client) -> None:
     problem(await gateway.with_secret(None).get("/secret"), 401, "unauthenticated")
     problem(await api.get("/secret"), 404, "not-found")
 
@@ -93,11 +93,11 @@ async def test_another_host_name_is_refused_on_every_path(gateway: Gateway, host
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost:8470", "LOCALHOST", "[::1]:8470", "[::1]", "broker.example:443"]
 )
-async def test_loopback_and_configured_names_are_welcome(gateway: Gateway, host: str) -> None:
+async def test_loopback_and_configured_names_are_accepted(gateway: Gateway, host: str) -> None:
     assert (await gateway.admin.get("/tasks", headers={"Host": host})).status_code == 200
 
 
-async def test_a_method_that_a_path_does_not_know_is_refused_with_those_it_knows(api: Client) -> None:
+async def test_a_method_that_a_path_does_not_support_is_refused_with_the_supported_ones(api: Client) -> None:
     for method, path, allowed in (
         ("DELETE", "/tasks", "GET, HEAD, POST"),
         ("PUT", f"/tasks/task_{'0' * 26}", "GET, HEAD, PATCH"),
@@ -109,7 +109,7 @@ async def test_a_method_that_a_path_does_not_know_is_refused_with_those_it_knows
         assert response.headers["allow"] == allowed
 
 
-async def test_a_mistake_of_ours_leaves_a_request_id_and_no_trace(
+async def test_an_internal_error_has_a_request_id_and_no_traceback(
     gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(_wanted: object) -> None:
@@ -125,7 +125,7 @@ async def test_a_mistake_of_ours_leaves_a_request_id_and_no_trace(
     assert "Traceback" not in response.text
 
 
-async def test_a_database_that_is_away_is_said_to_be_and_to_come_back(
+async def test_an_unreachable_database_is_a_retryable_503(
     gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away(_submission: object) -> None:
@@ -156,7 +156,7 @@ async def test_a_new_token_is_shown_once_and_kept_as_a_hash(gateway: Gateway, ap
     assert (await gateway.with_secret(token["token"]).get("/tasks")).status_code == 200
 
 
-async def test_a_withdrawn_token_is_refused_at_once(gateway: Gateway, api: Client) -> None:
+async def test_a_deleted_token_is_refused_at_once(gateway: Gateway, api: Client) -> None:
     client = await gateway.client("ci")
     assert (await client.get("/tasks")).status_code == 200
     assert (await api.delete("/tokens/ci")).status_code == 204
@@ -164,20 +164,22 @@ async def test_a_withdrawn_token_is_refused_at_once(gateway: Gateway, api: Clien
     problem(await api.delete("/tokens/ci"), 404, "not-found")
 
 
-async def test_a_name_is_not_given_twice(gateway: Gateway, api: Client) -> None:
+async def test_a_token_name_cannot_be_used_twice(gateway: Gateway, api: Client) -> None:
     before = {row.name: row for row in await gateway.store.tokens()}["admin"]
     problem(await api.post("/tokens", json={"name": "admin", "scopes": ["*"]}), 409, "token-exists")
     assert {row.name: row for row in await gateway.store.tokens()}["admin"] == before
 
 
-async def test_of_two_tokens_of_one_name_made_at_once_the_first_stays(gateway: Gateway, api: Client) -> None:
+async def test_of_two_tokens_created_at_once_with_one_name_the_first_stays(
+    gateway: Gateway, api: Client
+) -> None:
     body = {"name": "ci", "scopes": ["tasks:read"]}
     first, second = await asyncio.gather(*(api.post("/tokens", json=body) for _ in range(2)))
     problem(second, 409, "token-exists")
     assert (await gateway.with_secret(first.json()["token"]).get("/tasks")).status_code == 200
 
 
-async def test_nobody_gives_what_he_has_not(gateway: Gateway) -> None:
+async def test_a_token_cannot_grant_scopes_it_lacks(gateway: Gateway) -> None:
     limited = await gateway.client("limited", "admin", "tasks:read", max_priority=60)
     wanted: dict[str, Any] = {"name": "x", "scopes": ["tasks:code", "*"], "max_priority": 61}
     document = problem(await limited.post("/tokens", json=wanted), 403, "forbidden")
@@ -199,12 +201,12 @@ async def test_nobody_gives_what_he_has_not(gateway: Gateway) -> None:
         ("/secret", {"secret": "mine"}),
     ],
 )
-async def test_a_bad_token_wish_is_refused(api: Client, pointer: str, fields: dict[str, Any]) -> None:
+async def test_an_invalid_token_request_is_refused(api: Client, pointer: str, fields: dict[str, Any]) -> None:
     response = await api.post("/tokens", json={"name": "x", "scopes": ["tasks:read"], **fields})
     fault(response, pointer)
 
 
-async def test_tokens_of_other_processes_are_seen_in_time(gateway: Gateway) -> None:
+async def test_tokens_created_by_other_processes_are_found_in_time(gateway: Gateway) -> None:
     tokens = Tokens(gateway.store, gateway.clock, refresh_seconds=0.001)
     secret, row = new_token("late", tenant="t", scopes=["*"], max_priority=1, now=gateway.clock.now())
     following = asyncio.create_task(tokens.keep_fresh(asyncio.Event()))
@@ -222,15 +224,15 @@ async def test_health_and_readiness_are_open(gateway: Gateway) -> None:
     }
 
 
-async def test_a_monitor_may_ask_for_the_head_alone(gateway: Gateway, api: Client) -> None:
+async def test_a_monitor_may_send_head_requests(gateway: Gateway, api: Client) -> None:
     for client, path in ((gateway.with_secret(None), "/healthz"), (api, "/tasks")):
         head, whole = await client.request("HEAD", path), await client.get(path)
         assert (head.status_code, head.content) == (200, b"")
         assert head.headers["content-length"] == str(len(whole.content))
-    assert (await api.request("HEAD", "/shutdown")).status_code == 405, "nobody can read it"
+    assert (await api.request("HEAD", "/shutdown")).status_code == 405, "it has no GET"
 
 
-async def test_readiness_names_the_part_that_is_away(
+async def test_readiness_names_the_part_that_does_not_work(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away() -> None:
@@ -252,7 +254,7 @@ async def test_readiness_names_the_part_that_is_away(
     assert (await anybody.get("/healthz")).status_code == 200
 
 
-async def test_the_document_is_open_and_the_one_that_is_published(gateway: Gateway) -> None:
+async def test_the_openapi_document_needs_no_token_and_is_the_published_one(gateway: Gateway) -> None:
     assert (await gateway.with_secret(None).get("/openapi.json")).json() == DOCUMENT
     for path in ("/docs", "/redoc"):
         problem(await gateway.admin.get(path), 404, "not-found")
@@ -266,7 +268,7 @@ async def test_a_shutdown_is_passed_on(gateway: Gateway, api: Client) -> None:
     assert gateway.shutdowns == [False, True]
 
 
-async def test_of_two_requests_for_a_token_of_one_name_one_gets_it(api: Client) -> None:
+async def test_of_two_requests_for_one_token_name_one_succeeds(api: Client) -> None:
     body = {"name": "ci", "scopes": ["tasks:read"]}
     answers = await asyncio.gather(*(api.post("/tokens", json=body) for _ in range(2)))
     assert sorted(answer.status_code for answer in answers) == [201, 409]

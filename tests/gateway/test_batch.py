@@ -1,4 +1,4 @@
-"""Many tasks in one request: each as if it came alone, and all of them in one commit."""
+"""Batches: each task as if it were sent alone, and all of them in one commit."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ async def test_each_task_has_its_answer_in_the_order_in_which_they_were_sent(api
         assert n == 0 or item["id"] > answer.json()["items"][n - 1]["id"]
 
 
-async def test_a_task_of_a_batch_is_the_task_that_it_would_be_alone(gateway: Gateway, api: Client) -> None:
+async def test_a_task_of_a_batch_is_the_same_as_one_sent_alone(gateway: Gateway, api: Client) -> None:
     said = {
         "name": "train",
         "priority": "interactive",
@@ -79,7 +79,7 @@ async def test_a_task_of_a_batch_is_the_task_that_it_would_be_alone(gateway: Gat
         ({"stream": "none"}, "/tasks/1/stream", 422),
     ],
 )
-async def test_a_task_that_is_refused_says_where_and_the_others_are_stored(
+async def test_a_refused_task_has_its_pointer_and_the_others_are_stored(
     gateway: Gateway, api: Client, bad: dict[str, Any], pointer: str, status: int
 ) -> None:
     text = json.dumps({"tasks": [a_body(), a_body() | bad, a_body()]}).replace("Infinity", "1e999")
@@ -91,13 +91,13 @@ async def test_a_task_that_is_refused_says_where_and_the_others_are_stored(
     assert len(gateway.world.tasks) == 2
 
 
-async def test_what_alone_is_a_word_and_no_object_is_refused_by_its_place(api: Client) -> None:
+async def test_an_item_that_is_not_an_object_is_refused_with_its_pointer(api: Client) -> None:
     items = (await send(api, [a_body(), 7, None])).json()["items"]
     assert [item["status"] for item in items] == [202, 422, 422]
     assert items[1]["problem"]["errors"][0]["pointer"] == "/tasks/1"
 
 
-async def test_each_task_needs_what_its_own_run_needs(gateway: Gateway) -> None:
+async def test_each_task_needs_the_scopes_of_its_own_run(gateway: Gateway) -> None:
     modest = await gateway.client("modest", "tasks:write", max_priority=60)
     runs = [{"entrypoint": "myteam.training:train"}, {"command": ["true"]}]
     tasks = [a_body(runs[0]), a_body(runs[1]), a_body(runs[0], priority=61)]
@@ -107,20 +107,20 @@ async def test_each_task_needs_what_its_own_run_needs(gateway: Gateway) -> None:
     assert items[1]["problem"]["errors"][0]["pointer"] == "/tasks/1"
 
 
-async def test_one_that_names_another_kind_of_run_is_asked_for_its_scope_too(gateway: Gateway) -> None:
+async def test_a_task_with_another_kind_of_run_needs_its_scope_too(gateway: Gateway) -> None:
     modest = await gateway.client("modest", "tasks:write")
     bodies = [a_body({"command": ["true"]}), a_body({"command": ["false"]})]
     items = (await send(modest, bodies)).json()["items"]
     assert [item["status"] for item in items] == [403, 403]
 
 
-async def test_all_or_nothing_answers_as_for_one_when_all_are_good(gateway: Gateway, api: Client) -> None:
+async def test_all_or_nothing_answers_202_when_all_are_accepted(gateway: Gateway, api: Client) -> None:
     answer = await send(api, numbered(3), all_or_nothing=True)
     assert (answer.status_code, answer.json()["accepted"]) == (202, 3)
     assert len(gateway.world.tasks) == 3
 
 
-async def test_all_or_nothing_names_all_that_are_bad_and_stores_none(gateway: Gateway, api: Client) -> None:
+async def test_all_or_nothing_names_all_refused_tasks_and_stores_none(gateway: Gateway, api: Client) -> None:
     tasks = [a_body(), a_body(nmae="x"), a_body(), a_body(resources={"gpu_mb": 10**7})]
     refused = problem(await send(api, tasks, all_or_nothing=True), 422, "batch-refused")
     assert [found["pointer"] for found in refused["errors"]] == [
@@ -150,16 +150,16 @@ async def test_a_batch_is_one_commit(gateway: Gateway, api: Client) -> None:
         ([], ""),
     ],
 )
-async def test_a_request_that_is_no_batch_is_refused_whole(api: Client, body: Any, pointer: str) -> None:
+async def test_a_body_that_is_not_a_batch_is_refused(api: Client, body: Any, pointer: str) -> None:
     fault(await api.post("/tasks/batch", json=body), pointer)
 
 
 @pytest.mark.parametrize("text", [b"", b'{"tasks": [', b'{"tasks": [{"run": nope}]}', b'{"tasks": "\xff"}'])
-async def test_what_is_no_json_is_refused_whole(api: Client, text: bytes) -> None:
+async def test_a_batch_that_is_not_json_is_refused(api: Client, text: bytes) -> None:
     problem(await api.post("/tasks/batch", content=text), 400, "malformed-json")
 
 
-async def test_the_body_has_a_limit_of_its_own() -> None:
+async def test_a_batch_has_a_body_limit_of_its_own() -> None:
     async with Gateway(body_bytes=1000, batch_body_bytes=1500) as gateway:
         tasks = numbered(15)
         assert 1000 < len(json.dumps({"tasks": tasks})) < 1500
@@ -168,7 +168,7 @@ async def test_the_body_has_a_limit_of_its_own() -> None:
         assert "limits.batch_body_bytes" in refused["detail"]
 
 
-async def test_the_same_key_and_body_have_the_same_answer(gateway: Gateway, api: Client) -> None:
+async def test_the_same_key_and_batch_get_the_same_answer(gateway: Gateway, api: Client) -> None:
     tasks = [*numbered(2), a_body(nmae="x")]
     first = await send(api, tasks, key='"k"')
     again = await send(api, tasks, key="k")
@@ -178,7 +178,7 @@ async def test_the_same_key_and_body_have_the_same_answer(gateway: Gateway, api:
     assert len(gateway.world.tasks) == 2
 
 
-async def test_a_batch_that_is_sent_again_has_its_answer_although_its_time_is_over(
+async def test_a_replayed_batch_gets_its_answer_although_its_deadline_has_passed(
     gateway: Gateway, api: Client
 ) -> None:
     tasks = [a_body(deadline_at=rfc3339(Instant(NOW + 60)))]
@@ -200,7 +200,7 @@ async def test_the_same_key_with_another_batch_stores_nothing(
     assert len(gateway.world.tasks) == 2
 
 
-async def test_a_key_of_a_task_is_none_of_a_batch(api: Client) -> None:
+async def test_a_key_of_a_task_is_not_a_key_of_a_batch(api: Client) -> None:
     await api.post("/tasks", json=a_body(), headers={"Idempotency-Key": "one"})
     problem(await send(api, [a_body()], key="one"), 422, "idempotency-key-reused")
     await send(api, [a_body()], key="many")
@@ -208,7 +208,7 @@ async def test_a_key_of_a_task_is_none_of_a_batch(api: Client) -> None:
     problem(alone, 422, "idempotency-key-reused")
 
 
-async def test_two_that_send_the_same_batch_at_once_have_one_answer(gateway: Gateway, api: Client) -> None:
+async def test_two_requests_with_the_same_batch_at_once_get_one_answer(gateway: Gateway, api: Client) -> None:
     answers = await asyncio.gather(*(send(api, numbered(4), key="k") for _ in range(3)))
     assert len({answer.content for answer in answers}) == 1
     assert len(gateway.world.tasks) == 4
@@ -243,7 +243,7 @@ async def test_dependents_of_one_batch_are_looked_up_together(
         assert [it.task for it in gateway.task(item["id"]).after] == [parent]
 
 
-async def test_others_are_answered_while_a_large_batch_is_taken_in(gateway: Gateway) -> None:
+async def test_other_requests_are_answered_while_a_large_batch_is_read(gateway: Gateway) -> None:
     transport = httpx.ASGITransport(gateway.app)
     plain = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=gateway.admin.headers)
     async with plain:
@@ -265,7 +265,7 @@ async def test_ids_of_one_batch_are_in_order_and_never_repeat() -> None:
     assert some == sorted(some)
 
 
-async def test_a_task_sent_again_has_its_answer_although_it_would_be_refused_by_now(
+async def test_a_replayed_task_gets_its_answer_although_a_new_one_would_be_refused(
     gateway: Gateway, api: Client
 ) -> None:
     body = a_body(deadline_seconds=60.0, resources={"gpu_mb": 1024})
@@ -277,6 +277,6 @@ async def test_a_task_sent_again_has_its_answer_although_it_would_be_refused_by_
     problem(await api.post("/tasks", json=body), 422, "entrypoint-not-allowed")
 
 
-async def test_a_list_alone_is_answered_with_where_it_belongs(api: Client) -> None:
+async def test_a_bare_list_is_refused_with_the_field_it_belongs_in(api: Client) -> None:
     found = problem(await api.post("/tasks/batch", json=[a_body()]), 422, "validation-failed")
     assert found["detail"] == 'must be an object, such as {"tasks": [...]}'

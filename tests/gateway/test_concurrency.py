@@ -1,4 +1,4 @@
-"""Answers that take long: one at a time, with pauses for everybody else."""
+"""Answers that take long: one at a time, with other requests in between."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from gpubroker_server.gateway.http.waiters import OneAtATime, run_in_thread
 from tests.gateway.harness import Client, Gateway, before, problem, until
 
 
-async def test_answers_are_worked_out_one_after_the_other_in_the_order_they_were_asked_for():
+async def test_answers_are_computed_one_at_a_time_first_come_first_served():
     desk, order = OneAtATime("plans", max_waiting=2), list[str]()
 
     async def ask(name: str) -> None:
@@ -28,7 +28,7 @@ async def test_answers_are_worked_out_one_after_the_other_in_the_order_they_were
     assert order == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
 
 
-async def test_who_comes_on_top_of_those_who_may_wait_is_told_to_ask_again():
+async def test_a_request_beyond_the_queue_is_refused_as_retryable():
     desk, go = OneAtATime("plans", max_waiting=1), asyncio.Event()
 
     async def ask() -> None:
@@ -45,7 +45,7 @@ async def test_who_comes_on_top_of_those_who_may_wait_is_told_to_ask_again():
     await before(5.0, ask())
 
 
-async def test_who_waited_and_went_away_leaves_his_place_to_others():
+async def test_a_cancelled_request_leaves_its_place_in_the_queue():
     desk, go = OneAtATime("plans", max_waiting=1), asyncio.Event()
 
     async def ask() -> None:
@@ -61,7 +61,7 @@ async def test_who_waited_and_went_away_leaves_his_place_to_others():
     await before(5.0, asyncio.gather(first, second))
 
 
-async def test_everything_else_goes_on_while_an_answer_is_worked_out():
+async def test_the_event_loop_goes_on_while_a_thread_computes_an_answer():
     others_had_a_turn = threading.Event()
 
     def steps() -> Generator[None, None, bool]:
@@ -74,12 +74,12 @@ async def test_everything_else_goes_on_while_an_answer_is_worked_out():
     assert await answer
 
 
-async def test_what_takes_too_long_is_given_up():
+async def test_an_answer_that_takes_too_long_is_stopped():
     with pytest.raises(TimeoutError):
         await before(5.0, run_in_thread((None for _ in itertools.count()), Seconds(0.01)))
 
 
-async def test_what_nobody_waits_for_any_more_is_given_up():
+async def test_an_answer_is_stopped_when_its_request_is_cancelled():
     began, ended = threading.Event(), threading.Event()
 
     def steps() -> Generator[None, None, None]:
@@ -97,7 +97,7 @@ async def test_what_nobody_waits_for_any_more_is_given_up():
     assert await asyncio.to_thread(ended.wait, 5.0)
 
 
-async def test_a_second_plan_at_a_time_is_put_off_and_the_next_one_is_answered(
+async def test_a_second_plan_at_the_same_time_is_refused_and_a_later_one_answered(
     gateway: Gateway, api: Client
 ) -> None:
     asked = {"components": [{"name": "a", "resources": {"cpu": 1}}]}
@@ -108,9 +108,7 @@ async def test_a_second_plan_at_a_time_is_put_off_and_the_next_one_is_answered(
     assert (await api.post("/plan", json=asked)).status_code == 200
 
 
-async def test_between_two_of_many_explanations_that_are_asked_for_at_once_everybody_else_has_the_loop(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_other_requests_run_between_two_of_many_explanations(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit(resources={"gpu_mb": 1})
     order, is_over = list[str](), asyncio.Event()
 
@@ -135,7 +133,7 @@ async def test_between_two_of_many_explanations_that_are_asked_for_at_once_every
     assert all("tick" in told[one:other] for one, other in itertools.pairwise(answered))
 
 
-async def test_a_task_that_ends_while_its_explanation_waits_for_its_turn_has_ended(
+async def test_a_task_that_ends_while_its_explanation_is_queued_is_shown_as_ended(
     gateway: Gateway, api: Client
 ) -> None:
     task_id = await api.submit()
@@ -147,9 +145,7 @@ async def test_a_task_that_ends_while_its_explanation_waits_for_its_turn_has_end
     assert (await before(5.0, asked)).json()["state"] == "succeeded"
 
 
-async def test_explanations_wait_for_their_turn_and_too_many_of_them_are_put_off(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_explanations_are_queued_and_refused_beyond_the_queue(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit(resources={"gpu_mb": 1})
 
     def ask() -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a task may ask for beside sizes: what its type fills in, and what the operator limits or keeps."""
+"""Demands beside sizes: model types, limits, kinds, nodes and pools."""
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
@@ -22,7 +22,7 @@ async def test_a_model_type_fills_in_what_a_rank_leaves_out_but_gives_it_no_gpus
     assert asked == [(1, 2.0, 4096), (0, 1.0, 64)]
 
 
-async def test_what_a_submit_says_wins_over_its_model_type(api: Client) -> None:
+async def test_a_submit_overrides_its_model_type(api: Client) -> None:
     said = {
         "priority": 0,
         "timeout_seconds": 5.0,
@@ -36,34 +36,34 @@ async def test_what_a_submit_says_wins_over_its_model_type(api: Client) -> None:
 
 
 @pytest.mark.parametrize("gpus", [{"gpus": 1}, {"gpus": 0}, {"exclusive": True}, {"gpu_fraction": 0.5}])
-async def test_a_model_type_sizes_no_gpus_that_a_submit_speaks_of(
+async def test_a_model_type_gives_no_gpu_size_if_the_submit_mentions_gpus(
     api: Client, gpus: dict[str, object]
 ) -> None:
     task = (await api.post("/tasks", json=a_body(model_type="llm", resources=gpus))).json()
     assert task["resources"]["gpu_mb"] is None
 
 
-async def test_more_than_one_task_may_have_is_refused(api: Client) -> None:
+async def test_a_demand_above_the_maximum_per_task_is_refused(api: Client) -> None:
     response = await api.post("/tasks", json=a_body(resources={"memory_mb": 200 * 1024}))
     document = problem(response, 422, "exceeds-maximum")
     assert document["errors"][0]["pointer"] == "/resources/memory_mb"
     assert "one task may have at most 131072" in document["detail"]
 
 
-async def test_more_of_a_resource_than_one_node_has_is_refused(api: Client) -> None:
+async def test_more_of_a_custom_resource_than_one_node_has_is_refused(api: Client) -> None:
     assert (await api.post("/tasks", json=a_body(resources={"custom": {"fpga": 2}}))).status_code == 202
     response = await api.post("/tasks", json=a_body(resources={"custom": {"fpga": 3}}))
     assert "each node's limit of 2" in problem(response, 422, "exceeds-capacity")["detail"]
 
 
-async def test_what_is_kept_for_higher_priorities_is_refused_with_the_threshold(api: Client) -> None:
+async def test_a_resource_kept_for_higher_priorities_is_refused_with_the_threshold(api: Client) -> None:
     response = await api.post("/tasks", json=a_body(priority=69, resources={"custom": {"seat": 1}}))
     document = problem(response, 422, "priority-too-low")
     assert document["errors"][0]["pointer"] == "/resources/custom/seat"
     assert "priority 70 and above" in document["detail"]
 
 
-async def test_a_task_is_not_lowered_below_what_it_needs(api: Client) -> None:
+async def test_a_priority_cannot_be_lowered_below_the_threshold_of_a_resource(api: Client) -> None:
     task = (await api.post("/tasks", json=a_body(priority=70, resources={"custom": {"seat": 1}}))).json()
     response = await api.patch(f"/tasks/{task['id']}", json={"priority": 69})
     assert problem(response, 422, "priority-too-low")["errors"][0]["pointer"] == "/priority"
@@ -79,7 +79,7 @@ WISHES = {
 }
 
 
-async def test_kinds_and_nodes_come_back_as_they_were_said_and_alone_ask_for_one_gpu(api: Client) -> None:
+async def test_kinds_and_nodes_are_returned_as_given_and_alone_mean_one_gpu(api: Client) -> None:
     task = (await api.post("/tasks", json=a_body(resources=WISHES))).json()
     assert {name: task["resources"][name] for name in WISHES} == WISHES
     assert (task["resources"]["gpus"], task["resources"]["cpu"]) == (1, 0.0)
@@ -94,7 +94,7 @@ async def test_kinds_and_nodes_come_back_as_they_were_said_and_alone_ask_for_one
         ({"nodes": {"zone": ["a"]}}, "/resources/nodes"),
     ],
 )
-async def test_what_is_not_there_is_refused_with_what_is(
+async def test_an_unknown_kind_or_node_is_refused_with_the_known_ones(
     api: Client, resources: dict[str, object], pointer: str
 ) -> None:
     document = problem(await api.post("/tasks", json=a_body(resources=resources)), 422, "no-matching-device")
@@ -102,12 +102,12 @@ async def test_what_is_not_there_is_refused_with_what_is(
     assert "there are" in document["detail"]
 
 
-async def test_no_gpus_and_a_kind_of_gpu_is_a_contradiction(api: Client) -> None:
+async def test_zero_gpus_and_a_kind_of_gpu_contradict_each_other(api: Client) -> None:
     response = await api.post("/tasks", json=a_body(resources={"gpus": 0, "kinds": ["H100"]}))
     assert problem(response, 422, "validation-failed")["errors"][0]["pointer"] == "/resources"
 
 
-async def test_what_a_process_costs_is_shown_apart(gateway: Gateway, api: Client) -> None:
+async def test_the_context_of_a_process_is_shown_separately(gateway: Gateway, api: Client) -> None:
     costly: Device = a_device(power=2000, context_mb=512, version=2)
     await gateway.commit(Decision("n1", "node_seen", nodes=(a_node(version=2),), devices=(costly,)))
     task = (await api.post("/tasks", json=a_body(resources={"gpu_mb": 1024}))).json()
@@ -119,7 +119,7 @@ async def test_what_a_process_costs_is_shown_apart(gateway: Gateway, api: Client
     assert gpu["holders"][0]["context_mb"] == 512
 
 
-async def test_a_pool_gives_its_kinds_and_is_shown(api: Client) -> None:
+async def test_a_task_gets_the_kinds_of_its_pool_and_shows_it(api: Client) -> None:
     task = (await api.post("/tasks", json=a_body(resources={"gpu_mb": 1024, "pool": "lab"}))).json()
     assert (task["resources"]["pool"], task["resources"]["kinds"]) == ("lab", ["H100"])
 
@@ -128,7 +128,7 @@ async def test_a_pool_gives_its_kinds_and_is_shown(api: Client) -> None:
     ("resources", "pointer"),
     [({"pool": "nowhere"}, "/resources/pool"), ({"pool": "lab", "kinds": ["L4"]}, "/resources/kinds")],
 )
-async def test_what_a_pool_does_not_give_is_refused(
+async def test_a_demand_that_does_not_fit_its_pool_is_refused(
     api: Client, resources: dict[str, object], pointer: str
 ) -> None:
     response = await api.post("/tasks", json=a_body(resources=resources))
@@ -142,7 +142,7 @@ async def test_what_a_pool_does_not_give_is_refused(
         ({"resources": {"gpu_mb": 1024, "pool": "lab"}}, "the pool's gpus (pool lab)"),
     ],
 )
-async def test_a_task_above_a_limit_waits_and_is_told_which(
+async def test_a_task_above_a_limit_waits_with_the_limit_as_its_reason(
     gateway: Gateway, api: Client, fields: dict[str, object], said: str
 ) -> None:
     first = (await api.post("/tasks", json=a_body(**fields))).json()

@@ -11,7 +11,7 @@ from tests.gateway.harness import Client, Gateway, a_body, problem
 STRANGER = "task_01K000000000000000000000AA"
 
 
-async def test_a_task_waits_for_those_it_runs_after_and_says_so(gateway: Gateway, api: Client) -> None:
+async def test_a_task_waits_for_its_dependencies_and_says_so(gateway: Gateway, api: Client) -> None:
     first, second = [await api.submit() for _ in range(2)]
     said: list[Any] = [first, {"task": second, "on_failure": "ignore"}]
     last = (await api.post("/tasks", json=a_body(after=said))).json()
@@ -27,7 +27,9 @@ async def test_a_task_waits_for_those_it_runs_after_and_says_so(gateway: Gateway
     assert (told["state"], told["pending"]["reason"]) == ("pending", "PendingEvaluation")
 
 
-async def test_a_task_tells_by_whose_priority_it_stands_in_the_queue(gateway: Gateway, api: Client) -> None:
+async def test_a_task_names_the_dependent_that_it_inherits_its_priority_from(
+    gateway: Gateway, api: Client
+) -> None:
     first = await api.submit(priority=20)
     between = await api.submit(priority=30, after=[first])
     last = await api.submit(priority=80, after=[between])
@@ -51,7 +53,7 @@ async def test_a_failure_is_passed_on_and_the_first_one_is_named(gateway: Gatewa
     assert f"{second}, which could not run because {first} did not succeed" in failed["error"]["message"]
 
 
-async def test_cancelling_what_others_wait_for_fails_them(gateway: Gateway, api: Client) -> None:
+async def test_cancelling_a_dependency_fails_its_dependents(gateway: Gateway, api: Client) -> None:
     first = await api.submit()
     second = await api.submit(after=[first])
     await api.post(f"/tasks/{first}/cancel")
@@ -61,9 +63,7 @@ async def test_cancelling_what_others_wait_for_fails_them(gateway: Gateway, api:
     assert failed["error"]["message"] == f"it runs after {first}, which was cancelled"
 
 
-async def test_one_that_ended_before_the_submit_is_accepted_and_looked_up(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_dependency_that_ended_before_the_submit_is_accepted(gateway: Gateway, api: Client) -> None:
     first = await api.submit()
     await gateway.end(first)
     assert first not in gateway.world.tasks
@@ -73,21 +73,19 @@ async def test_one_that_ended_before_the_submit_is_accepted_and_looked_up(
 
 
 @pytest.mark.parametrize("name", ["nonsense", "", STRANGER, "x" * 100])
-async def test_a_task_that_nobody_knows_is_refused_by_its_name(api: Client, name: str) -> None:
+async def test_an_unknown_dependency_is_refused_by_its_id(api: Client, name: str) -> None:
     refused = problem(await api.post("/tasks", json=a_body(after=[name])), 422, "validation-failed")
     assert refused["errors"][0]["pointer"] == "/after/0/task"
     assert f'there is no task "{name}"' in refused["detail"]
 
 
-async def test_a_task_of_another_tenant_is_refused_as_if_it_were_not_there(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_dependency_of_another_tenant_is_refused_as_unknown(gateway: Gateway, api: Client) -> None:
     strangers = await (await gateway.client("other", tenant="other")).submit()
     refused = problem(await api.post("/tasks", json=a_body(after=[strangers])), 422, "validation-failed")
     assert f'there is no task "{strangers}"' in refused["detail"]
 
 
-async def test_a_task_is_named_once(api: Client) -> None:
+async def test_a_dependency_named_twice_is_refused(api: Client) -> None:
     first = await api.submit()
     body = a_body(after=[first, {"task": first, "on_failure": "ignore"}])
     (fault,) = problem(await api.post("/tasks", json=body), 422, "validation-failed")["errors"]
@@ -104,7 +102,7 @@ async def test_a_task_is_named_once(api: Client) -> None:
         ([{"task": "a", "when": 1}], "/after/0/when"),
     ],
 )
-async def test_what_is_no_dependency_is_refused_where_it_stands(
+async def test_an_invalid_dependency_is_refused_with_its_pointer(
     api: Client, after: Any, pointer: str
 ) -> None:
     (fault,) = problem(await api.post("/tasks", json=a_body(after=after)), 422, "validation-failed")["errors"]

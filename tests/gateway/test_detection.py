@@ -1,4 +1,4 @@
-"""What is told, and may be asked, while silent nodes are not given up."""
+"""Silent nodes that the leader holds back: how that is shown, and resuming."""
 
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -18,7 +18,7 @@ async def paused(gateway: Gateway, *scopes: str) -> Client:
     return await gateway.client("olga", *scopes, tenant="ops")
 
 
-async def test_nothing_is_paused_as_a_rule(api: Client) -> None:
+async def test_detection_is_normally_not_paused(api: Client) -> None:
     assert (await api.get("/stats")).json()["detection"]["state"] == "watching"
     assert (await api.get("/readyz")).json()["parts"]["nodes"] == "ok"
     assert "gpubroker_silent_nodes 0.0" in (await api.get("/metrics")).text
@@ -26,7 +26,7 @@ async def test_nothing_is_paused_as_a_rule(api: Client) -> None:
     assert (refused.status_code, refused.json()["code"]) == (409, "nothing-paused")
 
 
-async def test_a_pause_is_told_wherever_people_and_programs_look_and_the_service_stays_ready(
+async def test_a_pause_is_shown_in_stats_readiness_and_metrics_and_the_service_stays_ready(
     gateway: Gateway,
 ) -> None:
     olga = await paused(gateway)
@@ -39,7 +39,7 @@ async def test_a_pause_is_told_wherever_people_and_programs_look_and_the_service
     assert "gpubroker_silent_nodes 2.0" in (await olga.get("/metrics")).text
 
 
-async def test_an_operator_asks_the_leader_to_go_on_with_the_nodes_that_are_silent_now(
+async def test_an_operator_asks_the_leader_to_give_up_the_nodes_that_are_silent_now(
     gateway: Gateway,
 ) -> None:
     olga = await paused(gateway, "cluster:write")
@@ -50,14 +50,14 @@ async def test_an_operator_asks_the_leader_to_go_on_with_the_nodes_that_are_sile
     assert note.reason == "rack 4 has no power"
 
 
-async def test_without_a_leader_it_is_asked_for(gateway: Gateway) -> None:
+async def test_without_a_leader_the_request_is_stored(gateway: Gateway) -> None:
     gateway.leads = False
     gateway.change(limits=RequestLimits(settle_seconds=0.01))
     olga = await paused(gateway)
     assert (await olga.post("/detection/resume", json=REASON)).status_code == 202
 
 
-async def test_it_takes_an_operator_and_a_reason(gateway: Gateway) -> None:
+async def test_resuming_needs_an_operator_and_a_reason(gateway: Gateway) -> None:
     viewer = await paused(gateway, "cluster:read", "tasks:write")
     assert (await viewer.post("/detection/resume", json=REASON)).status_code == 403
     olga = await gateway.client("olga2", "cluster:write")

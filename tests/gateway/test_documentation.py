@@ -1,4 +1,4 @@
-"""What the API says of itself is written down: every error code, every metric."""
+"""Every error code and every metric has its section in the docs."""
 
 import re
 
@@ -26,7 +26,7 @@ def test_every_section_states_status_and_whether_trying_again_helps() -> None:
 
 
 def test_every_failure_of_a_task_is_listed() -> None:
-    """Those that the service, its agents and the runtime name themselves."""
+    """Failures that the service, its agents and the runtime name."""
     named = re.compile(
         r'(?:Failure|failed|failure = )\(\s*"([a-z_]+)"|^(?:MALFORMED|NOT_YOUR_PROCESS) = "([a-z_]+)"', re.M
     )
@@ -70,11 +70,11 @@ def test_every_operation_has_a_name_a_summary_and_the_problems_it_may_answer() -
 
 
 def test_no_component_is_named_after_our_modules() -> None:
-    """As happens where two have the same name."""
+    """FastAPI does that if two schemas have the same name."""
     assert [name for name in DOCUMENT["components"]["schemas"] if "__" in name] == []
 
 
-def test_whatever_is_expected_is_told_in_one_shape() -> None:
+def test_every_forecast_has_the_same_schema() -> None:
     schemas = DOCUMENT["components"]["schemas"]
     assert [name for name, told in schemas.items() if "p50_seconds" in told.get("properties", {})] == [
         "ExpectedView"

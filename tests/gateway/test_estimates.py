@@ -1,4 +1,4 @@
-"""What past runs took, and what is made of it for the next."""
+"""What past runs used, and sizes that are learned from them."""
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
@@ -18,14 +18,14 @@ async def learn(
     tenant: str = "default",
     kind: str = "H100",
 ) -> None:
-    """Runs of this subject took so much."""
+    """Store the measurements of runs of this subject."""
     topic = Topic(tenant, subject, kind, what)
     for end in range(1, len(values) + 1):
         lesson = Lesson(topic, values[end - 1], a_sketch(values[:end]), Instant(NOW))
         await gateway.commit(Decision("run", "ended", lessons=(lesson,)))
 
 
-async def test_estimates_are_told_by_subject_and_kind(gateway: Gateway, api: Client) -> None:
+async def test_estimates_are_listed_by_subject_and_kind(gateway: Gateway, api: Client) -> None:
     await learn(gateway, What.GPU_MB, *[float(n * GIB) for n in range(1, 11)])
     await learn(gateway, What.SECONDS, 60.0, 60.0, 120.0)
     await learn(gateway, What.SECONDS, 1.0, subject="tools:resize", kind="")
@@ -62,7 +62,7 @@ async def test_a_tenant_learns_from_its_own_runs_only(gateway: Gateway, api: Cli
         ({"run": {"command": ["ls"]}}, ""),
     ],
 )
-async def test_a_task_is_like_others_of_its_model_type_else_name_else_entrypoint(
+async def test_the_subject_of_a_task_is_its_model_type_else_name_else_entrypoint(
     gateway: Gateway, api: Client, fields: dict[str, object], subject: str
 ) -> None:
     task_id = await api.submit(**fields)  # type: ignore[arg-type]  # `run` is one of them
@@ -84,7 +84,7 @@ async def test_a_size_is_learned_and_shown_with_its_basis(gateway: Gateway, api:
     assert gateway.world.books[key("gpu0")].leased_mb() == task["resources"]["gpu_mb"]
 
 
-async def test_what_is_learned_later_does_not_change_a_size(gateway: Gateway, api: Client) -> None:
+async def test_a_size_does_not_change_with_what_is_learned_later(gateway: Gateway, api: Client) -> None:
     await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 5)
     task_id = await api.submit(model_type="resnet", resources={"gpu_mb": "learned"})
     before = (await api.get(f"/tasks/{task_id}")).json()["resources"]
@@ -103,7 +103,9 @@ async def test_with_too_few_runs_a_whole_device_is_given_and_the_answer_says_so(
     assert "it takes 5 to know its size: it gets whole GPUs" in task["sizing"]["message"]
 
 
-async def test_a_size_goes_by_runs_on_devices_that_the_task_may_use(gateway: Gateway, api: Client) -> None:
+async def test_a_size_is_learned_from_runs_on_devices_that_the_task_may_use(
+    gateway: Gateway, api: Client
+) -> None:
     await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1", kind="L4", mb=24 * GIB),)))
     await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 5)
     await learn(gateway, What.GPU_MB, *[4.0 * GIB] * 5, kind="L4")
@@ -113,7 +115,9 @@ async def test_a_size_goes_by_runs_on_devices_that_the_task_may_use(gateway: Gat
     assert (sizing["kind"], sizing["p95_mb"]) == ("L4", pytest.approx(4 * GIB, rel=0.02))
 
 
-async def test_ranks_ask_for_what_was_learned_beside_ranks_that_do_not(gateway: Gateway, api: Client) -> None:
+async def test_ranks_with_a_learned_size_may_stand_beside_ranks_without(
+    gateway: Gateway, api: Client
+) -> None:
     await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 12)
     resources = {"bundles": [{"count": 2, "gpu_mb": "learned"}, {"gpu_mb": 1024}, {"cpu": 2}]}
     asked = await api.post("/tasks/simulate", json=a_body(model_type="resnet", resources=resources))
@@ -141,14 +145,14 @@ async def test_ranks_that_may_use_different_kinds_have_sizes_of_their_own(
     assert "; rank 1: 95 of 100 runs of resnet" in task["sizing"]["message"]
 
 
-async def test_with_too_few_ranks_measured_each_is_given_whole_devices(gateway: Gateway, api: Client) -> None:
+async def test_with_too_few_measured_ranks_each_gets_whole_devices(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit(model_type="resnet", resources={"bundles": [{"gpu_mb": "learned"}]})
     task = (await api.get(f"/tasks/{task_id}")).json()
     [rank] = task["resources"]["bundles"]
     assert (rank["gpus"], rank["gpu_mb"], task["sizing"]["gpu_mb"]) == (1, None, None)
 
 
-async def test_by_the_operators_default_a_task_of_a_type_that_states_no_size_gets_the_learned_one() -> None:
+async def test_a_model_type_may_default_to_the_learned_size() -> None:
     types = {"resnet": ModelType(gpu_mb="learned")}
     async with Gateway() as gateway:
         gateway.change(defaults=Defaults(model_types=types))
@@ -175,18 +179,18 @@ async def test_by_the_operators_default_a_task_of_a_type_that_states_no_size_get
     assert ranks == [[size], [size, 0], [1, 0]]
 
 
-async def test_a_size_that_was_stated_has_no_basis(api: Client) -> None:
+async def test_a_stated_size_has_no_sizing(api: Client) -> None:
     task_id = await api.submit(resources={"gpu_mb": 1024})
     assert (await api.get(f"/tasks/{task_id}")).json()["sizing"] is None
 
 
-async def test_whole_devices_are_still_asked_for_by_number_alone(gateway: Gateway, api: Client) -> None:
+async def test_a_number_of_gpus_alone_means_whole_devices(gateway: Gateway, api: Client) -> None:
     await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 12)
     task_id = await api.submit(model_type="resnet", resources={"gpus": 1})
     assert (await api.get(f"/tasks/{task_id}")).json()["resources"]["gpu_mb"] is None
 
 
-async def test_another_word_than_learned_is_no_size(api: Client) -> None:
+async def test_only_the_word_learned_may_stand_for_a_size(api: Client) -> None:
     response = await api.post("/tasks", json=a_body(resources={"gpu_mb": "guess"}))
     assert fault(response, "/resources/gpu_mb") == 'should be a valid integer; found "guess"'
 

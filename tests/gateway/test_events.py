@@ -6,7 +6,7 @@ from tests.builders import GIB, NOW
 from tests.gateway.harness import Client, Gateway, fault, problem
 
 
-async def test_the_events_of_a_task_tell_its_story(gateway: Gateway, api: Client) -> None:
+async def test_the_events_of_a_task_have_all_its_states(gateway: Gateway, api: Client) -> None:
     await api.submit()
     task_id = await api.submit(resources={"gpu_mb": 1024})
     await gateway.end(task_id)
@@ -24,7 +24,7 @@ async def test_the_events_of_a_task_tell_its_story(gateway: Gateway, api: Client
     assert events[1]["fields"]["admitted_at"] == "1970-01-12T13:46:40.000Z"
 
 
-async def test_pages_of_the_log_join_without_gap_or_repetition(gateway: Gateway, api: Client) -> None:
+async def test_pages_of_the_log_have_no_gap_and_no_repetition(gateway: Gateway, api: Client) -> None:
     for _ in range(3):
         await gateway.end(await api.submit())
     whole = (await api.get("/events", params={"limit": 500})).json()
@@ -39,7 +39,7 @@ async def test_pages_of_the_log_join_without_gap_or_repetition(gateway: Gateway,
     assert [event["position"] for event in pieces] == list(range(1, after + 1))
 
 
-async def test_a_tenant_sees_its_own_events_only(gateway: Gateway, api: Client) -> None:
+async def test_a_tenant_sees_only_its_own_events(gateway: Gateway, api: Client) -> None:
     mine = await api.submit()
     other = await gateway.client("other", "tasks:read", "tasks:write", tenant="vision")
     theirs = await other.submit()
@@ -49,7 +49,7 @@ async def test_a_tenant_sees_its_own_events_only(gateway: Gateway, api: Client) 
     assert mine not in str(page)
 
 
-async def test_a_victim_does_not_learn_whose_task_it_makes_room_for(gateway: Gateway, api: Client) -> None:
+async def test_a_victims_events_do_not_name_another_tenants_preemptor(gateway: Gateway, api: Client) -> None:
     other = await gateway.client("other", "tasks:read", "tasks:write", "cluster:read", tenant="vision")
     victim = await other.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
     await gateway.admit(victim)
@@ -65,7 +65,7 @@ async def test_a_victim_does_not_learn_whose_task_it_makes_room_for(gateway: Gat
     assert seen["fields"]["freeing_for"] == preemptor
 
 
-async def test_a_victim_learns_which_task_of_its_own_tenant_it_makes_room_for(gateway: Gateway) -> None:
+async def test_a_victims_events_name_a_preemptor_of_its_own_tenant(gateway: Gateway) -> None:
     client = await gateway.client("plain", "tasks:read", "tasks:write")
     victim = await client.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
     await gateway.admit(victim)
@@ -75,9 +75,7 @@ async def test_a_victim_learns_which_task_of_its_own_tenant_it_makes_room_for(ga
     assert preemptor in (await client.get(f"/tasks/{victim}/events")).text
 
 
-async def test_what_became_of_a_request_names_no_task_of_another_tenant(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_the_event_of_a_request_names_no_task_of_another_tenant(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     await api.post(f"/tasks/{task_id}/cancel")
     viewer = await gateway.client("viewer", "tasks:read", "cluster:read", tenant="vision")
@@ -85,7 +83,7 @@ async def test_what_became_of_a_request_names_no_task_of_another_tenant(
     assert "request.done" in (await api.get(f"/tasks/{task_id}/events")).text
 
 
-async def test_who_may_read_the_cluster_sees_nodes_and_devices_too(gateway: Gateway) -> None:
+async def test_a_token_with_cluster_read_sees_events_of_nodes_and_devices(gateway: Gateway) -> None:
     viewer = await gateway.client("viewer", "tasks:read", "cluster:read", tenant="vision")
     assert {event["kind"] for event in (await viewer.get("/events")).json()["items"]} == {
         "node.seen",
@@ -99,15 +97,13 @@ async def test_an_admin_sees_every_tenant(gateway: Gateway, api: Client) -> None
     assert theirs in {event["key"] for event in (await api.get("/events")).json()["items"]}
 
 
-async def test_bad_places_in_the_log_are_refused(api: Client) -> None:
+async def test_invalid_log_positions_are_refused(api: Client) -> None:
     fault(await api.get("/events", params={"after": -1}), "query:after")
     fault(await api.get("/events", params={"after": 2**63}), "query:after")
     fault(await api.get("/events", params={"limit": 0}), "query:limit")
 
 
-async def test_a_cursor_from_before_the_first_event_that_is_kept_is_gone(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_cursor_before_the_oldest_kept_event_is_gone(gateway: Gateway, api: Client) -> None:
     task = await api.submit()
     first = (await api.get("/events")).json()
     assert first["oldest"] == 1

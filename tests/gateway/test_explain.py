@@ -72,7 +72,7 @@ async def test_a_task_that_has_ended_and_still_holds_memory_does_not_wait(
     assert (found["state"], found["reason"], found["blockers"]) == ("succeeded", None, [])
 
 
-async def test_a_task_that_the_picture_has_yet_to_hear_of_waits_for_its_first_look(
+async def test_a_task_that_the_world_does_not_have_yet_waits_for_evaluation(
     gateway: Gateway, api: Client
 ) -> None:
     gateway.hears = False
@@ -83,13 +83,13 @@ async def test_a_task_that_the_picture_has_yet_to_hear_of_waits_for_its_first_lo
     assert "no longer" not in found["message"]
 
 
-async def test_an_explanation_from_an_old_picture_is_refused(gateway: Gateway, api: Client) -> None:
+async def test_an_explanation_from_a_stale_world_is_refused(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     gateway.age = 31
     problem(await api.get(f"/tasks/{task_id}/explain"), 503, "follower-stale")
 
 
-async def test_tasks_alike_share_one_survey_for_a_second_but_not_their_place(
+async def test_equal_tasks_share_one_explanation_for_a_second_but_not_their_position(
     gateway: Gateway, api: Client
 ) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB})
@@ -114,7 +114,7 @@ async def test_a_task_that_memory_is_freed_for_has_a_reason_of_its_own(gateway: 
     assert (await pending(api, other))["reason"] == "WaitingForMemory"
 
 
-async def test_what_one_task_waits_for_alone_is_not_told_of_others_like_it(
+async def test_a_reason_of_one_task_alone_is_not_shared_with_equal_tasks(
     gateway: Gateway, api: Client
 ) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB}, expected_seconds=600)
@@ -125,9 +125,7 @@ async def test_what_one_task_waits_for_alone_is_not_told_of_others_like_it(
         assert (await pending(api, plain))["reason"] == "WaitingForMemory"
 
 
-async def test_who_would_be_done_in_time_does_not_share_the_reason_of_those_who_would_not(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_tasks_of_different_length_do_not_share_a_reason(gateway: Gateway, api: Client) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=80, expected_seconds=600)
     await gateway.admit(holder)
     await api.submit(resources={"gpu_mb": 80 * GIB})
@@ -140,7 +138,7 @@ async def test_who_would_be_done_in_time_does_not_share_the_reason_of_those_who_
     assert (await pending(api, shorter))["reason"] == "PendingEvaluation"
 
 
-async def test_nobody_is_advised_to_ask_for_more_than_its_tenant_may(gateway: Gateway, api: Client) -> None:
+async def test_no_remedy_exceeds_the_priority_of_the_tenant(gateway: Gateway, api: Client) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=80)
     await gateway.admit(holder)
     gateway.clock.advance(1.0)
@@ -173,7 +171,7 @@ async def test_an_external_lease_that_waits_is_explained_and_one_that_is_held_is
     assert {"gpu_mb": 20 * GIB} in [remedy["change"] for remedy in found["remedies"]]
 
 
-async def test_while_nobody_leads_a_task_is_told_that_and_no_start() -> None:
+async def test_without_a_leader_a_task_has_that_reason_and_no_start() -> None:
     async with Gateway(settle_seconds=0) as gateway:
         api = gateway.admin
         task_id, held = await api.submit(), await api.submit()
@@ -196,7 +194,7 @@ async def test_while_nobody_leads_a_task_is_told_that_and_no_start() -> None:
         assert "there is no leader" in pending["message"]
 
 
-async def test_a_cancel_that_nobody_leads_to_hear_is_told_where_the_task_is() -> None:
+async def test_without_a_leader_a_pending_cancel_is_part_of_the_reason() -> None:
     async with Gateway(settle_seconds=0) as gateway:
         task_id = await gateway.admin.submit()
         gateway.leads = False

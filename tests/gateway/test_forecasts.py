@@ -1,4 +1,4 @@
-"""When a task is likely to start, and how true such words came."""
+"""Expected starts, and how accurate such forecasts were."""
 
 import pytest
 from gpubroker_server.core.domain.estimates import What
@@ -13,9 +13,7 @@ from tests.gateway.harness import Client, Gateway
 WHOLE = {"gpu_mb": 80 * GIB}
 
 
-async def test_who_waits_is_told_when_it_is_likely_to_start_and_what_that_rests_on(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_waiting_task_shows_its_expected_start_and_the_basis(gateway: Gateway, api: Client) -> None:
     running = await api.submit(resources=WHOLE, expected_seconds=600)
     await gateway.admit(running)
     waiting = await api.submit(resources=WHOLE)
@@ -30,7 +28,7 @@ async def test_who_waits_is_told_when_it_is_likely_to_start_and_what_that_rests_
     assert (await api.get(f"/tasks/{waiting}")).json()["pending"]["start"] is None
 
 
-async def test_who_was_pledged_its_room_starts_when_that_has_come(gateway: Gateway, api: Client) -> None:
+async def test_a_task_with_a_pledge_starts_when_the_room_has_arrived(gateway: Gateway, api: Client) -> None:
     waiting = TaskId(await api.submit(resources=WHOLE))
     row = gateway.world.tasks[waiting]
     gateway.world.add_pledge(a_pledge(row, next(iter(gateway.world.books)), 80 * GIB))
@@ -38,7 +36,9 @@ async def test_who_was_pledged_its_room_starts_when_that_has_come(gateway: Gatew
     assert (start["basis"], start["p50_seconds"]) == ("stated", 30.0)
 
 
-async def test_an_expected_start_comes_with_how_true_such_ones_came(gateway: Gateway, api: Client) -> None:
+async def test_an_expected_start_shows_the_accuracy_of_earlier_forecasts(
+    gateway: Gateway, api: Client
+) -> None:
     await gateway.admit(await api.submit(resources=WHOLE, expected_seconds=600))
     waiting = await api.submit(resources=WHOLE)
     assert (await api.get(f"/tasks/{waiting}/explain")).json()["start_record"] is None
@@ -50,7 +50,7 @@ async def test_an_expected_start_comes_with_how_true_such_ones_came(gateway: Gat
     assert explained["start_record"]["median_error_seconds"] == pytest.approx(10, rel=0.03)
 
 
-async def test_the_totals_tell_how_true_forecasts_came(gateway: Gateway, api: Client) -> None:
+async def test_the_totals_show_the_accuracy_of_forecasts(gateway: Gateway, api: Client) -> None:
     assert (await api.get("/stats")).json()["forecasts"] == []
     errors, shares = a_sketch([10.0, 10.0, 90.0]), a_sketch([0.5, 0.5, 2.0])
     gateway.world.learned.put(accuracy_topic(Basis.LEARNED, What.START_ERROR), errors)

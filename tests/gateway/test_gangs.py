@@ -1,4 +1,4 @@
-"""Gangs over HTTP: bundles at the door, ranks in the answers, and why one waits."""
+"""Gangs over HTTP: bundles in the request, ranks in the answers, and why one waits."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ async def test_the_error_of_a_gang_names_the_rank_that_failed_first(gateway: Gat
     assert gateway.task(task_id).members[2].state is MemberState.ENDED
 
 
-async def test_what_holds_for_all_ranks_is_said_beside_them(gateway: Gateway, api: Client) -> None:
+async def test_restrictions_beside_bundles_hold_for_all_ranks(gateway: Gateway, api: Client) -> None:
     ranks = [{"gpu_mb": 64}, {"gpu_mb": 64, "kinds": ["H100"]}]
     task_id = await api.submit(resources={"bundles": ranks, "kinds": ["simulated", "H100"]})
     bundles = gateway.task(task_id).demand.bundles
@@ -103,7 +103,7 @@ async def test_resources_that_contradict_their_bundles_are_refused(
     assert says in fault(answer, "/resources")
 
 
-async def test_another_word_than_learned_is_no_size_of_a_rank(api: Client) -> None:
+async def test_only_the_word_learned_may_stand_for_the_size_of_a_rank(api: Client) -> None:
     answer = await api.post("/tasks", json=a_body(resources={"bundles": [{"gpu_mb": "guess"}]}))
     assert fault(answer, "/resources/bundles/0/gpu_mb") == 'should be a valid integer; found "guess"'
 
@@ -119,7 +119,7 @@ async def test_another_word_than_learned_is_no_size_of_a_rank(api: Client) -> No
         ),
     ],
 )
-async def test_a_gang_that_could_never_run_is_refused_and_told_which_rank_is_at_fault(
+async def test_a_gang_that_could_never_run_is_refused_with_the_rank_at_fault(
     api: Client, resources: dict[str, Any], says: str
 ) -> None:
     answer = await api.post("/tasks", json=a_body(resources=resources))
@@ -127,7 +127,7 @@ async def test_a_gang_that_could_never_run_is_refused_and_told_which_rank_is_at_
     assert answer.json()["errors"][0]["pointer"] == "/resources/bundles"
 
 
-async def test_a_gang_that_waits_is_told_which_rank_finds_no_room(gateway: Gateway, api: Client) -> None:
+async def test_a_waiting_gang_shows_which_rank_has_no_room(gateway: Gateway, api: Client) -> None:
     whole = gateway.world.books
     largest = max(book.device.allocatable_mb for book in whole.values())
     holder = await api.submit(resources={"gpu_mb": largest}, priority=90)

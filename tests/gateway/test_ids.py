@@ -18,13 +18,13 @@ def uuid_of(task_id: str) -> uuid.UUID:
 
 
 @given(st.lists(st.floats(0, 4e9), min_size=1, max_size=50))
-def test_ids_rise_even_when_the_clock_does_not(instants: list[float]) -> None:
+def test_ids_ascend_even_when_the_clock_does_not(instants: list[float]) -> None:
     ids = Ids()
     made = [ids.task(Instant(at)) for at in instants]
     assert made == sorted(set(made))
 
 
-def test_more_ids_than_the_counter_holds_in_one_millisecond_still_rise() -> None:
+def test_more_ids_than_the_counter_holds_in_one_millisecond_still_ascend() -> None:
     ids = Ids()
     made = [ids.task(Instant(1000.0)) for _ in range(5000)]
     assert made == sorted(set(made))
@@ -36,7 +36,7 @@ def test_an_id_is_a_uuid_of_version_7_that_holds_its_time() -> None:
     assert value.int >> 80 == 1_763_719_331_412
 
 
-def test_an_exchange_and_what_is_asked_of_the_leader_cannot_be_taken_for_each_other() -> None:
+def test_ids_of_http_requests_and_of_leader_requests_have_different_prefixes() -> None:
     ids = Ids()
     assert ids.exchange().startswith("req_")
     assert ids.request(Instant(1.0)).startswith("ask_")

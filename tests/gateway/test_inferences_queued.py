@@ -1,4 +1,4 @@
-"""Queued inferences over HTTP: what is taken, what is refused, and how the answer is fetched."""
+"""Queued inferences over HTTP: accepted, refused, and their answers fetched."""
 
 import json
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ RULES = ServerRules(
 
 @asynccontextmanager
 async def a_gateway(*, serving: Serving | None = None, **limits: Any) -> AsyncIterator[Gateway]:
-    """With one server, whose models are in the ledger unless told otherwise."""
+    """With one server. Its models are in the ledger unless `serving` is given."""
     async with Gateway(**limits) as gateway:
         policy = replace(gateway.policy, serving=serving or Serving(ledger=("main",)))
         host = SimulatedHost("main", (SimulatedModel("llm"), SimulatedModel("huge")))
@@ -60,7 +60,7 @@ async def ask(gateway: Gateway, *values: float, **fields: Any) -> str:
 
 
 async def send(gateway: Gateway) -> None:
-    """What a leader would send now."""
+    """The inferences that a leader would send now."""
     await gateway.commit(*admissions(gateway.world, gateway.policy, gateway.clock.now()))
 
 
@@ -74,7 +74,7 @@ async def end(
     await gateway.hear(report)
 
 
-async def test_it_is_accepted_as_a_task_and_stored_as_the_model_gets_it() -> None:
+async def test_an_inference_is_accepted_as_a_task_and_stored_as_the_model_gets_it() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         id = await ask(
             gateway, 1, 2, priority="critical", labels={"team": "vision"}, name="nightly", version="3",
@@ -93,7 +93,7 @@ async def test_it_is_accepted_as_a_task_and_stored_as_the_model_gets_it() -> Non
         assert [item["id"] for item in listed] == [id]
 
 
-async def test_what_the_model_answered_is_the_result_as_json() -> None:
+async def test_the_model_s_answer_is_the_result_as_json() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         id = await ask(gateway, 1)
         await send(gateway)
@@ -115,7 +115,7 @@ async def test_what_the_model_answered_is_the_result_as_json() -> None:
         assert (await gateway.admin.get(f"/tasks/{id}/wait")).json()["result"] == told["result"]
 
 
-async def test_large_questions_and_answers_are_objects() -> None:
+async def test_large_requests_and_answers_are_objects() -> None:
     async with a_gateway(serving=OPEN, inline_bytes=64) as gateway:
         values = list(map(float, range(20_000)))
         id = await ask(gateway, *values)
@@ -127,7 +127,7 @@ async def test_large_questions_and_answers_are_objects() -> None:
         assert told["result"]["outputs"][0]["data"] == values
 
 
-async def test_a_stored_answer_that_is_none_is_handed_out_as_bytes() -> None:
+async def test_a_stored_result_that_is_not_an_answer_is_returned_as_bytes() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         id = await ask(gateway, 1)
         await send(gateway)
@@ -161,7 +161,7 @@ async def test_a_model_s_refusal_is_the_task_s_error() -> None:
         ({"after": ["task_00000000000000000000000000"]}, "/after/0/task"),
     ],
 )
-async def test_what_is_malformed_is_refused_and_its_field_named(change: dict[str, Any], pointer: str) -> None:
+async def test_a_malformed_inference_is_refused_with_the_field(change: dict[str, Any], pointer: str) -> None:
     async with a_gateway(serving=OPEN) as gateway:
         fault(await gateway.admin.post("/inferences", json={**a_body(1), **change}), pointer)
         assert gateway.world.tasks == {}
@@ -185,7 +185,7 @@ def behind(name: str, size: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-async def test_values_may_follow_the_json_as_bytes_as_in_triton_s_protocol() -> None:
+async def test_values_may_follow_the_json_as_binary_data() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         inline = {"name": "b", "datatype": "FP32", "shape": [1], "data": [0.5]}
         text = behind("c", 10, datatype="BYTES")
@@ -209,18 +209,20 @@ async def test_values_may_follow_the_json_as_bytes_as_in_triton_s_protocol() -> 
         (with_bytes(b"", {"name": "a"}), "/inputs/0/datatype"),
     ],
 )
-async def test_bytes_that_are_not_what_the_json_says_are_refused(sent: dict[str, Any], pointer: str) -> None:
+async def test_binary_data_that_does_not_match_the_json_is_refused(
+    sent: dict[str, Any], pointer: str
+) -> None:
     async with a_gateway(serving=OPEN) as gateway:
         fault(await gateway.admin.post("/inferences", **sent), pointer)
 
 
-async def test_without_a_server_it_is_said_what_to_set() -> None:
+async def test_without_a_server_the_refusal_names_the_setting() -> None:
     async with Gateway() as gateway:
         response = await gateway.admin.post("/inferences", json=a_body(1))
         assert "set triton.servers" in problem(response, 404, "not-found")["detail"]
 
 
-async def test_it_needs_the_scope_for_asking_models_and_no_higher_priority_than_the_token_s() -> None:
+async def test_an_inference_needs_its_scope_and_a_priority_within_the_token_s_cap() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         submitter = await gateway.client("submitter", "tasks:write")
         problem(await submitter.post("/inferences", json=a_body(1)), 403, "forbidden")
@@ -257,7 +259,7 @@ async def load(gateway: Gateway) -> None:
     await gateway.commit(*seen(gateway.world, index, now, gateway.policy))
 
 
-async def test_a_model_in_the_ledger_is_wanted_from_then_on_at_the_inference_s_priority() -> None:
+async def test_an_inference_makes_its_model_wanted_at_its_priority() -> None:
     async with a_gateway() as gateway:
         id = await ask(gateway, 1, priority=30)
         assert (holder(gateway).priority, holder(gateway).state) == (30, TaskState.PENDING)
@@ -267,7 +269,7 @@ async def test_a_model_in_the_ledger_is_wanted_from_then_on_at_the_inference_s_p
         assert (told["reason"], "waits for its room" in told["message"]) == ("ModelLoading", True)
         explained = (await gateway.admin.get(f"/tasks/{id}/explain")).json()
         assert (explained["reason"], explained["remedies"], explained["devices"]) == ("ModelLoading", [], [])
-        assert (told["start"], explained["start"]) == (None, None), "nobody can tell"
+        assert (told["start"], explained["start"]) == (None, None), "unknown"
         urgent = await ask(gateway, 1, priority=60)
         await gateway.commit(*keep_models_wanted(gateway.world, gateway.policy, gateway.clock.now()))
         assert holder(gateway).priority == 60
@@ -281,7 +283,7 @@ async def test_a_model_in_the_ledger_is_wanted_from_then_on_at_the_inference_s_p
         assert running["message"].startswith("running on model llm")
 
 
-async def test_the_start_of_one_whose_model_is_being_loaded_is_told() -> None:
+async def test_an_inference_shows_its_start_while_its_model_is_loading() -> None:
     async with a_gateway() as gateway:
         id = await ask(gateway, 1)
         await gateway.plan(holder(gateway).id)
@@ -291,7 +293,7 @@ async def test_the_start_of_one_whose_model_is_being_loaded_is_told() -> None:
         assert (told["basis"], told["p50_seconds"]) == ("stated", 20.0)
 
 
-async def test_a_model_that_no_server_has_or_that_fits_nowhere_is_refused() -> None:
+async def test_an_inference_for_an_unknown_or_too_large_model_is_refused() -> None:
     async with a_gateway() as gateway:
         unknown = await gateway.admin.post("/inferences", json=a_body(1, model="unheard"))
         assert '"unheard"' in problem(unknown, 404, "not-found")["detail"]
@@ -299,13 +301,13 @@ async def test_a_model_that_no_server_has_or_that_fits_nowhere_is_refused() -> N
         problem(huge, 422, "exceeds-capacity")
 
 
-async def test_one_that_may_not_start_yet_wants_no_model_yet() -> None:
+async def test_an_inference_that_may_not_start_yet_wants_no_model() -> None:
     async with a_gateway() as gateway:
         await ask(gateway, 1, not_before="1975-01-01T00:00:00Z")
         assert gateway.world.homes.of(Home("main", "llm")) is None
 
 
-async def test_a_model_that_nobody_holds_any_more_is_asked_for_again_while_inferences_wait() -> None:
+async def test_a_model_without_a_holder_is_wanted_again_while_inferences_wait() -> None:
     async with a_gateway() as gateway:
         await ask(gateway, 1, priority=40)
         assert gateway.parts.residencies is not None
@@ -336,14 +338,14 @@ async def test_a_model_that_nobody_holds_any_more_is_asked_for_again_while_infer
         assert holder(gateway).priority == 40
 
 
-async def test_a_cancel_of_one_that_waits_ends_it() -> None:
+async def test_cancelling_a_waiting_inference_ends_it() -> None:
     async with a_gateway(serving=OPEN) as gateway:
         id = await ask(gateway, 1)
         response = await gateway.admin.post(f"/tasks/{id}/cancel")
         assert (response.status_code, response.json()["state"]) == (202, "cancelled")
 
 
-async def test_numbers_that_json_has_no_word_for_are_taken_as_triton_takes_them() -> None:
+async def test_nan_and_infinity_are_read_as_triton_reads_them() -> None:
     async with a_gateway(serving=OPEN) as gateway:
 
         async def sent(datatype: str, value: str, k: str = "0.5") -> httpx.Response:

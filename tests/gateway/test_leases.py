@@ -1,4 +1,4 @@
-"""External leases over HTTP: asked for, waited for, renewed, and given back."""
+"""External leases over HTTP: requested, waited for, renewed, released."""
 
 import asyncio
 from dataclasses import replace
@@ -33,7 +33,7 @@ async def state_of(api: Client, lease: str) -> str:
 
 
 async def overdue(gateway: Gateway, lease: str) -> None:
-    """Its holder was asked to leave, and did not."""
+    """Its holder was asked to leave, and its notice has expired."""
     task = gateway.task(lease)
     assert task.deadline_at is not None
     gateway.clock.at = task.deadline_at
@@ -44,7 +44,7 @@ async def overdue(gateway: Gateway, lease: str) -> None:
     await gateway.commit(*due(gateway.world, now, gateway.policy, watch))
 
 
-async def test_a_lease_waits_in_the_queue_is_held_and_is_given_back(gateway: Gateway, api: Client) -> None:
+async def test_a_lease_waits_in_the_queue_is_held_and_is_released(gateway: Gateway, api: Client) -> None:
     response = await api.post(
         "/leases", json={**ASKED, "priority": "interactive", "labels": {"team": "chat"}}
     )
@@ -69,7 +69,7 @@ async def test_a_lease_waits_in_the_queue_is_held_and_is_given_back(gateway: Gat
     assert (await api.get("/gpus")).json()["items"][0]["free_mb"] == 80 * GIB
 
 
-async def test_of_a_lease_that_is_over_it_is_explained_how_it_ended(gateway: Gateway, api: Client) -> None:
+async def test_the_explanation_of_an_ended_lease_says_how_it_ended(gateway: Gateway, api: Client) -> None:
     async def explained(lease: str) -> str:
         return str((await api.get(f"/tasks/{lease}/explain")).json()["message"])
 
@@ -85,7 +85,7 @@ async def test_of_a_lease_that_is_over_it_is_explained_how_it_ended(gateway: Gat
     assert "without having been released" in await explained(lost)
 
 
-async def test_a_lease_is_a_task_that_nobody_starts(gateway: Gateway, api: Client) -> None:
+async def test_a_lease_is_a_task_that_is_never_started(gateway: Gateway, api: Client) -> None:
     lease = await ask(api)
     await api.submit()
     assert [task["run"]["kind"] for task in (await api.get("/tasks")).json()["items"]] == [
@@ -101,7 +101,7 @@ async def test_a_lease_is_a_task_that_nobody_starts(gateway: Gateway, api: Clien
     assert (await api.get(f"/tasks/{lease}")).json()["state"] == "running"
 
 
-async def test_whoever_waits_for_it_hears_when_it_is_held_and_when_it_shall_leave(
+async def test_a_wait_ends_when_a_lease_is_held_and_when_it_is_under_notice(
     gateway: Gateway, api: Client
 ) -> None:
     lease = await ask(api, priority=10)
@@ -140,7 +140,7 @@ async def test_a_renewal_moves_the_deadline(gateway: Gateway, api: Client) -> No
     problem(await api.post(f"/leases/{lease}/renew"), 409, "lease-ended")
 
 
-async def test_one_that_is_not_given_back_is_quarantined_until_somebody_says_that_it_is_free(
+async def test_a_lease_that_is_not_released_is_quarantined_until_a_statement(
     gateway: Gateway, api: Client
 ) -> None:
     lease = await ask(api)
@@ -157,7 +157,7 @@ async def test_one_that_is_not_given_back_is_quarantined_until_somebody_says_tha
     assert released.json()["error"]["kind"] == "not_released"
 
 
-async def test_the_end_of_its_process_ends_it(gateway: Gateway, api: Client) -> None:
+async def test_a_lease_ends_with_its_process(gateway: Gateway, api: Client) -> None:
     lease = await ask(api, pid=4711)
     await gateway.plan(lease)
     await gateway.hear(Gone(TaskId(lease), Fence(1), gateway.clock.now(), "process_absent"))
@@ -178,9 +178,7 @@ async def test_leases_are_listed_by_state_and_holder_page_by_page(gateway: Gatew
     assert await listed(api, f"limit=2&cursor={page['next_cursor']}") == [first]
 
 
-async def test_what_has_ended_and_what_was_not_given_back_are_listed_apart(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_ended_and_quarantined_leases_are_listed_separately(gateway: Gateway, api: Client) -> None:
     ended = await ask(api, gpu_mb=GIB)
     await gateway.plan(ended)
     await api.delete(f"/leases/{ended}")
@@ -194,14 +192,14 @@ async def test_what_has_ended_and_what_was_not_given_back_are_listed_apart(
     assert await listed(api, "state=pending,held,stopping,quarantined") == [waiting, stuck]
 
 
-async def test_tasks_and_leases_can_be_listed_apart(api: Client) -> None:
+async def test_tasks_and_leases_can_be_listed_separately(api: Client) -> None:
     lease, task = await ask(api), await api.submit()
     for kind, expected in (("external", [lease]), ("entrypoint", [task]), ("command", [])):
         assert [item["id"] for item in (await api.get(f"/tasks?kind={kind}")).json()["items"]] == expected
     assert "external" in fault(await api.get("/tasks?kind=lease"), "query:kind")
 
 
-async def test_the_same_key_asks_once(api: Client) -> None:
+async def test_the_same_key_makes_one_lease(api: Client) -> None:
     key = {"Idempotency-Key": '"k"'}
     first = await api.post("/leases", json=ASKED, headers=key)
     again = await api.post("/leases", json=ASKED, headers=key)
@@ -211,7 +209,7 @@ async def test_the_same_key_asks_once(api: Client) -> None:
     problem(other, 422, "idempotency-key-reused")
 
 
-async def test_the_same_key_is_answered_also_where_it_would_be_refused_by_now(
+async def test_a_replayed_lease_gets_its_answer_although_a_new_one_would_be_refused(
     gateway: Gateway, api: Client
 ) -> None:
     key = {"Idempotency-Key": "k"}
@@ -226,7 +224,7 @@ async def test_the_same_key_is_answered_also_where_it_would_be_refused_by_now(
     problem(await api.post("/leases", json={**ASKED, "gpus": 2}, headers=key), 422, "exceeds-capacity")
 
 
-async def test_a_lease_is_its_tenants_own(gateway: Gateway, api: Client) -> None:
+async def test_a_lease_of_another_tenant_is_not_found(gateway: Gateway, api: Client) -> None:
     lease = await ask(api)
     stranger = await gateway.client("stranger", tenant="other")
     for response in (
@@ -257,7 +255,7 @@ async def test_a_lease_is_its_tenants_own(gateway: Gateway, api: Client) -> None
         ({"pid": 0}, "validation-failed", "/pid"),
     ],
 )
-async def test_what_could_never_be_held_is_refused(
+async def test_a_lease_that_could_never_be_held_is_refused(
     gateway: Gateway, api: Client, asked: dict[str, Any], code: str, pointer: str
 ) -> None:
     most = replace(gateway.policy.maximum, grace_seconds=Seconds(60.0))
@@ -266,7 +264,7 @@ async def test_what_could_never_be_held_is_refused(
     assert problem(response, 422, code)["errors"][0]["pointer"] == pointer
 
 
-async def test_whoever_names_a_process_of_a_node_may_run_commands_there(gateway: Gateway) -> None:
+async def test_naming_a_process_needs_the_scope_for_commands(gateway: Gateway) -> None:
     writer = await gateway.client("writer", "tasks:write", "tasks:read")
     refused = problem(await writer.post("/leases", json={**ASKED, "pid": 4711}), 403, "forbidden")
     assert "tasks:command, which naming a process of a node needs" in refused["detail"]
@@ -274,7 +272,7 @@ async def test_whoever_names_a_process_of_a_node_may_run_commands_there(gateway:
     await ask(commander, pid=4711)
 
 
-async def test_only_who_may_see_the_cluster_is_told_which_nodes_there_are(gateway: Gateway) -> None:
+async def test_only_a_token_with_cluster_read_gets_the_names_of_nodes(gateway: Gateway) -> None:
     writer = await gateway.client("writer", "tasks:write")
     answers = [
         problem(await api.post("/leases", json={**ASKED, "node": "n9"}), 422, "no-matching-device")["detail"]
@@ -286,14 +284,14 @@ async def test_only_who_may_see_the_cluster_is_told_which_nodes_there_are(gatewa
     ]
 
 
-async def test_nobody_waits_for_a_lease_to_leave_a_state_that_only_a_word_ends(api: Client) -> None:
+async def test_a_wait_for_a_quarantined_or_ended_lease_is_refused(api: Client) -> None:
     lease = await ask(api)
     for state in ("quarantined", "ended"):
         response = await api.get(f"/leases/{lease}/wait?state={state}")
         assert "stopping" in fault(response, "query:state")
 
 
-async def test_the_times_of_a_lease_are_not_changed_but_renewed(gateway: Gateway, api: Client) -> None:
+async def test_the_times_of_a_lease_cannot_be_changed_only_renewed(gateway: Gateway, api: Client) -> None:
     lease = await ask(api)
     response = await api.patch(f"/tasks/{lease}", json={"deadline_at": None})
     assert f"POST /leases/{lease}/renew" in fault(response, "/deadline_at")
@@ -301,7 +299,7 @@ async def test_the_times_of_a_lease_are_not_changed_but_renewed(gateway: Gateway
     assert (await api.patch(f"/tasks/{lease}", json={"priority": 20})).json()["priority"] == 20
 
 
-async def test_a_process_is_on_one_node(gateway: Gateway, api: Client) -> None:
+async def test_a_process_needs_a_node_if_there_are_several(gateway: Gateway, api: Client) -> None:
     await gateway.commit(
         Decision("n2", "node_seen", nodes=(a_node("n2"),), devices=(a_device("gpu1", node="n2"),))
     )
@@ -314,11 +312,11 @@ async def test_a_process_is_on_one_node(gateway: Gateway, api: Client) -> None:
     assert (await api.get(f"/leases/{on_a_device}")).json()["node"] == "n2"
 
 
-async def test_a_body_of_a_task_is_no_lease(api: Client) -> None:
+async def test_the_body_of_a_task_is_not_a_lease(api: Client) -> None:
     problem(await api.post("/leases", json=a_body()), 422, "validation-failed")
 
 
-async def test_a_lease_that_is_not_there_and_a_wrong_word_are_answered_in_words_of_leases(
+async def test_an_unknown_lease_and_an_invalid_state_are_refused_in_terms_of_leases(
     api: Client,
 ) -> None:
     found = problem(await api.post("/leases/foo/renew"), 404, "not-found")

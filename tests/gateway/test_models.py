@@ -48,7 +48,7 @@ async def loaded(gateway: Gateway, model: str = "llm") -> Task:
     return holder(gateway, model)
 
 
-async def test_a_model_is_brought_and_told_of() -> None:
+async def test_a_model_is_loaded_and_listed() -> None:
     async with a_gateway() as gateway:
         asked = await gateway.admin.post("/models/llm/load", json={})
         assert asked.status_code == 202
@@ -61,7 +61,7 @@ async def test_a_model_is_brought_and_told_of() -> None:
         assert [(one["name"], one["state"]) for one in items] == [("bert", "cold"), ("llm", "resident")]
 
 
-async def test_a_model_that_waits_is_explained_as_a_task_is() -> None:
+async def test_a_waiting_model_is_explained_like_a_task() -> None:
     async with a_gateway() as gateway:
         await gateway.admin.submit(resources={"gpus": 1})
         await gateway.admin.post("/models/llm/load", json={"priority": 10})
@@ -70,7 +70,7 @@ async def test_a_model_that_waits_is_explained_as_a_task_is() -> None:
         assert answer.json()["devices"] or answer.json()["nodes"]
 
 
-async def test_a_model_is_unloaded_and_comes_back_when_it_is_asked_for() -> None:
+async def test_an_unloaded_model_is_loaded_again_on_request() -> None:
     async with a_gateway() as gateway:
         await gateway.admin.post("/models/llm/load", json={})
         await loaded(gateway)
@@ -82,7 +82,7 @@ async def test_a_model_is_unloaded_and_comes_back_when_it_is_asked_for() -> None
         assert (await gateway.admin.post("/models/llm/load", json={})).json()["state"] == "waiting"
 
 
-async def test_a_pinned_model_is_nobody_s_victim() -> None:
+async def test_a_pinned_model_is_never_a_victim() -> None:
     async with a_gateway() as gateway:
         assert (await gateway.admin.post("/models/llm/pin", json={})).status_code == 202
         assert holder(gateway).expires_at is None
@@ -97,7 +97,7 @@ async def test_a_pinned_model_is_nobody_s_victim() -> None:
         assert (await gateway.admin.get("/models/llm")).json()["priority"] == 0
 
 
-async def test_what_is_said_of_a_gpu_is_how_important_its_models_are_by_now() -> None:
+async def test_a_gpu_shows_the_present_priority_of_its_models() -> None:
     async with a_gateway() as gateway:
         await gateway.admin.post("/models/llm/load", json={})
         await loaded(gateway)
@@ -109,7 +109,7 @@ async def test_what_is_said_of_a_gpu_is_how_important_its_models_are_by_now() ->
             assert (held["priority"], held["band"]) == (100, "critical"), "and not as when it was loaded"
 
 
-async def test_of_a_server_that_is_away_its_models_say_so() -> None:
+async def test_the_models_of_an_unreachable_server_say_so() -> None:
     host = SimulatedHost("main", (SimulatedModel("llm"),))
     async with a_gateway() as gateway:
         gateway.change(served=[(RULES, host)])
@@ -121,13 +121,13 @@ async def test_of_a_server_that_is_away_its_models_say_so() -> None:
         assert "server main does not answer" in told["reason"]
 
 
-async def test_nothing_is_pinned_off_that_is_not_there() -> None:
+async def test_unpinning_a_cold_model_does_not_load_it() -> None:
     async with a_gateway() as gateway:
         answer = await gateway.admin.post("/models/llm/pin", json={"pinned": False})
         assert (answer.status_code, answer.json()["state"]) == (200, "cold")
 
 
-async def test_what_no_server_has_is_not_found() -> None:
+async def test_a_model_that_no_server_has_is_not_found() -> None:
     async with a_gateway() as gateway:
         for answer in (
             await gateway.admin.get("/models/nothing"),
@@ -144,7 +144,7 @@ async def test_without_a_server_in_the_ledger_there_are_no_models() -> None:
         assert "triton.servers" in problem(answer, 404, "not-found")["detail"]
 
 
-async def test_who_may_only_ask_models_does_not_manage_them() -> None:
+async def test_a_token_for_inferences_cannot_manage_models() -> None:
     async with a_gateway() as gateway:
         user = await gateway.client("user", "models:infer")
         assert (await user.get("/models/llm")).status_code == 200
@@ -154,7 +154,7 @@ async def test_who_may_only_ask_models_does_not_manage_them() -> None:
         problem(await modest.post("/models/llm/load", json={"priority": 80}), 403, "priority-not-allowed")
 
 
-async def test_pinning_is_for_those_who_may_give_the_highest_priority() -> None:
+async def test_pinning_needs_a_token_for_the_highest_priority() -> None:
     async with a_gateway() as gateway:
         modest = await gateway.client("modest", "models:manage", max_priority=99)
         refused = await modest.post("/models/llm/pin", json={})
@@ -166,7 +166,7 @@ async def test_pinning_is_for_those_who_may_give_the_highest_priority() -> None:
         assert (await modest.post("/models/llm/pin", json={"pinned": False})).json()["pinned"] is False
 
 
-async def test_the_use_of_models_is_told_to_the_leader() -> None:
+async def test_the_use_of_models_is_reported_to_the_leader() -> None:
     async with a_gateway() as gateway:
         assert gateway.parts.residencies is not None
         [residency] = gateway.parts.residencies
@@ -186,7 +186,7 @@ async def test_the_use_of_models_is_told_to_the_leader() -> None:
         assert holder(gateway).version == version, "there was nothing to tell"
 
 
-async def test_the_sdk_speaks_of_models() -> None:
+async def test_the_sdk_lists_and_loads_models() -> None:
     async with a_gateway() as gateway:
         token = gateway.admin.headers["authorization"].removeprefix("Bearer ")
         transport = httpx.ASGITransport(gateway.app)

@@ -1,4 +1,4 @@
-"""To ask what would become of something leaves every row and the whole picture as they were."""
+"""Explain, simulate and plan leave every row and the whole World as they were."""
 
 import sqlite3
 from collections.abc import AsyncIterator
@@ -41,7 +41,7 @@ def rows(database: Path) -> list[str]:
 
 
 def picture(gateway: Gateway) -> str:
-    """All that the World holds, in words."""
+    """The whole World as text."""
     world = gateway.world
     plain = {
         name: value for name, value in vars(world).items() if isinstance(value, dict | set | int | float)
@@ -52,7 +52,7 @@ def picture(gateway: Gateway) -> str:
     return repr({**plain, "books": books, "use": uses, "queue": queue})
 
 
-async def test_questions_change_no_row_and_nothing_in_the_picture(
+async def test_questions_change_no_row_and_nothing_in_the_world(
     gateway: Gateway, api: Client, database: Path
 ) -> None:
     low = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=20)

@@ -1,4 +1,4 @@
-"""Uploaded objects over HTTP: kept for a time, for whoever uploaded them, and named by inferences."""
+"""Uploaded objects over HTTP: kept for a time, for their tenant, and named by inferences."""
 
 import hashlib
 from collections.abc import AsyncIterator
@@ -36,7 +36,7 @@ def naming(object_id: str, **fields: Any) -> dict[str, Any]:
     return {"model": "llm", "inputs": [tensor]}
 
 
-async def test_what_is_uploaded_is_named_by_its_digest_and_comes_back(gateway: Gateway) -> None:
+async def test_an_uploaded_object_has_its_digest_as_id_and_is_returned_unchanged(gateway: Gateway) -> None:
     told = await upload(gateway.admin)
     assert (told["id"], told["size_bytes"]) == (hashlib.sha256(FLOATS).hexdigest(), 8)
     where = f"/objects/{told['id']}"
@@ -47,7 +47,7 @@ async def test_what_is_uploaded_is_named_by_its_digest_and_comes_back(gateway: G
     problem(await gateway.admin.delete(where), 404, "not-found")
 
 
-async def test_an_object_is_read_by_nobody_else_and_each_tenant_has_its_own(gateway: Gateway) -> None:
+async def test_an_object_is_visible_only_to_its_tenant(gateway: Gateway) -> None:
     id = (await upload(gateway.admin))["id"]
     other = await gateway.client("other", tenant="acme")
     for path in (f"/objects/{id}", f"/objects/{id}/content"):
@@ -58,7 +58,7 @@ async def test_an_object_is_read_by_nobody_else_and_each_tenant_has_its_own(gate
     assert (await other.get(f"/objects/{id}/content")).content == FLOATS
 
 
-async def test_a_tenant_lists_its_own_in_pages_with_what_they_count_and_may(gateway: Gateway) -> None:
+async def test_a_tenant_lists_its_objects_in_pages_with_count_and_limit(gateway: Gateway) -> None:
     other = await gateway.client("other", tenant="acme")
     mine = [await upload(gateway.admin, b"%d" % n * 5000) for n in range(5)]
     theirs = await upload(other)
@@ -76,7 +76,7 @@ async def test_a_tenant_lists_its_own_in_pages_with_what_they_count_and_may(gate
     assert (await other.get("/objects")).json()["counted_bytes"] == 4096
 
 
-async def test_one_whose_time_is_over_is_listed_and_counted_no_more(gateway: Gateway) -> None:
+async def test_an_expired_object_is_neither_listed_nor_counted(gateway: Gateway) -> None:
     await upload(gateway.admin)
     gateway.clock.advance(DAY / 2)
     kept = await upload(gateway.admin, b"x" * 5000)
@@ -85,7 +85,7 @@ async def test_one_whose_time_is_over_is_listed_and_counted_no_more(gateway: Gat
     assert (listed["items"], listed["counted_bytes"]) == ([kept], 5000)
 
 
-async def test_a_page_has_no_more_than_a_page_may_and_none_is_no_page() -> None:
+async def test_a_page_is_cut_to_the_maximum_and_zero_is_refused() -> None:
     async with a_gateway(serving=OPEN, page_items=2) as gateway:
         for data in (b"a", b"b", b"c"):
             await upload(gateway.admin, data)
@@ -93,7 +93,7 @@ async def test_a_page_has_no_more_than_a_page_may_and_none_is_no_page() -> None:
         problem(await gateway.admin.get("/objects?limit=0"), 422, "validation-failed")
 
 
-async def test_a_cursor_is_of_this_list_and_this_tenant_only(gateway: Gateway) -> None:
+async def test_a_cursor_is_valid_for_one_list_and_one_tenant(gateway: Gateway) -> None:
     for data in (b"a", b"b"):
         await upload(gateway.admin, data)
     cursor = (await gateway.admin.get("/objects?limit=1")).json()["next_cursor"]
@@ -104,14 +104,14 @@ async def test_a_cursor_is_of_this_list_and_this_tenant_only(gateway: Gateway) -
     problem(await gateway.admin.get(f"/tasks?cursor={cursor}"), 400, "cursor-invalid")
 
 
-async def test_it_needs_the_scope_for_asking_models(gateway: Gateway) -> None:
+async def test_objects_need_the_scope_for_inferences(gateway: Gateway) -> None:
     reader = await gateway.client("reader", "tasks:read", "tasks:write")
     problem(await reader.post("/objects", content=FLOATS), 403, "forbidden")
     problem(await reader.get("/objects/abc"), 403, "forbidden")
     problem(await reader.get("/objects"), 403, "forbidden")
 
 
-async def test_it_is_kept_for_a_day_after_it_was_uploaded_or_used_last(gateway: Gateway) -> None:
+async def test_an_object_is_kept_for_a_day_after_its_upload_or_last_use(gateway: Gateway) -> None:
     first = await upload(gateway.admin)
     where = f"/objects/{first['id']}"
     gateway.clock.advance(DAY / 2)
@@ -132,7 +132,7 @@ async def test_it_is_kept_for_a_day_after_it_was_uploaded_or_used_last(gateway: 
     assert (await upload(gateway.admin))["created_at"] > first["created_at"], "it is a new one"
 
 
-async def test_what_is_too_large_or_more_than_the_tenant_may_have_is_refused_with_the_numbers() -> None:
+async def test_an_object_above_a_limit_is_refused_with_the_numbers() -> None:
     async with a_gateway(
         serving=OPEN, body_bytes=100, object_bytes=9000, tenant_object_bytes=10_000
     ) as gateway:
@@ -149,12 +149,12 @@ async def test_what_is_too_large_or_more_than_the_tenant_may_have_is_refused_wit
             "limits.tenant_object_bytes",
         ):
             assert said in full["detail"]
-        assert len(gateway.blobs.objects) == 1, "who is refused fills no disk"
+        assert len(gateway.blobs.objects) == 1, "a refused upload fills no disk"
         await upload(gateway.admin, b"x" * 6000)
         await upload(await gateway.client("other", tenant="acme"), b"y" * 6000)
 
 
-async def test_a_tenant_with_as_many_objects_as_it_may_have_is_told_how_many_these_are() -> None:
+async def test_a_tenant_at_its_limit_of_objects_is_refused_with_their_number() -> None:
     async with a_gateway(serving=OPEN, tenant_objects=2) as gateway:
         for data in (b"a", b"b"):
             await upload(gateway.admin, data)
@@ -164,7 +164,7 @@ async def test_a_tenant_with_as_many_objects_as_it_may_have_is_told_how_many_the
         await upload(gateway.admin, b"a")
 
 
-async def test_an_inference_has_the_values_of_the_object_that_it_names_and_outlives_it(
+async def test_an_inference_keeps_the_values_of_a_deleted_object(
     gateway: Gateway,
 ) -> None:
     id = (await upload(gateway.admin))["id"]
@@ -181,7 +181,7 @@ async def test_an_inference_has_the_values_of_the_object_that_it_names_and_outli
     assert [values_of(tensor) for tensor in tensors] == [[0.5, 2.0], [7.0], ["ab"], [0.5, 2.0]]
 
 
-async def test_one_that_is_sent_again_with_its_key_has_its_answer_also_without_its_object(
+async def test_a_replayed_inference_gets_its_answer_without_its_object(
     gateway: Gateway,
 ) -> None:
     id, key = (await upload(gateway.admin))["id"], {"Idempotency-Key": "k"}
@@ -205,7 +205,7 @@ async def test_one_that_is_sent_again_with_its_key_has_its_answer_also_without_i
         ({"parameters": {"binary_data_size": 0}}, "in exactly one way"),
     ],
 )
-async def test_an_object_that_is_not_there_or_not_those_values_is_refused(
+async def test_an_unknown_or_unfitting_object_is_refused(
     gateway: Gateway, fields: dict[str, Any], says: str
 ) -> None:
     id = (await upload(gateway.admin))["id"]
@@ -214,7 +214,7 @@ async def test_an_object_that_is_not_there_or_not_those_values_is_refused(
     assert gateway.world.tasks == {}
 
 
-async def test_the_objects_of_one_inference_have_no_more_bytes_than_one_may_have() -> None:
+async def test_the_objects_of_one_inference_have_a_limit_in_bytes() -> None:
     async with a_gateway(serving=OPEN, object_bytes=15) as gateway:
         body = naming((await upload(gateway.admin))["id"])
         body["inputs"].append({**body["inputs"][0], "name": "y"})
@@ -222,7 +222,7 @@ async def test_the_objects_of_one_inference_have_no_more_bytes_than_one_may_have
         assert "may have 15 bytes, and these have 16" in fault(refused, "/inputs")
 
 
-async def test_bytes_that_are_lost_are_said_to_be(gateway: Gateway) -> None:
+async def test_lost_bytes_of_an_object_are_reported(gateway: Gateway) -> None:
     id = (await upload(gateway.admin))["id"]
     gateway.blobs.objects.clear()
     for response in (

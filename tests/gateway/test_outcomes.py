@@ -1,4 +1,4 @@
-"""How tasks end, as clients hear of it: waiting, results, damage."""
+"""The end of tasks: waiting, results, damage."""
 
 import asyncio
 import base64
@@ -13,7 +13,7 @@ from tests.builders import GIB
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, before, fault, problem, until
 
 
-async def test_a_wait_answers_the_moment_the_task_ends(gateway: Gateway, api: Client) -> None:
+async def test_a_wait_answers_as_soon_as_the_task_ends(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     waiting = asyncio.create_task(api.get(f"/tasks/{task_id}/wait", params={"timeout_seconds": 60}))
     await gateway.waits(task_id)
@@ -24,7 +24,7 @@ async def test_a_wait_answers_the_moment_the_task_ends(gateway: Gateway, api: Cl
     assert len(gateway.parts.waiters) == 0
 
 
-async def test_a_wait_for_what_has_ended_answers_at_once(gateway: Gateway, api: Client) -> None:
+async def test_a_wait_for_an_ended_task_answers_at_once(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     await gateway.end(task_id)
     assert (await api.get(f"/tasks/{task_id}/wait")).status_code == 200
@@ -47,7 +47,7 @@ async def test_many_wait_for_one_task(gateway: Gateway, api: Client) -> None:
     assert [answer.status_code for answer in answers] == [200, 200, 200]
 
 
-async def test_a_preemption_wakes_nobody(gateway: Gateway, api: Client) -> None:
+async def test_a_preemption_does_not_end_a_wait(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
     waiting = asyncio.create_task(api.get(f"/tasks/{task_id}/wait"))
     await gateway.waits(task_id)
@@ -60,7 +60,7 @@ async def test_a_preemption_wakes_nobody(gateway: Gateway, api: Client) -> None:
     assert (await before(PATIENCE_SECONDS, waiting)).json()["state"] == "stopping"
 
 
-async def test_a_service_that_stops_holds_nobody_up(gateway: Gateway, api: Client) -> None:
+async def test_a_stopping_service_answers_all_waits(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     waiting = asyncio.create_task(api.get(f"/tasks/{task_id}/wait"))
     await gateway.waits(task_id)
@@ -69,7 +69,7 @@ async def test_a_service_that_stops_holds_nobody_up(gateway: Gateway, api: Clien
 
 
 @pytest.mark.parametrize("seconds", ["-1", "soon", "nan", "inf"])
-async def test_a_bad_time_to_wait_is_refused(api: Client, seconds: str) -> None:
+async def test_an_invalid_timeout_is_refused(api: Client, seconds: str) -> None:
     task_id = await api.submit()
     fault(
         await api.get(f"/tasks/{task_id}/wait", params={"timeout_seconds": seconds}), "query:timeout_seconds"
@@ -102,7 +102,7 @@ async def test_a_pickled_result_comes_as_bytes(gateway: Gateway, api: Client) ->
 @pytest.mark.parametrize(
     "data", [b"NaN", b"[1, -Infinity]", b"{", b"\xff", b'1,"state":"failed"', b"", b"[" * 100_000]
 )
-async def test_a_result_that_only_claims_to_be_json_is_handed_on_as_bytes(
+async def test_a_result_that_only_claims_to_be_json_is_returned_as_bytes(
     gateway: Gateway, api: Client, data: bytes
 ) -> None:
     task_id = await api.submit()
@@ -154,7 +154,7 @@ async def test_a_task_that_never_ran_ends_without_a_result(api: Client) -> None:
     assert (await api.get(f"/tasks/{task_id}/wait")).json()["result"] is None
 
 
-async def test_the_result_of_what_still_runs_is_refused_with_the_way_to_wait(api: Client) -> None:
+async def test_the_result_of_a_running_task_is_refused_with_the_path_to_wait(api: Client) -> None:
     task_id = await api.submit()
     document = problem(await api.get(f"/tasks/{task_id}/result"), 409, "task-not-finished")
     assert f"/tasks/{task_id}/wait" in document["detail"]

@@ -72,13 +72,13 @@ async def test_other_tenants_holders_have_no_name(gateway: Gateway, api: Client)
     assert task_id not in answer.text
 
 
-async def test_a_device_without_a_sample_of_late_is_stale(gateway: Gateway, api: Client) -> None:
+async def test_a_device_without_a_recent_sample_is_stale(gateway: Gateway, api: Client) -> None:
     assert (await api.get("/gpus")).json()["items"][0]["stale"] is False
     gateway.clock.advance(7)
     assert (await api.get("/gpus")).json()["items"][0]["stale"] is True
 
 
-async def test_a_node_shows_what_its_runs_take(gateway: Gateway, api: Client) -> None:
+async def test_a_node_shows_what_its_runs_use(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit(resources={"cpu": 4, "memory_mb": 2048})
     await gateway.admit(task_id)
     node = (await api.get("/nodes")).json()["items"][0]
@@ -88,16 +88,14 @@ async def test_a_node_shows_what_its_runs_take(gateway: Gateway, api: Client) ->
     assert node["runs"] == {"limit": 64, "used": 1}
 
 
-async def test_a_node_shows_of_which_release_its_agent_is_and_what_to_do(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_node_shows_the_release_of_its_agent_and_what_to_do(gateway: Gateway, api: Client) -> None:
     assert (await api.get("/nodes")).json()["items"][0]["agent"] is None
     old = {"release": "0.0.1", "protocol": 6, "outdated": True, "message": "upgrade it"}
     gateway.executor = {**gateway.executor, "agents": {"n1": old, "elsewhere": old}}
     assert [node["agent"] for node in (await api.get("/nodes")).json()["items"]] == [old]
 
 
-async def test_a_node_says_since_when_nothing_is_heard_of_it(gateway: Gateway, api: Client) -> None:
+async def test_a_node_shows_since_when_its_agent_is_silent(gateway: Gateway, api: Client) -> None:
     assert (await api.get("/nodes")).json()["items"][0]["silent_since"] is None
     gateway.silent = {NodeName("n1"): Instant(0.0), NodeName("elsewhere"): Instant(1.0)}
     [node] = (await api.get("/nodes")).json()["items"]
@@ -196,7 +194,7 @@ def _normal(line: str) -> str:
     )
 
 
-async def test_a_run_that_uses_more_than_it_leased_is_shown(gateway: Gateway, api: Client) -> None:
+async def test_a_run_above_its_lease_is_shown(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit(name="train", resources={"gpu_mb": 10 * GIB})
     await gateway.admit(task_id)
     used = a_sample("gpu0", used_mb=12 * GIB, by_holder={f"{task_id}:1": 12 * GIB})
@@ -215,7 +213,7 @@ async def test_a_run_that_uses_more_than_it_leased_is_shown(gateway: Gateway, ap
     assert float(over[1]) == 2 * 2**30
 
 
-async def test_what_is_free_in_pieces_of_no_use_is_told(gateway: Gateway, api: Client) -> None:
+async def test_free_memory_that_the_usual_demands_cannot_use_is_shown(gateway: Gateway, api: Client) -> None:
     await gateway.admit(await api.submit(resources={"gpu_mb": 50 * GIB}))
     assert (await api.get("/stats")).json()["fragmentation"]["share"] == 1.0, "50 GiB are usual, 30 are left"
     await api.submit(resources={"gpu_mb": 30 * GIB})
@@ -231,9 +229,7 @@ async def test_what_is_free_in_pieces_of_no_use_is_told(gateway: Gateway, api: C
     assert "gpubroker_gpu_memory_scattered 0.0" in metrics
 
 
-async def test_memory_that_is_free_in_sum_and_not_in_one_piece_raises_an_alert(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_memory_that_is_free_only_in_pieces_raises_an_alert(gateway: Gateway, api: Client) -> None:
     await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1"),)))
     gateway.world.measure([a_sample("gpu1")])
     for _ in range(2):

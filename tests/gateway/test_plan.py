@@ -1,4 +1,4 @@
-"""POST /plan: whether components fit a fleet: three that are described, and the one that is there."""
+"""POST /plan: whether components fit one of three described fleets, or the present one."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ async def plan(api: Client, components: list[dict[str, Any]], *fleet: dict[str, 
     return found
 
 
-async def test_one_machine_of_16_cpus_and_a_gpu_takes_a_small_training_and_no_second_trainer(
+async def test_one_machine_with_a_gpu_takes_a_small_training_and_no_second_trainer(
     api: Client,
 ) -> None:
     small = machines("small", 1, 16, 1)
@@ -98,7 +98,7 @@ async def test_eight_machines_of_eight_gpus_and_16_of_cpus_are_planned_with_and_
     assert (found["fits"], sum(part["missing"] for part in found["components"])) == (False, 128)
 
 
-async def test_the_fleet_that_is_there_is_planned_with_what_runs_and_whom_it_would_displace(
+async def test_the_present_fleet_is_planned_with_its_runs_and_those_that_would_be_displaced(
     gateway: Gateway, api: Client
 ) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=20)
@@ -119,7 +119,7 @@ async def test_the_fleet_that_is_there_is_planned_with_what_runs_and_whom_it_wou
 GANG = {"bundles": [{"count": 2, "gpu_mb": 40 * GIB}, {"cpu": 2}], "strategy": "strict_spread"}
 
 
-async def test_gangs_are_planned_all_ranks_or_none_and_each_rank_is_told_its_place(api: Client) -> None:
+async def test_gangs_are_planned_whole_and_each_rank_has_its_place(api: Client) -> None:
     gang = {"name": "ring", "count": 2, "resources": GANG}
     found = await plan(api, [gang], machines("node", 3, 8, 1))
     assert (found["fits"], found["totals"]["gpus"], found["totals"]["gpu_mb"]) == (True, 4, 160 * GIB)
@@ -135,9 +135,7 @@ async def test_gangs_are_planned_all_ranks_or_none_and_each_rank_is_told_its_pla
     assert found["missing"]["gpus"] == [{"kinds": [], "whole_gpus": 0, "gpu_mb": 80 * GIB}]
 
 
-async def test_a_gang_that_can_do_without_some_ranks_is_displaced_by_those_alone(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_gang_with_min_ranks_gives_up_only_spare_ranks(gateway: Gateway, api: Client) -> None:
     ranks = {"bundles": [{"count": 2, "gpu_mb": 40 * GIB}], "min_ranks": 1}
     gang = await api.submit(resources=ranks, priority=10)
     await gateway.plan(gang)
@@ -156,7 +154,7 @@ async def test_a_gang_that_can_do_without_some_ranks_is_displaced_by_those_alone
     assert found["message"] == "it fits if 1 run leaves"
 
 
-async def test_what_cannot_be_planned_is_refused_where_it_stands(gateway: Gateway, api: Client) -> None:
+async def test_an_invalid_component_is_refused_with_its_pointer(gateway: Gateway, api: Client) -> None:
     async def refused(*components: dict[str, Any], **more: Any) -> httpx.Response:
         return await api.post("/plan", json={"components": components, **more})
 
@@ -173,7 +171,7 @@ async def test_what_cannot_be_planned_is_refused_where_it_stands(gateway: Gatewa
     problem(await reader.post("/plan", json={"components": [part]}), 403, "forbidden")
 
 
-async def test_nobody_plans_with_a_priority_that_he_could_not_submit_with(gateway: Gateway) -> None:
+async def test_a_plan_needs_a_priority_that_the_token_could_submit_with(gateway: Gateway) -> None:
     capped = await gateway.client("capped", max_priority=50)
     parts = [{"name": "a", "priority": 50}, {"name": "b", "priority": 51}]
     refusal = problem(await capped.post("/plan", json={"components": parts}), 403, "priority-not-allowed")
@@ -202,7 +200,7 @@ async def test_quotas_and_limits_count_on_a_described_fleet_only_if_a_tenant_is_
     assert (await gateway.admin.post("/plan", json={**asked, "tenant": "zeta"})).status_code == 200
 
 
-async def test_an_admin_plans_for_tenants_that_there_are_and_with_their_caps(gateway: Gateway) -> None:
+async def test_an_admin_plans_for_known_tenants_within_their_caps(gateway: Gateway) -> None:
     await gateway.client("newcomer", tenant="newcomer")
     asked = {"components": [{"name": "a", "priority": 70}], "fleet": [machines("big", 1, 8, 0)]}
 
@@ -215,7 +213,9 @@ async def test_an_admin_plans_for_tenants_that_there_are_and_with_their_caps(gat
     assert 'above 69, the cap of tenant "modest"' in capped["detail"]
 
 
-async def test_what_a_submit_refuses_does_not_fit_and_the_answer_says_why(api: Client) -> None:
+async def test_a_component_that_a_submit_would_refuse_does_not_fit_and_the_answer_says_why(
+    api: Client,
+) -> None:
     large = {"name": "large", "resources": {"memory_mb": 200 * GIB}}
     seated = {"name": "seated", "priority": 69, "resources": {"custom": {"seat": 1}}}
     for part, why in (
@@ -230,7 +230,7 @@ async def test_what_a_submit_refuses_does_not_fit_and_the_answer_says_why(api: C
     assert (await plan(api, [{**seated, "priority": 70}], machines("node", 2, 8, 0)))["fits"]
 
 
-async def test_what_each_node_has_of_its_own_a_described_one_has_too(api: Client) -> None:
+async def test_described_nodes_have_the_custom_resources_of_every_node(api: Client) -> None:
     part = {"name": "a", "count": 3, "resources": {"cpu": 1, "custom": {"fpga": 1}}}
     found = await plan(api, [part], machines("node", 1, 8, 0))
     assert (found["components"][0]["placed"], found["components"][0]["reason"]) == (2, "ConcurrencyLimited")
@@ -253,14 +253,14 @@ async def test_what_each_node_has_of_its_own_a_described_one_has_too(api: Client
         ({"resources": {"bundles": {"cpu": 1}}}, "resources/bundles", "must be a list; found an object"),
     ],
 )
-async def test_mistakes_are_told_with_their_place_what_was_found_and_what_to_do(
+async def test_faults_have_a_pointer_what_was_found_and_what_to_do(
     api: Client, component: dict[str, Any], pointer: str, says: str
 ) -> None:
     response = await api.post("/plan", json={"components": [{"name": "ok"}, {"name": "a", **component}]})
     assert says in fault(response, f"/components/1/{pointer}")
 
 
-async def test_a_kind_that_the_fleet_has_not_is_told_with_those_it_has(api: Client) -> None:
+async def test_an_unknown_kind_is_refused_with_the_kinds_of_the_fleet(api: Client) -> None:
     part = {"name": "a", "resources": {"gpus": 1, "kinds": ["H200"]}}
     [found] = (await plan(api, [part], machines("node", 1, 8, 2)))["components"]
     assert (found["reason"], found["missing"]) == ("NoMatchingDevice", 1)
@@ -274,7 +274,7 @@ async def test_a_fleet_that_is_too_large_is_refused(api: Client) -> None:
     assert "at most 1000 nodes and 10000 GPUs" in str(refusal["errors"])
 
 
-async def test_others_are_answered_while_a_plan_is_worked_out(
+async def test_other_requests_are_answered_while_a_plan_is_computed(
     api: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, may_go_on = threading.Event(), threading.Event()

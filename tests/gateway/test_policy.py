@@ -1,4 +1,4 @@
-"""What the operator has chosen, and how long one task may run, repeat and linger."""
+"""GET /policy, and the maximum of timeout, retries and grace."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Mib, Seconds
 from tests.gateway.harness import Client, Gateway, a_body, problem
 
 
-async def test_the_policy_tells_what_a_submit_meets(gateway: Gateway, api: Client) -> None:
+async def test_the_policy_shows_what_concerns_a_submit(gateway: Gateway, api: Client) -> None:
     gateway.change(kinds=(GpuKind("H100", 2000, Mib(512)),))
     told = (await api.get("/policy")).json()
     assert told["bands"][0] == {"name": "critical", "lowest": 90, "highest": 100}
@@ -28,7 +28,7 @@ async def test_the_policy_tells_what_a_submit_meets(gateway: Gateway, api: Clien
     ("scopes", "seen"),
     [(("tasks:read",), {"vision"}), (("tasks:read", "cluster:read"), {"vision", "speech"})],
 )
-async def test_policy_and_tenants_tell_the_same_viewers_of_the_same_tenants(
+async def test_policy_and_tenants_show_the_same_tenants_to_the_same_token(
     gateway: Gateway, scopes: tuple[str, ...], seen: set[str]
 ) -> None:
     tenants = (TenantPolicy("*"), TenantPolicy("vision", weight=2.0), TenantPolicy("speech"))
@@ -47,7 +47,7 @@ async def test_the_policy_needs_the_scope_to_read_tasks(gateway: Gateway) -> Non
 @pytest.mark.parametrize(
     ("field", "value"), [("timeout_seconds", 61.0), ("max_retries", 3), ("grace_seconds", 11.0)]
 )
-async def test_a_task_may_not_run_repeat_or_linger_beyond_the_maximum(
+async def test_timeout_retries_and_grace_above_the_maximum_are_refused(
     gateway: Gateway, api: Client, field: str, value: float
 ) -> None:
     most = Maximum(timeout_seconds=Seconds(60.0), max_retries=2, grace_seconds=Seconds(10.0))

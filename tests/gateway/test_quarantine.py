@@ -1,4 +1,4 @@
-"""What nobody can confirm to be gone, over HTTP: shown where it matters, given back on an operator's word."""
+"""Memory in quarantine over HTTP: where it is shown, and an operator's statement."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ REASON = {"reason": "powered n1 off"}
 
 
 async def a_lost_task(gateway: Gateway, api: Client, **fields: Any) -> str:
-    """Its node does not answer any more, so that nobody knows whether its process is gone."""
+    """Its node no longer answers, so its process is not confirmed to be gone."""
     task = await api.submit(resources={"gpu_mb": 8 * GIB}, name="train", **fields)
     await gateway.admit(task)
     node = next(iter(gateway.world.nodes.values()))
@@ -29,7 +29,7 @@ def in_use(gateway: Gateway, task: str, mb: int) -> DeviceSample:
     return a_sample("gpu0", gateway.clock.now(), used_mb=Mib(mb), by_holder={holder: Mib(mb)})
 
 
-async def test_what_waits_for_proof_is_listed_and_shown_with_its_task_its_device_and_who_waits_behind_it(
+async def test_quarantined_memory_is_shown_in_the_list_at_its_task_at_its_device_and_in_explanations(
     gateway: Gateway, api: Client
 ) -> None:
     task = await a_lost_task(gateway, api)
@@ -61,11 +61,11 @@ async def test_an_earlier_attempt_stays_in_view_while_the_next_one_runs(
     assert [(one["attempt"], one["awaits"][0]) for one in shown["quarantine"]] == [(1, "process_absent")]
     released = await api.post(f"/quarantine/{task}/release", json=REASON)
     assert released.status_code == 200
-    assert gateway.task(task).state is TaskState.RUNNING, "the attempt that runs is nobody's business"
+    assert gateway.task(task).state is TaskState.RUNNING, "the running attempt is not affected"
     assert [share["state"] for share in (await api.get(f"/tasks/{task}")).json()["devices"]] == ["held"]
 
 
-async def test_an_operators_statement_gives_it_back_and_is_noted(gateway: Gateway, api: Client) -> None:
+async def test_an_operators_statement_releases_memory_and_is_recorded(gateway: Gateway, api: Client) -> None:
     task = await a_lost_task(gateway, api)
     olga = await gateway.client("olga", "cluster:write", "cluster:read", tenant="ops")
     released = await olga.post(f"/quarantine/{task}/release", json=REASON)
@@ -83,7 +83,7 @@ async def test_an_operators_statement_gives_it_back_and_is_noted(gateway: Gatewa
     assert (said["by"], said["reason"]) == ("olga", "powered n1 off")
 
 
-async def test_it_is_free_with_the_next_measurement(gateway: Gateway, api: Client) -> None:
+async def test_released_memory_is_free_with_the_next_measurement(gateway: Gateway, api: Client) -> None:
     task = await a_lost_task(gateway, api)
     await gateway.reopen()
     await api.post(f"/tasks/{task}/cancel")
@@ -96,9 +96,7 @@ async def test_it_is_free_with_the_next_measurement(gateway: Gateway, api: Clien
     await gateway.admit(big)
 
 
-async def test_a_process_that_is_measured_is_there_whatever_anybody_says(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_statement_about_a_measured_process_is_refused(gateway: Gateway, api: Client) -> None:
     task = await a_lost_task(gateway, api)
     gateway.world.measure([in_use(gateway, task, 900)])
     refused = await api.post(f"/quarantine/{task}/release", json=REASON)
@@ -107,7 +105,7 @@ async def test_a_process_that_is_measured_is_there_whatever_anybody_says(
     assert gateway.store.audited == []
 
 
-async def test_nothing_is_given_back_of_what_is_not_in_quarantine(gateway: Gateway, api: Client) -> None:
+async def test_a_statement_about_memory_outside_quarantine_is_refused(gateway: Gateway, api: Client) -> None:
     task = await api.submit(resources={"gpu_mb": 8 * GIB})
     await gateway.admit(task)
     for holder in (task, "task_0"):
@@ -127,12 +125,12 @@ async def test_a_statement_may_name_attempts_ranks_and_devices(gateway: Gateway,
     assert (await api.post(f"/quarantine/{task}/release", json={**REASON, **this})).status_code == 200
 
 
-async def test_a_reason_is_needed(api: Client) -> None:
+async def test_a_statement_needs_a_reason(api: Client) -> None:
     for body in ({}, {"reason": ""}, {"reason": "  "}, {"reason": "a\nb"}, {"reason": "x" * 501}):
         assert (await api.post("/quarantine/task_1/release", json=body)).status_code == 422
 
 
-async def test_only_an_operator_may_say_so_and_names_are_for_those_whom_they_concern(
+async def test_only_an_operator_may_release_and_sees_the_names_of_other_tenants(
     gateway: Gateway, api: Client
 ) -> None:
     task = await a_lost_task(gateway, api)
@@ -143,7 +141,7 @@ async def test_only_an_operator_may_say_so_and_names_are_for_those_whom_they_con
     assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
 
 
-async def test_without_a_leader_it_is_asked_for(gateway: Gateway, api: Client) -> None:
+async def test_without_a_leader_the_request_is_stored(gateway: Gateway, api: Client) -> None:
     task = await a_lost_task(gateway, api)
     gateway.leads = False
     gateway.change(limits=RequestLimits(settle_seconds=0.01))
@@ -153,13 +151,13 @@ async def test_without_a_leader_it_is_asked_for(gateway: Gateway, api: Client) -
     assert [one["id"] for one in asked.json()["quarantine"]] == [task]
 
 
-async def test_a_proof_ends_it_too(gateway: Gateway, api: Client) -> None:
+async def test_a_proof_ends_a_quarantine_too(gateway: Gateway, api: Client) -> None:
     task = await a_lost_task(gateway, api)
     await gateway.hear(Gone(TaskId(task), gateway.task(task).fence, gateway.clock.now(), "process_absent"))
     assert (await api.get("/quarantine")).json()["items"] == []
 
 
-async def test_the_word_of_a_lease_holder_is_noted_when_it_comes_late(gateway: Gateway, api: Client) -> None:
+async def test_a_late_release_by_the_holder_is_recorded(gateway: Gateway, api: Client) -> None:
     lease = (await api.post("/leases", json={"holder": "vllm", "gpu_mb": GIB, "ttl_seconds": 30})).json()[
         "id"
     ]

@@ -1,4 +1,4 @@
-"""What POST /tasks refuses, and that each refusal says where, what was found, and what to do."""
+"""Refusals of POST /tasks: each has a pointer, what was found, and what to do."""
 
 import base64
 import json
@@ -20,13 +20,13 @@ async def test_an_unknown_field_is_named_with_the_one_that_was_meant(api: Client
     assert fault(response, "/nmae") == 'unknown field "nmae"; did you mean "name"?'
 
 
-async def test_a_field_at_the_wrong_level_is_told_where_it_belongs(api: Client) -> None:
+async def test_a_field_at_the_wrong_level_is_refused_with_the_right_one(api: Client) -> None:
     response = await api.post("/tasks", json=a_body(gpu_mb=1, args=[]))
     assert fault(response, "/gpu_mb") == 'unknown field "gpu_mb"; did you mean "resources.gpu_mb"?'
     assert fault(response, "/args") == 'unknown field "args"; did you mean "run.args"?'
 
 
-async def test_a_field_unlike_any_other_gets_the_list_of_those_that_exist(api: Client) -> None:
+async def test_a_field_unlike_any_other_is_refused_with_the_list_of_fields(api: Client) -> None:
     response = await api.post("/tasks", json=a_body({"command": ["a"], "zzz": 1}))
     assert fault(response, "/run/zzz") == 'unknown field "zzz"; known are command, working_directory'
 
@@ -113,7 +113,7 @@ async def test_pointers_are_escaped_as_rfc_6901_says(api: Client) -> None:
         ("/run/runtime", {"run": {"function": PICKLED, "python": "3.11", "runtime": 2}}),
     ],
 )
-async def test_a_value_out_of_bounds_is_refused_where_it_stands(
+async def test_a_value_out_of_bounds_is_refused_with_its_pointer(
     api: Client, pointer: str, fields: dict[str, Any]
 ) -> None:
     fault(await api.post("/tasks", json={**a_body(), **fields}), pointer)
@@ -134,7 +134,7 @@ async def test_a_value_out_of_bounds_is_refused_where_it_stands(
         ),
     ],
 )
-async def test_a_refusal_says_what_was_meant_and_shows_nothing_that_a_terminal_obeys(
+async def test_a_refusal_suggests_a_value_and_has_no_control_characters(
     api: Client, fields: dict[str, Any], pointer: str, says: str
 ) -> None:
     assert says in fault(await api.post("/tasks", json={**a_body(), **fields}), pointer)
@@ -151,13 +151,13 @@ async def test_variables_that_the_broker_sets_are_refused_by_name(api: Client, n
 @pytest.mark.parametrize(
     "place", ['"resources": {"cpu": %s}', '"timeout_seconds": %s', '"resources": {"custom": {"licence": %s}}']
 )
-async def test_numbers_that_are_none_are_refused(api: Client, number: str, place: str) -> None:
+async def test_nan_and_infinity_are_refused(api: Client, number: str, place: str) -> None:
     body = '{"run": {"entrypoint": "myteam.a:b"}, ' + place % number + "}"
     problem(await api.post("/tasks", content=body), 422, "validation-failed")
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-async def test_arguments_hold_no_such_numbers_either(api: Client, number: str) -> None:
+async def test_nan_and_infinity_in_arguments_are_refused(api: Client, number: str) -> None:
     body = '{"run": {"entrypoint": "myteam.a:b", "kwargs": {"deep": [{"x": ' + number + "}]}}}"
     assert "NaN" in fault(await api.post("/tasks", content=body), "/run")
 
@@ -177,12 +177,12 @@ async def test_arguments_hold_no_such_numbers_either(api: Client, number: str) -
     ],
     ids=["empty", "cut", "comma", "no-utf8", "bad-utf8", "surrogate", "unclosed", "deep", "long-number"],
 )
-async def test_what_is_no_json_is_refused_as_such(api: Client, body: bytes) -> None:
+async def test_a_body_that_is_not_json_is_refused_as_malformed(api: Client, body: bytes) -> None:
     problem(await api.post("/tasks", content=body), 400, "malformed-json")
 
 
 @pytest.mark.parametrize("body", ["[]", "null", '"text"', "7", "true"])
-async def test_json_that_is_no_object_is_refused(api: Client, body: str) -> None:
+async def test_json_that_is_not_an_object_is_refused(api: Client, body: str) -> None:
     assert "must be an object" in fault(await api.post("/tasks", content=body), "")
 
 
@@ -196,13 +196,13 @@ async def test_an_encoded_body_is_refused_unread(api: Client) -> None:
     assert '"gzip"' in problem(response, 415, "unsupported-media-type")["detail"]
 
 
-async def test_a_body_over_the_limit_is_refused_by_its_announced_length() -> None:
+async def test_a_body_over_the_limit_is_refused_by_its_content_length() -> None:
     async with Gateway(body_bytes=1000) as gateway:
         response = await gateway.admin.post("/tasks", json=a_body(name="x" * 1000))
         assert "1000 bytes" in problem(response, 413, "payload-too-large")["detail"]
 
 
-async def test_a_body_over_the_limit_is_refused_while_it_comes_in_pieces() -> None:
+async def test_a_chunked_body_over_the_limit_is_refused() -> None:
     sent = 0
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -216,7 +216,7 @@ async def test_a_body_over_the_limit_is_refused_while_it_comes_in_pieces() -> No
     assert sent < 100_000
 
 
-async def test_a_body_in_pieces_below_the_limit_is_read(api: Client) -> None:
+async def test_a_chunked_body_below_the_limit_is_read(api: Client) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for byte in json.dumps(a_body()).encode():
             yield bytes([byte])
@@ -232,7 +232,7 @@ async def test_a_demand_larger_than_any_device_is_refused_with_the_largest(api: 
     assert document["errors"][0]["pointer"] == "/resources/gpu_mb"
 
 
-async def test_a_resource_that_nobody_offers_is_refused(api: Client) -> None:
+async def test_an_unknown_custom_resource_is_refused(api: Client) -> None:
     response = await api.post("/tasks", json=a_body(resources={"custom": {"tpu": 1}}))
     assert problem(response, 422, "unknown-resource")["errors"][0]["pointer"] == "/resources/custom/tpu"
 
@@ -310,7 +310,7 @@ async def test_a_bad_idempotency_key_is_refused_by_its_header(api: Client, key: 
     fault(await api.post("/tasks", json=a_body(), headers={"Idempotency-Key": key}), "header:Idempotency-Key")
 
 
-async def test_nothing_that_was_refused_is_stored(gateway: Gateway, api: Client) -> None:
+async def test_a_refused_task_is_not_stored(gateway: Gateway, api: Client) -> None:
     await api.post("/tasks", json=a_body(priority=101))
     await api.post("/tasks", json=a_body(resources={"gpu_mb": 90 * GIB}))
     assert not gateway.world.tasks

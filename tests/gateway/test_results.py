@@ -1,4 +1,4 @@
-"""What tasks left, as it is told."""
+"""Results as JSON text."""
 
 import json
 import tracemalloc
@@ -10,7 +10,7 @@ from gpubroker_server.ports.store import StoredResult
 
 
 async def test_a_large_answer_takes_no_more_memory_than_three_times_its_text() -> None:
-    """As numbers of Python its values would take many times that, of up to `limits.result_bytes`."""
+    """As Python numbers the values would take many times that, with up to `limits.result_bytes`."""
     outputs = (Tensor("y", "UINT8", (200_000,), b"\x07" * 200_000), tensor_of("z", "BF16", [2], [1, 2]))
     data = packed(InferenceResponse("m", "1", outputs))
     stored = StoredResult("succeeded", FORMAT, data, None, None, b"")

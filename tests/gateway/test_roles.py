@@ -1,4 +1,4 @@
-"""Roles that take turns in one task: it asks for the most of each."""
+"""Roles that take turns in one task: the task gets the maximum of each size."""
 
 from typing import Any
 
@@ -18,19 +18,19 @@ async def resources(api: Client, **roles: Any) -> dict[str, Any]:
     return asked
 
 
-async def test_a_task_asks_for_the_most_of_its_roles_and_not_for_their_sum(api: Client) -> None:
+async def test_a_task_asks_for_the_maximum_of_its_roles_and_not_for_their_sum(api: Client) -> None:
     asked = await resources(api, train=TRAIN, generate=GENERATE)
     assert (asked["gpus"], asked["gpu_mb"], asked["cpu"], asked["memory_mb"]) == (1, 40 * GIB, 4.0, 2048)
     assert asked["custom"] == {"fpga": 1.0, "licence": 2.0}
     assert asked["roles"] == ["generate", "train"]
 
 
-async def test_a_role_that_takes_whole_gpus_makes_all_of_them_whole(api: Client) -> None:
+async def test_a_role_with_whole_gpus_makes_the_task_exclusive(api: Client) -> None:
     asked = await resources(api, train={"gpus": 1}, generate={"gpu_mb": GIB})
     assert (asked["gpus"], asked["gpu_mb"], asked["exclusive"]) == (1, GIB, True)
 
 
-async def test_roles_without_gpus_have_the_usual_cpu(api: Client) -> None:
+async def test_roles_without_gpus_get_the_default_cpu(api: Client) -> None:
     asked = await resources(api, a={"memory_mb": 10}, b={"memory_mb": 20})
     assert (asked["gpus"], asked["cpu"], asked["memory_mb"]) == (0, 1.0, 20)
 
@@ -41,7 +41,7 @@ async def test_a_task_finds_the_names_of_its_roles_in_its_environment(gateway: G
     record = await gateway.store.record(task_id)
     assert record is not None
     assert record.spec.env == {"A": "b", "GPUBROKER_ROLES": "generate,train"}
-    assert not record.task.shareable, "a shared process has the environment of nobody"
+    assert not record.task.shareable, "a shared process has no environment of its own"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ async def test_a_task_finds_the_names_of_its_roles_in_its_environment(gateway: G
         {"roles": {"a,b": {"cpu": 1}}},
     ],
 )
-async def test_roles_that_contradict_something_are_refused(api: Client, wrong: dict[str, Any]) -> None:
+async def test_roles_that_contradict_other_fields_are_refused(api: Client, wrong: dict[str, Any]) -> None:
     document = problem(await api.post("/tasks", json=a_body(resources=wrong)), 422, "validation-failed")
     assert document["errors"][0]["pointer"].startswith("/resources")

@@ -1,4 +1,4 @@
-"""POST /tasks/simulate: what would become of a task, and nothing else happens."""
+"""POST /tasks/simulate: what would happen to a task, without doing anything."""
 
 import asyncio
 from typing import Any
@@ -38,7 +38,7 @@ async def test_a_bare_demand_is_judged_too(api: Client) -> None:
     assert (found["verdict"], found["resources"]["gpus"], found["priority"]) == ("starts", 1, 70)
 
 
-async def test_whom_it_would_displace_is_told_and_of_other_tenants_only_the_size(
+async def test_victims_are_shown_and_other_tenants_victims_only_by_size(
     gateway: Gateway, api: Client
 ) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=20)
@@ -57,7 +57,7 @@ async def test_whom_it_would_displace_is_told_and_of_other_tenants_only_the_size
     assert holder not in theirs.text
 
 
-async def test_a_task_that_would_wait_is_told_why_and_what_would_help(gateway: Gateway, api: Client) -> None:
+async def test_a_task_that_would_wait_shows_why_and_what_would_help(gateway: Gateway, api: Client) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=80, expected_seconds=60)
     await gateway.admit(holder)
     first = await api.submit(resources={"gpu_mb": 50 * GIB})
@@ -73,7 +73,7 @@ async def test_a_task_that_would_wait_is_told_why_and_what_would_help(gateway: G
     assert after["message"] == f"runs after {first} (pending)"
 
 
-async def test_a_refusal_is_told_with_what_would_help(api: Client) -> None:
+async def test_a_refusal_is_shown_with_what_would_help(api: Client) -> None:
     found = await simulate(api, resources={"gpu_mb": 100 * GIB})
     assert (found["verdict"], found["refusal"]["code"]) == ("refused", "exceeds-capacity")
     assert found["refusal"]["errors"][0]["pointer"] == "/resources/gpu_mb"
@@ -84,9 +84,7 @@ async def test_a_refusal_is_told_with_what_would_help(api: Client) -> None:
     assert response.json()["refusal"]["code"] == "entrypoint-not-allowed"
 
 
-async def test_what_may_not_be_asked_is_a_problem_as_it_is_for_a_submit(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_simulation_needs_the_scopes_of_the_submit(gateway: Gateway, api: Client) -> None:
     problem(await api.post("/tasks/simulate", json={"gpus": 1}), 422, "validation-failed")
     problem(await api.post("/tasks/simulate", json={"after": ["task_x"]}), 422, "validation-failed")
     problem(await api.post("/tasks/simulate", json={"stream": "hourly"}), 422, "validation-failed")
@@ -97,9 +95,7 @@ async def test_what_may_not_be_asked_is_a_problem_as_it_is_for_a_submit(
     problem(await nobody.post("/tasks/simulate", json={}), 403, "forbidden")
 
 
-async def test_an_answer_knows_what_was_committed_before_it_was_asked_for(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_simulation_sees_everything_committed_before_it(gateway: Gateway, api: Client) -> None:
     gateway.age = 31
     problem(await api.post("/tasks/simulate", json={}), 503, "follower-stale")
     gateway.age = 0

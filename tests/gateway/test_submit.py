@@ -1,4 +1,4 @@
-"""POST /tasks: what is accepted, what is filled in, what the answer says."""
+"""POST /tasks: what is accepted, which defaults apply, what the answer has."""
 
 import asyncio
 import base64
@@ -25,7 +25,7 @@ async def test_an_accepted_task_is_in_the_store_when_the_answer_arrives(
     assert task["pending"]["reason"] == "PendingEvaluation"
 
 
-async def test_what_a_submit_leaves_out_is_filled_in(api: Client) -> None:
+async def test_fields_left_out_of_a_submit_get_defaults(api: Client) -> None:
     task = (await api.post("/tasks", json=a_body())).json()
     assert (task["priority"], task["band"]) == (54, "batch")
     assert (task["max_retries"], task["timeout_seconds"], task["grace_seconds"]) == (0, None, 30.0)
@@ -51,7 +51,7 @@ async def test_what_a_submit_leaves_out_is_filled_in(api: Client) -> None:
     }
 
 
-async def test_everything_a_submit_says_comes_back(gateway: Gateway, api: Client) -> None:
+async def test_all_fields_of_a_submit_are_returned(gateway: Gateway, api: Client) -> None:
     said = {
         "name": "train-7",
         "priority": 72,
@@ -99,7 +99,7 @@ async def test_a_gpu_task_that_states_no_cpu_takes_none(api: Client) -> None:
     ("name", "number"),
     [("critical", 95), ("interactive", 79), ("batch", 54), ("background", 24), ("idle", 4)],
 )
-async def test_the_name_of_a_band_stands_for_its_middle(api: Client, name: str, number: int) -> None:
+async def test_the_name_of_a_band_means_its_middle_value(api: Client, name: str, number: int) -> None:
     task = (await api.post("/tasks", json=a_body(priority=name))).json()
     assert (task["priority"], task["band"]) == (number, name)
 
@@ -121,7 +121,7 @@ async def test_only_small_entrypoints_share_a_process(
     assert gateway.task(response.json()["id"]).shareable is shares
 
 
-async def test_a_command_keeps_its_words_and_its_directory(gateway: Gateway, api: Client) -> None:
+async def test_a_command_keeps_its_arguments_and_its_directory(gateway: Gateway, api: Client) -> None:
     run = {"command": ["python", "-c", "print('a b')\n"], "working_directory": "/data"}
     task = (await api.post("/tasks", json=a_body(run))).json()
     assert task["run"]["command"] == run["command"]
@@ -129,7 +129,7 @@ async def test_a_command_keeps_its_words_and_its_directory(gateway: Gateway, api
     assert (spec.kind, spec.working_directory, spec.arguments) == ("command", "/data", b"")
 
 
-async def test_a_function_is_stored_byte_for_byte_and_never_opened(gateway: Gateway, api: Client) -> None:
+async def test_a_function_is_stored_byte_for_byte_and_never_unpickled(gateway: Gateway, api: Client) -> None:
     poison = b"cos\nsystem\n(S'touch /tmp/opened'\ntR."
     run = {
         "function": base64.b64encode(poison).decode(),
@@ -182,7 +182,7 @@ async def test_a_refused_submit_does_not_use_up_its_key(api: Client) -> None:
     assert (await api.post("/tasks", json=a_body(), headers={"Idempotency-Key": "k"})).status_code == 202
 
 
-async def test_prefer_wait_brings_the_result_with_the_answer(gateway: Gateway, api: Client) -> None:
+async def test_prefer_wait_returns_the_result_with_the_answer(gateway: Gateway, api: Client) -> None:
     sending = asyncio.create_task(api.post("/tasks", json=a_body(), headers={"Prefer": "wait=30"}))
     task_id = await gateway.next_task()
     await gateway.waits(task_id)
@@ -206,7 +206,7 @@ async def test_a_wait_above_the_limit_is_cut_to_it() -> None:
         assert response.headers["preference-applied"] == "wait=0"
 
 
-async def test_a_preference_nobody_knows_is_ignored(api: Client) -> None:
+async def test_an_unknown_preference_is_ignored(api: Client) -> None:
     response = await api.post("/tasks", json=a_body(), headers={"Prefer": "wait=soon"})
     assert response.status_code == 202
     assert "preference-applied" not in response.headers

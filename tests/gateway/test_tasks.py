@@ -1,4 +1,4 @@
-"""Tasks that exist: read, list, change, cancel."""
+"""Tasks: read, list, change, cancel."""
 
 import asyncio
 from dataclasses import replace
@@ -13,10 +13,10 @@ from gpubroker_server.ports.store import Progress
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault, problem, until
 
-NOBODY = "task_" + "0" * 26
+UNKNOWN_ID = "task_" + "0" * 26
 
 
-async def test_a_waiting_task_says_why(api: Client) -> None:
+async def test_a_waiting_task_shows_its_reason(api: Client) -> None:
     task_id = await api.submit()
     pending = (await api.get(f"/tasks/{task_id}")).json()["pending"]
     assert pending["reason"]
@@ -36,9 +36,7 @@ async def test_a_running_task_shows_its_devices_and_its_progress(gateway: Gatewa
     assert task["pending"] is None
 
 
-async def test_a_row_that_runs_is_not_shown_without_the_devices_that_were_committed_with_it(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_running_row_is_not_shown_without_its_devices(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit(resources={"gpu_mb": 18 * GIB})
     await gateway.admit(task_id)
     world, task, head = gateway.world, gateway.task(task_id), gateway.world.position
@@ -70,7 +68,7 @@ async def test_a_finished_task_shows_what_is_not_yet_free(gateway: Gateway, api:
     ]
 
 
-async def test_the_urls_of_a_task_lead_somewhere(gateway: Gateway, api: Client) -> None:
+async def test_the_urls_of_a_task_exist(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     urls = (await api.get(f"/tasks/{task_id}")).json()["urls"]
     await gateway.end(task_id)
@@ -79,13 +77,13 @@ async def test_the_urls_of_a_task_lead_somewhere(gateway: Gateway, api: Client) 
     assert (await api.post(urls["cancel"])).status_code == 409
 
 
-@pytest.mark.parametrize("task_id", [NOBODY, "task_1", "nonsense", "task_%00", "task_" + "u" * 26, "é"])
+@pytest.mark.parametrize("task_id", [UNKNOWN_ID, "task_1", "nonsense", "task_%00", "task_" + "u" * 26, "é"])
 @pytest.mark.parametrize("rest", ["", "/result", "/wait", "/events", "/explain"])
 async def test_a_task_that_is_not_there_is_404(api: Client, task_id: str, rest: str) -> None:
     problem(await api.get(f"/tasks/{task_id}{rest}"), 404, "not-found")
 
 
-async def test_a_task_of_another_tenant_is_not_there(gateway: Gateway, api: Client) -> None:
+async def test_a_task_of_another_tenant_is_404(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     other = await gateway.client("other", tenant="vision")
     for rest in ("", "/result", "/wait", "/events", "/explain"):
@@ -113,7 +111,7 @@ async def test_the_list_is_newest_first_and_pages_to_its_end(gateway: Gateway, a
     assert seen == ids[::-1]
 
 
-async def test_a_task_submitted_meanwhile_disturbs_no_page(api: Client) -> None:
+async def test_a_new_task_does_not_shift_the_pages(api: Client) -> None:
     first = await api.submit()
     await api.submit()
     page = (await api.get("/tasks", params={"limit": 1})).json()
@@ -122,7 +120,7 @@ async def test_a_task_submitted_meanwhile_disturbs_no_page(api: Client) -> None:
     assert [task["id"] for task in rest["items"]] == [first]
 
 
-async def test_who_runs_after_a_task_and_what_came_when_is_listed(gateway: Gateway, api: Client) -> None:
+async def test_tasks_are_listed_by_dependency_and_by_time(gateway: Gateway, api: Client) -> None:
     first = await api.submit(model_type="yolo")
     gateway.clock.advance(10)
     second = await api.submit(after=[first])
@@ -164,7 +162,7 @@ async def test_filters_narrow_the_list(gateway: Gateway, api: Client) -> None:
         assert [task["id"] for task in page["items"]] == wanted, params
 
 
-async def test_a_page_larger_than_the_server_gives_is_cut() -> None:
+async def test_a_page_is_cut_to_the_maximum() -> None:
     async with Gateway(page_items=2) as gateway:
         for _ in range(3):
             await gateway.admin.submit()
@@ -200,7 +198,7 @@ async def test_an_unknown_filter_is_refused_with_the_one_that_was_meant(api: Cli
 
 
 @pytest.mark.parametrize("cursor", ["", "nonsense", "é", "%00", "A" * 68, "a"])
-async def test_a_cursor_that_is_none_is_refused(api: Client, cursor: str) -> None:
+async def test_an_invalid_cursor_is_refused(api: Client, cursor: str) -> None:
     problem(await api.get("/tasks", params={"cursor": cursor}), 400, "cursor-invalid")
 
 
@@ -218,7 +216,9 @@ async def test_cancelling_a_waiting_task_ends_it(api: Client) -> None:
     assert (response.status_code, response.json()["state"]) == (202, "cancelled")
 
 
-async def test_cancelling_a_running_task_says_when_its_memory_is_back(gateway: Gateway, api: Client) -> None:
+async def test_cancelling_a_running_task_shows_when_its_memory_is_free_again(
+    gateway: Gateway, api: Client
+) -> None:
     task_id = await api.submit(resources={"gpu_mb": 1024}, grace_seconds=30)
     await gateway.admit(task_id)
     body = {"grace_seconds": 5, "reason": "wrong data"}
@@ -233,20 +233,20 @@ async def test_cancelling_a_running_task_says_when_its_memory_is_back(gateway: G
     assert made[0]["fields"]["fields"] == body
 
 
-async def test_cancelling_twice_is_answered_with_the_task(api: Client) -> None:
+async def test_a_second_cancel_returns_the_task(api: Client) -> None:
     task_id = await api.submit()
     await api.post(f"/tasks/{task_id}/cancel")
     again = await api.post(f"/tasks/{task_id}/cancel")
     assert (again.status_code, again.json()["state"]) == (200, "cancelled")
 
 
-async def test_cancelling_what_has_finished_is_refused(gateway: Gateway, api: Client) -> None:
+async def test_cancelling_a_finished_task_is_refused(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     await gateway.end(task_id)
     problem(await api.post(f"/tasks/{task_id}/cancel"), 409, "task-already-finished")
 
 
-async def test_a_cancel_that_no_leader_hears_is_kept_for_the_next_one() -> None:
+async def test_a_cancel_without_a_leader_is_stored_for_the_next_one() -> None:
     async with Gateway(settle_seconds=0) as gateway:
         gateway.leads = False
         task_id = await gateway.admin.submit()
@@ -258,7 +258,7 @@ async def test_a_cancel_that_no_leader_hears_is_kept_for_the_next_one() -> None:
 @pytest.mark.parametrize(
     "body", [{"grace_seconds": -1}, {"grace_seconds": True}, {"mode": "hard"}, {"reason": 1}]
 )
-async def test_a_bad_cancel_is_refused(api: Client, body: dict[str, Any]) -> None:
+async def test_an_invalid_cancel_is_refused(api: Client, body: dict[str, Any]) -> None:
     task_id = await api.submit()
     problem(await api.post(f"/tasks/{task_id}/cancel", json=body), 422, "validation-failed")
 
@@ -276,7 +276,7 @@ async def test_a_task_is_held_and_released(api: Client) -> None:
     assert (await api.patch(f"/tasks/{task_id}", json={"held": False})).json()["held"] is False
 
 
-async def test_a_change_that_no_leader_hears_is_answered_as_asked_for() -> None:
+async def test_a_change_without_a_leader_gets_202() -> None:
     async with Gateway(settle_seconds=0) as gateway:
         gateway.leads = False
         task_id = await gateway.admin.submit()
@@ -290,13 +290,13 @@ async def test_a_change_above_the_cap_is_refused(gateway: Gateway, api: Client) 
     problem(await capped.patch(f"/tasks/{task_id}", json={"priority": 61}), 403, "priority-not-allowed")
 
 
-async def test_what_runs_cannot_be_held(gateway: Gateway, api: Client) -> None:
+async def test_a_running_task_cannot_be_held(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     await gateway.admit(task_id)
     problem(await api.patch(f"/tasks/{task_id}", json={"held": True}), 409, "task-not-pending")
 
 
-async def test_what_has_finished_cannot_be_changed(gateway: Gateway, api: Client) -> None:
+async def test_a_finished_task_cannot_be_changed(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     await gateway.end(task_id)
     problem(await api.patch(f"/tasks/{task_id}", json={"priority": 1}), 409, "task-already-finished")
@@ -305,7 +305,7 @@ async def test_what_has_finished_cannot_be_changed(gateway: Gateway, api: Client
 @pytest.mark.parametrize(
     "body", [{}, {"priority": None}, {"state": "cancelled"}, {"held": "yes"}, {"priority": 101}]
 )
-async def test_a_bad_change_is_refused(api: Client, body: dict[str, Any]) -> None:
+async def test_an_invalid_change_is_refused(api: Client, body: dict[str, Any]) -> None:
     task_id = await api.submit()
     problem(await api.patch(f"/tasks/{task_id}", json=body), 422, "validation-failed")
 

@@ -10,7 +10,7 @@ from tests.builders import GIB
 from tests.gateway.harness import Gateway, a_body, problem
 
 
-async def test_a_tenants_highest_priority_holds_beside_that_of_the_token(gateway: Gateway) -> None:
+async def test_the_priority_caps_of_tenant_and_token_both_hold(gateway: Gateway) -> None:
     modest = await gateway.client("m", tenant="modest")
     document = problem(await modest.post("/tasks", json=a_body(priority=70)), 403, "priority-not-allowed")
     assert 'the cap of tenant "modest"' in document["detail"]
@@ -32,7 +32,7 @@ async def test_a_task_may_name_one_of_the_operators_streams(gateway: Gateway) ->
     assert document["errors"][0]["pointer"] == "/stream"
 
 
-async def test_more_than_a_tenant_may_ever_have_is_refused(gateway: Gateway) -> None:
+async def test_a_demand_above_the_tenants_quota_is_refused(gateway: Gateway) -> None:
     acme = await gateway.client("a", tenant="acme")
     body = a_body(resources={"gpu_mb": 31 * 1024})
     document = problem(await acme.post("/tasks", json=body), 422, "exceeds-quota")
@@ -41,7 +41,7 @@ async def test_more_than_a_tenant_may_ever_have_is_refused(gateway: Gateway) -> 
     assert (await acme.post("/tasks", json=a_body(resources={"gpu_mb": 30 * 1024}))).status_code == 202
 
 
-async def test_tenants_are_told_with_what_they_may_have_and_have(gateway: Gateway) -> None:
+async def test_tenants_are_listed_with_quota_and_holding(gateway: Gateway) -> None:
     acme = await gateway.client("a", tenant="acme")
     for _ in range(2):
         await acme.submit(resources={"gpu_mb": 24 * GIB})
@@ -68,13 +68,13 @@ async def test_tenants_are_told_with_what_they_may_have_and_have(gateway: Gatewa
     assert 'gpubroker_tenant_held_bytes{tenant="zeta"}' not in metrics
 
 
-async def test_without_cluster_scope_one_sees_only_ones_own_tenant(gateway: Gateway) -> None:
+async def test_a_token_without_cluster_read_sees_only_its_own_tenant(gateway: Gateway) -> None:
     plain = await gateway.client("p", "tasks:read", tenant="zeta")
     assert [tenant["name"] for tenant in (await plain.get("/tenants")).json()["items"]] == ["zeta"]
     problem(await (await gateway.client("m", "metrics:read")).get("/tenants"), 403, "forbidden")
 
 
-async def test_a_wait_for_quota_is_told(gateway: Gateway) -> None:
+async def test_a_task_that_waits_for_quota_says_so(gateway: Gateway) -> None:
     acme = await gateway.client("a", tenant="acme")
     for _ in range(2):
         task = await acme.submit(resources={"gpu_mb": 24 * GIB})

@@ -1,4 +1,4 @@
-"""When a task may start, how long it waits, by when it has ended: from POST /tasks to its end."""
+"""Start times, queue TTLs and deadlines, from POST /tasks to the end of the task."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -30,7 +30,7 @@ async def test_times_come_back_in_utc_and_a_duration_is_counted_from_the_submit(
     assert task["expected_seconds"] == 20
 
 
-async def test_a_start_in_the_past_means_nothing(gateway: Gateway, api: Client) -> None:
+async def test_a_start_in_the_past_has_no_effect(gateway: Gateway, api: Client) -> None:
     task = (await api.post("/tasks", json=a_body(not_before="0001-01-01T00:00:00+14:00"))).json()
     assert task["not_before"] is None
 
@@ -48,7 +48,7 @@ async def test_a_start_in_the_past_means_nothing(gateway: Gateway, api: Client) 
         ({"deadline_at": "9999-12-31T23:59:59Z"}, "/deadline_at", "too-far-ahead"),
     ],
 )
-async def test_times_that_cannot_be_kept_are_refused_and_named(
+async def test_impossible_times_are_refused_by_name(
     api: Client, fields: dict[str, Any], pointer: str, code: str | None
 ) -> None:
     (fault,) = problem(await api.post("/tasks", json=a_body(**fields)), 422, "validation-failed")["errors"]
@@ -56,7 +56,7 @@ async def test_times_that_cannot_be_kept_are_refused_and_named(
     assert code is None or fault["code"] == code
 
 
-async def test_a_deadline_before_the_start_is_refused_with_how_much_it_lacks(
+async def test_a_deadline_before_the_start_is_refused_with_the_difference(
     gateway: Gateway, api: Client
 ) -> None:
     body = a_body(not_before=at(gateway, 600), deadline_seconds=60)
@@ -64,9 +64,7 @@ async def test_a_deadline_before_the_start_is_refused_with_how_much_it_lacks(
     assert "before the task may start; give it time to run" in refused["detail"]
 
 
-async def test_the_times_of_a_task_that_waits_can_be_changed_and_taken_away(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_the_times_of_a_waiting_task_can_be_changed_and_removed(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit(queue_ttl_seconds=30)
     said = {"not_before": at(gateway, 60), "queue_ttl_seconds": 90, "deadline_at": at(gateway, 300)}
     task = (await api.patch(f"/tasks/{task_id}", json=said)).json()
@@ -89,7 +87,7 @@ async def test_the_times_of_a_task_that_waits_can_be_changed_and_taken_away(
         ({}, "", "nothing_to_change"),
     ],
 )
-async def test_a_change_of_times_that_cannot_be_kept_is_refused(
+async def test_a_change_to_impossible_times_is_refused(
     api: Client, said: dict[str, Any], pointer: str, code: str | None
 ) -> None:
     task_id = await api.submit()
@@ -108,7 +106,7 @@ async def test_a_start_after_the_deadline_is_refused_whichever_is_changed(
     assert "the deadline is 100 s before the task may start" in refused["detail"]
 
 
-async def test_the_times_of_a_task_that_runs_stay(gateway: Gateway, api: Client) -> None:
+async def test_the_times_of_a_running_task_cannot_be_changed(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     await gateway.admit(task_id)
     answer = await api.patch(f"/tasks/{task_id}", json={"deadline_at": at(gateway, 300)})
@@ -116,9 +114,7 @@ async def test_the_times_of_a_task_that_runs_stay(gateway: Gateway, api: Client)
     assert "deadline_at can be changed only while a task is pending" in refused["detail"]
 
 
-async def test_a_task_that_nobody_could_start_in_time_expires_and_says_so(
-    gateway: Gateway, api: Client
-) -> None:
+async def test_a_task_that_is_not_started_in_time_expires_and_says_so(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit(queue_ttl_seconds=30)
     gateway.clock.advance(30)
     await gateway.pass_time()
@@ -131,7 +127,7 @@ async def test_a_task_that_nobody_could_start_in_time_expires_and_says_so(
     assert (await api.get("/stats")).json()["tasks"]["expired"] == 1
 
 
-async def test_a_run_past_its_deadline_hears_the_notice_and_may_still_succeed(
+async def test_a_run_past_its_deadline_gets_the_stop_notice_and_may_still_succeed(
     gateway: Gateway, api: Client
 ) -> None:
     late, done = [await api.submit(deadline_seconds=30) for _ in range(2)]
@@ -148,7 +144,7 @@ async def test_a_run_past_its_deadline_hears_the_notice_and_may_still_succeed(
     assert (ended["state"], ended["error"]["kind"]) == ("expired", "deadline")
 
 
-async def test_a_time_that_is_none_is_answered_with_one_and_a_deadline_long_past_in_days(
+async def test_an_invalid_time_is_refused_with_an_example_and_a_past_deadline_in_days(
     gateway: Gateway, api: Client
 ) -> None:
     for wrong in ("tomorrow", "2026-11-21T22:00:00"):
