@@ -99,7 +99,7 @@ def test_a_forecast_from_past_runs_tells_of_how_many():
     assert abs(forecast.p90_at - NOW - 900) < 20
 
 
-def test_a_run_that_outlasts_what_was_said_is_guessed_at_and_the_forecast_moves_on():
+def test_a_run_that_outlasts_its_estimate_becomes_a_guess_and_the_forecast_moves_on():
     world = a_world(a_device(), a_run("one", "gpu0", left=30.0), a_task("next", gpu_mb=80 * GIB))
     [before] = foreseen(world)
     world.measure([a_sample("gpu0", NOW + 330)])
@@ -121,7 +121,7 @@ def test_a_run_is_gone_by_its_time_limit_at_the_latest():
     assert (forecast.start_at, forecast.basis) == (NOW + 100, Basis.GUESS), "a lease is renewed"
 
 
-def test_who_waits_for_what_nobody_gives_back_has_no_forecast():
+def test_a_task_that_waits_for_memory_that_is_never_released_has_no_forecast():
     stuck = holding(a_task("one", gpu_mb=80 * GIB), "gpu0", lease_state=LeaseState.QUARANTINED)
     away = [a_device("gpu0", "n2"), a_node("n2", cordoned=True)]
     assert foreseen(a_world(a_device(), stuck, *away, a_task("next", gpu_mb=80 * GIB))) == []
@@ -161,13 +161,13 @@ def test_a_short_task_is_foretold_to_start_before_an_earlier_forecast_needs_its_
     assert [(f.task, f.start_at) for f in foreseen(world)] == [("wide", NOW + 600), ("short", NOW)]
 
 
-def test_whose_room_is_pledged_needs_no_forecast():
+def test_a_task_with_pledges_has_no_forecast():
     waiting = a_task("next", gpu_mb=80 * GIB)
     running = a_run("one", "gpu0", left=60.0)
     assert foreseen(a_world(a_device(), running, waiting, a_pledge(waiting, "gpu0", 80 * GIB))) == []
 
 
-def test_who_is_done_before_a_forecast_begins_goes_ahead_and_who_is_not_waits():
+def test_a_task_that_ends_before_a_reservation_is_backfilled_and_a_longer_one_waits():
     world = a_world(*gpus(), a_run("one", "gpu0", left=HOUR), a_wide_task())
     submit(world, a_task("long", gpu_mb=GIB, expected_seconds=Seconds(2 * HOUR)))
     submit(world, a_task("short", gpu_mb=GIB, expected_seconds=Seconds(600.0)))
@@ -229,7 +229,7 @@ def test_who_would_have_its_turn_before_the_first_does_not_fill_what_is_kept_and
     assert fillers(60.0, replace(AGEING, shield_seconds=Seconds(30.0))) == ["aged", "later"]
 
 
-def test_a_run_whose_turn_came_first_is_in_the_way_until_it_has_run_for_long():
+def test_an_older_run_is_an_obstacle_until_it_can_be_preempted():
     came_at = {"submitted_at": Instant(NOW - 9_999.0), "admitted_at": Instant(NOW - 100.0)}
     low = a_run("low", "gpu0", left=2 * HOUR, grace_seconds=Seconds(40.0), **came_at)
     world = a_world(a_device(), low, a_task("next", gpu_mb=80 * GIB, priority=60))
@@ -255,7 +255,7 @@ def test_who_stands_ahead_spares_a_forecast_if_there_is_room_elsewhere_and_takes
     assert admitted(world, forecasts=forecasts) == {"ahead": ["n1/gpu1"]}
 
 
-def test_of_forecasts_that_rest_on_guesses_only_the_first_keeps_room():
+def test_of_forecasts_that_are_guesses_only_the_first_reserves_room():
     running = a_run("one", "gpu0"), a_run("two", "n2/gpu0")
     second = a_task("second", gpus=2, gpu_mb=80 * GIB, submitted_at=NOW - 5)
     world = a_world(*gpus(), *gpus(2, "n2"), *running, a_wide_task(), second)
@@ -279,7 +279,7 @@ def test_a_forecast_stays_on_its_node_until_another_is_clearly_better():
     assert node_of(foreseen(world, before=before)[0]) == "n2"
 
 
-def test_who_is_kept_away_may_stop_runs_where_no_forecast_stands():
+def test_a_task_refused_by_a_reservation_may_preempt_on_unreserved_nodes():
     """Where one stands only if it gives way to it."""
     low = a_run("low", "n2/gpu0", left=9 * HOUR, priority=20)
     world = a_world(*gpus(), a_device("gpu0", "n2"), a_run("one", "gpu0", left=HOUR), low, a_wide_task())
@@ -289,7 +289,7 @@ def test_who_is_kept_away_may_stop_runs_where_no_forecast_stands():
         assert [(d.why, d.subject) for d in plan.decisions] == [("preempt", "kept")]
 
 
-def test_nobody_behind_a_forecast_makes_room_for_itself_where_it_stands():
+def test_a_task_behind_a_reservation_does_not_preempt_on_its_node():
     running = a_run("one", "gpu0", left=HOUR), a_run("low", "gpu1", left=HOUR, priority=20)
     world = a_world(*gpus(), *running, a_wide_task())
     submit(world, a_task("kept", gpu_mb=80 * GIB))
@@ -298,7 +298,7 @@ def test_nobody_behind_a_forecast_makes_room_for_itself_where_it_stands():
     assert decision.why == "preempt"
 
 
-def test_after_so_many_were_kept_away_no_others_are_tried_there():
+def test_once_the_backfill_depth_is_reached_no_task_is_tried_on_reserved_nodes():
     policy, cache = replace(POLICY, backfill_depth=2), PlanCache()
     world = a_world(*gpus(), a_run("one", "gpu0", left=HOUR), a_wide_task())
     for number in range(5):
@@ -321,7 +321,7 @@ def test_a_forecast_ends_with_the_start_of_its_task():
     assert {d.subject for d in plan.decisions} == {"early", "wide"}
 
 
-def test_after_so_many_were_kept_away_others_take_room_where_no_forecast_stands():
+def test_once_the_backfill_depth_is_reached_tasks_still_start_on_unreserved_nodes():
     small = [a_device("gpu0", "n2", mb=40 * GIB)]
     world = a_world(*gpus(), *small, a_run("one", "gpu0", left=HOUR), a_wide_task())
     submit(world, a_task("kept", gpu_mb=60 * GIB))
@@ -331,7 +331,7 @@ def test_after_so_many_were_kept_away_others_take_room_where_no_forecast_stands(
     assert admitted(world, replace(POLICY, backfill_depth=1)) == {"next": ["n2/gpu0"]}
 
 
-def test_who_is_kept_away_waits_for_room_that_is_coming_elsewhere():
+def test_a_task_refused_by_a_reservation_waits_for_room_coming_elsewhere():
     """Nobody is stopped for it there, and its likes wait with it."""
     policy, cache = replace(POLICY, backfill_depth=1), PlanCache()
     notice = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20)}
@@ -366,7 +366,7 @@ def test_a_gang_behind_a_forecast_takes_no_room_and_stops_no_runs_where_it_stand
     assert admitted(elsewhere, forecasts=forecasts) == {"gang": ["n2/gpu0"]}
 
 
-def test_a_device_whose_samples_are_late_is_foretold_for_a_while_yet():
+def test_a_device_with_late_samples_counts_in_forecasts_for_a_while():
     """What is kept there must be kept when they come again: that plan sees the forecasts made before."""
     stays = a_run("stays", "n2/gpu0", left=HOUR)
     world = a_world(*gpus(1), *gpus(1, "n2"), a_run("one", "gpu0", left=HOUR / 2), stays)
@@ -389,7 +389,7 @@ def test_the_maker_of_forecasts_pauses_every_few_nodes():
     assert first is whole
 
 
-def test_who_is_kept_away_as_one_like_it_was_is_counted_and_one_that_is_done_in_time_is_let_in():
+def test_an_equal_task_refused_from_the_cache_counts_and_a_shorter_one_is_backfilled():
     waits = a_task("next", gpus=1, submitted_at=NOW - 9)
     world = a_world(a_device(), a_run("one", "gpu0", left=100.0, gpu_mb=60 * GIB), waits)
     for name, said in (("l1", 500.0), ("l2", None), ("l3", 400.0), ("short", 50.0)):

@@ -174,7 +174,7 @@ def crowds(draw: st.DrawFn) -> tuple[World, Policy]:
 
 @given(crowds())
 @settings(max_examples=200, deadline=None)
-def test_nobody_is_stopped_twice_for_the_same_task(crowd: tuple[World, Policy]):
+def test_no_run_is_preempted_twice_for_the_same_task(crowd: tuple[World, Policy]):
     """Though each run saves its work at once, so that nothing shields it, and none ever ends."""
     world, policy = crowd
     now, stopped = NOW, Counter[tuple[str, str]]()
@@ -201,7 +201,7 @@ def _heard_of(task: Task, now: Instant) -> list[Report]:
     return []
 
 
-def test_a_borrower_whom_a_forecast_keeps_away_stops_nobody_whom_a_guarantee_covers():
+def test_a_borrower_refused_by_a_reservation_preempts_no_run_within_a_guarantee():
     """Where it could stop somebody whom none covers, another is to start before it."""
     gpus = (a_device("gpu0", mb=40), a_device("gpu1", mb=40), a_device("gpu0", "n2", mb=40))
     stays = a_run("stays", "other", 40, priority=50, expected_seconds=Seconds(5000.0))

@@ -158,7 +158,7 @@ def test_a_run_that_has_hardly_begun_is_not_moved_not_even_for_a_critical_task()
     assert consolidate(world, POLICY, NOW) is not None
 
 
-def test_nobody_is_moved_who_has_no_place_to_go_to():
+def test_no_run_is_moved_without_a_place_to_go_to():
     assert found(a_run("r0", mb=50), a_run("r1", "gpu1", mb=50)) == []
     world = two_halves(a_run("r0"), a_run("r1", "gpu1"), a_task("next", gpu_mb=40, submitted_at=NOW + 1))
     waits = a_task("first", gpu_mb=40)
@@ -185,14 +185,14 @@ def test_runs_of_which_each_has_a_place_but_not_all_at_once_stay_where_they_are(
     assert moved(next_move(a_world(*devices, *stay, one, a_task("large", gpu_mb=80)))) == ["a"]
 
 
-def test_nobody_is_moved_for_a_task_that_has_room_or_for_which_room_is_coming():
+def test_no_run_is_moved_for_a_task_with_room_or_with_room_coming():
     assert moved(consolidate(two_halves(a_run("r0"), gpu_mb=40), POLICY, NOW)) == []
     leaving = {"state": TaskState.STOPPING, "stop_reason": StopReason.CANCEL}
     gone = holding(a_task("gone", gpu_mb=40), "gpu1", stop_deadline_at=Instant(NOW + 9.0), **leaving)
     assert found(a_run("r0"), gone) == []
 
 
-def test_nobody_is_moved_for_a_task_without_gpus_or_beyond_a_limit():
+def test_no_run_is_moved_for_a_task_without_gpus_or_beyond_a_limit():
     runs = a_run("r0"), a_run("r1", "gpu1")
     world = a_world(a_device(mb=80), a_device("gpu1", mb=80), *runs, a_task("large", cpu=100.0))
     assert next_move(world) is None
@@ -210,7 +210,7 @@ def test_what_a_forecast_ahead_keeps_is_left_alone():
     assert consolidate(world, POLICY, NOW, [replace(mine, task=TaskId("ahead")), mine]) is None
 
 
-def test_for_tasks_that_ask_for_the_same_it_is_looked_once():
+def test_moves_are_searched_once_for_equal_tasks():
     runs = a_run("r0", saved=None), a_run("r1", "gpu1", saved=None)
     assert next_move(two_halves(*runs, a_task("alike", gpu_mb=80))) is None
 
@@ -220,7 +220,7 @@ def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert found(a_run("r0"), a_run("r1", "gpu1")) == []
 
 
-def test_it_is_looked_once_a_second_and_moved_so_often_an_hour_and_never_if_it_is_off():
+def test_moves_are_searched_once_a_second_limited_per_hour_and_can_be_switched_off():
     world = two_halves(a_run("r0"), a_run("r1", "gpu1"))
     moves = Consolidation()
     assert moves.next_move(world, Policy(), NOW) is None
@@ -283,7 +283,7 @@ def scattered_clusters(draw: st.DrawFn) -> World:
 
 @given(scattered_clusters())
 @settings(max_examples=200, deadline=None)
-def test_whoever_is_moved_runs_again_and_so_does_the_task_for_which_it_was(world: World):
+def test_moved_runs_run_again_and_the_task_for_which_they_moved_starts(world: World):
     policy = replace(POLICY, preemption=False)
     commit(world, plan_cycle(world, policy, NOW).decisions)
     decision = consolidate(world, policy, NOW)
@@ -343,7 +343,7 @@ def both_began(world: World, at: Instant) -> bool:
     return devices == {key("gpu0")} and world.tasks[TaskId("large")].state is TaskState.ADMITTED
 
 
-def test_nobody_of_the_same_band_takes_the_place_of_a_moving_run_and_higher_bands_do():
+def test_only_a_higher_band_takes_the_place_of_a_moving_run():
     world = moving_apart()
     submit(world, a_task("guest", gpu_mb=30, priority=65))
     commit(world, plan_cycle(world, POLICY, Instant(NOW + 1.0)).decisions)
@@ -364,7 +364,7 @@ def test_who_is_moving_keeps_its_place_when_its_priority_falls():
 
 
 @pytest.mark.parametrize("patience", [5.0, 10.0, 30.0])
-def test_a_run_that_nobody_confirms_gone_keeps_the_place_to_which_it_moves(patience: float):
+def test_a_run_not_confirmed_gone_keeps_the_place_to_which_it_moves(patience: float):
     policy = replace(POLICY, kill_patience_seconds=Seconds(patience))
     world = moving_apart(kill_patience_seconds=Seconds(patience))
     watch = ObservationWindow(NOW, NOW)

@@ -50,7 +50,7 @@ def test_a_tenant_with_twice_the_weight_gets_twice_as_much():
     assert (given.count("heavy"), given.count("light")) == (8, 4)
 
 
-def test_who_has_used_much_waits_for_who_has_used_little():
+def test_a_tenant_that_used_much_comes_after_one_that_used_little():
     world = a_world(
         a_device("gpu0", mb=100),
         a_device("gpu1", mb=100),
@@ -123,7 +123,7 @@ def test_a_position_counts_the_tasks_of_all_tenants():
     assert position_of(world, world.tasks[tasks("zeta", 1)[0].id], PLAIN, NOW) == 1
 
 
-def test_a_fair_share_is_a_part_of_the_weights_of_all_who_are_there_and_of_who_comes_in():
+def test_a_fair_share_is_a_share_of_the_weights_of_all_tenants_with_a_new_one_included():
     policy = Policy(tenants=(TenantPolicy("heavy", weight=2.0), TenantPolicy("*", weight=1.0)))
     run = holding(a_task("run", tenant="heavy", gpu_mb=10), "gpu0")
     levels = FairShareLevels(a_world(run, *tasks("light", 1)), policy, NOW)

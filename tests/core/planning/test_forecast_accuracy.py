@@ -32,14 +32,14 @@ def test_each_start_tells_how_true_the_first_word_about_it_was():
     assert shares.share_until(1.0) == 1.0
 
 
-def test_who_was_told_nothing_or_was_to_start_at_once_teaches_nothing():
+def test_a_task_without_a_forecast_or_with_an_immediate_start_adds_no_error():
     world, rounds = a_world(a_task("next", gpu_mb=GIB), a_task("other", gpu_mb=GIB)), ForecastRounds()
     rounds.take([a_forecast(0.5, 0.5)], world, NOW)
     decisions = plan_cycle(world, Policy(), NOW).decisions
     assert rounds.compare(world, decisions, NOW) == list(decisions)
 
 
-def test_what_was_said_of_who_no_longer_waits_is_forgotten():
+def test_the_first_forecast_of_a_task_that_left_the_queue_is_dropped():
     world, rounds = a_world(a_task("other", gpu_mb=GIB)), ForecastRounds()
     rounds.take([a_forecast(100.0, 400.0)], world, NOW)
     submit(world, a_task("next", gpu_mb=GIB))
@@ -47,7 +47,7 @@ def test_what_was_said_of_who_no_longer_waits_is_forgotten():
     assert rounds.compare(world, decisions, NOW) == list(decisions)
 
 
-def test_forecasts_are_made_anew_once_a_second_while_anybody_waits():
+def test_forecasts_are_recomputed_once_a_second_while_tasks_wait():
     world, rounds = a_world(), ForecastRounds()
     assert not rounds.is_due(world, NOW)
     submit(world, a_task("next", gpu_mb=GIB))

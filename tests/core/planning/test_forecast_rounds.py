@@ -73,7 +73,7 @@ def a_full_node(**hog: Any) -> World:
     return a_world(a_node("n1", cpu=16.0), a_device(), runs, waits)
 
 
-def test_who_asks_for_gpus_alone_does_not_wait_for_who_waits_for_cpus():
+def test_a_task_for_gpus_alone_does_not_wait_for_a_task_that_waits_for_cpus():
     for seconds in (0.0, 0.5, 30.0, 3600.0):
         world = a_full_node()
         submit(world, a_task("gpu", gpu_mb=20 * GIB))

@@ -118,14 +118,14 @@ def test_pieces_on_nodes_that_a_task_may_not_use_do_not_count():
     assert waits(a_world(*on(60, 50), *on(0, node="n2")), gpu_mb=50 * GIB, where=here) is not None
 
 
-def test_only_what_most_ask_for_is_looked_at():
+def test_only_the_most_common_waiting_demand_is_examined():
     world = a_world(*on(60, 60))
     submit(world, a_task("rare", gpu_mb=30 * GIB))
     assert find_scattered_demand(world, Policy(), NOW) is not None
     assert waits(world, gpu_mb=10 * GIB) is None
 
 
-def test_nobody_waits_for_pieces_of_what_he_may_not_use():
+def test_devices_that_a_task_may_not_use_do_not_count_as_pieces():
     world = a_world(*on(60, 60))
     assert find_scattered_demand(world, Policy(), NOW) is None
     assert waits(world, gpu_mb=90 * GIB) is None

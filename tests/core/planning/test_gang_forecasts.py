@@ -146,18 +146,18 @@ def test_what_the_ranks_of_a_gang_take_together_is_what_must_be_left():
     assert behind(*bundles(2, gpu_mb=GIB, cpu=2.0), expected_seconds=Seconds(600.0)) == 2
 
 
-def test_an_elastic_gang_takes_as_much_as_delays_nobody():
+def test_an_elastic_gang_takes_as_many_ranks_as_delay_no_reservation():
     assert behind(*bundles(4, gpu_mb=15 * GIB), min_ranks=1) == 2
 
 
-def test_after_so_many_were_kept_away_a_gang_is_not_tried_where_forecasts_stand():
+def test_once_the_backfill_depth_is_reached_a_gang_is_not_tried_on_reserved_nodes():
     world = a_kept_gpu()
     submit(world, a_task("ahead", gpu_mb=70 * GIB), a_gang("gang", *bundles(1, gpu_mb=GIB)))
     assert admitted(world, replace(POLICY, backfill_depth=2)) == {"gang": ["n1/gpu1"]}
     assert admitted(world, replace(POLICY, backfill_depth=1)) == {}
 
 
-def test_of_two_gangs_alike_who_is_done_before_a_forecast_starts_beside_it():
+def test_of_two_equal_gangs_the_one_that_ends_before_the_reservation_is_backfilled():
     """That the one before it was kept away tells nothing of it."""
     world = a_kept_gpu()
     alike = bundles(2, gpu_mb=30 * GIB)
@@ -165,7 +165,7 @@ def test_of_two_gangs_alike_who_is_done_before_a_forecast_starts_beside_it():
     assert admitted(world) == {"quick": ["n1/gpu1", "n1/gpu1"]}
 
 
-def test_a_gang_has_its_ranks_put_where_they_delay_nobody():
+def test_ranks_of_a_gang_are_placed_where_they_delay_no_reservation():
     """Beside the forecast on its node, and the others elsewhere."""
     world = a_kept_gpu(a_node("n2", cpu=3.0), a_device("gpu0", "n2", mb=40 * GIB))
     submit(world, a_gang("gang", *bundles(2, gpu_mb=35 * GIB)))

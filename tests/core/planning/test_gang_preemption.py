@@ -83,19 +83,19 @@ def test_the_cheapest_are_stopped() -> None:
     assert victims(plan(four_devices(*runs, HIGH))) == ["fresh", "new", "young"]
 
 
-def test_nobody_is_stopped_for_a_gang_that_would_still_not_fit() -> None:
+def test_no_run_is_preempted_for_a_gang_that_would_still_not_fit() -> None:
     world = four_devices(a_run("a", "n1/gpu0"), a_run("b", "n1/gpu1", 90), a_run("c", "n2/gpu0", 90), HIGH)
     assert plan(world) == []
 
 
-def test_nobody_is_stopped_where_preemption_is_off_or_only_a_cpu_is_short() -> None:
+def test_no_run_is_preempted_with_preemption_off_or_for_a_missing_cpu() -> None:
     runs = [a_run("a", "n1/gpu0"), a_run("b", "n1/gpu1"), a_run("c", "n2/gpu0")]
     assert plan(four_devices(*runs, HIGH), Policy(preemption=False)) == []
     busy = holding(a_task("busy", cpu=60.0, priority=10), node="n1")
     assert plan(a_world(a_node(), busy, a_gang("gang", *bundles(2, cpu=8.0), priority=80))) == []
 
 
-def test_nobody_is_stopped_while_a_licence_is_missing() -> None:
+def test_no_run_is_preempted_while_a_licence_is_missing() -> None:
     policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
     demand = replace(HIGH.demand, custom=(("licence", 3.0),))
     runs = [a_run("a", "n1/gpu0"), a_run("b", "n1/gpu1"), a_run("c", "n2/gpu0")]
@@ -111,7 +111,7 @@ def test_a_gang_waits_for_what_is_leaving_anyway() -> None:
     assert world.tasks[TaskId("gang")].state is TaskState.ADMITTED
 
 
-def test_a_gang_counts_on_whoever_leaves_and_waits_until_then() -> None:
+def test_a_gang_waits_for_runs_that_are_leaving() -> None:
     until = Instant(NOW + 90.0)
     leaving = a_run("leaving", "n1/gpu0", state=TaskState.STOPPING, stop_deadline_at=until)
     world = four_devices(leaving, a_run("a", "n1/gpu1"), a_run("b", "n2/gpu1", 90), HIGH)
@@ -273,7 +273,7 @@ def since(seconds: float) -> dict[str, Any]:
 ONE = a_gang("gang", *bundles(1, gpu_mb=30), priority=80)
 
 
-def test_whoever_is_cheap_and_frees_too_little_is_put_back() -> None:
+def test_a_cheap_victim_that_frees_too_little_is_put_back() -> None:
     world = a_small_world(
         a_run("cheap", "gpu0", gpu_mb=10, **since(1.0)),
         a_run("high", "gpu0", 90, gpu_mb=20),
@@ -295,14 +295,14 @@ def test_a_victim_that_other_places_do_without_is_put_back() -> None:
     assert victims(plan(world)) == ["wide"]
 
 
-def test_whom_a_gang_would_have_stopped_is_told_before_it_is_done() -> None:
+def test_the_victims_of_a_gang_are_shown_before_it_is_planned() -> None:
     world = a_small_world(a_run("a", "gpu0", gpu_mb=40), a_run("b", "gpu1", gpu_mb=40), ONE)
     told = WhatIf(Draft(world), Policy(), LATER).way(ONE).eviction
     assert told is not None
     assert [run.id for run in told.victims] == victims(plan(world))
 
 
-def test_nobody_would_be_stopped_for_what_a_limit_keeps_out() -> None:
+def test_no_victims_are_shown_for_a_gang_that_a_limit_stops() -> None:
     policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
     short = replace(ONE, demand=replace(ONE.demand, custom=(("licence", 3.0),)))
     world = a_small_world(a_run("a", "gpu0", gpu_mb=40), a_run("b", "gpu1", gpu_mb=40), short)
@@ -324,7 +324,7 @@ def test_a_gang_looks_again_when_the_room_that_was_coming_changes() -> None:
     assert victims(list(plan_cycle(world, Policy(), LATER, cache=cache).decisions)) == []
 
 
-def test_among_many_candidates_who_is_not_needed_at_other_places_is_put_back() -> None:
+def test_among_many_candidates_a_victim_that_other_places_do_not_need_is_put_back() -> None:
     """Both ranks would lie together where two runs left; one alone will do if they lie apart."""
 
     def on(node: str, name: str, mb: int, seconds: float) -> Any:
@@ -339,7 +339,7 @@ def test_among_many_candidates_who_is_not_needed_at_other_places_is_put_back() -
     assert [write.task.id for write in decision.tasks] == ["b"]
 
 
-def test_among_many_candidates_who_frees_nothing_where_the_gang_runs_is_put_back() -> None:
+def test_among_many_candidates_a_victim_that_frees_nothing_for_the_gang_is_put_back() -> None:
     """However cheap it is."""
 
     def on(node: str, name: str, mb: int, seconds: float) -> Any:

@@ -93,7 +93,7 @@ def test_that_forecasts_leave_a_gang_nothing_is_remembered_until_they_change(mon
     assert stopped(world, (), cache) == ["n1-0", "n1-1"]
 
 
-def test_that_room_is_coming_for_a_gang_tells_nothing_of_one_to_whom_that_node_is_closed():
+def test_room_coming_for_a_gang_does_not_count_for_a_gang_to_which_that_node_is_closed():
     """The second one has been stopped so often that it would not give way to who starts there."""
     leaves = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 9.0)}
     leaving = [
@@ -112,7 +112,7 @@ def test_that_room_is_coming_for_a_gang_tells_nothing_of_one_to_whom_that_node_i
     assert stopped_for(GANG, stays) == ["n2-0", "n2-1"]
 
 
-def test_a_gang_that_forecasts_kept_away_takes_back_what_is_lent_from_then_on():
+def test_a_gang_refused_by_a_reservation_reclaims_what_is_lent_later():
     """Its own node is held within a guarantee, until that tenant is given more elsewhere."""
     lab = TenantPolicy("acme", "lab", Mib(160 * GIB)), TenantPolicy("beta", "lab", Mib(80 * GIB))
     policy, cache = replace(POLICY, tenants=lab), PlanCache()

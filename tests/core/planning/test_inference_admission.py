@@ -138,7 +138,7 @@ def test_one_that_is_held_or_delayed_waits_though_its_model_is_there() -> None:
 @pytest.mark.parametrize(
     ("stage", "says"), [(None, "it waits for its room"), (Stage.LOADING, "it is being loaded")]
 )
-def test_what_its_model_is_waiting_for_is_told(stage: Stage | None, says: str) -> None:
+def test_the_reason_why_the_model_waits_is_shown(stage: Stage | None, says: str) -> None:
     world = a_world()
     submit(world, a_model(), an_inference())
     if stage is not None:
@@ -221,7 +221,7 @@ def test_a_pinned_model_need_not_be_wanted_and_a_server_out_of_the_ledger_is_tol
     assert keep_models_wanted(world, OPEN, at(10 * WANTED)) == []
 
 
-def test_an_answer_ends_it_and_what_the_model_said_is_its_result() -> None:
+def test_an_answer_ends_the_inference_and_is_its_result() -> None:
     world = asked()
     [decision] = end(world)
     assert TaskId("ask") not in world.tasks
@@ -267,7 +267,7 @@ def test_one_whose_server_broke_off_is_sent_again_whatever_it_asked_for_but_not_
     assert decision.tasks[0].task.state is TaskState.FAILED
 
 
-def test_a_model_whose_process_is_said_to_be_gone_is_looked_after_by_its_server() -> None:
+def test_a_model_whose_process_is_reported_gone_is_checked_by_its_server() -> None:
     world = asked()
     gone = Failure("model_process_gone", "stub process is not healthy")
     report = Ended(TaskId("ask"), Fence(1), at(6), Ending.LOST, failure=gone)
@@ -340,7 +340,7 @@ def test_an_inference_comes_back_from_its_event_as_it_was() -> None:
     assert task_from(task_fields(task)) == task
 
 
-def test_one_whose_question_cannot_be_read_just_now_waits_a_moment() -> None:
+def test_an_inference_whose_request_cannot_be_read_now_is_retried() -> None:
     world = asked()
     unread = Gone(TaskId("ask"), Fence(1), at(6), "never_started")
     commit(world, react(world, [unread, replace(unread, fence=Fence(0))], at(6), POLICY), at(6))

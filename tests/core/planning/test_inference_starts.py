@@ -35,14 +35,14 @@ def test_one_that_waits_for_its_model_starts_when_that_is_expected_to_be_there()
     assert start(world, 30.0) == ExpectedStart(at(30), at(30), 0, Basis.STATED), "any moment"
 
 
-def test_of_a_model_that_was_never_loaded_nobody_can_tell_when() -> None:
+def test_a_model_that_was_never_loaded_has_no_expected_start() -> None:
     world = a_world()
     submit(world, a_model(), an_inference())
     plan(world, 5.0)
     assert start(world, 6.0) is None
 
 
-def test_of_those_that_must_wait_for_answers_nobody_can_tell_when() -> None:
+def test_inferences_that_wait_for_answers_have_no_expected_start() -> None:
     world = a_world()
     submit(world, a_timed_model(), *(an_inference(f"ask{number}") for number in range(3)))
     plan(world, 5.0)
@@ -52,7 +52,7 @@ def test_of_those_that_must_wait_for_answers_nobody_can_tell_when() -> None:
     assert start(world, 8.0, task="ask2") is None, "its model is there, and busy"
 
 
-def test_of_one_that_may_not_begin_yet_nobody_can_tell_when() -> None:
+def test_an_inference_that_may_not_begin_yet_has_no_expected_start() -> None:
     world = a_world()
     submit(world, a_timed_model(), an_inference(not_before=at(100)))
     plan(world, 5.0)

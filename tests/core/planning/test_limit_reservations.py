@@ -30,7 +30,7 @@ LICENCE = (("licence", 1.0),)
 LICENSED = replace(POLICY, custom_limits=(CustomLimit("licence", 1.0),))
 
 
-def test_forecasts_are_for_the_first_who_wait_for_room_and_for_the_first_in_line_for_a_limit():
+def test_the_first_tasks_that_wait_for_room_or_for_a_limit_have_forecasts():
     """None is made for others who wait for that limit, and room is kept for none of them."""
     licensed = [a_task(f"l{n}", gpu_mb=GIB, custom=LICENCE, submitted_at=NOW - 99 + n) for n in range(3)]
     world = a_world(a_device(), a_run("one", "gpu0", left=60.0, custom=LICENCE), *licensed)
@@ -169,7 +169,7 @@ def test_when_the_first_in_a_line_starts_the_next_one_is_not_passed_either():
     assert sorted(admitted(world, three, forecasts)) == ["first", "short"]
 
 
-def test_who_waits_behind_the_first_in_a_line_is_told_so():
+def test_a_task_behind_the_first_for_a_limit_shows_that_as_its_reason():
     world = a_line(a_task("new", gpu_mb=GIB, custom=LICENCE))
     forecasts = foreseen(world, TWO)
     found = explain(world, TaskId("new"), TWO, NOW, forecasts)
@@ -203,7 +203,7 @@ def test_a_limit_that_is_gone_or_kept_for_higher_priorities_never_opens(limits: 
     assert foreseen(world, replace(POLICY, custom_limits=limits)) == []
 
 
-def test_only_who_takes_of_a_limit_tells_how_sure_it_is_when_it_opens():
+def test_the_basis_of_a_forecast_for_a_limit_is_that_of_runs_that_use_the_limit():
     guessed = a_run("guessed", "gpu0"), a_task("first", gpus=1, expected_seconds=Seconds(50.0))
     running = a_run("one", "n2/gpu0", left=600.0, custom=LICENCE)
     waits = a_task("waits", gpu_mb=GIB, custom=LICENCE, where=Where(nodes=(("node", ("n2",)),)))

@@ -83,13 +83,13 @@ def test_shields_hold_and_what_is_switched_off_is_off():
     assert WhatIf(Draft(world), off, NOW).way(urgent()).eviction is None
 
 
-def test_nobody_is_stopped_for_a_quota_while_a_limit_is_in_the_way():
+def test_no_run_is_preempted_for_a_quota_while_a_limit_stops_the_task():
     policy = replace(POLICY, custom_limits=(CustomLimit("licence", 0.0),))
     world = a_cluster(a_run("a"), a_run("b"), urgent(custom={"licence": 1.0}))
     assert asked_to_leave(world, policy) == []
 
 
-def test_nobody_is_stopped_if_there_would_be_quota_and_still_no_place():
+def test_no_run_is_preempted_for_a_quota_if_there_would_still_be_no_place():
     foreign = a_run("foreign", gpu_mb=80, tenant="large", priority=60)
     full = a_run("full", "n2/gpu0", gpu_mb=60, tenant="large", priority=60)
     world = a_cluster(foreign, full, a_run("mine", "n2/gpu0", gpu_mb=20), urgent(40))

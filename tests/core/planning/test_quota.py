@@ -62,7 +62,7 @@ def test_in_a_cohort_a_tenant_borrows_what_others_leave():
     assert started(a_cluster(*of("acme", 9))) == [f"acme{n}" for n in range(5)]
 
 
-def test_nobody_borrows_more_than_it_may():
+def test_a_tenant_borrows_no_more_than_its_limit():
     assert started(a_cluster(*of("beta", 9))) == [f"beta{n}" for n in range(4)]
 
 
@@ -140,7 +140,7 @@ def test_the_wait_for_quota_is_explained_in_figures():
     assert (other.quota.counts_mb, other.quota.allowance.left_mb) == (2 * GIB, GIB)
 
 
-def test_what_is_borrowed_and_what_would_be_lent_are_told_apart():
+def test_borrowed_memory_and_memory_that_could_be_borrowed_are_separate():
     world = a_cluster(holding(a_task("run", tenant="acme", gpu_mb=30), "gpu0"), *of("acme", 1))
     told = explain(world, TaskId("acme0"), POLICY, NOW).quota
     assert told is not None

@@ -80,7 +80,7 @@ def test_of_several_kinds_the_one_on_which_runs_took_most_counts():
     assert (size.kind, size.p95_mb) == ("L4", pytest.approx(6 * GIB, rel=RELATIVE_ERROR))
 
 
-def test_ranks_of_one_size_are_told_of_once_and_of_several_the_largest_counts():
+def test_ranks_of_one_size_give_one_message_and_of_several_sizes_the_largest_counts():
     known, few = size_of(sizes(*[4.0] * 9)), size_of({})
     assert size_of_ranks({}) is None
     assert size_of_ranks({"rank 0": known, "rank 1": known}) == known
@@ -91,7 +91,7 @@ def test_ranks_of_one_size_are_told_of_once_and_of_several_the_largest_counts():
     assert size_of_ranks({"rank 0": known, "rank 1": large}).gpu_mb == large.gpu_mb
 
 
-def test_a_kind_that_nobody_has_any_more_does_not_count():
+def test_a_kind_without_devices_does_not_count():
     assert size_of(sizes(*[4.0] * 9, kind="V100")).gpu_mb is None
 
 
@@ -140,7 +140,7 @@ def test_a_run_that_outlasted_all_known_ones_has_no_end_in_sight():
     assert remaining_seconds(a_run(100.0), times(10.0, 20.0), NOW) is None
 
 
-def test_what_the_submitter_said_comes_first_until_it_is_over():
+def test_the_stated_run_time_counts_until_it_is_over():
     stated = replace(a_run(100.0), expected_seconds=Seconds(160.0))
     remaining = remaining_seconds(stated, times(500.0), NOW)
     assert remaining is not None

@@ -176,7 +176,7 @@ def could_run(asks: dict[str, Any]) -> bool:
 
 @given(st.lists(jobs, min_size=3, max_size=12))
 @settings(max_examples=60, deadline=None)
-def test_no_forecast_comes_late_because_of_who_came_after_it(work: list[Job]):
+def test_no_forecast_is_late_because_of_a_later_task(work: list[Job]):
     """If run times are as said, and nobody stands ahead of anybody who came before."""
     hours = all_are_over(work)
     for name, said in hours.first_said.items():

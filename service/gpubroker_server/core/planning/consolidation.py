@@ -1,7 +1,7 @@
-"""Moves of runs to other devices, so that a task fits for which enough is free in sum and not in one piece.
+"""Consolidation: move runs to other devices, for a task whose room is free only in small pieces.
 
-A move is no right of anybody's: it takes nothing from others, and whoever is moved has a place to go to,
-which is kept for it from the moment of its notice, from everybody who is not of a higher band than the task.
+A move takes nothing from other tasks. From its stop notice on, a moved run has a place pledged to
+it, which only tasks of a higher band than the waiting task can take.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,35 +27,35 @@ from gpubroker_server.core.planning.preemption.eviction import Eviction, best_of
 from gpubroker_server.core.world.world import World
 
 EVERY_SECONDS = Seconds(1.0)
-"""So often it is looked whether a move would help anybody."""
+"""Time between two searches for a move."""
 
 MOST_TASKS = 8
-"""For so many tasks of the queue, the first that wait for room."""
+"""First tasks of the queue for which a move is tried."""
 
 MOST_RUNS = 4
-"""So many runs are moved for one task at most."""
+"""Runs moved for one task."""
 
 MOST_PROBES = 2_000
-"""Looks at nodes in one go, some tens of milliseconds; who needs more is not helped."""
+"""Probes of one search: some tens of milliseconds. A task that needs more gets no move."""
 
 HOUR_SECONDS = 3600.0
 
 _LOWEST_PRIORITY = 0
-"""The priority as which both sides look for room: so they respect whatever is pledged to anybody."""
+"""Both sides look for room at this priority, so that they respect every pledge."""
 
 
 class Consolidation:
-    """Owned by the leader. What it has moved lately is forgotten with it; that a run was moved is not."""
+    """Owned by the leader. A new leader does not know how many runs were moved in the last hour."""
 
     def __init__(self) -> None:
         self._pace = Pace(EVERY_SECONDS)
         self._moved: list[Instant] = []
-        """When each run was asked to move, in the last hour."""
+        """Instants of the moves in the last hour."""
 
     def next_move(
         self, world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
     ) -> Decision | None:
-        """A decision that is worth a move; None if there is none, or if it is not time to look."""
+        """The next move; None without one, and between two searches."""
         if not policy.consolidation or not self._pace.is_due(now):
             return None
         self._pace.done(now)
@@ -64,19 +64,18 @@ class Consolidation:
         return consolidate(world, policy, now, forecasts, most) if most > 0 else None
 
     def count(self, decision: Decision, now: Instant) -> None:
-        """It came true."""
+        """Count the moves of a committed decision."""
         self._moved += [now for _ in decision.tasks]
 
 
 def consolidate(
     world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = (), most: int = MOST_RUNS
 ) -> Decision | None:
-    """Notices to at most so many runs, for the first task of the queue that fits once they have moved; what
-    they free is pledged to it, and to each of them the place to which it goes.
+    """Stop notices to at most `most` runs, for the first task of the queue that fits once they have moved.
+    What they free is pledged to the task, and a new place to each of them.
 
-    For a task that has left the planner no other way: there is no room for it, none is coming, nobody may be
-    stopped for it by right. The moves with the least lost work, then the fewest, then by node. Nodes on which
-    a forecast stands that is ahead of the task are left alone.
+    Only for a task without room, without room to come and without runs that it may preempt. Chooses the least
+    lost work, then the fewest runs, then by node; leaves out nodes with a reservation ahead of the task.
     """
     search = _Search(world, policy, now, most)
     foreseen = {forecast.task: {place.node for place in forecast.places} for forecast in forecasts}
@@ -93,11 +92,10 @@ def consolidate(
 
 
 def may_be_moved(run: Task, task: Task, policy: Policy, now: Instant) -> bool:
-    """It can go on elsewhere, and deserves no rest.
+    """Whether the run may be moved for the task.
 
-    It has saved a checkpoint since it began, which is proof that it does; it is not of a higher band than the
-    task; and it is neither shielded, nor has it a deadline to meet. Of priority no more is asked: it keeps a
-    place. One that was stopped before stays for an hour.
+    It has saved a checkpoint since it began, is of no higher band than the task, is not shielded and has no
+    deadline. A run that was preempted before stays where it is for an hour.
     """
     if run.state is not TaskState.RUNNING or run.started_at is None or run.checkpoint_at is None:
         return False
@@ -120,7 +118,7 @@ class _Search:
         self._offers = Offers(self.draft, policy, now)
         self._places = self._places_in(self.draft)
         self._open: dict[Demand, frozenset[NodeName]] = {}
-        """Nodes that have room for such a run now."""
+        """Nodes with room for such a run now."""
 
     @property
     def is_exhausted(self) -> bool:
@@ -146,7 +144,7 @@ class _Search:
         return found
 
     def _lacks_one_piece(self, task: Task) -> bool:
-        """There is room for it in sum, and neither now nor soon in one piece. No limit keeps it back."""
+        """Enough memory is free in sum, but not in one piece, neither now nor soon."""
         if not task.demand.gpus or self._places.best(task) is not None:
             return False
         if any(is_coming(self._offers, task, node) for node in self._offers.nodes):
@@ -165,7 +163,7 @@ class _Search:
         return [run for run in runs if may_be_moved(run.task, task, self._policy, self._now)]
 
     def _may_go(self, gone: Sequence[Candidate], closed: AbstractSet[NodeName]) -> bool:
-        """At a glance: they are few, and there is room somewhere for each by itself."""
+        """A quick check: few enough runs, each with room somewhere by itself."""
         return len(gone) <= self._most and all(self._open_to(run.task) - closed for run in gone)
 
     def _open_to(self, run: Task) -> frozenset[NodeName]:
@@ -179,7 +177,7 @@ class _Search:
     def _move_decision(
         self, task: Task, eviction: Eviction, closed: AbstractSet[NodeName]
     ) -> Decision | None:
-        """In a draft of its own, with the largest run placed first; None if one of them has no place."""
+        """Place the runs in a new draft, the largest first; None if one of them has no place."""
         draft = Draft(self._world)
         kept_up_to = band_of(task.priority)[2]
         decision = evict(draft, task, eviction, self._now, StopReason.MOVE, kept_up_to)

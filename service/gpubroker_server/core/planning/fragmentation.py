@@ -1,4 +1,4 @@
-"""How much of the free memory is in pieces that are too small, and whether that keeps tasks waiting."""
+"""How much free memory is in pieces that are too small, and whether tasks wait because of that."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from gpubroker_server.core.world.world import World
 
 
 class FreeMemory(NamedTuple):
-    """Of some devices."""
+    """Free memory of some devices, and how much of it is stranded."""
 
     free_mb: int = 0
     stranded_mb: int = 0
@@ -31,10 +31,10 @@ class FreeMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """Free memory of devices that tasks may go to now, and what of it usual demands could not use.
+    """Free memory of usable devices, and how much of it the usual demands could not use.
 
-    Each usual demand counts by its share of what was submitted lately: memory that is good for a quarter of
-    them is stranded to three quarters. Nothing is stranded while nothing is usual.
+    Demands count by their share of recent submissions: memory that a quarter of them could use is stranded to
+    three quarters. Without recent submissions nothing is stranded.
     """
 
     devices: Mapping[DeviceKey, FreeMemory]
@@ -51,13 +51,13 @@ class Fragmentation:
 
 @dataclass(frozen=True, slots=True)
 class ScatteredDemand:
-    """What most of the waiting tasks ask for is free in sum, and nowhere in one piece."""
+    """The most common waiting demand is free in sum, but nowhere in one piece."""
 
     demand: Demand
     waiting: int
-    """How many tasks ask for just this."""
+    """Tasks that wait with this demand."""
     need_mb: Mib
-    """On each of its devices, where it takes least."""
+    """Per device, on the kind where it takes least."""
     free_mb: int
     """On all devices that could host it."""
     largest_mb: int
@@ -80,8 +80,8 @@ def fragmentation(world: World, policy: Policy, now: Instant) -> Fragmentation:
 
 
 def find_scattered_demand(world: World, policy: Policy, now: Instant) -> ScatteredDemand | None:
-    """None unless the most common of the demands for devices that wait is kept waiting by the size of the
-    pieces alone. CPU, host memory and limits are not looked at: `explain` tells of them."""
+    """None unless the most common waiting demand for devices lacks only a piece that is large enough. Ignores
+    CPU, host memory and limits, which `explain` covers."""
     waiting: Counter[Demand] = Counter()
     for group in world.queue.groups.values():
         if group.demand.gpus:
@@ -106,7 +106,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(draft: Draft, demand: Demand, policy: Policy, now: Instant) -> Iterator[_Piece]:
-    """Of each device that could host the demand, what is free."""
+    """Every device that could host the demand."""
     for node in draft.usable_nodes():
         if may_use_node(demand, draft.world.nodes[node]):
             for book in draft.usable_books(node, policy, now):

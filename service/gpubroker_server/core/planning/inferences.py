@@ -1,7 +1,7 @@
-"""Queued inferences: tasks that a server of models answers. When their turn comes, and how they end.
+"""Queued inferences: tasks that an inference server answers. When they start, and how they end.
 
-Such a task has no node and holds no memory: its model does, and is there before it is asked. So it is not
-placed; it runs from the moment in which its request is handed to the desk that sends it.
+Such a task has no node and holds no memory; its model does. It is not placed: it runs once its request is
+handed over for sending.
 """
 
 from collections import Counter
@@ -24,11 +24,11 @@ from gpubroker_server.core.world.queue import Group, Member, OwnKey, Rank
 from gpubroker_server.core.world.world import World
 
 PROCESS_GONE = "model_process_gone"
-"""That of one whose model has no process any more, which its server has not missed."""
+"""Failure kind: the model's process is gone, and the server has not noticed."""
 
 
 def servers_of(world: World, policy: Policy, model: str) -> tuple[str, ...]:
-    """Which may be asked for this model now. None while it is nowhere, and while it is to come."""
+    """Servers that can answer for the model now; empty while it is not loaded."""
     held = holders(world, policy, model)
     if not held:
         return policy.serving.others
@@ -37,13 +37,13 @@ def servers_of(world: World, policy: Policy, model: str) -> tuple[str, ...]:
 
 
 def holders(world: World, policy: Policy, model: str) -> list[Task]:
-    """The tasks that the model is, on whichever server: wanted, or in memory."""
+    """The tasks that hold the model, or wait to load it, on all servers."""
     found = (world.homes.of(Home(server, model)) for server in policy.serving.ledger)
     return [task for task in found if task is not None]
 
 
 def waiting(world: World) -> dict[str, list[Group]]:
-    """Those that may be sent as soon as it is their turn, by model."""
+    """Queued inferences that may be sent, by model."""
     by_model: dict[str, list[Group]] = {}
     for kin in world.queue.kin.values():
         if kin.demand.answered_by:
@@ -54,7 +54,7 @@ def waiting(world: World) -> dict[str, list[Group]]:
 
 
 def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
-    """Those whose turn it is: of each model that can be asked as many as its server is given at once."""
+    """Start queued inferences, for each loaded model up to `max_concurrent` of its server."""
     by_model = waiting(world)
     if not by_model:
         return []
@@ -80,14 +80,13 @@ def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
 
 class _QueueHead(NamedTuple):
     place: tuple[int, Rank, int, OwnKey]
-    """1. higher band 2. rank of the tenant 3. fewer of the tenant that are being answered 4. the order of the
-    queue among its own"""
+    """1. higher band 2. rank of the tenant 3. fewer of the tenant's running 4. its own queue order"""
     member: Member
     group: Group
 
 
 class _ModelQueue:
-    """Those who wait for one model, the next one first, while they are let in."""
+    """The inferences that wait for one model, in order, while some of them start."""
 
     def __init__(
         self, world: World, model: str, groups: list[Group], shares: FairShares, policy: Policy, now: Instant
@@ -100,7 +99,7 @@ class _ModelQueue:
         heapify(self._heads)
 
     def next(self) -> _QueueHead | None:
-        """Its group has no other turn unless it is taken."""
+        """Its group yields no other head until `take`."""
         while self._heads:
             head = heappop(self._heads)
             fresh = self._head(head.group, head.member)
@@ -121,7 +120,7 @@ class _ModelQueue:
 
 
 def _admit(task: Task, servers: Sequence[str], now: Instant) -> Decision:
-    """Where several may be asked, each attempt goes to the next one."""
+    """With several servers, each attempt goes to the next one."""
     fence = Fence(task.fence + 1)
     server = servers[task.fence % len(servers)]
     forgotten = {} if task.not_before is None else {"not_before": None}
@@ -131,8 +130,7 @@ def _admit(task: Task, servers: Sequence[str], now: Instant) -> Decision:
 
 
 def keep_models_wanted(world: World, policy: Policy, now: Instant) -> list[Decision]:
-    """While inferences wait for a model, or are being answered by it, it is wanted at the highest of their
-    priorities: it waits for its room, and keeps what it has."""
+    """A model is wanted at the highest priority of the inferences that wait for it or that it answers."""
     if not policy.serving.ledger:
         return []
     urgency = {
@@ -156,8 +154,7 @@ def keep_models_wanted(world: World, policy: Policy, now: Instant) -> list[Decis
 def check_failed_models(
     world: World, reports: Iterable[Report], policy: Policy, now: Instant
 ) -> list[Decision]:
-    """Models of which answers tell that their process is gone: their servers are to look, and to load them
-    anew if it is."""
+    """Have the servers check models whose process is reported gone, and reload them if it is."""
     models = {
         task.demand.answered_by
         for report in reports
@@ -174,7 +171,7 @@ def check_failed_models(
 
 
 def claims_at_takeover(world: World) -> frozenset[tuple[TaskId, Fence]]:
-    """The claims that a leader finds when it begins: whoever led before has taken their answers with it."""
+    """Running inferences that a new leader finds: their answers went to the previous leader."""
     active = (task for model in world.homes.asked() for task in world.homes.asking(model).values())
     return frozenset((task.id, task.fence) for task in active)
 
@@ -182,7 +179,7 @@ def claims_at_takeover(world: World) -> frozenset[tuple[TaskId, Fence]]:
 def requeue_claims(
     world: World, claims: frozenset[tuple[TaskId, Fence]], now: Instant, policy: Policy
 ) -> list[Decision]:
-    """Those of them that are as they were: they wait again, and have used up no retry."""
+    """Requeue those claims that are unchanged, without using up a retry."""
     decisions = []
     for name, fence in sorted(claims):
         task = world.holder(name, fence)

@@ -1,4 +1,4 @@
-"""The forecasts that hold now, and how true the first word about each task came."""
+"""The current forecasts, recomputed in steps, and how accurate the first forecast of each task was."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 
 EVERY_SECONDS = Seconds(1.0)
-"""Forecasts are made anew so often, while anybody waits."""
+"""Time between two rounds while tasks wait."""
 
 LEAST_WAIT_SECONDS = 1.0
-"""Who is to start sooner than that is starting, and nobody foretells it."""
+"""Forecasts of a start sooner than this are not checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +32,28 @@ class FirstForecast:
 
 
 def accuracy_topic(basis: Basis, what: What) -> Topic:
-    """How true forecasts of this basis come. Of no tenant: no tenant's runs are read from it."""
+    """The sketch of forecast errors of this basis, for all tenants together."""
     return Topic("", basis.value, "", what)
 
 
 class ForecastRounds:
-    """Owned by the leader; forgotten with it, but for what was learned."""
+    """Owned by the leader, and lost with it, except for the learned accuracy."""
 
     def __init__(self) -> None:
         self.forecasts: Sequence[Forecast] = ()
         self._pace = Pace(EVERY_SECONDS)
         self._nodes: frozenset[NodeName] = frozenset()
-        """Those that could be used when they were made."""
+        """Usable nodes when the forecasts were made."""
         self._said: dict[TaskId, FirstForecast] = {}
         self._work: Iterator[Sequence[Forecast]] | None = None
-        """What is being worked out, as of when, and of which inventory."""
+        """The round under way, begun at `_as_of` with that `_inventory`."""
         self._so_far: Sequence[Forecast] | None = None
         self._as_of = Instant(-inf)
         self._inventory = 0
 
     def step(self, world: World, policy: Policy, now: Instant) -> bool:
-        """Take the next step of working forecasts out anew, if they are due: some milliseconds. Returns
-        whether steps are left. The World may change between two of them; a round that meets another inventory
-        begins again."""
+        """Take the next step of a round that is due or under way: some milliseconds. Returns whether steps
+        are left. The World may change between steps; a changed inventory restarts the round."""
         if self._work is None or world.inventory_version != self._inventory:
             if self._work is None and not self.is_due(world, now):
                 return False
@@ -72,12 +71,12 @@ class ForecastRounds:
         return waits and (self._pace.is_due(now) or self.is_outdated(world))
 
     def is_outdated(self, world: World) -> bool:
-        """Somebody waits, and nothing is foretold yet, or the nodes are others: of a new leader, above all. A
-        plan made now would give away what was kept."""
+        """Tasks wait, and there are no forecasts for the present nodes, as with a new leader. A plan made now
+        would give away reserved room."""
         return len(world.queue) > 0 and self._nodes != _usable(world)
 
     def take(self, forecasts: Sequence[Forecast], world: World, now: Instant) -> None:
-        """Let these hold from now on, and remember what is said of a task for the first time."""
+        """Use these from now on, and keep the first forecast of each task."""
         self.forecasts = tuple(forecasts)
         self._pace.done(now)
         self._nodes = _usable(world)
@@ -88,7 +87,7 @@ class ForecastRounds:
         self._said = {task: word for task, word in self._said.items() if task in world.queue}
 
     def compare(self, world: World, decisions: Iterable[Decision], now: Instant) -> list[Decision]:
-        """The decisions, each with what the starts in it teach about forecasts."""
+        """The decisions, with the forecast errors of the starts in them."""
         known: dict[Topic, Sketch] = {}
         return [self._compared(world, decision, known, now) for decision in decisions]
 
@@ -120,18 +119,16 @@ def _values(word: FirstForecast, now: Instant) -> tuple[tuple[What, float], ...]
 
 class ExpectedStart(NamedTuple):
     p50_at: Instant
-    """By then one in two."""
     p90_at: Instant
-    """By then nine in ten."""
     n: int
-    """Of how many runs this speaks; 0 if of none."""
+    """Past runs behind the estimate; 0 without any."""
     basis: Basis
 
 
 def expected_start(
     world: World, task: Task, forecasts: Sequence[Forecast], now: Instant
 ) -> ExpectedStart | None:
-    """By what was pledged to it, or by its forecast; None if it has neither: then nobody can tell."""
+    """From its pledges or its forecast; None without either."""
     pledges = world.pledges.get(task.id)
     if pledges:
         at = max(now, *(pledge.deadline_at for pledge in pledges.values()))
@@ -146,7 +143,7 @@ def expected_start(
 def expected_ready_at(
     world: World, model: Task, forecasts: Sequence[Forecast], now: Instant
 ) -> ExpectedStart | None:
-    """When a model that waits, or is being loaded, is likely to be in memory; None if nobody can tell."""
+    """When a model that waits or loads is expected to be ready; None if unknown."""
     assert model.model is not None
     load_seconds = model.model.load_seconds
     if model.state is TaskState.ADMITTED:

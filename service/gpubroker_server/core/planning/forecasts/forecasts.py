@@ -1,4 +1,4 @@
-"""When and where the first tasks of the queue will start, by what is known of the runs ahead of them."""
+"""When and where the first tasks of the queue are expected to start, as the runs ahead of them end."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,22 +31,21 @@ from gpubroker_server.core.planning.tenants.quota import QuotaNeeds, Quotas
 from gpubroker_server.core.world.world import World
 
 NODES_AT_A_TIME = 4
-"""Nodes that are looked at before the caller gets its turn again: some milliseconds for the first task."""
+"""Nodes examined between two yields: some milliseconds for the first task."""
 
 CLEARLY = 0.5
-"""A forecast moves to another node only where its task would wait at most this share of the time: what has
-been left free for it would otherwise be given away whenever an estimate changes."""
+"""A forecast moves to another node only if the wait there is at most this share of the current one. Otherwise
+reserved room would be given up whenever an estimate changes."""
 
 
 def make_forecasts(
     world: World, policy: Policy, now: Instant, before: Iterable[Forecast] = ()
 ) -> Iterator[list[Forecast]]:
-    """For the first `policy.forecasts` tasks of the queue that wait for room, and for so many who wait for a
-    limit or a quota and are the first who do; in their order.
+    """For the first `policy.forecasts` tasks that wait for room, and as many of the first that wait for a
+    limit or a quota, in queue order.
 
-    Yields what there is so far, every few nodes; the last list is whole. Each forecast leaves alone what
-    the earlier ones need. A task for which no end is in sight has none, and counts all the same.
-    `before`: the last ones made.
+    Yields the list so far, every few nodes; the last one is complete. No forecast uses room that an earlier
+    one needs. A task without an end in sight counts but has none. `before`: the previous forecasts.
     """
     if not len(world.queue) or not policy.forecasts:
         yield []
@@ -67,7 +66,7 @@ def make_forecasts(
 def forecast_alone(
     draft: Draft, task: Task, policy: Policy, now: Instant, nodes: Iterable[NodeName]
 ) -> Forecast | None:
-    """When a task would start on these nodes if nobody else waited, and nothing were pledged to it; None if
+    """When the task would start on these nodes without other waiting tasks and without its pledges; None if
     no end is in sight."""
     work = _Forecasting(draft, policy, now, (), nodes)
     for _ in work.forecast(task):
@@ -84,7 +83,7 @@ class _Forecasting:
         before: Iterable[Forecast] = (),
         nodes: Iterable[NodeName] | None = None,
     ) -> None:
-        """`before`: the last ones made. `nodes`: no others."""
+        """`before`: the previous forecasts. `nodes`: no others."""
         self._stood = {f.task: frozenset(place.node for place in f.places) for f in before}
         self._world = draft.world
         self._policy = policy
@@ -97,23 +96,23 @@ class _Forecasting:
             self._expected_ends, for_plans=True, protected_tenants=guarantees.protected_tenants
         )
         self._awaited_runs: list[EndingRun] = []
-        """Who must have left before no limit keeps the task waiting that is looked at."""
+        """Runs that must end before limits allow the current task."""
         usable = set(draft.usable_nodes())
         self._usable = usable if nodes is None else usable.intersection(nodes)
         self._nodes = sorted(self._usable)
         self.made: list[Forecast] = []
         self._ends: list[EndingRun] = []
-        """Of those made."""
+        """Of the forecasts made."""
         self._planned: dict[NodeName, list[Reservation]] = {}
 
     def look_again(self) -> None:
-        """How things stand by now, for between two steps runs begin and end. What was found out about a node
-        holds until the World changes there."""
+        """Read the World again: between two steps runs begin and end. What is known about a node stays valid
+        until that node changes."""
         self._draft = self._expected_ends.draft = Draft(self._world, self._world.marks.changes)
 
     def forecast(self, task: Task, first_in: frozenset[str] = frozenset()) -> Iterator[None]:
-        """Where it would start first; ties go to the smaller name, and changes of mind need a reason. Who is
-        in line for a limit will look for room when it is there; until then none is kept."""
+        """The earliest start; ties go to the smaller node name, and to the previous place unless another is
+        much better. No room is reserved for a task that waits for a limit."""
         awaited_runs = Limits(self._draft, self._expected_ends, self._needs).runs_to_wait_for(
             task, self._ends
         )
@@ -150,7 +149,7 @@ class _Forecasting:
         return inf if stood is None else self._now + CLEARLY * (stood.start_at - self._now)
 
     def _gang(self, task: Task) -> Iterator[Forecast | None]:
-        """The best so far, after each look."""
+        """The best so far, after each search."""
         best = None
         for nodes in (self._stood.get(task.id, frozenset()), frozenset(self._nodes)):
             before_at = self._to_beat(best)
@@ -161,8 +160,8 @@ class _Forecasting:
         yield best
 
     def _gang_on(self, nodes: Sequence[NodeName], task: Task) -> Iterator[Forecast | None]:
-        """Where and when the ranks that it needs at least fit on these nodes, each time earlier than before:
-        found by halving, as there is ever more room. What is planned counts from now until it is over."""
+        """Where and when the required ranks fit on these nodes, each result earlier than the last: a binary
+        search over the instants, because free room only grows. Reservations count from now to their end."""
         profiles: dict[NodeName, CapacityProfile] = {}
         for number, node in enumerate(nodes, start=1):
             profiles[node] = self._capacity.of(node, task)
@@ -183,7 +182,7 @@ class _Forecasting:
             yield None if places is None else self._made(task, places, at)
 
     def _gang_nodes(self, profiles: Mapping[NodeName, CapacityProfile], at: float) -> list[GangNode]:
-        """What a gang may expect of these nodes at that moment."""
+        """The nodes as a gang would find them at that instant."""
         gang_nodes = []
         for node, profile in profiles.items():
             room, free = profile.headroom(at), {key: profile.mb(key, at) for key in profile.devices}
@@ -197,11 +196,10 @@ class _Forecasting:
         return gang_nodes
 
     def _on(self, node: NodeName) -> Sequence[Reservation]:
-        """What those planned before take there."""
         return self._planned.get(node, ())
 
     def _look(self, node: NodeName, task: Task, before_at: float) -> Forecast | None:
-        """Whether the task can start on the node earlier than that."""
+        """The start of the task on the node, if earlier than `before_at`."""
         if not may_use_node(task.demand, self._world.nodes[node]):
             return None
         profile = self._capacity.of(node, task)
@@ -232,7 +230,7 @@ class _Forecasting:
         task: Task,
         planned: Sequence[Reservation],
     ) -> list[float]:
-        """When it might start: now, and whenever somebody leaves, but not before there can be room at all."""
+        """Possible starts: whenever a run ends, from the first instant with enough room in sum."""
         gpus = task.demand.gpus
         firsts = sorted(_first(profile.devices[key], need) for key, need in needs.items())
         earliest = max(self._limits_allow_at, firsts[gpus - 1] if gpus else self._now)
@@ -254,7 +252,7 @@ class _Forecasting:
         task: Task,
         planned: Sequence[Reservation],
     ) -> list[tuple[DeviceKey, Mib]] | None:
-        """Devices that it could have from then on without being in the way of those planned before it."""
+        """Devices that are free from then on without delaying an earlier forecast."""
         starts = (one.forecast.start_at for one in planned)
         checks = [at, *(start for start in starts if at < start < until)]
         for check in checks:
@@ -285,12 +283,12 @@ class _Forecasting:
         return Forecast(task.id, tuple(places), *times, n, basis, reserves_room, as_of=self._now)
 
     def _run_seconds(self, task: Task, nodes: Iterable[NodeName]) -> tuple[Seconds, Seconds]:
-        """(p50, p90) of its run there."""
+        """(p50, p90)"""
         kinds = {kind for node in nodes for kind in self._draft.kinds_for(node, task)}
         return whole_run_seconds(task, self._world.learned.sketches, self._policy, kinds)
 
     def _ahead(self, place: Placement) -> Iterator[ExpectedEnd]:
-        """When those leave who hold what is to be had there, whether before it starts or after."""
+        """Expected ends of the holders of its devices, and of the reservations there."""
         for key, _ in place.devices:
             for holding in self._draft.book(key).holdings.values():
                 yield self._expected_ends.of_holding(holding)

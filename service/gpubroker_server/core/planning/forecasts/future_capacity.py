@@ -1,4 +1,4 @@
-"""What the nodes of a cluster will have, as those leave who are there now."""
+"""The free capacity of nodes over time, as the current runs end."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,41 +21,40 @@ from gpubroker_server.core.world.ledger import Book, Holding
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEnd:
-    """When a run will be gone: one in two by the first instant, nine in ten by the second."""
+    """When a run is expected to be gone: median and 90th percentile."""
 
     p50_at: Instant
     p90_at: Instant
     n: int = 0
-    """Of how many runs this speaks; 0 if it was stated, or is certain."""
+    """Past runs behind this; 0 if it was stated, or is certain."""
     is_guess: bool = False
-    """Nobody knows how long such runs take, or this one has outlasted what was known."""
+    """The run's length is unknown, or it has outlasted its estimate."""
 
     def within(self, now: Instant) -> Remaining | None:
-        """None if nobody can tell."""
+        """None for a guess."""
         if self.is_guess or self.p50_at == inf:
             return None
         return Remaining(Seconds(self.p50_at - now), Seconds(self.p90_at - now), self.n)
 
 
 class ExpectedEnds:
-    """Of the runs in one draft, each worked out once."""
+    """The expected ends of the runs in one draft, each computed once."""
 
     def __init__(self, draft: Draft, policy: Policy, now: Instant, as_of: Instant | None = None) -> None:
-        """`as_of`: how long runs of which that is not certain go on is judged by how long they had lasted
-        then, if they had begun. Each moment that such a run lasts moves its end on, and a plan would find
-        that everybody delays a forecast which was made a moment before. None: now."""
+        """`as_of`: the instant at which uncertain ends are estimated; None: now. Such an end moves on with
+        every moment that the run lasts, so otherwise every task would delay a forecast made just before."""
         self.draft = draft
-        """May be replaced by another one of the same World."""
+        """May be replaced by another draft of the same World."""
         self.policy = policy
         self.now = now
         self._as_of = now if as_of is None else as_of
         self._sketches = draft.world.learned.sketches
         self._known: dict[tuple[TaskId, int, TaskState], ExpectedEnd] = {}
         self._learned: dict[tuple[str, str, str], Sketch | None] = {}
-        """By tenant, subject and kind what is known of how long such runs take."""
+        """(tenant, subject, kind) -> run times."""
 
     def of_holding(self, holding: Holding) -> ExpectedEnd:
-        """What nobody can say anything about, like a quarantined lease, never leaves."""
+        """A quarantined lease never ends."""
         run = self.draft.holder(holding.lease)
         if holding.lease.state is LeaseState.RELEASING:
             return ExpectedEnd(self.now, self.now)
@@ -66,7 +65,7 @@ class ExpectedEnds:
         return self.of(run)
 
     def of(self, run: Task) -> ExpectedEnd:
-        """Of a run that is ADMITTED, RUNNING or STOPPING."""
+        """The run is ADMITTED, RUNNING or STOPPING."""
         if run.state is TaskState.STOPPING:
             at = max(self.now, run.stop_deadline_at or self.now)
             return ExpectedEnd(at, at)
@@ -93,17 +92,19 @@ class ExpectedEnds:
         return self._guessed(run, learned if run.expected_seconds is None else run.expected_seconds, at)
 
     def _guessed(self, run: Task, known_seconds: float, at: Instant) -> ExpectedEnd:
-        """`known_seconds`: what it was thought to take at most; 0 if nothing was. `at`: as of when."""
+        """`known_seconds`: its longest known run time; 0 if unknown."""
         elapsed = 0.0 if run.started_at is None else at - run.started_at
         guess = max(LEAST_GUESS_SECONDS, elapsed - known_seconds)
         return self._bounded(run, at + guess, at + GUESS_P90 * guess, 0, is_guess=True)
 
     def _bounded(self, run: Task, p50_at: float, p90_at: float, n: int, *, is_guess: bool) -> ExpectedEnd:
-        """Whatever it would take, it is stopped at its time limit and at its deadline."""
+        """Every run is stopped at its time limit and at its deadline."""
         latest = inf
         if run.timeout_seconds is not None:
             latest = (run.started_at or self.now) + run.timeout_seconds + run.grace_seconds
-        if run.deadline_at is not None and run.external is None:  # whose deadline each renewal moves on
+        if (
+            run.deadline_at is not None and run.external is None
+        ):  # a renewal moves the deadline of an external lease
             latest = min(latest, run.deadline_at + run.grace_seconds)
         latest = max(self.now, latest)
         return ExpectedEnd(Instant(min(latest, p50_at)), Instant(min(latest, p90_at)), n, is_guess)
@@ -115,7 +116,7 @@ class ExpectedEnds:
         return self._learned[about]
 
     def _kind_of(self, run: Task) -> str:
-        """Of its devices, by which run times are told apart; empty if it has none."""
+        """Kind of its devices; empty if it has none."""
         known = [lease.device for lease in self.draft.world.leases_of(run)]
         if not known and run.demand.gpus and run.node is not None:  # this draft has admitted it
             known = [d for d in self.draft.given_to(run.id) if self.draft.book(d).device.node == run.node]
@@ -125,18 +126,18 @@ class ExpectedEnds:
 
 
 LATE_SECONDS = Seconds(30.0)
-"""So much longer than it takes anything new, a device counts of which nothing is heard: what is kept of it
-must still be kept when its samples come again, which the first plan sees before any forecast does."""
+"""Extra time for which a device without fresh samples still counts: its reservations must survive until its
+samples return, because the next plan sees those before the next forecast does."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityProfile:
-    """What one node will have for one sort of task, as those leave who are there now."""
+    """The free capacity of one node over time, for tasks of one priority."""
 
     devices: dict[DeviceKey, list[tuple[float, int]]]
-    """Its usable devices: (from when on, MiB that the task could then have), in order of time."""
+    """Usable device -> (instant, free MiB from then on), by time."""
     room: list[tuple[float, Headroom]]
-    """The same of everything else that the node has."""
+    """The same for CPU, host memory, run slots and custom resources."""
 
     def mb(self, device: DeviceKey, at: float) -> int:
         steps = self.devices.get(device)
@@ -147,20 +148,20 @@ class CapacityProfile:
 
 
 class _WaitingTask(NamedTuple):
-    """Of a task that is to start on a node, what matters for when others are out of its way."""
+    """What decides which runs end, or can be preempted, for a task that is to start."""
 
     priority: int
     stops: bool
-    """It may have runs stopped for it."""
+    """It may preempt."""
     since: Instant
-    """When it came."""
+    """When it was submitted."""
     spared: frozenset[str] = frozenset()
-    """Tenants whose runs with GPUs it may not have stopped."""
+    """Tenants whose runs with GPUs it may not preempt."""
 
 
 class _CapacityReleases:
-    """What the nodes of one draft have, and who leaves them when. What `Supplies` remembers refers to this,
-    and not to `Supplies`: else it would stay until the collector of cycles comes."""
+    """What is free on the nodes of one draft, and what is released when. A class of its own so that the
+    answers kept by `FutureCapacity` form no reference cycle with it."""
 
     def __init__(self, expected_ends: ExpectedEnds, *, for_plans: bool) -> None:
         self._expected_ends = expected_ends
@@ -180,7 +181,7 @@ class _CapacityReleases:
         ]
 
     def leaves_at(self, run: Task, waiter: _WaitingTask) -> float:
-        """By when a run is no obstacle any more to the task."""
+        """When the run has ended, or can be preempted for the task."""
         return self._out_of_the_way_at(run, self._expected_ends.of(run), waiter)
 
     def mb_now(self, device: DeviceKey, waiter: _WaitingTask) -> int:
@@ -194,18 +195,18 @@ class _CapacityReleases:
         return self.draft.headroom(node, priority=waiter.priority)
 
     def of_device(self, device: DeviceKey, waiter: _WaitingTask) -> Iterator[tuple[float, int]]:
-        """(when, MiB) of all who hold memory of it. What is heard of no more brings nothing."""
+        """(instant, MiB) of every holder. A device without samples releases nothing."""
         book = self.draft.book(device)
         for holding in () if self._is_unheard_of(book) else book.holdings.values():
             expected_end = self._expected_ends.of_holding(holding)
             run = self.draft.holder(holding.lease)
             at: float = expected_end.p50_at
-            if at < inf and run is not None and not holding.stopping:  # of whom the deadline is known
+            if at < inf and run is not None and not holding.stopping:
                 at = self._out_of_the_way_at(run, expected_end, waiter)
             yield at, holding.takes_mb
 
     def of_node(self, node: NodeName, waiter: _WaitingTask) -> Iterator[tuple[float, Task]]:
-        """(when, run) of all who are there."""
+        """(instant, run) of every active run."""
         return ((self.leaves_at(run, waiter), run) for run in self.draft.active_on(node))
 
     def _is_unheard_of(self, book: Book) -> bool:
@@ -224,8 +225,8 @@ class _CapacityReleases:
 
 
 class CapacityAt:
-    """What one node of a draft will have at one moment, for one sort of task. Added up when asked for: often
-    there is enough of everything before anybody has left."""
+    """The capacity of one node at one instant, for tasks of one priority. Summed lazily: often there is
+    enough before any run ends."""
 
     def __init__(self, leaving: _CapacityReleases, node: NodeName, waiter: _WaitingTask, at: float) -> None:
         self._leaving = leaving
@@ -235,10 +236,9 @@ class CapacityAt:
         self._room: Headroom | None = None
         self._mb: dict[DeviceKey, int] = {}
         self.revision = leaving.draft.changes.at(node)
-        """Of the node's changes."""
 
     def has_room(self, planned: Iterable[Task], parts: Sequence[Task]) -> bool:
-        """Whether all these parts fit beside those that are planned."""
+        """Whether these parts fit beside the planned ones."""
         before = list(planned)
         now = self._leaving.room_now(self._node, self._waiter)
         return _fit(now, before, parts) or _fit(self.room(), before, parts)
@@ -274,11 +274,11 @@ class CapacityAt:
 
 
 class FutureCapacity:
-    """What the nodes of one draft will have. Worked out when asked for, and again when a node changed.
+    """The capacity of a draft's nodes over time, computed on demand and again after a node changes.
 
-    `for_plans`: to work out when a task can start. Otherwise it is for asking whether somebody else may take
-    something before it starts: then runs that the task may stop are no obstacle at all, and who came after
-    it, for nobody knows how long, is taken to stay.
+    `for_plans`: to find when a task can start. Otherwise, to find whether another task may run before it:
+    then runs that the task may preempt are no obstacle, and runs of unknown length that started after it was
+    submitted are taken to stay.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class FutureCapacity:
         for_plans: bool,
         protected_tenants: Callable[[Task], frozenset[str]] = lambda _: frozenset(),
     ) -> None:
-        """`spared_from`: the tenants of which no run with GPUs is stopped for a task."""
+        """`protected_tenants`: those whose runs with GPUs are not preempted for a task."""
         self._protected_tenants = protected_tenants
         self._expected_ends = expected_ends
         self._for_plans = for_plans
@@ -297,7 +297,6 @@ class FutureCapacity:
         self._later: dict[NodeName, dict[tuple[_WaitingTask, float], CapacityAt]] = {}
 
     def of(self, node: NodeName, task: Task) -> CapacityProfile:
-        """At all times, for a task of this priority."""
         waiter, revision = self._waiter(task), self._expected_ends.draft.changes.at(node)
         known = self._known.get((node, waiter))
         if known is None or known[0] != revision:
@@ -305,7 +304,6 @@ class FutureCapacity:
         return known[1]
 
     def capacity_at(self, node: NodeName, task: Task, at: float) -> CapacityAt:
-        """At one moment."""
         waiter, there = self._waiter(task), self._later.setdefault(node, {})
         known = there.get((waiter, at))
         if known is None or known.revision != self._expected_ends.draft.changes.at(node):
@@ -313,13 +311,13 @@ class FutureCapacity:
         return known
 
     def on_placement(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
-        """A place on the node was given, which stood at revision `since` before."""
+        """A run was placed on the node, whose revision was `since` before."""
         for capacity in self._later.get(node, {}).values():
             if capacity.revision == since:
                 capacity.on_placement(run, place)
 
     def _waiter(self, task: Task) -> _WaitingTask:
-        """Only one that asks for GPUs may have runs stopped for it."""
+        """Only a task that needs GPUs may preempt."""
         stops = self._expected_ends.policy.preemption and asks_for_gpus(task.demand)
         since = self._expected_ends.now if self._for_plans else task.submitted_at
         return _WaitingTask(
@@ -360,8 +358,8 @@ LEAST_GUESS_SECONDS = 60.0
 
 
 GUESS_P90 = 9.0
-"""Of runs whose length may be anything, half of those that have lasted so long last as long again, and nine
-in ten at most nine times as long (a Pareto distribution of exponent 1)."""
+"""Remaining time of a run of unknown length, as multiples of its age so far: median 1, 90th percentile 9
+(Pareto distribution with exponent 1)."""
 
 
 NEVER = ExpectedEnd(Instant(inf), Instant(inf))

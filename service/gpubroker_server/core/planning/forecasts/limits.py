@@ -1,4 +1,4 @@
-"""When limits of the whole cluster and quotas leave enough for a task, as those leave who are there now."""
+"""When cluster-wide limits and quotas leave enough for a task, as the current runs end."""
 
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
@@ -25,7 +25,7 @@ class EndingRun(NamedTuple):
 
 
 def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
-    """Whether what the first takes of a limit or of a quota may be lacking to the second."""
+    """Whether both count against one limit or one quota."""
     if task.demand.counted and taker.demand.counted:
         names = {name for name, _ in task.demand.counted}
         if any(name in names for name, _ in taker.demand.counted):
@@ -38,19 +38,18 @@ def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
 
 
 class Limits:
-    """When they open for one task after another, as things are at one moment."""
+    """When limits and quotas allow one task after another, in one draft."""
 
     def __init__(self, draft: Draft, expected_ends: ExpectedEnds, needs: QuotaNeeds) -> None:
-        """`draft`: of that moment; whoever was admitted since an older one is not counted in that."""
         self._draft = draft
         self._expected_ends = expected_ends
         self._policy = expected_ends.policy
         self._quotas = Quotas(draft, expected_ends.policy, needs)
 
     def runs_to_wait_for(self, task: Task, planned: Iterable[EndingRun] = ()) -> list[EndingRun] | None:
-        """Who must have left before none of them stands in its way, in order; empty if none does now, None if
-        that is not in sight. What runs that are over still hold counts as given back. `planned`: those who
-        start before it."""
+        """The runs that must end before no limit or quota stops the task, in order of their ends. Empty: it
+        may start now. None: no end in sight. Leases in RELEASING count as free. `planned`: tasks that start
+        before it."""
         balance = _LimitBalance(self._draft, self._policy, self._quotas, task)
         others = [one for one in planned if share_a_limit(one.run, task, self._policy)]
         for other in others:
@@ -68,7 +67,7 @@ class Limits:
         return None if balance.is_short or (gone and gone[-1].at == inf) else gone
 
     def _limiting_runs(self, task: Task) -> Iterator[EndingRun]:
-        """Those who count against what the task counts against."""
+        """Active runs that count against one of the task's limits or its quota."""
         for run in self._draft.active():
             if share_a_limit(run, task, self._policy):
                 expected_end = self._expected_ends.of(run)
@@ -76,7 +75,7 @@ class Limits:
 
 
 class _LimitBalance:
-    """What a task lacks of limits and of its quota while others come and go."""
+    """What a task lacks of its limits and its quota as other runs begin and end."""
 
     def __init__(self, draft: Draft, policy: Policy, quotas: Quotas, task: Task) -> None:
         self._draft = draft
@@ -86,7 +85,7 @@ class _LimitBalance:
         self._given: dict[str, int] = {}
 
     def change(self, other: Task, sign: int) -> None:
-        """It comes (+1) or goes (-1)."""
+        """A run begins (+1) or ends (-1)."""
         for name, amount in other.demand.counted:
             if name in self._left:
                 self._left[name] -= sign * amount
@@ -95,7 +94,7 @@ class _LimitBalance:
         self._give(other.tenant, sign * (held or self._quotas.need_mb(other.demand)))
 
     def count_releasing(self) -> None:
-        """What runs that are over still hold."""
+        """Count leases in RELEASING as free."""
         for lease in self._draft.leaving():
             if lease.state is LeaseState.RELEASING:
                 self._give(lease.tenant, -lease.mb)
@@ -116,14 +115,14 @@ def _in_order(run_end: EndingRun) -> tuple[float, str]:
 
 
 class FirstWaiting(NamedTuple):
-    """Of those who are in a line: it takes no room yet."""
+    """A task among the first to wait for a limit or quota. It has no room reserved yet."""
 
     forecast: Forecast
     task: Task
 
 
 class LimitReservations:
-    """In one draft those lines of which forecasts tell who are the first."""
+    """Keeps limits and quotas for the first tasks that wait for them, by their forecasts."""
 
     def __init__(
         self,
@@ -139,9 +138,9 @@ class LimitReservations:
         self._now = now
         self._order = order
         self._first: dict[str, list[FirstWaiting]] = {}
-        """Limit or quota -> who are the first to wait for it."""
+        """By limit or quota."""
         self._longest: dict[tuple[object, ...], Seconds] = {}
-        """Of tasks that differ in nothing by which run times are told."""
+        """Key: everything that a run time estimate depends on."""
         for forecast in forecasts:
             task = draft.world.tasks.get(forecast.task)
             if forecast.first_in and task is not None and task.state is TaskState.PENDING:
@@ -149,13 +148,12 @@ class LimitReservations:
                     self._first.setdefault(name, []).append(FirstWaiting(forecast, task))
 
     def on_start(self, task: TaskId) -> None:
-        """The task is admitted, and stands in no line any more: whoever comes next in it is the first."""
+        """Drop a task that is admitted."""
         for name, line in self._first.items():
             self._first[name] = [first for first in line if first.task.id != task]
 
     def ahead_of(self, task: Task) -> list[FirstWaiting]:
-        """Those ahead of the task who wait for a limit, or for the quota, of which it would take, if it might
-        not be done by the time at which they are to start."""
+        """Tasks ahead of it that wait for one of its limits or its quota, and that it might outlast."""
         if not self._first:
             return []
         names = [name for name, _ in task.demand.counted]
@@ -168,7 +166,7 @@ class LimitReservations:
         return [first for first in ahead if ends_at > first.forecast.start_at]
 
     def _longest_seconds(self, task: Task) -> Seconds:
-        """Nine in ten of its runs are over by then, wherever it comes to; infinite if nobody knows."""
+        """90th percentile of its run time on the slowest usable kind; infinite if unknown."""
         stated = task.expected_seconds, task.timeout_seconds, task.grace_seconds
         equivalence = task.tenant, task.subject, asks_for_gpus(task.demand), *stated
         if equivalence not in self._longest:

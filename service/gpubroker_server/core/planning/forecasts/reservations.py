@@ -1,4 +1,4 @@
-"""Who may start before a task that waits for room: only who cannot delay it."""
+"""Backfill: a task may start before one ahead of it only if it does not delay that task's reservation."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,56 +19,56 @@ from gpubroker_server.core.world.queue import OrderKey, reserves_before
 
 
 class Basis(StrEnum):
-    """What a forecast rests on: the weakest of all it needs."""
+    """What a forecast is based on: the weakest of all its inputs."""
 
     STATED = "stated"
-    """On what submitters said, and on limits and notices."""
+    """Run times stated at submission, time limits and stop deadlines."""
     LEARNED = "learned"
-    """On runs like those that must end first."""
+    """Past runs like those that must end first."""
     GUESS = "guess"
-    """On a run of which nobody knows how long it takes, or that has outlasted what was known."""
+    """A run of unknown length, or one that has outlasted its estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Where and when a task is expected to start. A plan, not a lease: it is made anew all the time."""
+    """Where and when a task is expected to start. It is recomputed every second and holds no memory."""
 
     task: TaskId
     places: tuple[Placement, ...]
-    """One; of a gang one for each rank that it needs at least; none while it waits for a limit or a quota."""
+    """One; of a gang one for each of its required ranks; none while it waits for a limit or a quota."""
     start_at: Instant
-    """By then one in two."""
+    """Median."""
     p90_at: Instant
-    """By then nine in ten."""
+    """90th percentile of the start."""
     end_at: Instant
-    """When its run will be over, one in two; infinite if nobody knows how long it takes."""
+    """Median end of its run; infinite if its length is unknown."""
     n: int
-    """How many runs are known of the one of which fewest are; 0 if it rests on none."""
+    """Past runs behind the estimate that has the fewest; 0 without any."""
     basis: Basis
     reserves_room: bool = True
-    """Nobody behind it takes what it needs. Of those that rest on a guess only the first does: it would
-    be too much to leave idle for times that nobody knows."""
+    """Tasks behind it cannot take this room. Of forecasts that are a guess only the first reserves: more
+    would leave too much memory idle."""
     first_in: frozenset[str] = frozenset()
-    """Limits and quotas (`line_of_quota`) for which it is among the first who wait: nobody behind it takes
-    anything of them, unless it is gone by then."""
+    """Limits and quotas (`quota_line`) for which it is among the first to wait. A task behind it may use
+    them only if its run ends before `start_at`."""
     as_of: Instant | None = None
-    """When it was made: the runs ahead of it are expected to end as they were then. None: as they are."""
+    """The instant at which the ends of runs were estimated. None: now."""
 
 
 class Reservation(NamedTuple):
-    """What a forecast takes of one node."""
+    """What a forecast reserves on one node."""
 
     forecast: Forecast
     task: Task
     node: NodeName
     parts: tuple[Task, ...]
-    """What will run there, each rank as a task of its own."""
+    """The task, or each of its ranks there as a task of its own."""
     devices: Mapping[DeviceKey, int]
-    """MiB of each."""
+    """Device -> MiB."""
 
 
 def reservations_of(forecast: Forecast, task: Task) -> Iterator[Reservation]:
-    """By node, in the order of the ranks."""
+    """One for each node, in rank order."""
     for node in dict.fromkeys(place.node for place in forecast.places):
         yield Reservation(forecast, task, node, *usage_on(node, task, forecast.places))
 
@@ -76,7 +76,7 @@ def reservations_of(forecast: Forecast, task: Task) -> Iterator[Reservation]:
 def usage_on(
     node: NodeName, task: Task, places: Sequence[Placement]
 ) -> tuple[tuple[Task, ...], dict[DeviceKey, int]]:
-    """What a task takes of one of its nodes: the runs that it has there, and MiB of each device."""
+    """(the task's ranks on the node, device -> MiB)"""
     parts: list[Task] = []
     devices: dict[DeviceKey, int] = {}
     for rank, place in enumerate(places):
@@ -88,14 +88,13 @@ def usage_on(
 
 
 class _Constraint(NamedTuple):
-    """What one forecast leaves of a node to one who would delay it."""
+    """What one reservation leaves of a node to a task that would delay it."""
 
     capacity: CapacityAt
-    """When it is to begin."""
+    """At the start of the reservation."""
     ahead: tuple[Reservation, ...]
-    """What takes of that: itself, and others that stand ahead of him and will be there then."""
+    """The reservation itself, and the others that hold room at that time."""
     devices: frozenset[DeviceKey]
-    """Those it needs."""
 
     def parts(self) -> Iterator[Task]:
         return (part for planned in self.ahead for part in planned.parts)
@@ -105,7 +104,7 @@ class _Constraint(NamedTuple):
 
 
 class BackfillWindow:
-    """What forecasts leave of a node to one who stands behind them."""
+    """What reservations leave of a node to a task behind them."""
 
     def __init__(self, constraints: Sequence[_Constraint]) -> None:
         self._constraints = constraints
@@ -117,13 +116,13 @@ class BackfillWindow:
         )
 
     def fits(self, parts: Sequence[Task]) -> bool:
-        """Whether there is room for all of these together."""
+        """Whether all of these fit together."""
         return all(
             constraint.capacity.has_room(constraint.parts(), parts) for constraint in self._constraints
         )
 
     def limit(self, gang_node: GangNode) -> GangNode:
-        """The node with no more than this."""
+        """The node, with its free room cut down to this window."""
         room, free = gang_node.room, dict(gang_node.free)
         for constraint in self._constraints:
             left = constraint.capacity.room()
@@ -136,7 +135,7 @@ class BackfillWindow:
 
 
 class Reservations:
-    """What forecasts keep from those who stand behind them, in one draft."""
+    """The reservations in one draft, which bind every task behind them in the queue."""
 
     def __init__(
         self,
@@ -148,7 +147,7 @@ class Reservations:
         forecasts: Iterable[Forecast],
         refused_by_reservation: int = 0,
     ) -> None:
-        """`order`: a task's place in the queue now. `kept_away`: in this cycle, so many tasks were."""
+        """`order`: a task's place in the queue now. `refused_by_reservation`: so far in this cycle."""
         self._draft = draft
         self._policy = policy
         self._now = now
@@ -161,15 +160,14 @@ class Reservations:
             self._expected_ends, for_plans=False, protected_tenants=guarantees.protected_tenants
         )
         self.on: dict[NodeName, list[Reservation]] = {}
-        """Node -> the forecasts that keep room there, the first in order first."""
+        """In queue order."""
         self.refused_by_reservation = refused_by_reservation
-        """So many tasks were kept away so far: they may only take what would delay somebody."""
         self._keys: dict[TaskId, OrderKey] = {}
-        """Of the tasks with forecasts, as they stand since that revision of changes."""
+        """Queue places of the tasks with reservations, valid for `_keys_at`, a revision of the draft."""
         self._keys_at = -1
         self._kinds: list[str] | None = None
         self._lengths: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
-        """Of tasks that differ in nothing by which run times are told."""
+        """Key: everything that a run time estimate depends on."""
         for forecast in self.forecasts:
             task = draft.world.tasks.get(forecast.task)
             if forecast.reserves_room and task is not None and task.state is TaskState.PENDING:
@@ -177,7 +175,7 @@ class Reservations:
                     self.on.setdefault(planned.node, []).append(planned)
 
     def on_start(self, task: TaskId) -> None:
-        """The task is admitted: its forecast keeps nothing any more. Its nodes count as grown."""
+        """Drop the reservation of a task that is admitted. Its nodes then offer more room."""
         for node, planned in list(self.on.items()):
             left = [one for one in planned if one.task.id != task]
             if len(left) < len(planned):
@@ -187,11 +185,11 @@ class Reservations:
 
     @property
     def is_depth_reached(self) -> bool:
-        """So many were kept away that nobody else is tried on the nodes of forecasts in this cycle."""
+        """No further task is tried on nodes with reservations in this cycle."""
         return self.refused_by_reservation >= self._policy.backfill_depth
 
     def refuses(self, task: Task, places: Sequence[Placement], *, all_reservations: bool) -> bool:
-        """Whether the task would delay there somebody who stands ahead of it, or anybody at all."""
+        """Whether the task would delay a reservation there: of a task ahead of it, or any at all."""
         nodes = {place.node for place in places} & self.on.keys()
         return bool(nodes) and (
             self.is_depth_reached
@@ -206,7 +204,7 @@ class Reservations:
         return not (window.fits(parts) and all(window.allows(key, mb) for key, mb in devices.items()))
 
     def nodes_for_gang(self, task: Task, gang_nodes: Iterable[GangNode]) -> Iterator[GangNode]:
-        """What is left for a gang of these nodes so that it delays nobody who stands ahead of it."""
+        """What a gang may use of these nodes without delaying a reservation ahead of it."""
         for gang_node in gang_nodes:
             node = gang_node.node.name
             if node not in self.on:
@@ -215,8 +213,8 @@ class Reservations:
                 yield self.backfill_window(task, node, all_reservations=False).limit(gang_node)
 
     def nodes_closed_to(self, task: Task, like: Task | None = None) -> frozenset[NodeName]:
-        """Where it may have nobody stopped: somebody who stands ahead of it with a forecast there could not
-        stop it, or one `like` this, in turn."""
+        """Where no run is preempted for the task: a task ahead of it has a reservation there, and could not
+        preempt it (or `like`) in turn."""
         mine, run = self._order(task), like or task
         return frozenset(
             node
@@ -225,11 +223,11 @@ class Reservations:
         )
 
     def off_limits(self, task: Task) -> frozenset[NodeName]:
-        """The same, and wherever nobody is tried any more."""
+        """The same; every node with a reservation once the depth is reached."""
         return frozenset(self.on) if self.is_depth_reached else self.nodes_closed_to(task)
 
     def is_behind_all(self, task: Task) -> bool:
-        """Whether nobody with a forecast stands behind the task."""
+        """Whether all other reservations are ahead of the task."""
         mine = self._order(task)
         return all(
             self._is_ahead(one, mine) or one.task.id == task.id
@@ -238,12 +236,12 @@ class Reservations:
         )
 
     def ahead_of(self, task: Task) -> frozenset[TaskId]:
-        """Who stand ahead of the task, of those for whom room is kept."""
+        """The tasks with reservations ahead of it."""
         mine = self._order(task)
         return frozenset(one.task.id for on in self.on.values() for one in on if self._is_ahead(one, mine))
 
     def equivalence_key(self, task: Task) -> tuple[object, ...]:
-        """What tells equal tasks apart: which reservations are ahead, and how it gives way to them."""
+        """Tasks with equal demands and equal keys are bound alike by reservations."""
         if self.is_depth_reached and not self._policy.has_quotas:
             return (True,)  # no task is tried any more on these nodes
         is_shielded = task.preemptions >= self._policy.preemption_budget
@@ -256,7 +254,7 @@ class Reservations:
         )
 
     def _highest_overtaken(self, task: Task) -> int:
-        """The highest priority of the reservations before which it has its turn; 0 if there are none."""
+        """The highest priority of the reservations that it is ahead of by age; 0 without any."""
         until = ahead_of_priority(task, self._policy, self._now)
         if until == task.priority:
             return 0
@@ -264,7 +262,7 @@ class Reservations:
         return max((priority for priority in planned if task.priority < priority <= until), default=0)
 
     def _lengths_of(self, task: Task) -> tuple[Seconds, ...]:
-        """By kind of device on the nodes with reservations: nine in ten of its runs take no longer."""
+        """90th percentile of its run time, by kind of device on the nodes with reservations."""
         if self._kinds is None:
             self._kinds = sorted(
                 {book.device.kind for node in self.on for book in self._draft.books_on(node)}
@@ -280,11 +278,11 @@ class Reservations:
         return self._lengths[equivalence]
 
     def _is_ahead(self, planned: Reservation, key: OrderKey) -> bool:
-        """A task that stands at this place of the queue."""
+        """Whether the reservation is ahead of this place in the queue."""
         return reserves_before(self._key_of(planned), key)
 
     def _key_of(self, planned: Reservation) -> OrderKey:
-        """Worked out once between two decisions: nothing else changes it."""
+        """Computed once between two decisions."""
         if self._keys_at != self._draft.changes.revision:
             self._keys_at = self._draft.changes.revision
             self._keys.clear()
@@ -295,7 +293,7 @@ class Reservations:
         return key
 
     def backfill_window(self, task: Task, node: NodeName, *, all_reservations: bool) -> BackfillWindow:
-        """What the task may take of the node without delaying anybody ahead of it, or anybody at all."""
+        """What the task may use of the node without delaying a reservation: ahead of it, or any at all."""
         constraints: list[_Constraint] = []
         for delayed in self.delayed_by(task, node, all_reservations=all_reservations):
             at = max(self._now, delayed.forecast.start_at)
@@ -305,11 +303,11 @@ class Reservations:
         return BackfillWindow(constraints)
 
     def on_placement(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
-        """A place was given on the node, which stood at revision `since` before."""
+        """A run was placed on the node, whose revision was `since` before."""
         self._capacity.on_placement(node, since, run, place)
 
     def _held_at(self, task: Task, node: NodeName, at: float, delayed: Reservation) -> Iterator[Reservation]:
-        """That forecast, and the others ahead of the task that will have begun by then and not be over."""
+        """The delayed reservation, and the others ahead of the task that hold room at that time."""
         mine = self._order(task)
         for planned in self.on[node]:
             begun = planned.forecast.start_at <= at < planned.forecast.end_at
@@ -317,7 +315,7 @@ class Reservations:
                 yield planned
 
     def delayed_by(self, task: Task, node: NodeName, *, all_reservations: bool) -> list[Reservation]:
-        """The forecasts on the node that the task would outlast, and whose task may not stop it either."""
+        """The reservations on the node that the task would outlast, and whose task cannot preempt it."""
         mine = self._order(task)
         protected = [
             planned
@@ -334,7 +332,7 @@ class Reservations:
         ]
 
     def _can_be_preempted_for(self, task: Task, planned: Reservation) -> bool:
-        """Its run could be stopped for that one by the time it is to start."""
+        """Whether its run could be preempted by the time the reservation starts."""
         other = planned.task
         may_stop = self._policy.preemption and asks_for_gpus(other.demand)
         if not may_stop or self._guarantees.would_be_protected(task, other):
@@ -342,6 +340,6 @@ class Reservations:
         return stoppable_at(task, other.priority, self._policy, self._now) <= planned.forecast.start_at
 
     def _longest_seconds(self, task: Task, node: NodeName) -> float:
-        """Nine in ten of its runs are over by then; infinite if nobody knows."""
+        """90th percentile of its run time; infinite if unknown."""
         sketches, kinds = self._draft.world.learned.sketches, self._draft.kinds_for(node, task)
         return whole_run_seconds(task, sketches, self._policy, kinds)[1]

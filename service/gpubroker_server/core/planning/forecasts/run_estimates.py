@@ -1,4 +1,4 @@
-"""What is to be expected of a task, going by what runs like it took."""
+"""Size and run time of a task, estimated from past runs like it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,27 +15,26 @@ Sketches = Mapping[Topic, Sketch]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a task that leaves its size to be learned is given, and why."""
+    """The size given to a task that leaves it to be learned, and why."""
 
     gpu_mb: Mib | None
-    """MiB per device; None is a whole device, because too few runs are known."""
+    """Per device; None: a whole device, because too few runs are known."""
     p95_mb: Mib | None
-    """As measured: with what a process costs of itself."""
+    """As measured, with the memory that a process itself takes."""
     n: int
-    """How many runs are known."""
+    """Known runs."""
     kind: str
-    """Of the device that the runs had."""
+    """Kind of device of those runs."""
     message: str
 
 
 def learned_size(
     sketches: Sketches, tenant: str, subject: str, devices: Iterable[Device], policy: Policy
 ) -> Size:
-    """What 95 of 100 runs of this subject stayed below, and a margin.
+    """The 95th percentile of runs of this subject, plus a margin.
 
-    `devices`: those that the task may use. Of several kinds the one counts on which runs took most, since it
-    may come to any of them. What a process costs of itself was measured with the rest and is leased apart, so
-    it is taken off. Never more than the largest device of that kind can give: there the runs had room, too.
+    `devices`: those that the task may use; the kind with the largest runs counts. The memory that a process
+    itself takes is leased separately, so it is subtracted. At most what the largest device of that kind has.
     """
     offers: dict[str, int] = {}
     costs: dict[str, int] = {}
@@ -74,32 +73,27 @@ def _whole(subject: str, n: int, policy: Policy) -> Size:
 
 
 def size_of_ranks(sizes: Mapping[str, Size]) -> Size | None:
-    """Of a gang, from the sizes of its ranks by how people call them: the largest, and what to say of all.
-
-    None if no rank asked for one.
-    """
+    """The largest size of a gang's ranks, by rank name, with all their messages. None without any."""
     if len(set(sizes.values())) < 2:
         return next(iter(sizes.values()), None)
     largest = max(sizes.values(), key=lambda size: inf if size.gpu_mb is None else size.gpu_mb)
-    return replace(largest, message="; ".join(f"{who}: {size.message}" for who, size in sizes.items()))
+    return replace(largest, message="; ".join(f"{rank}: {size.message}" for rank, size in sizes.items()))
 
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """How much longer a run is expected to take: one in two takes no longer than the first, nine in ten no
-    longer than the second."""
+    """How much longer a run is expected to take: median and 90th percentile."""
 
     p50_seconds: Seconds
     p90_seconds: Seconds
     n: int
-    """Of how many runs this speaks: those that took longer than this one has taken already. 0: it is what the
-    task's submitter said."""
+    """Past runs that took longer than this one so far. 0: stated at submission."""
 
 
 def remaining_seconds(task: Task, sketches: Sketches, now: Instant, *, kind: str = "") -> Remaining | None:
-    """As its submitter said, else going by runs like it. `kind`: of the device that the run has.
+    """As stated at submission, else from runs like it. `kind`: of the run's device.
 
-    None if it does not run, or has outlasted what was said and all that are known.
+    None if it does not run, or has outlasted every estimate.
     """
     if task.started_at is None or not task.is_active:
         return None
@@ -118,9 +112,9 @@ def remaining_seconds(task: Task, sketches: Sketches, now: Instant, *, kind: str
 
 
 def run_seconds(task: Task, sketches: Sketches, policy: Policy, *, kind: str = "") -> Remaining | None:
-    """How long a run takes that begins now: as its submitter said, else going by enough runs like it.
+    """How long a run that begins now takes: as stated at submission, else from enough runs like it.
 
-    One that goes on from a checkpoint may be done earlier. None if nobody knows.
+    Ignores checkpoints. None if unknown.
     """
     if task.expected_seconds is not None:
         return Remaining(task.expected_seconds, task.expected_seconds, 0)
@@ -134,8 +128,8 @@ def run_seconds(task: Task, sketches: Sketches, policy: Policy, *, kind: str = "
 def whole_run_seconds(
     task: Task, sketches: Sketches, policy: Policy, kinds: Iterable[str]
 ) -> tuple[Seconds, Seconds]:
-    """(p50, p90) of a run that begins now, on whichever of these kinds it takes longest, at most up to its
-    time limit; infinite if nobody knows."""
+    """(p50, p90) of a run that begins now on the slowest of these kinds, up to its time limit; infinite if
+    unknown."""
     limit = inf if task.timeout_seconds is None else task.timeout_seconds + task.grace_seconds
     p50 = p90 = 0.0
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Who waits for room, and who are the first to wait for a limit or a quota."""
+"""Which tasks wait for room, and which are the first to wait for a limit or a quota."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,18 +14,18 @@ from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.queue import Group, Kin
 
 FIRST = 2
-"""So many of a line have forecasts: when the first starts, there is one for the next already."""
+"""Forecasts for each limit or quota: when the first task starts, the next one already has its forecast."""
 
 GROUPS_AT_A_TIME = 50
-"""So many looks at nodes, of which a group takes less than one, before the caller gets its turn again."""
+"""Budget of probes between two yields; a group costs less than one."""
 
 
 def waiting(
     draft: Draft, policy: Policy, now: Instant, most: int, *, lines_too: bool = True
 ) -> Iterator[tuple[Task, frozenset[str]] | None]:
-    """In order of the queue the first so many who wait for room alone, and the first `FIRST` of so many
-    lines, with the limits and quotas (`line_of_quota`) for which they do. Whoever has pledges waits for
-    neither. None in between, whenever many were passed over."""
+    """In queue order: the first `most` tasks that wait for room alone, and the first `FIRST` for each of
+    `most` limits and quotas (`quota_line`), with their names. Tasks with pledges are left out. Yields None
+    whenever the budget is spent."""
     world = draft.world
     are_lines = lines_too and (policy.has_quotas or bool(policy.custom_limits))
     lines = _FirstInLine(draft, policy, most, most if are_lines else 0)
@@ -41,13 +41,13 @@ def waiting(
 
 
 def first_of_queue(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[Task]:
-    """Those who wait for room alone."""
+    """Tasks that wait for room alone."""
     found = filter(None, waiting(draft, policy, now, most, lines_too=False))
     return (task for task, _ in found)
 
 
 class _FirstInLine:
-    """Doubts about everybody who stands further back."""
+    """Refuses the groups without a task among the first."""
 
     def __init__(self, draft: Draft, policy: Policy, most: int, most_lines: int) -> None:
         self.budget = ProbeBudget(may_pause=True)
@@ -55,11 +55,11 @@ class _FirstInLine:
         self._policy = policy
         self._quotas = Quotas(draft, policy)
         self._left = most
-        """So many more wait for room alone."""
+        """Tasks still to be found that wait for room alone."""
         self._lines_left = most_lines
-        """So many who stand first in a line."""
+        """Limits and quotas still to be found."""
         self._waiting: Counter[str] = Counter()
-        """For limits and quotas, so far."""
+        """Limit or quota -> tasks found so far."""
 
     @property
     def are_done(self) -> bool:
@@ -67,7 +67,7 @@ class _FirstInLine:
         return not (self._left or self._lines_left) and is_next_known
 
     def let_in(self, task: Task) -> frozenset[str]:
-        """In which lines it is one of the first; none if it waits for room alone."""
+        """The limits and quotas for which it is among the first; none if it waits for room alone."""
         awaited = set(self._draft.short_of(task, self._policy.custom_limits))
         if self._quotas.is_short(task):
             awaited.add(quota_line(task.tenant))
@@ -80,10 +80,10 @@ class _FirstInLine:
         return first_in
 
     def inadmissible(self, kins: Iterable[Kin], band: int) -> Iterable[Kin]:  # noqa: ARG002
-        return ()  # each group may be the first in a line
+        return ()  # each group may be the first to wait for a limit
 
     def is_refused(self, group: Group) -> bool:
-        if self._is_short(group):  # it waits for its quota, whatever room there is
+        if self._is_short(group):  # it waits for its quota even with room
             return not self._may_wait({quota_line(group.tenant)})
         awaited: set[str] = set()
         if group.demand.counted:
@@ -95,12 +95,12 @@ class _FirstInLine:
         return self._quotas.is_short_for(group.tenant, group.demand, group.priority)
 
     def _may_wait(self, awaited: set[str]) -> bool:
-        """As one of the first."""
+        """Whether a task that awaits these may be among the first."""
         if self._lines_left > 0 and not awaited <= self._waiting.keys():
             return True
         return any(0 < self._waiting[name] < FIRST for name in awaited)
 
 
 def quota_line(tenant: str) -> str:
-    """What its tasks wait for who wait for its quota."""
+    """The name under which tasks wait for the tenant's quota."""
     return f"quota:{tenant}"

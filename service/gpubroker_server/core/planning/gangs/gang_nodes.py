@@ -1,4 +1,4 @@
-"""Nodes and their devices as the search for places of a gang sees them."""
+"""Nodes and their devices as the search for a gang's places sees them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,19 +19,18 @@ Chosen = tuple[tuple[DeviceKey, Mib], ...]
 
 @dataclass(slots=True)
 class GangNode:
-    """One node as the search sees it: what is left there while ranks are put down and taken away again."""
+    """What is left of one node while the search adds and removes ranks."""
 
     node: Node
     room: Headroom
     free: dict[DeviceKey, int]
-    """MiB that the gang could have of each usable device."""
+    """Usable device -> MiB that the gang could have."""
     devices: Mapping[DeviceKey, Device]
     worth: Worth | None = None
-    """Of places, by what is usual; None: by room left."""
+    """Scores of places by the usual demands; None: by room left."""
     ranks: list[int] = field(default_factory=list)
-    """Those put down here."""
     _spots: dict[Demand, Spot | None] = field(default_factory=dict, init=False)
-    """As long as nothing is put down or taken away."""
+    """Cached until a rank is added or removed."""
 
     @property
     def room_left(self) -> tuple[float, float]:
@@ -52,15 +51,15 @@ class GangNode:
         self._spots.clear()
 
     def score(self, part: Task) -> int:
-        """How little a rank strands here of what is usual, 0..100; 0 also where nobody asks for that."""
+        """How little of the usual demands a rank strands here, 0..100; 0 also without scores."""
         spot = self._spot(part)
         return 0 if spot is None else spot.score
 
     def device_choices(self, part: Task) -> Iterator[Chosen]:
-        """Every choice of devices for a rank, the best first; of equal ones only one.
+        """Every choice of devices for a rank, the best first, without equivalent ones.
 
-        Preferred kinds before others, then, of single devices, the one on which it strands the least; then
-        `pack` fills devices that are in use, `spread` takes the emptiest.
+        Preferred kinds come first; then, for one device, the one where the rank strands the least; then
+        `pack` takes the fullest devices and `spread` the emptiest.
         """
         demand = part.demand
         if not self.room.fits(part):
@@ -94,7 +93,7 @@ class GangNode:
         return self._spots[demand]
 
     def signature(self) -> object:
-        """Equal for nodes of which one is as good as the other for what is left to place."""
+        """Equal for nodes that are equivalent for the remaining ranks."""
         devices = ((self.devices[key].sort, free) for key, free in self.free.items())
         return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
 
@@ -102,7 +101,7 @@ class GangNode:
 def gang_nodes_of(
     draft: Draft, task: Task, policy: Policy, now: Instant, worth: Worth | None = None
 ) -> list[GangNode]:
-    """What each usable node could give a task of this id and priority now."""
+    """The usable nodes, with what the task could have now."""
     found = []
     for name in sorted(draft.usable_nodes()):
         books = list(draft.usable_books(name, policy, now))
@@ -123,7 +122,7 @@ def _free_mb(book: Book, task: Task) -> int:
 
 
 def empty_gang_nodes(nodes: Iterable[Node], devices: Iterable[Device]) -> list[GangNode]:
-    """What each node could give if nothing ran anywhere, whether it is ready or not."""
+    """All nodes, ready or not, as if nothing ran."""
     there: dict[NodeName, list[Device]] = {}
     for device in devices:
         there.setdefault(device.node, []).append(device)

@@ -1,4 +1,4 @@
-"""Where all ranks of a gang can run at the same time, or nothing: a search over nodes and devices."""
+"""Search for places for all ranks of a gang at once, over nodes and devices."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,18 +11,16 @@ from gpubroker_server.core.domain.units import NodeName
 from gpubroker_server.core.planning.gangs.gang_nodes import Chosen, GangNode, copy_node
 
 MOST_STEPS = 4_000
-"""After so many tries the search gives up: the gang waits, though there may be room for it."""
+"""Tries before the search gives up: the gang then waits, though there may be room."""
 
 Gang = tuple[Placement, ...]
-"""One place for each rank, in order of rank."""
+"""One place for each rank, in rank order."""
 
 
 def place_gang(task: Task, gang_nodes: Sequence[GangNode], most: int | None = None) -> Gang | None:
-    """A place for every rank, by the gang's strategy; of an elastic one for as many as there is room for,
-    at most so many, and at least for `min_ranks`. None if there is none, or if none was found in MOST_STEPS
-    tries.
-
-    The same grounds give the same places. Changes nothing of the grounds.
+    """A place for every rank, by the gang's strategy; for an elastic gang as many as fit, from `min_ranks` up
+    to `most`. None if there is no room, or none was found in MOST_STEPS tries. Deterministic; the nodes are
+    not changed.
     """
     demand = task.demand
     count = len(demand.bundles) if most is None else most
@@ -45,13 +43,13 @@ def place_ranks(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Gang 
 
 
 def may_fit(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> bool:
-    """Whether there are places for the first `count` ranks, or the search gave up before it knew."""
+    """Whether the first `count` ranks fit; also true if the search gave up."""
     searches = _searches(task, count, gang_nodes)
     return any(search.places() is not None or search.gave_up for search in searches)
 
 
 def _searches(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Iterator["_Search"]:
-    """One for all nodes; one for each, the fullest first, where all ranks must be on one."""
+    """One search over all nodes; with `strict_pack` one for each node, the fullest first."""
     if task.demand.strategy != "strict_pack":
         yield _Search(task, count, [copy_node(gang_node) for gang_node in gang_nodes])
         return
@@ -61,14 +59,13 @@ def _searches(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Iterato
 
 
 def _tightness(gang_node: GangNode, sorts: Collection[Task]) -> tuple[int, int, float, float, NodeName]:
-    """For a gang that lies on one node: preferred labels, then where one rank of each sort strands the least,
-    then the one that is fullest already."""
+    """For a gang on one node: preferred labels, then the least stranded memory, then the fullest node."""
     unwanted = max(unwanted_node(part.demand, gang_node.node) for part in sorts)
     return unwanted, -sum(map(gang_node.score, sorts)), *gang_node.room_left, gang_node.node.name
 
 
 class _Search:
-    """Depth first, the ranks that are hardest to place first, cut where an equal node has failed already."""
+    """Depth first, the hardest ranks first; skips nodes equivalent to one that failed."""
 
     def __init__(self, task: Task, count: int, gang_nodes: list[GangNode]) -> None:
         self._strategy = task.demand.strategy
@@ -85,8 +82,8 @@ class _Search:
         return found and self._side_by_side(found)
 
     def _side_by_side(self, found: Gang) -> Gang:
-        """The same places; on each node like ranks go device by device, so that the last ones, which
-        an elastic gang gives back first, free whole devices."""
+        """The same places, with equal ranks of a node ordered by device: an elastic gang gives back its last
+        ranks first, which then frees whole devices."""
         alike: dict[tuple[Demand, NodeName], list[int]] = {}
         for rank, place in enumerate(found):
             alike.setdefault((self._parts[rank].demand, place.node), []).append(rank)
@@ -101,7 +98,7 @@ class _Search:
         return tuple(places)
 
     def _filled(self) -> Gang | None:
-        """Of ranks that are all alike."""
+        """Without a search, if all ranks are equal."""
         first = self._parts[0]
         if any(part.demand != first.demand for part in self._parts):
             return None
@@ -118,7 +115,7 @@ class _Search:
         return self._steps > MOST_STEPS
 
     def _may_fit(self) -> bool:
-        """Whether there is room for the ranks of each sort, if they were alone."""
+        """Whether the ranks of each demand would fit alone: a necessary condition."""
         wanted: dict[Demand, int] = {}
         for part in self._parts:
             wanted[part.demand] = wanted.get(part.demand, 0) + 1
@@ -129,7 +126,7 @@ class _Search:
         return all(enough[demand] >= count for demand, count in wanted.items())
 
     def _count_most(self) -> dict[NodeName, dict[Demand, int]]:
-        """How many ranks of each sort each node could have if it had no others."""
+        """Node -> demand -> ranks that would fit there alone."""
         samples = {part.demand: part for part in self._parts}
         known: dict[object, dict[Demand, int]] = {}
         counts = {}
@@ -168,8 +165,7 @@ class _Search:
         return False
 
     def _in_order(self, part: Task, left: int) -> list[GangNode]:
-        """The nodes for a rank, the best first: preferred labels, then as the strategy says; of those that it
-        finds as good, where the rank strands the least; then by name."""
+        """The nodes for a rank, the best first: preferred labels, strategy, least stranded memory, name."""
         demand = part.demand
         by: dict[str, Callable[[GangNode], tuple[float, ...]]] = {
             "pack": lambda gang_node: self._packed(gang_node, part, left),
@@ -182,24 +178,23 @@ class _Search:
         return sorted(usable, key=lambda g: (unwanted_node(demand, g.node), *key(g), g.node.name))
 
     def _packed(self, gang_node: GangNode, part: Task, left: int) -> tuple[float, ...]:
-        """Nodes that the gang has already; then those that take all the others; then the largest. Of these
-        where it strands the least, then the fullest."""
+        """1. nodes with ranks of it 2. most of the remaining ranks 3. least stranded memory 4. fullest"""
         most = self._most[gang_node.node.name][part.demand]
         return (not gang_node.ranks, -min(most, left), -gang_node.score(part), *gang_node.room_left)
 
     def _apart(self, gang_node: GangNode, part: Task) -> tuple[float, ...]:
-        """Where it strands the least, then the largest."""
+        """1. least stranded memory 2. room for most ranks"""
         return -gang_node.score(part), -self._most[gang_node.node.name][part.demand]
 
 
 def _hardness(demand: Demand) -> tuple[float, ...]:
-    """The smallest is the hardest to place."""
+    """Ascending: the hardest to place first."""
     size = float("inf") if demand.takes_whole_devices else (demand.gpu_mb or (demand.gpu_fraction or 0) * 1e9)
     return (-demand.gpus, -size, -demand.cpu, -demand.memory_mb)
 
 
 def _count(gang_node: GangNode, part: Task, most: int) -> int:
-    """How many such ranks the node could have; of several devices each, at least so many."""
+    """How many such ranks fit on the node; a lower bound for ranks with several devices."""
     put: list[Chosen] = []
     while len(put) < most and (chosen := next(gang_node.device_choices(part), None)) is not None:
         gang_node.add(len(put), part, chosen)
@@ -210,16 +205,14 @@ def _count(gang_node: GangNode, part: Task, most: int) -> int:
 
 
 Counts = Mapping[NodeName, int]
-"""How many of the ranks each node could have if it had no others."""
+"""Node -> ranks that would fit there alone."""
 
 
 def fill(
     strategy: str, part: Task, count: int, gang_nodes: Sequence[GangNode], most: Counts
 ) -> list[Placement] | None:
-    """A place for each of `count` ranks: where the search would put them, if it never had to turn back.
-
-    As no rank is in the way of another sort of rank, it never has to: a node takes as many as were counted
-    there, whatever lies elsewhere. None, and nothing of the grounds is changed, if it does not after all.
+    """Places for `count` equal ranks, without backtracking: a node takes as many as were counted there,
+    whatever the others take. None, with the nodes unchanged, if a count turns out too high.
     """
     put: list[tuple[GangNode, Chosen]] = []
     for gang_node in _turns(strategy, part, count, gang_nodes, most):
@@ -238,7 +231,7 @@ def fill(
 def _turns(
     strategy: str, part: Task, count: int, gang_nodes: Sequence[GangNode], most: Counts
 ) -> Iterator[GangNode]:
-    """The node of each rank, in order of rank, as far as there are any; preferred labels come first."""
+    """The node of each rank, in rank order; preferred labels come first."""
     able = [gang_node for gang_node in gang_nodes if most[gang_node.node.name]]
     wishes = {gang_node.node.name: unwanted_node(part.demand, gang_node.node) for gang_node in able}
     match strategy:
@@ -254,7 +247,7 @@ def _turns(
 def _one_each_in_turn(
     part: Task, count: int, gang_nodes: Sequence[GangNode], wishes: Counts, most: Counts
 ) -> Iterator[GangNode]:
-    """Always the node with the fewest ranks; of these where a rank strands the least, then the largest."""
+    """Always the node with the fewest ranks; then least stranded memory, then room for most ranks."""
     known = {gang_node.node.name: gang_node for gang_node in gang_nodes}
     turns = [
         (wishes[name], 0, -gang_node.score(part), -most[name], name) for name, gang_node in known.items()
@@ -272,8 +265,8 @@ def _one_each_in_turn(
 def _one_after_the_other(
     part: Task, count: int, gang_nodes: Sequence[GangNode], wishes: Counts, most: Counts
 ) -> Iterator[GangNode]:
-    """The largest nodes, each until it is full; for the rest, of those that take all of it, the one where a
-    rank strands the least, then the fullest."""
+    """Fill the largest nodes one by one; the rest goes, among nodes that take all of it, to the one with the
+    least stranded memory, then to the fullest."""
     order = [
         (wishes[g.node.name], -most[g.node.name], -g.score(part), g.room_left, g.node.name, g)
         for g in gang_nodes

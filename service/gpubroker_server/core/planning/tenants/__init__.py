@@ -1,1 +1,1 @@
-"""What tenants may take, what they are guaranteed, and whose turn it is."""
+"""Quotas, guarantees and the fair-share order of tenants."""

@@ -1,4 +1,4 @@
-"""Which tenant comes first within a band: one below its guarantee, then the one furthest behind its share."""
+"""The order of tenants within a band: first those below their guarantee, then by fair-share deficit."""
 
 from typing import NamedTuple
 
@@ -9,30 +9,28 @@ from gpubroker_server.core.world.tenant_accounts import mean_life_seconds
 from gpubroker_server.core.world.world import World
 
 STEPS = 20
-"""Into so many steps a fair share is divided. Tenants on the same step are equal, so that no tiny difference
-decides: then their tasks go by priority and age."""
+"""Steps of a fair share. Tenants on the same step are equal, so that no tiny difference decides; their tasks
+are ordered by priority and age."""
 
 
 class TenantUsage(NamedTuple):
-    """Of one tenant at one moment."""
-
     claimed_mb: int = 0
-    """What it holds, and what is being freed for it."""
+    """Held, and being freed for it."""
     used: float = 0.0
-    """Its usage, as a share of what all devices together could ever come to."""
+    """Its decayed usage, as a share of the most that all devices could have been used."""
 
 
 class FairShareLevels:
-    """How far each tenant is with its fair share, at one moment.
+    """How much of its fair share each tenant has used, at one instant.
 
-    A level is what a tenant has used plus what it claims now, both as shares of all memory, divided by its
-    part of all weights: at 1 it has had all that its weight entitles it to.
+    A level is (usage + present claims) / weight, each as a share of the whole: at 1 the tenant has had what
+    its weight entitles it to.
     """
 
     def __init__(self, world: World, policy: Policy, now: Instant) -> None:
         self._policy = policy
         self.tenants = {*world.accounts, *world.queue.tenants}
-        """All that ever held anything, or wait for it."""
+        """Tenants that ever held memory, or wait."""
         self._whole_mb = max(1, world.accounts.whole_mb(world.books.values(), world.inventory_version))
         most = self._whole_mb * mean_life_seconds(world.accounts.half_life_seconds)
         pledged: dict[str, int] = {}
@@ -53,38 +51,37 @@ class FairShareLevels:
         return self._standings.get(tenant, TenantUsage()).claimed_mb
 
     def fair_share(self, tenant: str) -> float:
-        """Its part of all weights, or what that would be if it came in."""
+        """Its share of all weights, also of a tenant that has no tasks yet."""
         weight = self._policy.tenant(tenant).weight
         return weight / (self._weights + (0.0 if tenant in self.tenants else weight))
 
     def level(self, tenant: str, more_mb: int = 0) -> float:
-        """`more_mb`: that it claims by now."""
+        """`more_mb`: claimed since."""
         standing = self._standings.get(tenant, TenantUsage())
         had = standing.used + (standing.claimed_mb + more_mb) / self._whole_mb
         return had * self._weights / self._policy.tenant(tenant).weight
 
 
 class FairShares:
-    """How tenants stand in one cycle: as they did when it began, and what it has given them since.
+    """The ranks of tenants in one cycle.
 
-    What a cycle gives counts at once, so that one cycle does not hand everything to one tenant. Within a
-    cycle no rank gets better.
+    What the cycle gives a tenant counts at once, so that one cycle does not give everything to one tenant.
+    Within a cycle no rank improves.
     """
 
     def __init__(self, world: World, policy: Policy, now: Instant) -> None:
         self.passed: dict[str, OwnKey] = {}
-        """Tenant -> the task for which it was charged last: its tasks up to there have had their turn."""
+        """Tenant -> the last task charged to it: its tasks up to there were examined."""
         self._charged: dict[str, int] = {}
-        """Tenant -> MiB that this cycle has given it."""
+        """Tenant -> MiB given in this cycle."""
         self._policy = policy
         self._ranks: dict[str, Rank] = {}
         self.has_several_tenants = len({*world.accounts, *world.queue.tenants}) > 1
-        """More than one tenant ever held anything, or waits."""
         self._levels = FairShareLevels(world, policy, now) if len(world.queue.tenants) > 1 else None
 
     @property
     def has_one_tenant(self) -> bool:
-        """Nobody has to be ranked: all that wait belong to one tenant."""
+        """All waiting tasks belong to one tenant: ranks are not needed."""
         return self._levels is None
 
     def copy(self) -> "FairShares":
@@ -94,7 +91,7 @@ class FairShares:
         return twin
 
     def is_same_moment_as(self, other: "FairShares") -> bool:
-        """Whether both tell of the same moment of the same cycle."""
+        """Whether both are of the same moment of the same cycle."""
         return self._levels is other._levels and self.passed == other.passed
 
     def rank(self, tenant: str) -> Rank:

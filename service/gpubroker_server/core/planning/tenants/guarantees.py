@@ -1,4 +1,4 @@
-"""What guarantees ask of preemption: what may be taken back from borrowers, what left alone."""
+"""Guarantees in preemption: what can be reclaimed from borrowers, and which runs are protected."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,13 @@ from gpubroker_server.core.planning.tenants.quota import NO_TASK, Quotas
 from gpubroker_server.core.world.queue import OrderKey
 
 Surplus = Mapping[str, int]
-"""Borrower -> MiB beyond its guarantee that are not leaving yet."""
+"""Borrower -> MiB beyond its guarantee, without runs that are leaving already."""
 
 
 @dataclass(frozen=True, slots=True)
 class BorrowerRule:
-    """Of a task whose tenant would borrow: nobody of its cohort that has no more than it is guaranteed is
-    stopped for it. Else the two would stop each other in turn, the one by right of its guarantee, the other
-    by its priority."""
+    """A borrower cannot preempt a tenant of its cohort that is within its guarantee. Otherwise the two would
+    preempt each other in turn, one by its guarantee, the other by its priority."""
 
     tenant: str
     surplus: Surplus
@@ -28,18 +27,18 @@ class BorrowerRule:
     policy: Policy
 
     def protects(self, tenant: str) -> bool:
-        """Whether runs of that tenant are only stopped while it has more than it is guaranteed."""
-        mine, whose = self.policy.tenant(self.tenant), self.policy.tenant(tenant)
-        return tenant != self.tenant and whose.cohort == mine.cohort and whose.guaranteed_mb is not None
+        """Whether runs of that tenant are only preempted while it is above its guarantee."""
+        mine, other = self.policy.tenant(self.tenant), self.policy.tenant(tenant)
+        return tenant != self.tenant and other.cohort == mine.cohort and other.guaranteed_mb is not None
 
     def together(self, found: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Of these, each who may leave beside those before it: there is an order in which each of them is
-        beyond the guarantee when it is its turn."""
+        """The candidates that may leave together with those before them: in some order, each leaves while
+        its tenant is above its guarantee."""
         taken = _LeavingByTenant(self.draft, self._may_lose)
         return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
 
     def allows(self, tasks: Collection[Task], ranks: Mapping[TaskId, tuple[int, ...]]) -> bool:
-        """The same of all of them, and of those that are to go on the ranks that leave."""
+        """Whether all of these may leave; of gangs in `ranks`, only those ranks."""
         taken = _LeavingByTenant(self.draft, self._may_lose)
         return all(taken.takes(task, rank) for task in tasks for rank in ranks.get(task.id, (None,)))
 
@@ -48,7 +47,7 @@ class BorrowerRule:
 
 
 class Guarantees:
-    """Of the tenants of one draft."""
+    """The guarantees of the tenants in one draft."""
 
     def __init__(self, draft: Draft, policy: Policy, quotas: Quotas) -> None:
         self._draft = draft
@@ -57,12 +56,12 @@ class Guarantees:
         self._revision = -1
         self._surplus: dict[str, dict[str, int]] = {}
         self._within: dict[str, set[str]] = {}
-        """Cohort -> those who hold something, and no more than they are guaranteed."""
+        """Cohort -> tenants that hold memory and are within their guarantee."""
         self._lowest: dict[str, int] | None = None
         """Tenant -> the lowest priority of its runs."""
 
     def surplus(self, tenant: str) -> Surplus:
-        """Of those from whom this tenant could take back, were it below its guarantee."""
+        """What this tenant could reclaim if it were below its guarantee."""
         cohort = self._policy.tenant(tenant).cohort
         if not cohort:
             return {}
@@ -73,8 +72,7 @@ class Guarantees:
         return {name: mb for name, mb in found.items() if name != tenant}
 
     def reclaimable(self, task: Task) -> Surplus:
-        """From whom this task may take back, and how much; empty if its tenant has what it is guaranteed, or
-        would have more with this task, or if nobody borrows."""
+        """What the task may reclaim, by borrower; empty if its tenant would exceed its guarantee."""
         return self.reclaimable_by(task.tenant, task.demand, task.priority, task.id)
 
     def reclaimable_by(self, tenant: str, demand: Demand, priority: int, task: TaskId = NO_TASK) -> Surplus:
@@ -82,7 +80,7 @@ class Guarantees:
         return self.surplus(tenant) if self._is_within_guarantee(tenant, demand, priority, task) else {}
 
     def borrower_rule_for(self, task: Task) -> BorrowerRule | None:
-        """None if its tenant would not borrow for it, or could not."""
+        """None if the tenant would not borrow for the task, or has no cohort."""
         return self.borrower_rule(task.tenant, task.demand, task.priority, task.id)
 
     def borrower_rule(
@@ -95,20 +93,20 @@ class Guarantees:
         return BorrowerRule(tenant, self.surplus(tenant), self._draft, self._policy)
 
     def protected_tenants(self, task: Task) -> frozenset[str]:
-        """The tenants of which no run with GPUs is stopped for it now, whatever its priority."""
+        """Tenants whose runs with GPUs are not preempted for the task, whatever its priority."""
         if self.borrower_rule_for(task) is None:
             return frozenset()
         return frozenset(self._within.get(self._policy.tenant(task.tenant).cohort, ())) - {task.tenant}
 
     def would_be_protected(self, waiting: Task, task: Task) -> bool:
-        """Whether one that waits, if it ran, would not be stopped for the other."""
+        """Whether a waiting task, once it ran, could not be preempted for the other."""
         rule = self.borrower_rule_for(task)
         if rule is None or not rule.protects(waiting.tenant):
             return False
         return self._is_within_guarantee(waiting.tenant, waiting.demand, waiting.priority, waiting.id) is True
 
     def has_lower_priority_runs(self, tenant: str, priority: int) -> bool:
-        """Whether the tenant has runs of lower priority that might be stopped for its own task."""
+        """Whether the tenant could preempt a run of its own."""
         if self._lowest is None:
             self._lowest = {}
             for run in map(self._draft.world.tasks.__getitem__, self._draft.world.active):
@@ -116,8 +114,8 @@ class Guarantees:
         return self._policy.preemption and self._lowest.get(tenant, priority) < priority
 
     def kept_up_to(self, task: Task, place: OrderKey, *, is_shared: bool) -> int:
-        """Up to which priority nobody takes what is freed for the task: nobody of its band that stands behind
-        it may. `is_shared`: the order within a band goes by tenants before it goes by priority and age."""
+        """The highest priority that cannot take what is freed for the task: no task behind it in its band
+        may. `is_shared`: tenants come before priority and age in the order of a band."""
         top = band_of(task.priority)[2]
         if is_shared or self._could_be_borrowed(task):
             return top
@@ -125,13 +123,12 @@ class Guarantees:
         return min(top, aged)
 
     def _could_be_borrowed(self, task: Task) -> bool:
-        """Within its tenant's guarantee: who borrows might take it before the task can start, and be made to
-        give it back."""
+        """A borrower might take the freed memory before the task starts, only to be preempted for it."""
         is_owner = self._is_within_guarantee(task.tenant, task.demand, task.priority, task.id)
         return bool(is_owner and self._policy.tenant(task.tenant).cohort)
 
     def _is_within_guarantee(self, tenant: str, demand: Demand, priority: int, task: TaskId) -> bool | None:
-        """Whether with such a task the tenant has no more than it is guaranteed; None if it has no quota."""
+        """Whether the tenant stays within its guarantee with such a task; None without a quota."""
         if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
             return None
         allowance = self._quotas.of(tenant, priority, task)
@@ -145,24 +142,23 @@ class Guarantees:
             held[lease.tenant] = held.get(lease.tenant, 0) - lease.mb
         self._surplus, self._within = {}, {}
         for tenant, mb in held.items():
-            whose = self._policy.tenant(tenant)
-            if whose.guaranteed_mb is None:
+            quota = self._policy.tenant(tenant)
+            if quota.guaranteed_mb is None:
                 continue
-            if mb > whose.guaranteed_mb:
-                self._surplus.setdefault(whose.cohort, {})[tenant] = mb - whose.guaranteed_mb
+            if mb > quota.guaranteed_mb:
+                self._surplus.setdefault(quota.cohort, {})[tenant] = mb - quota.guaranteed_mb
             else:
-                self._within.setdefault(whose.cohort, set()).add(tenant)
+                self._within.setdefault(quota.cohort, set()).add(tenant)
 
 
 def within_surplus(found: Sequence[Candidate], surplus: Surplus, draft: Draft) -> Sequence[Candidate]:
-    """Of borrowers, each who may leave beside those before it: nobody is left with less than it is
-    guaranteed."""
+    """The candidates that may leave together with those before them: no tenant falls below its guarantee."""
     taken = _LeavingByTenant(draft, lambda tenant, total_mb, _largest_mb: total_mb <= surplus[tenant])
     return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
 
 
 def leased_mb(gone: Iterable[Candidate], draft: Draft) -> int:
-    """What they have of quotas."""
+    """MiB that these count against quotas."""
     taken = _LeavingByTenant(draft, lambda *_: True)
     for one in gone:
         taken.takes(one.task, one.rank)
@@ -170,19 +166,19 @@ def leased_mb(gone: Iterable[Candidate], draft: Draft) -> int:
 
 
 class _LeavingByTenant:
-    """What runs take from their tenants by leaving, one after the other; ranks of a gang before the gang."""
+    """What tenants lose as runs leave, one after the other; ranks of a gang before the gang."""
 
     def __init__(self, draft: Draft, may: Callable[[str, int, int], bool]) -> None:
-        """`may`: whether so much may be taken from a tenant in all, of which so much at once."""
+        """`may`: (tenant, MiB in all, largest single loss) -> whether it may lose that."""
         self._draft = draft
         self._may = may
         self._alone: dict[TaskId, int] = {}
-        """Gang -> MiB of those of its ranks that leave already."""
+        """Gang -> MiB of its leaving ranks."""
         self.by_tenant: dict[str, tuple[int, int]] = {}
-        """(MiB in all, the most at once)"""
+        """(MiB in all, largest single loss)"""
 
     def takes(self, run: Task, rank: int | None) -> bool:
-        """Whether it leaves as well. Who holds nothing may."""
+        """Let it leave if its tenant may lose that. A run without leases always may."""
         mb = _held_mb(run, rank, self._draft)
         before, largest = self.by_tenant.get(run.tenant, (0, 0))
         total = before + mb - (self._alone.get(run.id, 0) if rank is None else 0)
@@ -196,7 +192,7 @@ class _LeavingByTenant:
 
 
 def _held_mb(run: Task, rank: int | None, draft: Draft) -> int:
-    """What it holds, or one of its ranks, but for what leaves anyway."""
+    """Held by the run, or by one of its ranks, without leases that are leaving already."""
     leases = draft.world.leases_of(run)
     holdings = [draft.book(lease.device).holdings.get(lease.key) for lease in leases]
     stay = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]

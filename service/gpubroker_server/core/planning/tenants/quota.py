@@ -1,4 +1,4 @@
-"""What a tenant may still take: its guarantee, and what its cohort leaves of those of others."""
+"""Quotas: what a tenant may still take, of its guarantee and of what its cohort does not use."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,26 +18,25 @@ NO_TASK = TaskId("")
 NO_CHANGE: Mapping[str, int] = MappingProxyType({})
 
 MAX_NEEDS = 10_000
-"""What so many different demands count is remembered; then all is forgotten."""
+"""Cached demands; beyond this the cache is emptied."""
 
 
 class QuotaNeeds:
-    """What demands count against a quota, worked out once for an inventory; gangs with the ranks that they
-    need at least."""
+    """What demands count against a quota, cached for one inventory; a gang counts its required ranks."""
 
     def __init__(self) -> None:
         self._version = -1
         self._all: list[Device] = []
         self._sorts: list[Device] = []
-        """One of each sort; they stand for all unless devices are named."""
+        """One device of each sort: enough unless a demand names devices."""
         self.known: dict[Demand, tuple[int, ...]] = {}
 
     def of(self, world: World, demand: Demand) -> int:
-        """MiB on the largest devices that it may use, so that no place it is given exceeds a quota."""
+        """MiB on the largest devices that it may use, so that no placement exceeds the quota."""
         return sum(self.of_each(world, demand)[: demand.least_ranks or 1])
 
     def of_each(self, world: World, demand: Demand) -> tuple[int, ...]:
-        """The same of each rank; of a demand that is no gang, of itself."""
+        """The same for each rank; for a single task one entry."""
         if self._version != world.inventory_version:
             self._version = world.inventory_version
             self.known = {}
@@ -58,13 +57,13 @@ class QuotaNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """Of one tenant, as one of its tasks finds it."""
+    """The quota of one tenant, as one of its tasks finds it."""
 
     claimed_mb: int
-    """What it holds, and what is being freed for it."""
+    """Held, and being freed for it."""
     guaranteed_mb: int
     left_mb: int
-    """What it may still take; negative if it has more than it may."""
+    """What it may still take; negative above its quota."""
 
     @property
     def borrowed_mb(self) -> int:
@@ -72,12 +71,12 @@ class Allowance:
 
     @property
     def lent_mb(self) -> int:
-        """What its cohort would lend it now, beyond what it has."""
+        """What its cohort would lend it now, on top of what it has."""
         return max(0, self.left_mb - max(0, self.guaranteed_mb - self.claimed_mb))
 
 
 class _Sums:
-    """MiB by tenant, and of tenants with a cohort by that."""
+    """MiB by tenant and by cohort."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -92,28 +91,28 @@ class _Sums:
 
 
 class Quotas:
-    """Of one draft. A guarantee is granted whatever others hold; only borrowing depends on them."""
+    """The quotas in one draft. A guarantee holds whatever others use; only borrowing depends on them."""
 
     def __init__(self, draft: Draft, policy: Policy, needs: QuotaNeeds | None = None) -> None:
         self._draft = draft
         self._policy = policy
         self._needs = QuotaNeeds() if needs is None else needs
         self._sums = _Sums(policy)
-        """What was held in the World at that revision, and the first so much of what the draft has given."""
+        """Held in the World at `_revision`, and the first `_counted` entries that the draft has given."""
         self._revision = -1
         self._counted = 0
         self._claims: dict[int, tuple[int, _Sums]] = {}
-        """Priority -> (revision of the draft's changes, what is kept from those who have no pledges)."""
+        """Priority -> (revision of the draft, pledges that bind tasks without pledges)."""
 
     def held_mb(self) -> Mapping[str, int]:
-        """Tenant -> what it holds in the draft; of who holds nothing there may be nothing."""
+        """Tenant -> MiB held in the draft; tenants that hold nothing may be missing."""
         return self._held().by_tenant
 
     def need_mb(self, demand: Demand) -> int:
         return self._needs.of(self._draft.world, demand)
 
     def max_ranks(self, task: Task) -> int:
-        """How many ranks of a gang its tenant may have now; at least those without which it does not run."""
+        """Ranks of a gang that its quota allows now; at least the required ones."""
         demand = task.demand
         allowance = self.of(task.tenant, task.priority, task.id) if self._policy.has_quotas else None
         if allowance is None:
@@ -122,8 +121,8 @@ class Quotas:
         return max(demand.least_ranks, sum(need <= allowance.left_mb for need in needs))
 
     def is_short(self, task: Task, given: Mapping[str, int] = NO_CHANGE) -> bool:
-        """Whether its tenant may not take so much now, whatever is free. `given`: tenant -> MiB that it has
-        besides, or (negative) has given back."""
+        """Whether the quota forbids the task now. `given`: tenant -> MiB to add to what it holds (negative:
+        given back)."""
         return self.is_short_for(task.tenant, task.demand, task.priority, task.id, given)
 
     def is_short_for(
@@ -134,15 +133,14 @@ class Quotas:
         task: TaskId = NO_TASK,
         given: Mapping[str, int] = NO_CHANGE,
     ) -> bool:
-        """The same for a task that is not named, or has no pledges."""
+        """The same without a task; `task`: its pledges count as free."""
         if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
             return False
         left_mb = self._left_mb(tenant, priority, task, given)
         return left_mb is not None and self.need_mb(demand) > left_mb
 
     def missing_mb(self, task: Task) -> int:
-        """What its tenant must still give back, so that it may take so much, once those have left who are
-        leaving anyway."""
+        """What its tenant must free for the task, beyond the leases that are leaving already."""
         given: dict[str, int] = {}
         for lease in self._draft.leaving():
             given[lease.tenant] = given.get(lease.tenant, 0) - lease.mb
@@ -152,8 +150,7 @@ class Quotas:
     def of(
         self, name: str, priority: int, task: TaskId = NO_TASK, given: Mapping[str, int] = NO_CHANGE
     ) -> Allowance | None:
-        """None if this tenant has no quota. What is being freed for tasks of lower priority counts as free,
-        and for this task."""
+        """None without a quota. What is being freed for this task, or for lower priorities, is free."""
         guaranteed_mb = self._policy.tenant(name).guaranteed_mb
         left_mb = self._left_mb(name, priority, task, given)
         if guaranteed_mb is None or left_mb is None:
@@ -162,8 +159,7 @@ class Quotas:
         return Allowance(claimed_mb, guaranteed_mb, left_mb)
 
     def _left_mb(self, name: str, priority: int, task: TaskId, given: Mapping[str, int]) -> int | None:
-        """What this tenant may still take; None if it has no quota. Thousands of tenants are asked about in
-        each cycle."""
+        """What the tenant may still take; None without a quota. A cycle asks for thousands of tenants."""
         mine = self._policy.tenant(name)
         if mine.guaranteed_mb is None:
             return None
@@ -180,8 +176,7 @@ class Quotas:
         return max(own_left, left)
 
     def _claims_on(self, task: TaskId, priority: int) -> _Sums:
-        """What is kept for others. Added up anew only when the draft has changed: thousands of tenants ask in
-        between."""
+        """Pledges to other tasks, cached until the draft changes."""
         if self._draft.pledges_of(task):
             return self._add_up(task, priority)
         known = self._claims.get(priority)
@@ -211,7 +206,7 @@ def _claimed_mb(name: str, held: _Sums, claims: _Sums, given: Mapping[str, int])
 
 
 def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Refusal | None:
-    """Why a task of this tenant could never have what it counts, or None."""
+    """Why the quota could never allow the demand, or None."""
     most = max_mb(policy, tenant)
     if most is None or need_mb <= most:
         return None
@@ -224,7 +219,7 @@ def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Re
 
 
 def max_mb(policy: Policy, tenant: str) -> int | None:
-    """The most that it could ever hold; None if it has no quota."""
+    """The most that the tenant could ever hold; None without a quota."""
     mine = policy.tenant(tenant)
     if mine.guaranteed_mb is None or not mine.cohort:
         return mine.guaranteed_mb
