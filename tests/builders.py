@@ -1,4 +1,4 @@
-"""Worlds in one line: nodes, devices, tasks and who already holds what, for every test of the core.
+"""Worlds in one line: nodes, devices, tasks and leases, for every test of the core.
 
 world = a_world(a_device("gpu0"), holding(a_task("low", priority=10, gpu_mb=60 * GIB), "gpu0"))
 submit(world, a_task("high", priority=80, gpu_mb=40 * GIB))
@@ -77,7 +77,7 @@ def a_task(id: str = "task", **fields: Any) -> Task:
 
 
 def a_lease(task: Task, device: str | DeviceKey, mb: int, **fields: Any) -> Lease:
-    """The lease of a task's newest claim on a device, HELD unless told otherwise."""
+    """The lease of a task's newest claim on a device, HELD by default."""
     facts = {"since": task.admitted_at or NOW, "state": LeaseState.HELD, "version": 2, **fields}
     return Lease(
         HolderKind.RUN, task.id, task.fence, key(device), Mib(mb), task.tenant, task.priority, **facts

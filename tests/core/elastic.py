@@ -1,4 +1,4 @@
-"""An elastic gang at work, and somebody who needs what it can do without."""
+"""A running elastic gang, and a preemptor that needs ranks that it can lose."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -86,10 +86,10 @@ TERMS: tuple[dict[str, Any], ...] = (
     {"queue_ttl_seconds": Seconds(40.0), "expires_at": Instant(NOW + 40.0)},
     {"deadline_at": Instant(NOW + 60.0)},
 )
-"""When it may run, and for how long; `after` says whom, of its tenant's tasks that have not ended."""
+"""When it may run, and for how long; `after`: which of its tenant's tasks that have not ended."""
 
 ODDITIES = ("cordoned", "away", "stale", "foreign", "hidden", "unlisted")
-"""What may be odd about a node: on the last two somebody unknown uses memory, or nobody knows who does."""
+"""What may be odd about a node; on the last two, use is by unknown processes, or cannot be attributed."""
 
 HIDDEN_MB = 10
 
@@ -261,7 +261,7 @@ class Story:
         return self.world.tasks[found[pick % len(found)]] if found else None
 
     def _over(self, pick: int) -> str | None:
-        """A run that is over and whose memory is on its way back."""
+        """An ended run with memory that is being freed."""
         found = sorted(t.id for t in self.world.tasks.values() if t.is_terminal)
         return found[pick % len(found)] if found else None
 

@@ -41,7 +41,7 @@ def at(seconds: float) -> Instant:
 def a_model(
     id: str = LLM, *, server: str = "main", terms: dict[str, Any] | None = None, **fields: Any
 ) -> Task:
-    """50 of 80 GiB, wanted by somebody of priority 50 for five minutes."""
+    """50 of 80 GiB, wanted at priority 50 for five minutes."""
     facts = {"gpu_mb": 50 * GIB, "expires_at": at(WANTED), "grace_seconds": Seconds(10.0), "max_retries": 1}
     model = ModelTerms(server, id, **(terms or {}))
     return a_task(id, model=model, **{**facts, **fields})

@@ -1,4 +1,4 @@
-"""Agents and processes of a story in which each step is told: nothing happens by itself."""
+"""Agents and processes of a scripted story: nothing happens by itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Process:
     has_begun: bool = False
     is_ready: bool = False
     goes: bool = False
-    """Its user code runs: it has no barrier to wait at, or was told to go."""
+    """Its user code runs: it has no barrier, or got the GoOrder."""
     has_ended: bool = False
     stop_at: float | None = None
     """When its agent kills it; a stuck process survives that."""
@@ -39,7 +39,7 @@ class Agent:
         self.is_heard = True
         self.processes: dict[RunId, Process] = {}
         self.told: dict[RunId, list[Report]] = {}
-        """What it said of each run whose outcome is not forgotten."""
+        """Its reports of each run with an outcome that is not forgotten."""
         self.forgotten: set[RunId] = set()
         self.started: set[RunId] = set()
 

@@ -24,13 +24,13 @@ def require(holds: bool, rule: str, **found: Any) -> None:
 
 
 class Auditor:
-    """One pass over the events, with a book of its own; `look` is called after every step.
+    """One pass over the events, with ledgers of its own; `look` is called after every step.
 
     What holds of every log is judged by its `History`; here is what only the machines and the clock tell.
     """
 
     def __init__(self, machines: Callable[[], Iterable[Machine]], *, times_are_kept: bool = True) -> None:
-        """`times_are_kept`: nobody sets the clock from which the events have their times."""
+        """`times_are_kept`: the clock of the events' times is not set."""
         self._machines = machines
         self._times_are_kept = times_are_kept
         self.history = History()

@@ -29,7 +29,7 @@ class LeaderDied(Exception):
 
 
 class Cluster:
-    """The half of `ports.Executor` that a leader's cycle needs; reports go to whoever leads."""
+    """The half of `ports.Executor` that a leader's cycle needs; reports go to the leader."""
 
     def __init__(self, timeline: Timeline, chance: Random, hear: Callable[[Report], None]) -> None:
         self.machines: dict[NodeName, Machine] = {}

@@ -1,4 +1,4 @@
-"""Two rules that need no memory: gangs are whole, and nobody is passed by one who stands behind him."""
+"""Two rules that need no memory: gangs are whole, and no task is passed by a later one."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def _asked(task: Task) -> Any:
 
 @dataclass(frozen=True)
 class Passing:
-    """Who was admitted, and who stood ahead of it, asked for the same and might not have taken that place."""
+    """An admitted task, and one ahead of it with the same demand that might not have taken that place."""
 
     name: str
     passed: str

@@ -229,7 +229,7 @@ class Ground:
         ahead = standings(self.world, self.policy, self.now)
         cursor, passed = None, list[Passing]()
         freed = set[NodeName]()
-        """Where pledges ended in this cycle: that room was not there for whoever had its turn before."""
+        """Devices with pledges that ended in this cycle: that room was not there for earlier tasks."""
         while True:
             plan = plan_cycle(
                 self.world, self.policy, now, cursor, SLICE, self._cache, forecasts=self._forecasts
@@ -376,8 +376,8 @@ class Ground:
                 assert was_so, f"{key} was not {write.end}"
 
     def _check_victims(self, naive: Naive, decision: Decision) -> None:
-        """No shield that holds against whoever is not critical, and strictly lower priority; or borrowers of
-        the same band at most, who keep what they are guaranteed."""
+        """Victims have no shield, except for critical tasks, and strictly lower priority; or they borrow, in
+        the same band at most, and keep their guarantee."""
         stopped = [w.task.id for w in decision.tasks if w.task.state is TaskState.STOPPING]
         victims = [self.world.tasks[name] for name in stopped]
         if not victims:

@@ -34,7 +34,7 @@ Call = Callable[[], Coroutine[Any, Any, Any]]
 QUICK_SECONDS = (0.0002, 0.008)
 """From a process to the database, and back."""
 LOST_ANSWER_SECONDS = (0.2, 6.0)
-"""Until a process has connected anew, and read what became of a commit that nobody answered."""
+"""Until a process has reconnected, and read what became of an unanswered commit."""
 
 
 def at_once(call: Coroutine[Any, Any, T]) -> T:
@@ -48,7 +48,7 @@ def at_once(call: Coroutine[Any, Any, T]) -> T:
 
 
 class Database(MemoryStore):
-    """Its clock may be set, and run too fast or too slow; now and then nobody reaches it."""
+    """Its clock may be set, and run too fast or too slow; now and then it cannot be reached."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__(self.now)
@@ -164,7 +164,7 @@ class Session:
         return await self._ask("time", self._database.database_time)
 
     async def _ask(self, what: str, call: Callable[[], Coroutine[Any, Any, T]], line: str = "read") -> T:
-        """Once on its way it arrives, whatever becomes of who asked."""
+        """Once sent it arrives, whatever becomes of its sender."""
         await self._process.pass_by(f"before {what}")
         answer = self._process.loop.create_future()
         at = max(self._there[line], self._timeline.now() + self._chance.uniform(*QUICK_SECONDS))
@@ -194,7 +194,7 @@ class Session:
 
     def _news(self) -> Sequence[Event]:
         """What was appended since the last time, without a gap. Nothing, if some of it has been removed:
-        whoever catches up is told."""
+        the reader learns that when it catches up."""
         if self._heard + 1 < at_once(self._database.oldest()):
             return []
         news = self._database.plain[self._heard :]

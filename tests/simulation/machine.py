@@ -1,4 +1,4 @@
-"""A machine with GPUs, its agent and the processes of its runs: the truth that the broker is told about."""
+"""A machine with GPUs, its agent and the processes of its runs: the truth that is reported to the broker."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""People who submit, ask again until they are told, and change their minds; what they were told is noted."""
+"""People who submit, ask again until they get an answer, and change their minds; answers are recorded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class People:
         """`nodes`: how many there are."""
         self.programs: dict[TaskId, Program] = {}
         self.told: set[TaskId] = set()
-        """Every task of which somebody was told that it is accepted."""
+        """Every task with an answer that it is accepted."""
         self.contradictions: list[str] = []
         """Keys that were answered with two tasks."""
         self.is_at_home = False
@@ -92,7 +92,7 @@ class People:
             self._ask(task, what, fields)
 
     def let_go(self) -> None:
-        """What somebody holds back would never end."""
+        """A held task would never end."""
         for task in list(self.world.tasks.values()):
             if task.held:
                 self._ask(task.id, "change", {"held": False})
@@ -120,7 +120,7 @@ class People:
             self._later(lambda: self._send(again, tries - 1), 2.0)
             return
         if wish.key is None and self._chance.random() < LOST_ANSWER:
-            return  # it may be there, but nobody was told
+            return  # it may be stored, but was not answered
         first = wish.tasks[0].id
         before = first if wish.key is None else self._answers.setdefault(wish.key, answer)
         if before != answer:

@@ -1,4 +1,4 @@
-"""Whether the end that is told of a pledge is the one to which it came."""
+"""Whether the logged end of a pledge is the true one."""
 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.lease import LeaseState, Pledge, PledgeEnd

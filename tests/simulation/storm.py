@@ -363,7 +363,7 @@ class Storm:
         return [*untold, *self._auditor.unfinished()]
 
     def _differences(self) -> str:
-        """What a process sees and the rows do not say; whoever sleeps is waited for."""
+        """What a process sees and the rows do not say; a sleeping process is waited for."""
         rows = World()
         fill(rows, at_once(self.site.database.snapshot()))
         expected = picture(rows)

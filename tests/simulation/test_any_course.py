@@ -265,7 +265,7 @@ class Course(RuleBasedStateMachine):
         self.ground.after_turn()
 
     def _outsiders(self) -> list[Task]:
-        """Those who hold memory by their own word, also when they should have left."""
+        """External holders with memory, also those that should have left."""
         tasks = self.ground.world.tasks
         return [tasks[name] for name in sorted(tasks) if tasks[name].external and tasks[name].fence]
 

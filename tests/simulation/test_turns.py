@@ -1,4 +1,4 @@
-"""Whoever waits has its turn, whatever it asks for and whoever else of its band keeps coming."""
+"""Every pending task gets its turn, whatever it asks for and whatever else of its band keeps coming."""
 
 from itertools import cycle, islice
 from typing import Any
@@ -15,10 +15,10 @@ from tests.simulation.ground import Ground
 
 BEAT_SECONDS = 4.0
 AROUND_SECONDS = 4 * BEAT_SECONDS
-"""To begin, to get ready, to end and to be gone: nobody lies about how long he takes."""
+"""To begin, to get ready, to end and to be gone: expected times are true."""
 MOST_WAITED = 1200.0
-"""Seconds: ageing from the bottom of the band to its top takes 120, the longest run 76; who stands ahead of
-it by then goes first."""
+"""Seconds: ageing from the bottom of the band to its top takes 120, the longest run 76; tasks that
+are ahead by then go first."""
 POOL = "pool:small:gpus"
 WAITERS: tuple[dict[str, Any], ...] = (
     {"gpu_mb": 80},
@@ -52,8 +52,7 @@ QUOTAS = (
     (TenantPolicy("acme", weight=2.0),),
     (TenantPolicy("acme", "lab", Mib(320)), TenantPolicy("*", "lab", Mib(0))),
 )
-"""Nobody waits behind what others are guaranteed, or behind who has had less of a fair share than its own
-tenant: that may be for ever."""
+"""No task waits for others' guarantees, or for tenants with less use than its own: that may be for ever."""
 
 
 def a_comer(
@@ -95,8 +94,8 @@ def test_no_task_starves_within_a_band(
     is_alone: bool,
     preemption: bool,
 ) -> None:
-    """Whatever it asks for, and whoever may be stopped for whom: others of the band keep coming, of higher
-    priority and as many as there is room for, and it starts all the same."""
+    """Others of the band keep coming, of higher priority and as many as there is room for; the task still
+    starts, whatever it asks for and whatever may be preempted."""
     limits = CustomLimit(POOL, 2.0), CustomLimit("tenant:beta", 1.0)
     ageing = Seconds(4.0)
     mine = "zeta" if is_alone and not any(tenant.cohort for tenant in tenants) else "acme"
@@ -130,7 +129,7 @@ def test_no_task_starves_within_a_band(
 
 
 def work_on(ground: Ground, lengths: dict[str, float], began: dict[str, float]) -> None:
-    """Who is there begins; who has worked for long enough, or is to leave, ends and goes."""
+    """Admitted runs begin; runs that have worked long enough, or are asked to stop, end and are gone."""
     for agent, process in ground.processes():
         task = process.order.task
         if not process.has_begun:

@@ -90,7 +90,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._is_dead = False
         self._tasks: list[NumberedTask] = []
         self.faults: list[BaseException] = []
-        """Of which nobody has taken notice."""
+        """Not retrieved yet."""
 
     def time(self) -> float:
         return self._host.monotonic()

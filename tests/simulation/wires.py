@@ -29,7 +29,7 @@ from tests.simulation.virtual_loop import Host
 
 BEAT_SECONDS = 2.0
 AGENT_PATIENCE_SECONDS = 20.0
-"""A node whose agent does not answer for so long is told lost."""
+"""A node is declared lost if its agent does not answer for this long."""
 ANSWER_SECONDS = (0.02, 20.0)
 """Until a process finds that its orders have not arrived."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
@@ -102,7 +102,7 @@ class Network:
         self.doubt(machine.name)
 
     def carry(self, node: NodeName, term: Term, order: Order | Announcement, done_seconds: float) -> bool:
-        """Whether there is somebody to take it."""
+        """Whether it has a receiver."""
         machine = self.machines[node]
         if machine.has_agent:
             machine.receive((term, order, done_seconds))
@@ -164,7 +164,7 @@ class Wire:
         self._talks: dict[NodeName, int] = defaultdict(int)
         """Node -> number of the newest conversation with its agent."""
         self._known: dict[NodeName, str] = {}
-        """Node -> the incarnation that answered this term, and is not told lost."""
+        """Node -> the incarnation that answered this term, and is not lost."""
         self._has_answered = False
 
     async def connect(self) -> None:
@@ -224,7 +224,7 @@ class Wire:
         self._hear(report)
 
     def _hear(self, report: Report) -> None:
-        """Reports carry their age: what a machine's clock shows is nobody's business."""
+        """Reports carry their age: a machine's clock does not matter."""
         late = self._clock.now() - self._timeline.now()
         report = replace(report, at=Instant(report.at + late))
         if isinstance(report, Gone | Sampled):

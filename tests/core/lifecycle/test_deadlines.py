@@ -1,4 +1,4 @@
-"""Limits, kills, runs nobody confirms, and pledges that waited too long."""
+"""Limits, kills, unconfirmed runs, and pledges that waited too long."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def watched(now: float, looked_seconds_ago: float = 0.5) -> ObservationWindow:
 
 
 def stopping(id: str = "run", reason: StopReason = StopReason.PREEMPT, **fields: Any) -> Holding:
-    """A run whose grace ends at NOW."""
+    """A run with a grace period that ends at NOW."""
     facts = {"stop_reason": reason, "stop_deadline_at": NOW, **fields}
     return holding(a_task(id, gpu_mb=8 * GIB), "gpu0", state=TaskState.STOPPING, **facts)
 
@@ -282,7 +282,7 @@ def test_a_pledge_does_not_outlive_the_victim_that_was_given_up() -> None:
 
 
 def after_its_end(ending: Ending = Ending.SUCCEEDED, **task: Any) -> World:
-    """`run` held all of gpu0 and ended at NOW; nobody has confirmed that its process is gone."""
+    """`run` held all of gpu0 and ended at NOW; its process is not confirmed gone."""
     run = holding(a_task("run", gpu_mb=80 * GIB, **task), "gpu0")
     world = a_world(a_device(), a_device("gpu1"), run)
     commit(world, react(world, [Ended(TaskId("run"), Fence(1), NOW, ending)], NOW, POLICY), NOW)

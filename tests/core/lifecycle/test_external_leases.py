@@ -1,4 +1,4 @@
-"""Holders that nobody starts: admitted as tasks are, asked to leave, and never ended by force."""
+"""External holders: admitted as tasks are, asked to leave, and never killed."""
 
 from dataclasses import replace
 from typing import Any

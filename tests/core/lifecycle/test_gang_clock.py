@@ -1,4 +1,4 @@
-"""A gang when time passes, a leader changes or an agent answers anew."""
+"""A gang when time passes, the leader changes or an agent answers again."""
 
 from typing import Any
 

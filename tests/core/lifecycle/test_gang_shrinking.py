@@ -187,7 +187,7 @@ def test_a_gang_that_frees_for_two_whose_pledges_are_overdue_is_written_once() -
     assert gang.world.pledges == {}
 
 
-# What is told
+# Explanations
 
 
 def test_explanations_name_the_gang_and_count_the_ranks() -> None:

@@ -1,4 +1,4 @@
-"""Models that somebody has loaded by hand: they get their leases where they are, if these fit."""
+"""Models loaded by hand: they get leases where they are, if these fit."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whose room is taken for whom: models that are pinned, used, idle, new; tasks in their way."""
+"""Which models are preempted for which tasks: pinned, used, idle and new ones."""
 
 from dataclasses import replace
 

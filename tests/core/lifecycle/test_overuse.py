@@ -1,4 +1,4 @@
-"""A run that uses more than it leased is told of once, and stopped where the operator wants that."""
+"""A run that uses more than it leased is reported once, and stopped if the policy says so."""
 
 from typing import Any
 

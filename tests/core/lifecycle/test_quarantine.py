@@ -58,7 +58,7 @@ def answer(incarnation: str, **node: Any) -> NodeSeen:
 
 
 def hear(world: World, *decisions: Decision) -> list[str]:
-    """The proofs that the log tells of the end of quarantines."""
+    """The proofs in the log that ended quarantines."""
     told = [lease_change(lease) for decision in decisions for lease in decision.leases]
     commit(world, decisions, LATER)
     return [fields["proof"] for what, fields in told if what == "released" and "proof" in fields]
@@ -206,7 +206,7 @@ def test_a_proof_that_comes_after_the_statement_changes_nothing() -> None:
     assert react(world, [Gone(RUN, Fence(1), LATER, "process_absent")], LATER, Policy()) == []
 
 
-# What people are told
+# Messages
 
 
 def test_the_start_of_a_quarantine_is_kept_with_the_lease() -> None:

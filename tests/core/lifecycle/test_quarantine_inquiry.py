@@ -15,7 +15,7 @@ from tests.builders import GIB, Part, a_device, a_lease, a_task, a_world, commit
 
 
 class Asked:
-    """By one leader, whose clock is turned by hand."""
+    """By one leader, with a clock that the test sets."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -28,7 +28,7 @@ class Asked:
 
 
 def in_quarantine(id: str = "run", node: str = "n1") -> list[Part]:
-    """A run that is over, on a node that answers; nobody has said that its process is gone."""
+    """An ended run on a node that answers; its process is not confirmed gone."""
     device = a_device(f"gpu-of-{node}", node)
     done = a_task(id, state=TaskState.SUCCEEDED, fence=Fence(1))
     return [device, done, a_lease(done, device.key, 8 * GIB, state=LeaseState.QUARANTINED)]

@@ -1,4 +1,4 @@
-"""Which silent nodes are given up, and when nobody is."""
+"""Which silent nodes are declared lost, and when none is."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ LOOK = 0.25
 
 
 def nodes_with_runs(runs: dict[str, int], *, away: tuple[str, ...] = ()) -> World:
-    """`away`: those whose agent has not answered this term."""
+    """`away`: nodes that have not answered this term."""
     parts = [holding(a_task(f"{node}-{i}"), node=node) for node, n in runs.items() for i in range(n)]
     return a_world(*(a_node(name, ready=name not in away) for name in runs), *parts)
 

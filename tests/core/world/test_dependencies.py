@@ -1,4 +1,4 @@
-"""Tasks that run after others: who comes in, who fails with whom, and that no end is missed."""
+"""Tasks that run after others: which are queued, which fail with a dependency, and that no end is missed."""
 
 from typing import Any
 
@@ -197,7 +197,7 @@ dags = st.lists(
 def test_with_any_dependencies_every_task_ends_and_none_starts_early(
     dag: list[tuple[set[int], bool, str]], chance: Any, restart: bool
 ) -> None:
-    """Tasks run when the planner lets them and end as drawn; a naive look says who may run and who fails."""
+    """Tasks run when the planner lets them and end as drawn; a naive twin says which may run or fail."""
     tasks = [
         a_task(f"t{n}", cpu=1.0, **(after(*(f"t{d}" for d in sorted(before) if d < n), ignore=ignore)))
         for n, (before, ignore, _) in enumerate(dag)

@@ -43,7 +43,7 @@ def test_removed_entries_do_not_accumulate():
 
 
 class Looked(dict[TaskId, Task]):
-    """Tasks, and who of them was looked at."""
+    """Tasks, and which of them were examined."""
 
     def __init__(self, tasks: dict[TaskId, Task]) -> None:
         super().__init__(tasks)

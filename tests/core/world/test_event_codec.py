@@ -1,4 +1,4 @@
-"""Rows as plain values: what is written can be read, and belongs to whoever asked for it."""
+"""Rows as plain values: what is written can be read, and events share nothing mutable."""
 
 import json
 

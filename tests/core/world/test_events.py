@@ -1,4 +1,4 @@
-"""What a decision, a submission and a request write into the log, and whose history each line belongs to."""
+"""The events of decisions, submissions and requests, and the task that each belongs to."""
 
 import pytest
 from gpubroker_server.core.domain.decisions import (

@@ -58,7 +58,7 @@ def fits(shape: Shape, room: Remainder) -> bool:
 
 
 def stranded_by_the_paper(shape: Shape, room: Remainder) -> int:
-    """F of one task type, word by word."""
+    """F of one task type, as the paper defines it."""
     if not shape.devices or not fits(shape, room):
         return sum(room.left)
     return sum(left for left in room.left if left < dict(shape.amounts)[room.kind])

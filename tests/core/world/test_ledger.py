@@ -1,4 +1,4 @@
-"""The book of one device."""
+"""The ledger of one device."""
 
 from dataclasses import replace
 from typing import Any

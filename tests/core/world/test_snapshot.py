@@ -15,7 +15,7 @@ from tests.core.plans import planned
 
 
 def a_busy_world() -> World:
-    """Runs, a run under notice for somebody who waits, and others who wait."""
+    """Runs, a run that is stopped for a preemptor, and pending tasks."""
     stops = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 30)}
     leaver = holding(a_task("leaver", gpu_mb=40 * GIB), "gpu0", **stops)
     waits = a_task("waits", tenant="labs", priority=60, gpu_mb=60 * GIB)

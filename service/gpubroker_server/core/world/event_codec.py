@@ -1,10 +1,9 @@
 """Rows as plain JSON values and back: one encoding for the event log, snapshots and followers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from enum import StrEnum
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -45,30 +44,22 @@ _NODE_NAMES = tuple(f.name for f in dataclass_fields(Node))
 _LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease) if f.name not in ("quarantined_at", "proof"))
 """Fields of a new lease; the beginning and end of a quarantine have events of their own."""
 _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
+_REQUEST_NAMES = tuple(f.name for f in dataclass_fields(Request))
 
 
 def demand_fields(demand: Demand) -> dict[str, Any]:
-    """Only what differs from the default. The caller may keep the result."""
-    row = dict(_demand_row(demand))
-    if demand.custom:
-        row["custom"] = [list(pair) for pair in demand.custom]
-    if demand.slots:
-        row["slots"] = [list(pair) for pair in demand.slots]
-    if demand.where is not ANYWHERE and demand.where != ANYWHERE:
-        row["where"] = _where_fields(demand.where)
-    if demand.bundles:
-        row["bundles"] = [demand_fields(bundle) for bundle in demand.bundles]
-    return row
-
-
-@lru_cache(4096)
-def _demand_row(demand: Demand) -> Fields:
-    """Cached, since many tasks share few demands; not to be changed."""
-    return {
-        name: value
+    """Only what differs from the default."""
+    row: dict[str, Any] = {
+        name: _as_json(value) if name in ("custom", "slots") else value
         for name in _DEMAND_NAMES
         if (value := getattr(demand, name)) != getattr(_DEMAND_DEFAULTS, name)
     }
+    if "where" in row:
+        where = demand.where
+        row["where"] = _row(where, [n for n in _WHERE_NAMES if getattr(where, n) != getattr(ANYWHERE, n)])
+    if "bundles" in row:
+        row["bundles"] = [demand_fields(bundle) for bundle in demand.bundles]
+    return row
 
 
 def demand_from(fields: Fields) -> Demand:
@@ -83,30 +74,25 @@ def demand_from(fields: Fields) -> Demand:
     return interned(Demand(**row))
 
 
-def _where_fields(where: Where) -> dict[str, Any]:
-    row = {}
-    for name in _WHERE_NAMES:
-        value = getattr(where, name)
-        if value != getattr(ANYWHERE, name):
-            row[name] = _as_lists(value)
-    return row
-
-
 def _where_from(fields: Fields) -> Where:
-    row = {name: _as_tuples(value) for name, value in fields.items()}
-    return Where(**row)
+    return Where(**{name: _as_tuples(value) for name, value in fields.items()})
 
 
-def _as_lists(value: Any) -> Any:
-    return [_as_lists(part) for part in value] if isinstance(value, tuple) else value
+def _row(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: _as_json(getattr(value, name)) for name in names}
+
+
+def _as_json(value: Any) -> Any:
+    """Nothing in the result is shared with another event."""
+    if isinstance(value, tuple):
+        return [_as_json(part) for part in value]
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.value if isinstance(value, StrEnum) else value
 
 
 def _as_tuples(value: Any) -> Any:
     return tuple(_as_tuples(part) for part in value) if isinstance(value, list | tuple) else value
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, StrEnum) else value
 
 
 def task_fields(task: Task) -> dict[str, Any]:
@@ -114,7 +100,7 @@ def task_fields(task: Task) -> dict[str, Any]:
     row = {
         name: value
         for name, value, default in zip(_TASK_NAMES, _task_values(task), _TASK_DEFAULTS, strict=True)
-        if value is not default and value != default  # mostly it is, and identity is cheaper to tell
+        if value is not default and value != default  # identity is the cheaper test, and mostly true
     }
     row["state"] = task.state.value
     row["demand"] = demand_fields(task.demand)
@@ -168,7 +154,7 @@ def task_changes(write: TaskWrite) -> dict[str, Any]:
     """The state and the changed hot fields, for every later event."""
     row: dict[str, Any] = {"state": write.task.state.value}
     for name in write.changed:
-        row[name] = _plain(getattr(write.task, name))
+        row[name] = _as_json(getattr(write.task, name))
     if "members" in row:
         row["members"] = members_fields(write.task.members)
     if write.task.model is not None and "model" in row:
@@ -208,7 +194,7 @@ def members_from(rows: Iterable[Sequence[Any]]) -> tuple[Member, ...]:
 
 
 def lease_fields(lease: Lease) -> dict[str, Any]:
-    return {name: _plain(getattr(lease, name)) for name in _LEASE_NAMES}
+    return _row(lease, _LEASE_NAMES)
 
 
 def lease_change(lease: Lease) -> tuple[str, dict[str, Any]]:
@@ -226,8 +212,8 @@ def lease_change(lease: Lease) -> tuple[str, dict[str, Any]]:
 def changed_lease(lease: Lease, fields: Fields) -> Lease:
     if fields.get("overused_mb") is not None:
         return mark_overused(lease, fields["overused_mb"])
-    told = {name: fields[name] for name in ("quarantined_at", "proof") if name in fields}
-    return move_lease(lease, LeaseState(fields["state"]), **told)
+    changes = {name: fields[name] for name in ("quarantined_at", "proof") if name in fields}
+    return move_lease(lease, LeaseState(fields["state"]), **changes)
 
 
 def lease_from(fields: Fields) -> Lease:
@@ -238,9 +224,7 @@ def lease_from(fields: Fields) -> Lease:
 
 
 def pledge_fields(pledge: Pledge) -> dict[str, Any]:
-    row = {name: getattr(pledge, name) for name in _PLEDGE_NAMES}
-    row["ranks"] = list(pledge.ranks)
-    return row
+    return _row(pledge, _PLEDGE_NAMES)
 
 
 def pledge_from(fields: Fields) -> Pledge:
@@ -248,7 +232,7 @@ def pledge_from(fields: Fields) -> Pledge:
 
 
 def device_fields(device: Device) -> dict[str, Any]:
-    return {name: getattr(device, name) for name in _DEVICE_NAMES}
+    return _row(device, _DEVICE_NAMES)
 
 
 def device_from(fields: Fields) -> Device:
@@ -256,10 +240,7 @@ def device_from(fields: Fields) -> Device:
 
 
 def node_fields(node: Node) -> dict[str, Any]:
-    row = {name: getattr(node, name) for name in _NODE_NAMES}
-    row["labels"] = [list(pair) for pair in node.labels]
-    row["custom"] = [list(pair) for pair in node.custom]
-    return row
+    return _row(node, _NODE_NAMES)
 
 
 def node_from(fields: Fields) -> Node:
@@ -270,14 +251,7 @@ def node_from(fields: Fields) -> Node:
 
 
 def request_fields(request: Request) -> dict[str, Any]:
-    return {
-        "id": request.id,
-        "task": request.task,
-        "tenant": request.tenant,
-        "what": request.what,
-        "fields": dict(request.fields),
-        "made_at": request.made_at,
-    }
+    return _row(request, _REQUEST_NAMES)
 
 
 def request_from(fields: Fields) -> Request:

@@ -68,7 +68,7 @@ def reserves_before(first: OrderKey, other: OrderKey) -> bool:
 class Kin:
     """The groups of one demand. Compares by identity."""
 
-    __slots__ = ("_most_urgent", "bands", "demand", "highest")
+    __slots__ = ("bands", "demand", "highest")
 
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
@@ -76,33 +76,26 @@ class Kin:
         """Top of the band -> priority -> groups; none is empty."""
         self.highest: dict[int, int] = {}
         """Top of the band -> the highest priority of its groups."""
-        self._most_urgent: dict[int, Group] = {}
 
     def most_urgent_of(self, top: int) -> "Group":
         """A group of the highest priority in a band that has groups."""
-        found = self._most_urgent.get(top)
-        if found is None:
-            likes = self.bands[top][self.highest[top]]
-            found = self._most_urgent[top] = next(iter(likes.values()))
-        return found
+        return next(iter(self.bands[top][self.highest[top]].values()))
 
     def put(self, group: "Group") -> None:
         top = band_of(group.standing)[2]
         self.bands.setdefault(top, {}).setdefault(group.priority, {})[group.key] = group
         self.highest[top] = max(group.priority, self.highest.get(top, -1))
-        self._most_urgent.pop(top, None)
 
     def drop(self, group: "Group") -> None:
         top = band_of(group.standing)[2]
-        likes = self.bands[top][group.priority]
-        del likes[group.key]
-        if not likes:
+        alike = self.bands[top][group.priority]
+        del alike[group.key]
+        if not alike:
             del self.bands[top][group.priority]
         if self.bands[top]:
             self.highest[top] = max(self.bands[top])
         else:
             del self.bands[top], self.highest[top]
-        self._most_urgent.pop(top, None)
 
 
 class Group:
