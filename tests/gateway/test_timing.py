@@ -120,7 +120,7 @@ async def test_a_task_that_is_not_started_in_time_expires_and_says_so(gateway: G
     await gateway.pass_time()
     task = (await api.get(f"/tasks/{task_id}")).json()
     assert (task["state"], task["error"]["kind"]) == ("expired", "expired")
-    assert "within the 30 s it was to wait" in task["error"]["message"]
+    assert "within its time limit to wait of 30 s" in task["error"]["message"]
     assert [item["id"] for item in (await api.get("/tasks?state=expired")).json()["items"]] == [task_id]
     ended = (await api.get(f"/tasks/{task_id}/result")).json()
     assert (ended["state"], ended["error"]["kind"]) == ("expired", "expired")
