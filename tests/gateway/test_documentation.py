@@ -28,7 +28,9 @@ def test_every_section_states_status_and_whether_trying_again_helps() -> None:
 def test_every_failure_of_a_task_is_listed() -> None:
     """Failures that the service, its agents and the runtime name."""
     named = re.compile(
-        r'(?:Failure|failed|failure = |_ended_lost)\(\s*(?:run, )?"([a-z_]+)"|^(?:MALFORMED|NOT_YOUR_PROCESS) = "([a-z_]+)"', re.M
+        r'(?:Failure|failed|failure = |_ended_lost)\(\s*(?:run, )?"([a-z_]+)"'
+        r'|^(?:MALFORMED|NOT_YOUR_PROCESS) = "([a-z_]+)"',
+        re.MULTILINE,
     )
     sources = [
         path for part in ("service", "client/gpubroker/runtime") for path in (ROOT / part).rglob("*.py")
