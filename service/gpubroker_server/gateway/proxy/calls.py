@@ -3,9 +3,10 @@ message is read."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import grpc
 import structlog
@@ -30,7 +31,7 @@ from gpubroker_server.gateway.proxy.refusals import (
     says_dead,
     says_unknown_model,
 )
-from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.gateway.proxy.servers import UNAVAILABLE, Server
 from gpubroker_server.ports.backends import (
     CallBackend,
     CallFailed,
@@ -61,10 +62,6 @@ _STATUS_OF: Final = {
 _TO_US: Final = frozenset({"authorization", "user-agent", IDEMPOTENT, *QUEUE_HEADERS})
 """Of a call's metadata; all else is passed on."""
 
-_UNAVAILABLE: Final = 14
-_OF_THE_CLIENT: Final = frozenset({1, 4})
-"""CANCELLED and DEADLINE_EXCEEDED say nothing of the server."""
-
 
 class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     """Sees each call before any message of it is read: a refused client has sent nothing but a head."""
@@ -88,7 +85,7 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
             if operation.shares_memory:
                 raise no_shared_memory()
         except Problem as problem:
-            return grpc.stream_stream_rpc_method_handler(call.refusing(problem))
+            return grpc.stream_stream_rpc_method_handler(partial(call.refused, problem))
         if operation.is_stream:
             return grpc.stream_stream_rpc_method_handler(call.stream)
         return grpc.unary_unary_rpc_method_handler(call.unary)
@@ -96,8 +93,13 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
 
 class GrpcCall(ProxiedRequest):
     over_grpc = True
-    _reply: asyncio.Future[CallReply]
     _context: grpc.aio.ServicerContext
+    _opened: "_UnaryCall | None" = None
+    """To be carried out next."""
+    _reply: CallReply | None = None
+    _fault: Exception | None = None
+    _moved: asyncio.Future[None] | None = None
+    """While there is neither of these three."""
 
     def __init__(self, plane: Plane, operation: Operation, method: str, metadata: Metadata) -> None:
         super().__init__(plane, Target(operation))
@@ -110,12 +112,11 @@ class GrpcCall(ProxiedRequest):
         try:
             self.target = target_of(self.target.operation, message)
             self._context = context
-            self._reply = asyncio.get_running_loop().create_future()
             self._look_into(message)
             self.write(message)
             self.is_complete = True
             self.start()
-            reply = await self._reply
+            reply = await self._carry_out()
         except Exception as fault:
             await self._fail(fault, context)
             raise AssertionError from None  # it has raised
@@ -148,11 +149,10 @@ class GrpcCall(ProxiedRequest):
             self._count(grpc.StatusCode.CANCELLED)
             raise
 
-    def refusing(self, problem: Problem) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
-        async def refuse(_stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            await self._fail(problem, context)
-
-        return refuse
+    async def refused(
+        self, problem: Problem, _stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> None:
+        await self._fail(problem, context)
 
     def _look_into(self, message: bytes) -> None:
         """Where what it needs depends on what is in it. Raises Problem."""
@@ -184,27 +184,49 @@ class GrpcCall(ProxiedRequest):
         """Done by `_look_into`."""
 
     def refuse(self, fault: Exception) -> None:
-        if not self._reply.done():
-            self._reply.set_exception(fault)
+        self._fault = fault
+        self._move()
+
+    async def _carry_out(self) -> CallReply:
+        """Carry out what the machine opens, in the task of the client's call: one more task for each would be
+        felt. Raises Problem, CallFailed."""
+        while self._reply is None:
+            if self._fault is not None:
+                raise self._fault
+            if self._opened is not None:
+                opened, self._opened = self._opened, None
+                await opened.carry_out()
+            else:
+                self._moved = asyncio.get_running_loop().create_future()
+                await self._moved
+        return self._reply
+
+    def open(self, call: "_UnaryCall") -> None:
+        self._opened = call
+        self._move()
+
+    def _move(self) -> None:
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)
 
     # What the server answers.
 
     def on_reply(self, reply: CallReply) -> None:
         self._upstream = None
         self._begin_answer(is_success=True)
-        if not self._reply.done():
-            self._reply.set_result(reply)
+        self._reply = reply
+        self._move()
 
     def on_failed(self, failed: CallFailed) -> None:
         assert self.server is not None
-        _note(self.server, failed)
+        self.server.grpc.call_failed(failed)
         if self._was_there and says_dead(failed.detail):
             self._report_dead()
         is_own_word = failed.trouble is None
         if is_own_word and says_unknown_model(failed.detail) and self._may_wait_again():
             self._wait_for_return()
             return
-        broke_off = Trouble.BROKEN if failed.code == _UNAVAILABLE else None
+        broke_off = Trouble.BROKEN if failed.code == UNAVAILABLE else None
         trouble = failed.trouble or broke_off
         if trouble is None or not self._retry(trouble):
             self._upstream = None
@@ -225,7 +247,7 @@ class GrpcCall(ProxiedRequest):
         try:
             reply = await self.ask(server.calls, message, seconds)
         except CallFailed as failed:
-            _note(server, failed)
+            server.grpc.call_failed(failed)
             raise
         finally:
             server.in_flight -= 1
@@ -264,7 +286,7 @@ class GrpcCall(ProxiedRequest):
                     await context.write(answer)
                 context.set_trailing_metadata(self._signed(await call.last()))
         except CallFailed as failed:
-            _note(server, failed)
+            server.grpc.call_failed(failed)
             raise
         finally:
             server.in_flight -= 1
@@ -310,44 +332,30 @@ class GrpcCall(ProxiedRequest):
 class _UnaryCall(UpstreamRequest):
     """At one server. Its message comes as a whole."""
 
-    __slots__ = ("_backend", "_call", "_message", "_task")
+    __slots__ = ("_backend", "_call", "_message")
 
     def __init__(self, call: GrpcCall, backend: CallBackend) -> None:
         self._call = call
         self._backend = backend
         self._message = b""
-        self._task: asyncio.Task[None] | None = None
 
     def write(self, data: bytes) -> None:
         self._message = data
 
     def end(self) -> None:
-        self._task = asyncio.ensure_future(self._carry_out())
+        self._call.open(self)
 
     def cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        """It is cancelled with the client's call."""
 
-    async def _carry_out(self) -> None:
+    async def carry_out(self) -> None:
         call = self._call
         try:
             reply = await call.ask(self._backend, self._message, call.seconds_left())
         except CallFailed as failed:
             call.on_failed(failed)
-        except Exception as fault:
-            call.refuse(fault)
         else:
             call.on_reply(reply)
-
-
-def _note(server: Server, failed: CallFailed) -> None:
-    """What the failure says of the server."""
-    if failed.trouble is not None:
-        server.grpc.failed(failed.trouble, failed.detail)
-    elif failed.code == _UNAVAILABLE:
-        server.grpc.check_wanted.set()  # it may be the server's own word, or the connection was lost
-    elif failed.code not in _OF_THE_CLIENT:
-        server.grpc.answered()
 
 
 class GrpcPort:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -11,13 +11,18 @@ from gpubroker_server.core.domain.units import Ticks
 from gpubroker_server.core.serving.circuit_breaker import Breaker, BreakerRules
 from gpubroker_server.gateway.proxy.operations import Target
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
-from gpubroker_server.ports.backends import CallBackend, ModelBackend, Trouble
+from gpubroker_server.ports.backends import CallBackend, CallFailed, ModelBackend, Trouble
 from gpubroker_server.telemetry.metrics import ServerRow
 
 log = structlog.get_logger("gpubroker.inference")
 
 _FAULTS = frozenset({Trouble.UNREACHABLE, Trouble.BROKEN, Trouble.SILENT})
 """Others are no fault of the server."""
+
+UNAVAILABLE: Final = 14
+"""Over gRPC: the server's own word, or its connection was lost."""
+_OF_THE_CLIENT: Final = frozenset({1, 4})
+"""CANCELLED and DEADLINE_EXCEEDED say nothing of the server."""
 
 
 class Contents(NamedTuple):
@@ -57,6 +62,15 @@ class Endpoint:
         self.check_wanted.set()
         if self.breaker.failed(Ticks(self._now()), why):
             log.warning("a model server does not answer", server=self._server, way=self.protocol, fault=why)
+
+    def call_failed(self, failed: CallFailed) -> None:
+        """Over gRPC, where an error may be an answer."""
+        if failed.trouble is not None:
+            self.failed(failed.trouble, failed.detail)
+        elif failed.code == UNAVAILABLE:
+            self.check_wanted.set()
+        elif failed.code not in _OF_THE_CLIENT:
+            self.answered()
 
     def answered(self) -> None:
         breaker = self.breaker
