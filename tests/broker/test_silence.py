@@ -55,7 +55,7 @@ def test_a_silent_node_is_given_up_and_asked_what_became_of_it(watcher: Watcher)
 
 def test_an_operators_resume_reaches_the_leader_and_is_audited(watcher: Watcher) -> None:
     watcher.pass_time(20.0, "n0", "n1", "n2")
-    assert watcher.observer.silence.paused is not None
+    assert watcher.observer.heartbeats.paused is not None
     assert len(watcher.open_nodes) == 5
     said = {"nodes": ["n3", "n4"], "by": "olga", "reason": "no power"}
     watcher.world.add_request(Request("ask_1", TaskId("detection"), "ops", "resume", said, NOW))
@@ -63,16 +63,16 @@ def test_an_operators_resume_reaches_the_leader_and_is_audited(watcher: Watcher)
     assert [note.actor for note in decision.audit] == ["olga"]
     watcher.pass_time(0.5, "n0", "n1", "n2")
     assert watcher.open_nodes == {"n0", "n1", "n2"}
-    assert watcher.observer.silence.paused is None
+    assert watcher.observer.heartbeats.paused is None
 
 
 async def test_a_loss_of_many_nodes_at_once_is_not_believed(watcher: Watcher) -> None:
     told = [NodeLost(NodeName(name), f"{name}-1", NOW, "Ray says so") for name in ("n1", "n2", "n3")]
     assert await watcher.observer.on_reports(told, NOW) == []
-    assert watcher.observer.silence.paused is not None
+    assert watcher.observer.heartbeats.paused is not None
     [alone] = await watcher.observer.on_reports([], NOW) or [None]
     assert alone is None
-    assert watcher.observer.silence.paused is not None
+    assert watcher.observer.heartbeats.paused is not None
 
 
 async def test_an_agent_that_was_given_up_is_asked_and_its_answer_opens_its_node_again(

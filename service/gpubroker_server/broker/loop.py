@@ -144,11 +144,11 @@ class Leader:
     @property
     def paused(self) -> PausedDetection | None:
         """The silent nodes that are not given up, and why; None if there are none."""
-        return self._observer.silence.paused
+        return self._observer.heartbeats.paused
 
     def silent(self) -> dict[NodeName, Instant]:
         """Nodes with a late heartbeat, and since when."""
-        return self._observer.silence.late(self._world, self._ticks(), self._clock.now())
+        return self._observer.heartbeats.late(self._world, self._ticks(), self._clock.now())
 
     async def _listen(self) -> None:
         await self._executor.start(self.tenure)

@@ -180,9 +180,9 @@ class Observer:
         self._progress = progress
         self._watch: deadlines.ObservationWindow | None = None
         self._ticks = ticks
-        self.silence = HeartbeatMonitor(policy)
-        self._inquiry = QuarantineProbe()
-        self._gauge = ModelMeter()
+        self.heartbeats = HeartbeatMonitor(policy)
+        self._quarantine_probe = QuarantineProbe()
+        self._model_meter = ModelMeter()
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None before the first look."""
         self.to_ask: list[NodeName] = []
@@ -195,7 +195,7 @@ class Observer:
         decisions: list[Decision] = []
         after_gone: dict[DeviceKey, DeviceSample] = {}
         lost = [report for report in reports if isinstance(report, NodeLost)]
-        given_up = self._given_up(self.silence.accuse(lost, self._world, self._ticks(), now))
+        given_up = self._given_up(self.heartbeats.report_dead(lost, self._world, self._ticks(), now))
         for report in reports:
             match report:
                 case Heartbeat():
@@ -237,14 +237,14 @@ class Observer:
         at = self._ticks()
         for report in reports:
             if isinstance(report, Heartbeat | Sampled):
-                self.silence.hear(report.node, at)
+                self.heartbeats.heard(report.node, at)
             elif isinstance(report, NodeSeen):
-                self.silence.hear(report.node.name, at)
+                self.heartbeats.heard(report.node.name, at)
 
     def on_requests(self, now: Instant) -> list[Decision]:
         for request in self._world.requests.values():
             if request.what == "resume":
-                self.silence.resume(request.fields["nodes"])
+                self.heartbeats.resume(request.fields["nodes"])
         return [
             change_requests.carry_out(self._world, request, now, self._policy)
             for request in list(self._world.requests.values())
@@ -254,7 +254,7 @@ class Observer:
         """`listening`: whether reports of agents reach this leader, as far as it knows."""
         if lost := self._silent(now, listening=listening):
             return runs.react(self._world, lost, now, self._policy)
-        self.to_ask += self._inquiry.due(self._world, self._ticks())
+        self.to_ask += self._quarantine_probe.due(self._world, self._ticks())
         decisions = deadlines.due(self._world, now, self._policy, self._watch)
         decisions += quarantine.removed(self._world)
         decisions += model_lifecycle.due(self._world, now)
@@ -262,7 +262,7 @@ class Observer:
             decisions += model_adoption.give_up_removed_servers(self._world, self._servers, now)
         self._watch = deadlines.extend_window(self._watch, now)
         decided = {decision.subject for decision in decisions}
-        decisions += self._gauge.look(self._world, now, decided)
+        decisions += self._model_meter.measure(self._world, now, decided)
         more = [*overuse_decisions(self._world, now, self._policy), *self._about_inferences(now)]
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]
 
@@ -277,12 +277,12 @@ class Observer:
 
     def _silent(self, now: Instant, *, listening: bool) -> list[NodeLost]:
         at = self._ticks()
-        was_paused = self.silence.paused
-        lost = self.silence.look(self._world, at, now, listening=listening)
+        was_paused = self.heartbeats.paused
+        lost = self.heartbeats.check(self._world, at, now, listening=listening)
         since = deadlines.extend_window(self._watch, now).since
         if unheard := nodes_without_answer(self._world, since, now):
-            lost += self.silence.accuse(unheard, self._world, at, now)
-        paused = self.silence.paused
+            lost += self.heartbeats.report_dead(unheard, self._world, at, now)
+        paused = self.heartbeats.paused
         if paused is not None and was_paused is None:
             log.warning("nodes are silent and are not given up", fault=paused.message)
         elif paused is None and was_paused is not None:

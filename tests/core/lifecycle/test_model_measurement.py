@@ -23,12 +23,12 @@ class Scene:
 
     def __init__(self, *parts: object, **fields: object) -> None:
         self.world: World = a_world(*parts)  # type: ignore[arg-type]
-        self.gauge = ModelMeter()
+        self.meter = ModelMeter()
         submit(self.world, a_model(**fields))  # type: ignore[arg-type]
         plan(self.world, 1.0)
 
     def look(self, seconds: float, *but_not: str) -> list[Decision]:
-        decisions = self.gauge.look(self.world, at(seconds), but_not)
+        decisions = self.meter.measure(self.world, at(seconds), but_not)
         commit(self.world, decisions, at(seconds))
         return decisions
 
@@ -192,7 +192,7 @@ def test_a_failed_load_is_forgotten_and_other_decisions_come_first() -> None:
     gone.look(1.5)
     ask(gone.world, "cancel", 2.0)
     assert gone.look(2.5) == []
-    assert gone.gauge.look(gone.world, at(3.0)) == []
+    assert gone.meter.measure(gone.world, at(3.0)) == []
 
 
 @pytest.mark.parametrize(("took", "ratio", "enough"), [(40, 1.25, 1.0), (25, 2.0, 1.0), (60, 0.83, 0.0)])

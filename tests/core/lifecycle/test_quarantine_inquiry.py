@@ -20,11 +20,11 @@ class Asked:
     def __init__(self, world: World) -> None:
         self.world = world
         self.seconds = 1000.0
-        self._inquiry = QuarantineProbe()
+        self._probe = QuarantineProbe()
 
     def after(self, seconds: float) -> list[NodeName]:
         self.seconds += seconds
-        return self._inquiry.due(self.world, Ticks(self.seconds))
+        return self._probe.due(self.world, Ticks(self.seconds))
 
 
 def in_quarantine(id: str = "run", node: str = "n1") -> list[Part]:

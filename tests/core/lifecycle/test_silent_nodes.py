@@ -38,7 +38,7 @@ class Cluster:
 
     def __init__(self, runs: dict[str, int], **policy: Any) -> None:
         self.world = nodes_with_runs(runs)
-        self.silence = HeartbeatMonitor(Policy(**policy))
+        self.monitor = HeartbeatMonitor(Policy(**policy))
         self.at = 1000.0
         self.dead: set[str] = set()
         self.lost: dict[str, float] = {}
@@ -52,9 +52,9 @@ class Cluster:
             if due <= self.at:
                 self._next_beat[node] = self.at + BEAT
                 if looks and listening and node not in self.dead:
-                    self.silence.hear(NodeName(node), self.at)
+                    self.monitor.heard(NodeName(node), self.at)
         if looks:
-            self.take(self.silence.look(self.world, self.at, Instant(self.at), listening=listening))
+            self.take(self.monitor.check(self.world, self.at, Instant(self.at), listening=listening))
 
     def run(self, seconds: float, **how: Any) -> None:
         for _ in range(round(seconds / LOOK)):
@@ -69,13 +69,13 @@ class Cluster:
         """The cluster says that these are dead: those that are given up at once."""
         rows = [self.world.nodes[NodeName(node)] for node in nodes]
         told = [NodeLost(row.name, row.incarnation, NOW, "Ray says so") for row in rows]
-        given_up = self.silence.accuse(told, self.world, self.at, Instant(self.at))
+        given_up = self.monitor.report_dead(told, self.world, self.at, Instant(self.at))
         self.take(given_up)
         return [report.node for report in given_up]
 
     @property
     def paused(self) -> tuple[str, ...]:
-        return () if self.silence.paused is None else self.silence.paused.nodes
+        return () if self.monitor.paused is None else self.monitor.paused.nodes
 
 
 def ten(**policy: Any) -> Cluster:
@@ -153,8 +153,8 @@ def test_while_no_node_is_heard_none_is_declared_lost() -> None:
     cluster.dead = {"n1"}
     cluster.run(60.0)
     assert (cluster.lost, cluster.paused) == ({}, ("n1",))
-    assert cluster.silence.paused is not None
-    assert "the leader may be cut off" in cluster.silence.paused.message
+    assert cluster.monitor.paused is not None
+    assert "the leader may be cut off" in cluster.monitor.paused.message
     cluster.dead = set()
     cluster.run(BEAT + LOOK)
     assert cluster.paused == ()
@@ -168,7 +168,7 @@ def test_nodes_with_more_than_a_fifth_of_the_runs_that_fall_silent_at_once_are_n
     cluster.dead = {"n1", "n2", "n3"}
     cluster.run(60.0)
     assert (cluster.lost, cluster.paused) == ({}, ("n1", "n2", "n3"))
-    paused = cluster.silence.paused
+    paused = cluster.monitor.paused
     assert paused is not None
     assert (paused.runs, paused.of_runs) == (3, 10)
     assert "3 nodes with 3 of 10 runs fell silent at once, which is more than 20%" in paused.message
@@ -216,7 +216,7 @@ def test_an_operator_can_resume_detection_for_named_nodes() -> None:
     cluster = ten()
     cluster.dead = {"n1", "n2", "n3", "n4"}
     cluster.run(20.0)
-    cluster.silence.resume([NodeName("n1"), NodeName("n2")])
+    cluster.monitor.resume([NodeName("n1"), NodeName("n2")])
     cluster.step()
     assert (set(cluster.lost), cluster.paused) == ({"n1", "n2"}, ("n3", "n4"))
 
@@ -225,8 +225,8 @@ def test_a_node_heard_before_the_resume_is_carried_out_is_kept() -> None:
     cluster = ten()
     cluster.dead = {"n1", "n2", "n3"}
     cluster.run(20.0)
-    cluster.silence.resume([NodeName("n1")])
-    cluster.silence.hear(NodeName("n1"), cluster.at)
+    cluster.monitor.resume([NodeName("n1")])
+    cluster.monitor.heard(NodeName("n1"), cluster.at)
     cluster.step()
     assert "n1" not in cluster.lost
 
@@ -265,7 +265,7 @@ def test_a_report_about_a_replaced_agent_is_ignored() -> None:
     cluster = ten()
     old = NodeLost(NodeName("n1"), "n1-0", NOW, "Ray says so")
     stranger = NodeLost(NodeName("n99"), "n99-0", NOW, "Ray says so")
-    assert cluster.silence.accuse([old, stranger], cluster.world, cluster.at, NOW) == []
+    assert cluster.monitor.report_dead([old, stranger], cluster.world, cluster.at, NOW) == []
 
 
 def test_a_report_before_the_first_check_counts() -> None:
@@ -358,12 +358,12 @@ def test_only_silent_nodes_are_given_up_and_never_more_than_a_share_at_once(
 def test_a_node_that_has_missed_two_beats_is_late_until_it_is_heard_of() -> None:
     cluster = Cluster({"n1": 1, "n2": 1, "n3": 0})
     cluster.run(10.0)
-    assert cluster.silence.late(cluster.world, cluster.at, NOW) == {}
+    assert cluster.monitor.late(cluster.world, cluster.at, NOW) == {}
     cluster.dead.add("n1")
-    last = cluster.at - dict(cluster.silence._silences(cluster.world, cluster.at))[NodeName("n1")]
+    last = cluster.at - dict(cluster.monitor._silences(cluster.world, cluster.at))[NodeName("n1")]
     cluster.run(BEAT + 1.0)
-    [(node, since)] = cluster.silence.late(cluster.world, cluster.at, Instant(cluster.at)).items()
+    [(node, since)] = cluster.monitor.late(cluster.world, cluster.at, Instant(cluster.at)).items()
     assert (node, since) == ("n1", last)
     cluster.dead.clear()
     cluster.run(BEAT)
-    assert cluster.silence.late(cluster.world, cluster.at, NOW) == {}
+    assert cluster.monitor.late(cluster.world, cluster.at, NOW) == {}

@@ -197,8 +197,8 @@ class ModelMeter:
     def __init__(self) -> None:
         self._watches: dict[TaskId, _Watch] = {}
 
-    def look(self, world: World, now: Instant, but_not: Collection[str] = ()) -> list[Decision]:
-        """Decisions with what was learned since; `but_not`: tasks with other decisions in this batch."""
+    def measure(self, world: World, now: Instant, excluded: Collection[str] = ()) -> list[Decision]:
+        """Decisions with what was learned since; `excluded`: tasks with other decisions in this batch."""
         known, self._watches = self._watches, {}
         decisions: list[Decision] = []
         sketches: dict[Topic, Sketch] = {}
@@ -208,11 +208,11 @@ class ModelMeter:
                 watch = _before(world, task)
             if watch is None:
                 continue
-            watch = _looked(world, task, watch, now)
-            if task.id in but_not or not watch.is_over:
+            watch = _updated(world, task, watch, now)
+            if task.id in excluded or not watch.is_over:
                 self._watches[task.id] = watch
             else:
-                decisions += _learned(world, task, watch, sketches, now)
+                decisions += _lessons(world, task, watch, sketches, now)
         return decisions
 
 
@@ -236,7 +236,7 @@ def _others(book: Book, task: Task) -> dict[str, int] | None:
     return {key: one.measured_mb for key, one in others.items()}
 
 
-def _looked(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
+def _updated(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
     if task.state is TaskState.ADMITTED or watch.is_over:
         return watch
     if task.state is not TaskState.RUNNING or task.started_at is None:
@@ -266,7 +266,7 @@ def _noise_mb(book: Book) -> int:
     return book.device.physical_mb // NOISE_DIVISOR
 
 
-def _learned(
+def _lessons(
     world: World, task: Task, watch: _Watch, sketches: dict[Topic, Sketch], now: Instant
 ) -> list[Decision]:
     """`sketches`: updated by the decisions of this look; the last row of each topic stays."""

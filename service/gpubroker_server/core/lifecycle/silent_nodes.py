@@ -41,8 +41,8 @@ class HeartbeatMonitor:
         self._patience = policy.beat_seconds * policy.beats_missed
         self._heard: dict[NodeName, float] = {}
         self._since: float | None = None
-        self._looked_at = 0.0
-        self._accused: dict[NodeName, NodeLost] = {}
+        self._checked_at = 0.0
+        self._reported_dead: dict[NodeName, NodeLost] = {}
         """Reported as lost by the cluster, and not yet declared lost."""
         self._allowed: set[NodeName] = set()
         """An operator allows declaring these lost."""
@@ -50,33 +50,37 @@ class HeartbeatMonitor:
         """(when, node, its number of runs) of nodes declared lost."""
         self.paused: PausedDetection | None = None
 
-    def hear(self, node: NodeName, at: float) -> None:
+    def heard(self, node: NodeName, at: float) -> None:
         self._heard[node] = at
-        self._accused.pop(node, None)
+        self._reported_dead.pop(node, None)
         self._allowed.discard(node)
 
     def resume(self, nodes: Iterable[NodeName]) -> None:
         """Allow declaring these nodes lost, however many they are."""
         self._allowed |= set(nodes)
 
-    def accuse(self, told: Sequence[NodeLost], world: World, at: float, now: Instant) -> list[NodeLost]:
+    def report_dead(
+        self, reports: Sequence[NodeLost], world: World, at: float, now: Instant
+    ) -> list[NodeLost]:
         """The cluster reports nodes as dead. Returns those declared lost now; the others are judged again
         until they are heard."""
-        fresh = [report for report in told if _is_current(world, report)]
+        fresh = [report for report in reports if _is_current(world, report)]
         if not fresh:
             return []
-        self._accused |= {report.node: report for report in fresh}
+        self._reported_dead |= {report.node: report for report in fresh}
         return self._judge([report.node for report in fresh], world, at, now)
 
-    def look(self, world: World, at: float, now: Instant, *, listening: bool) -> list[NodeLost]:
+    def check(self, world: World, at: float, now: Instant, *, listening: bool) -> list[NodeLost]:
         """The nodes declared lost now. To be called more often than agents send heartbeats: after a gap, or
         while not `listening`, it waits for the whole patience again."""
-        if self._since is None or not listening or at - self._looked_at > self._policy.beat_seconds:
+        if self._since is None or not listening or at - self._checked_at > self._policy.beat_seconds:
             self._since = at
-        self._looked_at = at
-        self._accused = {n: told for n, told in self._accused.items() if _is_current(world, told)}
+        self._checked_at = at
+        self._reported_dead = {
+            n: report for n, report in self._reported_dead.items() if _is_current(world, report)
+        }
         late = [node for node, silence in self._silences(world, at) if silence >= self._patience]
-        return self._judge([*late, *self._accused], world, at, now)
+        return self._judge([*late, *self._reported_dead], world, at, now)
 
     def late(self, world: World, at: float, now: Instant) -> dict[NodeName, Instant]:
         """Answering nodes that were silent for more than two heartbeats, with when they were last heard."""
@@ -91,20 +95,20 @@ class HeartbeatMonitor:
                 if world.nodes[name].ready:
                     yield name, at - max(self._heard.get(name, self._since), self._since)
 
-    def _judge(self, doomed: Collection[NodeName], world: World, at: float, now: Instant) -> list[NodeLost]:
-        names = sorted(set(doomed))
-        why = self._doubt(names, world, at)
-        given_up = [name for name in names if why is None or name in self._allowed]
-        held = tuple(name for name in names if name not in given_up)
+    def _judge(self, silent: Collection[NodeName], world: World, at: float, now: Instant) -> list[NodeLost]:
+        names = sorted(set(silent))
+        why = self._why_paused(names, world, at)
+        lost = [name for name in names if why is None or name in self._allowed]
+        held = tuple(name for name in names if name not in lost)
         self._note_pause(held, why, world, at, now)
-        return [self._give_up(name, world, at, now) for name in given_up]
+        return [self._declare_lost(name, world, at, now) for name in lost]
 
-    def _doubt(self, names: Sequence[NodeName], world: World, at: float) -> str | None:
+    def _why_paused(self, names: Sequence[NodeName], world: World, at: float) -> str | None:
         """Why the nodes may not be at fault; None if nothing speaks for that."""
         if not names:
             return None
         missed = self._missed(names, world, at)
-        certain = {name for name in names if name in self._accused}
+        certain = {name for name in names if name in self._reported_dead}
         if certain != set(names) and not any(
             node.ready and node.name not in missed for node in world.nodes.values()
         ):
@@ -141,12 +145,12 @@ class HeartbeatMonitor:
         total = sum(_runs_on(world, node) for node in world.nodes) + recent
         self.paused = PausedDetection(since, held, runs, total, f"{why}; not given up: {', '.join(held)}")
 
-    def _give_up(self, node: NodeName, world: World, at: float, now: Instant) -> NodeLost:
+    def _declare_lost(self, node: NodeName, world: World, at: float, now: Instant) -> NodeLost:
         self._gone.append((at, node, _runs_on(world, node)))
         self._allowed.discard(node)
-        told = self._accused.pop(node, None)
-        if told is not None:
-            return told
+        report = self._reported_dead.pop(node, None)
+        if report is not None:
+            return report
         silence = dict(self._silences(world, at))[node]
         why = f"its agent was silent for {silence:.1f} s"
         return NodeLost(node, world.nodes[node].incarnation, now, why)
@@ -168,10 +172,10 @@ def nodes_without_answer(world: World, since: Instant, now: Instant) -> list[Nod
     ]
 
 
-def _is_current(world: World, told: NodeLost) -> bool:
+def _is_current(world: World, report: NodeLost) -> bool:
     """A report about an agent that was replaced says nothing."""
-    node = world.nodes.get(told.node)
-    return node is not None and node.incarnation == told.incarnation
+    node = world.nodes.get(report.node)
+    return node is not None and node.incarnation == report.incarnation
 
 
 def _runs_on(world: World, node: NodeName) -> int:
