@@ -157,6 +157,8 @@ class _WaitingTask(NamedTuple):
     """When it was submitted."""
     spared: frozenset[str] = frozenset()
     """Tenants whose runs with GPUs it may not preempt."""
+    pledged: TaskId | None = None
+    """The task itself, if it has pledges: what is pledged to it is not taken by others."""
 
 
 class _CapacityReleases:
@@ -188,11 +190,15 @@ class _CapacityReleases:
         book = self.draft.book(device)
         if self._is_unheard_of(book):
             return 0
-        kept = sum(pledge.mb for pledge in book.pledges.values() if pledge.priority >= waiter.priority)
+        kept = sum(
+            pledge.mb
+            for pledge in book.pledges.values()
+            if pledge.priority >= waiter.priority and pledge.preemptor != waiter.pledged
+        )
         return book.unheld_mb() - kept
 
     def room_now(self, node: NodeName, waiter: _WaitingTask) -> Headroom:
-        return self.draft.headroom(node, priority=waiter.priority)
+        return self.draft.headroom(node, task=waiter.pledged, priority=waiter.priority)
 
     def of_device(self, device: DeviceKey, waiter: _WaitingTask) -> Iterator[tuple[float, int]]:
         """(instant, MiB) of every holder. A device without samples releases nothing."""
@@ -320,9 +326,9 @@ class FutureCapacity:
         """Only a task that needs GPUs may preempt."""
         stops = self._expected_ends.policy.preemption and asks_for_gpus(task.demand)
         since = self._expected_ends.now if self._for_plans else task.submitted_at
-        return _WaitingTask(
-            task.priority, stops, since, self._protected_tenants(task) if stops else frozenset()
-        )
+        protected = self._protected_tenants(task) if stops else frozenset[str]()
+        pledged = task.id if self._expected_ends.draft.pledges_of(task.id) else None
+        return _WaitingTask(task.priority, stops, since, protected, pledged)
 
     def _work_out(self, node: NodeName, waiter: _WaitingTask) -> CapacityProfile:
         leaving, devices = self._leaving, dict[DeviceKey, list[tuple[float, int]]]()
