@@ -10,10 +10,10 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
+from gpubroker_server.core.explain.diagnosis import look
 from gpubroker_server.core.explain.explain import explain_waiting
-from gpubroker_server.core.explain.shielded_runs import Shield, Why
+from gpubroker_server.core.explain.preemption_verdict import Shield, Why
 from gpubroker_server.core.explain.survey import survey
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.planning.nodes.draft import Draft

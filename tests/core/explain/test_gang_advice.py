@@ -7,9 +7,9 @@ from gpubroker_server.core.domain.demand import Where
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TenantPolicy
 from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
+from gpubroker_server.core.explain.diagnosis import look
 from gpubroker_server.core.explain.pools import settled
 from gpubroker_server.core.explain.survey import survey
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 

@@ -8,10 +8,10 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool
 from gpubroker_server.core.domain.task import Dependency, Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
+from gpubroker_server.core.explain.diagnosis import look
 from gpubroker_server.core.explain.pools import settled
-from gpubroker_server.core.explain.remedy_trial import Remedy
+from gpubroker_server.core.explain.remedy_planner import Remedy
 from gpubroker_server.core.explain.survey import survey
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Forecast

@@ -5,9 +5,9 @@ from typing import Any
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.advice import advise
+from gpubroker_server.core.explain.diagnosis import look
 from gpubroker_server.core.explain.explain import explain_waiting
 from gpubroker_server.core.explain.survey import Asking, Survey, survey
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World

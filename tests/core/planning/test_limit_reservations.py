@@ -12,9 +12,9 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.explain.advice import advise
+from gpubroker_server.core.explain.diagnosis import look
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.explain.survey import survey
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.waiting import first_of_queue, waiting

@@ -8,9 +8,9 @@ from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.explain.advice import advise
-from gpubroker_server.core.explain.shielded_runs import Shield, Why
+from gpubroker_server.core.explain.diagnosis import look
+from gpubroker_server.core.explain.preemption_verdict import Shield, Why
 from gpubroker_server.core.explain.survey import survey
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.find_way import Wait, WaitReason

@@ -8,8 +8,8 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import Move, Placement
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.explain.advice import advise
+from gpubroker_server.core.explain.diagnosis import look
 from gpubroker_server.core.explain.survey import survey
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.cycle import Slice, plan_cycle
 from gpubroker_server.core.planning.decisions import admit
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds

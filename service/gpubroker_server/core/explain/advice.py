@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from heapq import nsmallest
 
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.explain.diagnosis import Look
 from gpubroker_server.core.explain.explain import stands_aside
+from gpubroker_server.core.explain.preemption_verdict import Spared, spared
 from gpubroker_server.core.explain.remedies import remedies
-from gpubroker_server.core.explain.remedy_trial import Remedy
-from gpubroker_server.core.explain.shielded_runs import Spared, spared
+from gpubroker_server.core.explain.remedy_planner import Remedy
 from gpubroker_server.core.explain.survey import Survey
-from gpubroker_server.core.explain.verdicts import Look
 from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.find_way import Evict, Way
 from gpubroker_server.core.planning.find_way import Start as StartNow

@@ -10,8 +10,8 @@ from gpubroker_server.core.domain.task import MemberState, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib
 from gpubroker_server.core.explain.admission import wanted
 from gpubroker_server.core.explain.blockers import Blocker, QuotaStanding, called, quota_of, used_by_others
+from gpubroker_server.core.explain.diagnosis import Look, RankVerdict, look
 from gpubroker_server.core.explain.survey import DeviceFinding, Survey, Verdict, survey
-from gpubroker_server.core.explain.verdicts import Look, RankVerdict, look
 from gpubroker_server.core.explain.what_if import kept_for_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft

@@ -13,8 +13,8 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, device_key
 from gpubroker_server.core.explain.admission import check_task
 from gpubroker_server.core.explain.blockers import Blocker
+from gpubroker_server.core.explain.diagnosis import look
 from gpubroker_server.core.explain.survey import Survey, survey
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.explain.what_if import WhatIf, kept_for_forecasts
 from gpubroker_server.core.planning.decisions import admit, evict
 from gpubroker_server.core.planning.find_way import Evict, Start

@@ -7,8 +7,7 @@ from typing import Any
 
 from gpubroker_server.core.explain.admission import check_priority
 from gpubroker_server.core.explain.blockers import called
-from gpubroker_server.core.explain.remedy_trial import Remedy, Trials, first
-from gpubroker_server.core.explain.smaller_demand import (
+from gpubroker_server.core.explain.demand_changes import (
     elsewhere,
     fewer_gpus,
     fewer_ranks,
@@ -18,8 +17,9 @@ from gpubroker_server.core.explain.smaller_demand import (
     other_kind,
     smaller_ranks,
 )
+from gpubroker_server.core.explain.helpful_ends import first_end
+from gpubroker_server.core.explain.remedy_planner import Remedy, Trials, first
 from gpubroker_server.core.explain.survey import Survey
-from gpubroker_server.core.explain.tasks_ahead import first_end
 from gpubroker_server.core.explain.what_if import WhatIf, in_words, short_enough
 from gpubroker_server.core.planning.find_way import Start, Wait, Way
 from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds

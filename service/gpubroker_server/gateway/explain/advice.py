@@ -9,8 +9,8 @@ from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.advice import Advice
-from gpubroker_server.core.explain.remedy_trial import Remedy
-from gpubroker_server.core.explain.shielded_runs import Spared
+from gpubroker_server.core.explain.preemption_verdict import Spared
+from gpubroker_server.core.explain.remedy_planner import Remedy
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.planning.gangs.gang_search import Gang

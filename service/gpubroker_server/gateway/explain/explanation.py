@@ -10,8 +10,8 @@ from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.explain.advice import Advice
 from gpubroker_server.core.explain.blockers import Blocker, QuotaStanding
+from gpubroker_server.core.explain.diagnosis import RankVerdict
 from gpubroker_server.core.explain.explain import DeviceVerdict, Explanation
-from gpubroker_server.core.explain.verdicts import RankVerdict
 from gpubroker_server.core.world.ledger import Holding
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.advice import (

@@ -13,6 +13,7 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.explain.advice import Advice, advise
 from gpubroker_server.core.explain.blockers import Blocker, sent_at
+from gpubroker_server.core.explain.diagnosis import Look, look
 from gpubroker_server.core.explain.explain import (
     Explanation,
     ended_message,
@@ -21,7 +22,6 @@ from gpubroker_server.core.explain.explain import (
     stands_aside,
 )
 from gpubroker_server.core.explain.survey import Asking
-from gpubroker_server.core.explain.verdicts import Look, look
 from gpubroker_server.core.planning.find_way import Wait
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.advice import (

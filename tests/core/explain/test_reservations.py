@@ -8,10 +8,10 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
+from gpubroker_server.core.explain.diagnosis import look
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.explain.fit import Component
 from gpubroker_server.core.explain.survey import survey
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.find_way import Wait
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Forecast

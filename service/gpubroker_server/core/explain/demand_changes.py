@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.demand import Demand, Where, may_use_device, n
 from gpubroker_server.core.domain.units import Mib, NodeName, in_gib
 from gpubroker_server.core.explain.blockers import quota_of
 from gpubroker_server.core.explain.pools import without_pool
-from gpubroker_server.core.explain.remedy_trial import LEAST_SHARE, Remedy, Trials, first
+from gpubroker_server.core.explain.remedy_planner import LEAST_SHARE, Remedy, Trials, first
 
 ANY_DEVICE: dict[str, Any] = {"kinds": [], "min_power": 0, "min_device_mb": 0}
 

@@ -11,10 +11,10 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.advice import advise
-from gpubroker_server.core.explain.remedy_trial import LEAST_SHARE, Remedy
-from gpubroker_server.core.explain.smaller_demand import STEPS
+from gpubroker_server.core.explain.demand_changes import STEPS
+from gpubroker_server.core.explain.diagnosis import look
+from gpubroker_server.core.explain.remedy_planner import LEAST_SHARE, Remedy
 from gpubroker_server.core.explain.survey import survey
-from gpubroker_server.core.explain.verdicts import look
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
