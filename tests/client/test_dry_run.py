@@ -24,7 +24,7 @@ WAITS: dict[str, Any] = {
     "start": {"p50_seconds": 40.0, "p90_seconds": 240.0, "n": 12},
     "preemption": {
         "why": "all_shielded",
-        "message": "nobody may be stopped for priority 50",
+        "message": "no run may be preempted for priority 50",
         "counts": {"priority": 1},
         "runs": [{**RUN, "shield": "priority"}],
     },
@@ -76,9 +76,9 @@ WAITS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("answer", "code", "expected"),
     [
-        ({"verdict": "starts", "message": "it would start now on n1"}, 0, ["would start now on n1\n"]),
+        ({"verdict": "starts", "message": "the task would start now on n1"}, 0, ["would start now on n1\n"]),
         (
-            {"verdict": "preempts", "message": "1 run would be stopped for it", "victims": [RUN]},
+            {"verdict": "preempts", "message": "1 run would be preempted for it", "victims": [RUN]},
             0,
             ["would start after a preemption: 1 run", "preempts another tenant 60.0 GiB (priority 20)"],
         ),
@@ -94,7 +94,7 @@ WAITS: dict[str, Any] = {
                 "would wait (WaitingForMemory): needs 40.0 GiB",
                 "room expected in about 40s (90% within 4m; from 12 similar runs",
                 "; half of the last 40 such forecasts were off by less than 20s",
-                "nobody may be stopped for priority 50",
+                "no run may be preempted for priority 50",
                 "quota of acme: 24.0 of 20.0 GiB used, and labs lends 6.0 more; this task counts 40.0,",
                 "  0-1  fits on n1/gpu3",
                 "    2  no place beside the others",

@@ -6,7 +6,7 @@ from math import inf
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.explain.fit import Component, FleetPlan, planning
+from gpubroker_server.core.explain.fit import Component, FleetPlan, plan_fleet
 from gpubroker_server.core.planning.budget import ProbeBudget, finish
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -26,7 +26,7 @@ def planned(
     now: Instant = NOW,
     forecasts: Sequence[Forecast] = (),
 ) -> FleetPlan:
-    steps = planning(world, components, "default", policy, now, forecasts)
+    steps = plan_fleet(world, components, "default", policy, now, forecasts)
     while True:
         try:
             next(steps)

@@ -190,7 +190,7 @@ async def test_without_a_leader_a_task_has_that_reason_and_no_start() -> None:
             None,
         )
         pending = (await api.get(f"/tasks/{held}")).json()["pending"]
-        assert (pending["reason"], "held by a person" in pending["message"]) == ("Held", True)
+        assert (pending["reason"], "held in the queue" in pending["message"]) == ("Held", True)
         assert "there is no leader" in pending["message"]
 
 

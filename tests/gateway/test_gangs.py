@@ -168,7 +168,7 @@ async def test_ranks_that_leave_are_shown_and_the_gang_goes_on_without_them(
         )
     await gateway.admit(urgent)
     told = (await other.get(f"/tasks/{gang}/explain")).json()
-    assert "2 ranks, 2 more gave way" in told["message"]
+    assert "2 ranks, 2 more stopped early" in told["message"]
     for rank in (0, 1):
         await gateway.hear(Ended(task.id, task.fence, now, Ending.SUCCEEDED, b"%d" % rank, rank=rank))
     view = (await other.get(f"/tasks/{gang}")).json()

@@ -266,7 +266,7 @@ async def test_an_inference_makes_its_model_wanted_at_its_priority() -> None:
         models = (await gateway.admin.get("/tasks?kind=model")).json()["items"]
         assert [model["id"] for model in models] == [holder(gateway).id]
         told = (await gateway.admin.get(f"/tasks/{id}")).json()["pending"]
-        assert (told["reason"], "waits for its room" in told["message"]) == ("ModelLoading", True)
+        assert (told["reason"], "waits for room" in told["message"]) == ("ModelLoading", True)
         explained = (await gateway.admin.get(f"/tasks/{id}/explain")).json()
         assert (explained["reason"], explained["remedies"], explained["devices"]) == ("ModelLoading", [], [])
         assert (told["start"], explained["start"]) == (None, None), "unknown"

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.core.domain.orders import Ready, Started
-from gpubroker_server.core.explain.fit import Steps, planning
+from gpubroker_server.core.explain.fit import FleetPlanSteps, plan_fleet
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault, problem
@@ -279,10 +279,10 @@ async def test_other_requests_are_answered_while_a_plan_is_computed(
 ) -> None:
     began, may_go_on = threading.Event(), threading.Event()
 
-    def slowly(*asked: Any) -> Steps:
+    def slowly(*asked: Any) -> FleetPlanSteps:
         began.set()
         assert may_go_on.wait(10.0)
-        return (yield from planning(*asked))
+        return (yield from plan_fleet(*asked))
 
     monkeypatch.setattr("gpubroker_server.gateway.explain.plan_routes.planning", slowly)
     part = {"components": [{"name": "a", "resources": {"cpu": 1}}]}

@@ -21,7 +21,7 @@ async def test_a_task_with_room_would_start_and_nothing_is_stored(gateway: Gatew
     before = gateway.world.position, dict(gateway.world.tasks), len(gateway.world.queue)
     found = await simulate(api, resources={"gpu_mb": 8 * GIB})
     assert (found["verdict"], found["refusal"], found["reason"]) == ("starts", None, "PendingEvaluation")
-    assert found["message"] == "it would start now on n1"
+    assert found["message"] == "the task would start now on n1"
     assert found["places"] == [
         {"node": "n1", "devices": [{"key": "test/n1/gpu0", "index": 0, "gpu_mb": 8 * GIB}]}
     ]

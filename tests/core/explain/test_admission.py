@@ -1,4 +1,4 @@
-"""What is refused at the door, and how it is put."""
+"""What a submit refuses."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_a_demand_of_exactly_what_may_be_leased_is_accepted():
     assert check(a_demand(gpu_mb=78 * GIB, gpus=2), DEVICES, NODES, POLICY) is None
 
 
-def test_what_was_declared_to_be_used_by_others_is_offered_to_nobody():
+def test_declared_foreign_memory_is_not_offered():
     device = a_device("gpu0", "n1", mb=80 * GIB, declared_foreign_mb=2 * GIB)
     assert check(a_demand(gpu_mb=78 * GIB), [device], NODES, POLICY) is None
     assert check(a_demand(gpus=1), [device], NODES, POLICY) is None
@@ -158,7 +158,7 @@ def test_where_the_size_per_gpu_is_limited_it_must_be_stated(asked: dict[str, An
     refusal = check(a_demand(**asked), DEVICES, NODES, Policy(maximum=Maximum(gpu_mb=4 * GIB)))
     assert refusal is not None
     assert (refusal.code, refusal.field) == ("exceeds-maximum", "gpu_mb")
-    assert "say how much with gpu_mb" in refusal.message
+    assert "state the size with gpu_mb" in refusal.message
 
 
 def test_what_each_node_has_for_itself_is_no_more_than_that_for_one_task():
@@ -190,14 +190,22 @@ ZONES = (a_node("n1", labels=(("zone", "a"),)), a_node("n2", labels=(("zone", "b
 @pytest.mark.parametrize(
     ("where", "field", "said"),
     [
-        (Where(kinds=("A100", "L40")), "kinds", "no GPU is of kinds A100, L40; there are NVIDIA H100 80GB"),
-        (Where(min_power=2001), "min_power", "no GPU is of power 2001 or more"),
-        (Where(min_device_mb=81 * GIB), "min_device_mb", "no GPU is of memory 81.0 GiB or more"),
-        (Where(nodes=(("zone", ("c",)),)), "nodes", "no node is zone c; there are n1 (zone=a), n2 (zone=b)"),
+        (
+            Where(kinds=("A100", "L40")),
+            "kinds",
+            "no GPU matches kinds A100, L40; the GPUs are NVIDIA H100 80GB",
+        ),
+        (Where(min_power=2001), "min_power", "no GPU matches power 2001 or more"),
+        (Where(min_device_mb=81 * GIB), "min_device_mb", "no GPU matches memory 81.0 GiB or more"),
+        (
+            Where(nodes=(("zone", ("c",)),)),
+            "nodes",
+            "no node matches zone c; the nodes are n1 (zone=a), n2 (zone=b)",
+        ),
         (
             Where(kinds=("H100",), nodes=(("zone", ("a",)),)),
             "kinds",
-            "there are NVIDIA L40S (power 300,",
+            "the GPUs are NVIDIA L40S (power 300,",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is expected for a task that waits, and why nobody is stopped for it."""
+"""When a waiting task is expected to start, and why no run is preempted for it."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,10 +10,10 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
-from gpubroker_server.core.explain.diagnosis import look
-from gpubroker_server.core.explain.explain import explain_waiting
-from gpubroker_server.core.explain.preemption_verdict import Shield, Why
-from gpubroker_server.core.explain.survey import survey
+from gpubroker_server.core.explain.diagnosis import diagnose
+from gpubroker_server.core.explain.explain import explain_pending
+from gpubroker_server.core.explain.preemption_verdict import PreemptionStatus, Protection
+from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -41,11 +41,11 @@ from tests.core.scenarios import Chapter, Story, clusters, stories
 
 POLICY = Policy(custom_limits=(CustomLimit("licence", 1.0),))
 STATED = Seconds(100.0)
-"""Runs of the builders began so long ago."""
+"""Seconds for which runs of the builders have run."""
 
 
 def advice(world: World, policy: Policy = POLICY, task: str = "new") -> Advice:
-    return advise(look(survey(Draft(world), world.tasks[TaskId(task)], policy, NOW)))
+    return advise(diagnose(survey_nodes(Draft(world), world.tasks[TaskId(task)], policy, NOW)))
 
 
 def after(p50: float, p90: float | None = None, n: int = 0) -> Remaining:
@@ -53,7 +53,7 @@ def after(p50: float, p90: float | None = None, n: int = 0) -> Remaining:
 
 
 def run(name: str, device: str = "gpu0", *, left: float | None = None, gib: int = 40, **fields: Any) -> Any:
-    """A run that is expected to end in so many seconds; None: nobody said."""
+    """A run that is expected to end in `left` seconds; None: unknown."""
     stated = None if left is None else STATED + left
     task = a_task(name, gpu_mb=gib * GIB, **{"priority": 100, "expected_seconds": stated, **fields})
     return holding(task, device)
@@ -71,7 +71,7 @@ def test_a_device_has_enough_when_the_first_to_leave_have_left():
     assert found.start == starting_in(30.0)
 
 
-def test_nobody_can_tell_when_too_little_is_known_to_come():
+def test_no_start_is_known_when_too_few_runs_have_a_known_end():
     found = advice(a_world(run("a", left=30.0), run("b"), a_task("new", gpu_mb=60 * GIB)))
     assert (found.free_in, found.start) == ({}, None)
 
@@ -117,13 +117,13 @@ def test_what_outlasted_what_was_stated_of_it_goes_by_runs_like_it():
     assert (start.p50_at - NOW, start.n) == (pytest.approx(100, rel=0.05), 1)
 
 
-def test_memory_that_is_over_and_on_its_way_back_is_there_at_once():
+def test_memory_that_is_being_released_counts_as_available_at_once():
     over = a_task("over", fence=1, state=TaskState.SUCCEEDED, gpu_mb=60 * GIB)
     world = a_world(over, a_lease(over, "gpu0", 60 * GIB, state=LeaseState.RELEASING), a_task("new", gpus=1))
     assert advice(world).start == starting_in(0.0)
 
 
-def test_memory_that_nobody_can_confirm_or_that_goes_to_others_does_not_count():
+def test_quarantined_memory_and_memory_pledged_to_others_does_not_count():
     gone = a_task("gone", fence=1, gpu_mb=60 * GIB)
     stuck = a_world(
         gone, a_lease(gone, "gpu0", 60 * GIB, state=LeaseState.QUARANTINED), a_task("new", gpus=1)
@@ -170,7 +170,7 @@ def test_a_later_device_does_not_hide_a_sooner_one():
     assert advice(world).start == starting_in(20.0)
 
 
-def test_what_lacks_a_shared_limit_starts_when_its_user_ends():
+def test_a_task_that_lacks_a_shared_limit_starts_when_the_run_that_has_it_ends():
     user = run("a", left=30.0, gib=10, custom={"licence": 1.0})
     world = a_world(
         user, run("b", left=10.0, gib=10), a_task("new", gpu_mb=10 * GIB, custom={"licence": 1.0})
@@ -188,46 +188,55 @@ def test_what_lacks_a_shared_limit_starts_when_its_user_ends():
 def test_a_preemptor_starts_by_the_deadline_of_its_victims():
     low = holding(a_task("low", priority=10, gpu_mb=60 * GIB, grace_seconds=20.0), "gpu0")
     found = advice(a_world(low, a_task("new", gpus=1)))
-    assert (found.start, found.spared.why) == (starting_in(20.0), Why.POSSIBLE)
-    assert found.spared.message == "1 run would be stopped for it"
+    assert (found.start, found.preemption.why) == (starting_in(20.0), PreemptionStatus.POSSIBLE)
+    assert found.preemption.message == "1 run would be preempted for it"
     waiting = a_task("new", priority=80, gpu_mb=60 * GIB)
     leaving = {"state": TaskState.STOPPING, "stop_reason": StopReason.PREEMPT, "freeing_for": "new"}
     victim = holding(a_task("low", gpu_mb=60 * GIB), "gpu0", stop_deadline_at=Instant(NOW + 30.0), **leaving)
     under_way = advice(a_world(victim, waiting, a_pledge(waiting, "gpu0", 60 * GIB)))
-    assert (under_way.start, under_way.spared.why) == (starting_in(30.0), Why.UNDER_WAY)
-    assert under_way.spared.message == "runs are being stopped for it"
+    assert (under_way.start, under_way.preemption.why) == (starting_in(30.0), PreemptionStatus.UNDER_WAY)
+    assert under_way.preemption.message == "runs are being preempted for it"
 
 
-def spared(world: World, policy: Policy = POLICY) -> tuple[Why, dict[Shield, int], str]:
-    found = advice(world, policy).spared
+def preemption_of(
+    world: World, policy: Policy = POLICY
+) -> tuple[PreemptionStatus, dict[Protection, int], str]:
+    found = advice(world, policy).preemption
     return found.why, found.counts, found.message
 
 
-def test_nobody_is_stopped_for_what_has_room_or_has_room_coming():
-    assert spared(a_world(a_task("new", gpus=1)))[0] is Why.NOT_NEEDED
+def test_no_run_is_preempted_for_a_task_with_room_now_or_soon():
+    assert preemption_of(a_world(a_task("new", gpus=1)))[0] is PreemptionStatus.NOT_NEEDED
     leaving = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 10.0)}
     world = a_world(holding(a_task("a", gpu_mb=60 * GIB), "gpu0", **leaving), a_task("new", gpus=1))
-    why, counts, message = spared(world)
-    assert (why, counts) == (Why.ROOM_IS_COMING, {Shield.LEAVING: 1})
-    assert message == "nobody is stopped, because what is being given back anyway will do"
+    why, counts, message = preemption_of(world)
+    assert (why, counts) == (PreemptionStatus.ROOM_IS_COMING, {Protection.LEAVING: 1})
+    assert message == "no run is preempted, because the memory that is being released is enough"
 
 
-def test_nobody_is_stopped_where_that_is_not_done():
+def test_no_run_is_preempted_without_preemption_gpus_or_nodes():
     full = (holding(a_task("low", priority=10, gpu_mb=60 * GIB), "gpu0"), a_task("new", gpus=1))
-    assert spared(a_world(*full), Policy(preemption=False))[::2] == (
-        Why.OFF,
-        "nobody is stopped, because preemption is switched off",
+    assert preemption_of(a_world(*full), Policy(preemption=False))[::2] == (
+        PreemptionStatus.OFF,
+        "no run is preempted, because preemption is switched off",
     )
     cpu = a_world(holding(a_task("low", priority=10, cpu=64.0), node="n1"), a_task("new", cpu=1.0))
-    assert spared(cpu)[::2] == (Why.NO_GPUS, "nobody is stopped for tasks that ask for no GPU")
+    assert preemption_of(cpu)[::2] == (
+        PreemptionStatus.NO_GPUS,
+        "no run is preempted for a task that asks for no GPU",
+    )
     licence = {"custom": {"licence": 1.0}}
     used = holding(a_task("low", priority=10, gpu_mb=1, **licence), "gpu0")
-    assert spared(a_world(used, a_task("new", gpu_mb=1, **licence)))[0] is Why.LIMIT
+    assert preemption_of(a_world(used, a_task("new", gpu_mb=1, **licence)))[0] is PreemptionStatus.LIMIT
     closed = a_world(a_device(), a_node("n1", ready=False), a_task("new", gpus=1))
-    assert spared(closed) == (Why.NOBODY, {}, "nothing runs where it could")
+    assert preemption_of(closed) == (
+        PreemptionStatus.NOBODY,
+        {},
+        "nothing runs on the nodes that it could use",
+    )
 
 
-def test_what_shields_each_run_is_told():
+def test_each_run_has_its_protection():
     budget = {"preemptions": 3, "started_at": NOW}
     world = a_world(
         holding(a_task("same", gpu_mb=20 * GIB), "gpu0"),
@@ -235,35 +244,40 @@ def test_what_shields_each_run_is_told():
         holding(a_task("spent", priority=10, gpu_mb=20 * GIB), "gpu0", **budget),
         a_task("new", gpus=1),
     )
-    why, counts, message = spared(world)
-    assert (why, counts) == (Why.ALL_SHIELDED, {Shield.BUDGET: 1, Shield.PRIORITY: 2})
+    why, counts, message = preemption_of(world)
+    assert (why, counts) == (PreemptionStatus.ALL_SHIELDED, {Protection.BUDGET: 1, Protection.PRIORITY: 2})
     assert message == (
-        "nobody may be stopped for priority 50: 2 runs of the same or higher priority, 1 run preempted as "
+        "no run may be preempted for priority 50: 2 runs of the same or higher priority, 1 run preempted as "
         "often as is allowed"
     )
-    assert [(one.run.id, one.shield, one.mb) for one in advice(world).spared.runs] == [
-        ("spent", Shield.BUDGET, 20 * GIB),
-        ("same", Shield.PRIORITY, 20 * GIB),
-        ("higher", Shield.PRIORITY, 20 * GIB),
+    assert [(one.run.id, one.shield, one.mb) for one in advice(world).preemption.runs] == [
+        ("spent", Protection.BUDGET, 20 * GIB),
+        ("same", Protection.PRIORITY, 20 * GIB),
+        ("higher", Protection.PRIORITY, 20 * GIB),
     ]
 
 
-def test_a_run_whose_turn_came_first_is_told_as_such():
+def test_a_run_that_started_from_ahead_in_the_queue_is_protected():
     run = a_task("run", priority=45, gpu_mb=20 * GIB, submitted_at=Instant(NOW - 400.0))
     world = a_world(holding(run, "gpu0"), a_task("new", gpus=1))
-    why, counts, message = spared(world)
-    assert (why, counts) == (Why.ALL_SHIELDED, {Shield.TURN: 1})
-    assert message == "nobody may be stopped for priority 50: 1 run only just begun, whose turn came first"
+    why, counts, message = preemption_of(world)
+    assert (why, counts) == (PreemptionStatus.ALL_SHIELDED, {Protection.TURN: 1})
+    assert (
+        message
+        == "no run may be preempted for priority 50: 1 run that started recently from ahead in the queue"
+    )
 
 
-def test_a_run_that_has_only_just_begun_is_told_as_such():
+def test_a_run_that_started_recently_is_protected():
     run = holding(a_task("run", priority=10, gpu_mb=20 * GIB), "gpu0")
-    why, counts, message = spared(a_world(run, a_task("new", gpus=1)), Policy(min_run_seconds=Seconds(101.0)))
-    assert (why, counts) == (Why.ALL_SHIELDED, {Shield.YOUNG: 1})
-    assert message == "nobody may be stopped for priority 50: 1 run only just begun"
+    why, counts, message = preemption_of(
+        a_world(run, a_task("new", gpus=1)), Policy(min_run_seconds=Seconds(101.0))
+    )
+    assert (why, counts) == (PreemptionStatus.ALL_SHIELDED, {Protection.YOUNG: 1})
+    assert message == "no run may be preempted for priority 50: 1 run that started recently"
 
 
-def test_runs_whose_end_would_not_do_are_told_as_such():
+def test_runs_without_which_the_task_would_not_fit_are_not_enough():
     leaving = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 10.0)}
     world = a_world(
         holding(a_task("low", priority=10, gpu_mb=20 * GIB), "gpu0"),
@@ -271,14 +285,14 @@ def test_runs_whose_end_would_not_do_are_told_as_such():
         holding(a_task("leaving", gpu_mb=1 * GIB), "gpu0", **leaving),
         a_task("new", gpus=1),
     )
-    why, counts, message = spared(world)
+    why, counts, message = preemption_of(world)
     assert (why, counts) == (
-        Why.NOT_ENOUGH,
-        {Shield.LEAVING: 1, Shield.PRIORITY: 1, Shield.WOULD_NOT_HELP: 1},
+        PreemptionStatus.NOT_ENOUGH,
+        {Protection.LEAVING: 1, Protection.PRIORITY: 1, Protection.WOULD_NOT_HELP: 1},
     )
     assert message == (
-        "nobody is stopped, because with 1 run less it would still not fit; besides, 1 run of the same or "
-        "higher priority, 1 run leaving anyway"
+        "no run is preempted, because without 1 run it would still not fit; protected are 1 run of the "
+        "same or higher priority, 1 run already stopping"
     )
 
 
@@ -306,7 +320,7 @@ def rows(world: World) -> object:
 
 @given(clusters(), stories)
 @settings(max_examples=25, deadline=None)
-def test_to_ask_changes_nothing(world: World, story: list[Chapter]):
+def test_advice_changes_nothing(world: World, story: list[Chapter]):
     tale = Story(world)
     for chapter in story:
         for _ in tale.happens(chapter):
@@ -315,8 +329,8 @@ def test_to_ask_changes_nothing(world: World, story: list[Chapter]):
         before = rows(world)
         for task in [row for row in world.tasks.values() if row.state is TaskState.PENDING]:
             for asked in (task, replace(task, id=TaskId("new"))):
-                seen = look(survey(Draft(world), asked, SCENARIO_POLICY, Instant(tale.now)))
-                explain_waiting(seen)
+                seen = diagnose(survey_nodes(Draft(world), asked, SCENARIO_POLICY, Instant(tale.now)))
+                explain_pending(seen)
                 advise(seen)
         assert rows(world) == before
 
@@ -347,7 +361,7 @@ def test_a_run_that_is_over_and_not_gone_is_no_obstacle_to_an_explanation():
     assert start.p50_at == NOW + 500.0
 
 
-def test_nobody_can_tell_when_more_is_lacking_than_runs_hold():
+def test_no_start_is_known_when_more_is_missing_than_runs_hold():
     """The rest is in use by strangers."""
     world = a_world(run("a", left=30.0, gib=20), a_task("new", gpu_mb=60 * GIB))
     world.measure([a_sample("gpu0", Instant(NOW), foreign_mb=50 * GIB)])

@@ -1,4 +1,4 @@
-"""What people are told about a task that waits."""
+"""Explanations: blockers, devices and the place in the queue."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ from tests.builders import (
 POLICY = Policy(custom_limits=(CustomLimit("licence", 4.0),))
 
 
-def told(world: World, task: str = "new", *, now: float = NOW) -> Explanation:
+def explained(world: World, task: str = "new", *, now: float = NOW) -> Explanation:
     return explain(world, TaskId(task), POLICY, Instant(now))
 
 
@@ -41,7 +41,7 @@ def reasons(explanation: Explanation) -> list[Reason]:
     return [blocker.reason for blocker in explanation.blockers]
 
 
-def test_a_task_that_waits_for_memory_is_told_what_it_needs_and_the_largest_free_block():
+def test_a_task_that_waits_for_memory_reads_its_need_and_the_largest_free_block():
     world = a_world(
         a_device(),
         a_device("gpu1"),
@@ -49,13 +49,13 @@ def test_a_task_that_waits_for_memory_is_told_what_it_needs_and_the_largest_free
         holding(a_task("b", gpu_mb=76 * GIB), "gpu1"),
         a_task("new", gpu_mb=18 * GIB),
     )
-    explanation = told(world)
+    explanation = explained(world)
     assert explanation.reason is Reason.WAITING_FOR_MEMORY
     assert explanation.message == "needs 18.0 GiB on one GPU; the largest free block is 10.0 GiB (n1/gpu0)"
     assert (explanation.position, explanation.queue_length, explanation.evaluated_at) == (1, 1, NOW)
 
 
-def test_free_memory_in_pieces_is_told_as_such():
+def test_free_memory_in_pieces_is_fragmented():
     world = a_world(
         a_device(),
         a_device("gpu1"),
@@ -66,10 +66,10 @@ def test_free_memory_in_pieces_is_told_as_such():
     message = (
         "needs 18.0 GiB on one GPU; 22.0 GiB are free in all, but the largest block is 12.0 GiB (n1/gpu1)"
     )
-    assert (told(world).reason, told(world).message) == (Reason.FRAGMENTED, message)
+    assert (explained(world).reason, explained(world).message) == (Reason.FRAGMENTED, message)
 
 
-def test_whole_gpus_in_pieces_are_told_with_the_best_node():
+def test_a_task_for_whole_gpus_in_pieces_reads_the_best_node():
     world = a_world(
         a_device("gpu0", "n1"),
         a_device("gpu1", "n1"),
@@ -79,38 +79,40 @@ def test_whole_gpus_in_pieces_are_told_with_the_best_node():
         holding(a_task("b", gpus=1), "n2/gpu1", mb=80 * GIB),
         a_task("new", gpus=2),
     )
-    assert told(world).reason is Reason.FRAGMENTED
-    assert told(world).message == ("needs 2 whole GPUs of one node; no node has more than 1 empty (n2/gpu0)")
+    assert explained(world).reason is Reason.FRAGMENTED
+    assert explained(world).message == (
+        "needs 2 whole GPUs of one node; no node has more than 1 empty (n2/gpu0)"
+    )
 
 
-def test_several_gpus_are_told_how_near_the_best_node_comes_not_of_one_large_block():
+def test_a_task_for_several_gpus_reads_how_near_the_best_node_comes():
     taken = holding(a_task("a", gpu_mb=75 * GIB), "gpu0")
     world = a_world(a_device(), a_device("gpu1"), taken, a_task("new", gpus=2, gpu_mb=44 * GIB))
-    assert told(world).reason is Reason.WAITING_FOR_MEMORY
-    assert told(world).message == (
+    assert explained(world).reason is Reason.WAITING_FOR_MEMORY
+    assert explained(world).message == (
         "needs 44.0 GiB on each of 2 GPUs of one node; no node has more than 1 with that much free (n1/gpu1)"
     )
     full = a_world(
         a_device(), a_device("gpu1"), taken, a_task("new", gpus=2), holding(a_task("b"), "gpu1", mb=1)
     )
-    assert told(full).message == "needs 2 whole GPUs of one node; no node has one empty"
+    assert explained(full).message == "needs 2 whole GPUs of one node; no node has one empty"
 
 
-def test_memory_that_is_coming_is_pointed_out():
+def test_a_blocker_names_the_device_whose_memory_is_being_released():
     over = a_task("over", gpu_mb=60 * GIB, fence=1)
     releasing = a_lease(over, "gpu0", 60 * GIB, state=LeaseState.RELEASING)
     world = a_world(a_device(), releasing, a_task("new", gpu_mb=30 * GIB))
-    assert "which is being released on n1/gpu0" in told(world).message
+    assert "which is being released on n1/gpu0" in explained(world).message
 
 
-def test_memory_kept_for_a_preemptor_is_told_with_its_name_and_priority():
+def test_a_blocker_names_the_preemptor_that_has_the_pledge_and_its_priority():
     preemptor = a_task("first", priority=80, gpu_mb=60 * GIB)
     world = a_world(
         a_device(), preemptor, a_pledge(preemptor, "gpu0", 60 * GIB), a_task("new", gpu_mb=30 * GIB)
     )
-    assert told(world).reason is Reason.BEHIND_HIGHER_PRIORITY
-    assert told(world).message == "what is free on n1/gpu0 is kept for first (priority 80)"
-    assert told(world).devices[0].message == "what is free is kept for first"
+    assert explained(world).reason is Reason.BEHIND_HIGHER_PRIORITY
+    assert explained(world).message == "the free memory of n1/gpu0 is pledged to first (priority 80)"
+    assert explained(world).devices[0].message == "the free memory is pledged to first"
 
 
 def test_tasks_of_other_tenants_are_not_named():
@@ -118,46 +120,53 @@ def test_tasks_of_other_tenants_are_not_named():
     waiting, mine = a_task("secret", priority=80, **theirs), a_task("new", priority=80, gpu_mb=60 * GIB)
     leaving = {"state": TaskState.STOPPING, "stop_reason": StopReason.PREEMPT}
     kept = a_world(a_device(), waiting, a_pledge(waiting, "gpu0", 60 * GIB), mine)
-    assert told(kept).message == "what is free on n1/gpu0 is kept for a task of another tenant (priority 80)"
-    assert told(kept).devices[0].message == "what is free is kept for a task of another tenant"
+    assert (
+        explained(kept).message
+        == "the free memory of n1/gpu0 is pledged to a task of another tenant (priority 80)"
+    )
+    assert explained(kept).devices[0].message == "the free memory is pledged to a task of another tenant"
     victim = holding(a_task("secret", **theirs), "gpu0", freeing_for="new", **leaving)
     pledged = a_world(a_device(), victim, mine, a_pledge(mine, "gpu0", 80 * GIB))
-    assert "waits for a task of another tenant to stop" in told(pledged).message
+    assert "waits for a task of another tenant to stop" in explained(pledged).message
     stopping = holding(mine, "gpu0", freeing_for="secret", **leaving)
-    assert "to make room for a task of another tenant;" in told(a_world(stopping, waiting)).message
-    assert "to make room for a task that has ended;" in told(a_world(stopping)).message
+    assert "to make room for a task of another tenant;" in explained(a_world(stopping, waiting)).message
+    assert "to make room for a task that has ended;" in explained(a_world(stopping)).message
 
 
-def test_a_preemptor_is_told_its_victims_and_their_deadline():
+def test_a_preemptor_reads_its_victims_and_their_deadline():
     world = a_world(
         *(holding(a_task(f"low{n}", priority=10, gpu_mb=20 * GIB), "gpu0") for n in range(4)),
         a_device(),
         a_task("new", priority=80, gpu_mb=70 * GIB),
     )
     commit(world, plan_cycle(world, POLICY, NOW).decisions)
-    assert reasons(told(world)) == [Reason.WAITING_FOR_PREEMPTION]
+    assert reasons(explained(world)) == [Reason.WAITING_FOR_PREEMPTION]
     world.measure([a_sample("gpu0", NOW + 35.0)])
-    assert told(world, now=NOW + 10.0).message == (
-        "70.0 GiB on n1/gpu0 are kept for it; waits for low0, low1, low2 and 1 more to stop (within 20 s)"
+    assert explained(world, now=NOW + 10.0).message == (
+        "70.0 GiB on n1/gpu0 are pledged to it; it waits for low0, low1, low2 and 1 more to stop "
+        "(within 20 s)"
     )
-    assert "(due 5 s ago)" in told(world, now=NOW + 35.0).message
+    assert "(due 5 s ago)" in explained(world, now=NOW + 35.0).message
 
 
-def test_a_preemptor_is_told_what_else_stands_in_its_way():
+def test_a_preemptor_reads_its_other_blockers():
     waiting = a_task("new", priority=80, gpu_mb=60 * GIB)
     world = a_world(a_device(), waiting, a_pledge(waiting, "gpu0", 60 * GIB))
-    assert reasons(told(world, now=NOW + 60.0)) == [Reason.BACKEND_UNAVAILABLE, Reason.WAITING_FOR_PREEMPTION]
+    assert reasons(explained(world, now=NOW + 60.0)) == [
+        Reason.BACKEND_UNAVAILABLE,
+        Reason.WAITING_FOR_PREEMPTION,
+    ]
 
 
-def test_a_preemptor_whose_victims_have_ended_waits_for_what_is_leaving():
+def test_a_preemptor_whose_victims_have_ended_waits_for_their_memory():
     waiting = a_task("new", priority=80, gpu_mb=60 * GIB)
     over = a_task("over", gpu_mb=60 * GIB, fence=1, freeing_for="new", state=TaskState.SUCCEEDED)
     releasing = a_lease(over, "gpu0", 60 * GIB, state=LeaseState.RELEASING)
     world = a_world(a_device(), over, releasing, waiting, a_pledge(waiting, "gpu0", 60 * GIB))
-    assert "waits for what is leaving to be gone" in told(world).message
+    assert "waits for their memory to be released" in explained(world).message
 
 
-def test_all_blockers_are_told_most_structural_first():
+def test_blockers_come_most_structural_first():
     world = a_world(
         a_node(max_runs=1),
         a_device(),
@@ -172,7 +181,7 @@ def test_all_blockers_are_told_most_structural_first():
             custom={"licence": 1.0},
         ),
     )
-    explanation = told(world)
+    explanation = explained(world)
     assert reasons(explanation) == [
         Reason.HELD,
         Reason.NOT_BEFORE,
@@ -181,16 +190,16 @@ def test_all_blockers_are_told_most_structural_first():
         Reason.WAITING_FOR_MEMORY,
     ]
     messages = [blocker.message for blocker in explanation.blockers]
-    assert messages[1] == "not to be started for another 60 s, because it has failed 2 of at most 6 times"
-    assert messages[2] == "needs 1 of 'licence'; of the cluster's 4 too few are left"
+    assert messages[1] == "does not start for another 60 s, because it has failed 2 of at most 6 times"
+    assert messages[2] == "needs 1 of 'licence'; too few of the cluster's 4 are left"
     assert [blocker.tier for blocker in explanation.blockers] == [1, 7, 9, 9, 11]
     assert explanation.position is None
 
 
-def test_a_full_node_is_told_with_what_it_has_left():
+def test_a_blocker_says_what_a_full_node_has_left():
     run = holding(a_task("run", cpu=3.0, memory_mb=20 * GIB), node="n1")
     world = a_world(a_node(cpu=4.0, memory_mb=32 * GIB, max_runs=5), run, a_task("new", cpu=2.0))
-    assert told(world).message == (
+    assert explained(world).message == (
         "needs 2 CPUs, of which 1 are left (on n1, the node with the most CPU left)"
     )
 
@@ -199,22 +208,22 @@ def test_a_full_node_names_only_what_is_short():
     run = holding(a_task("run", cpu=3.0, memory_mb=20 * GIB), node="n1")
     wanted = a_task("new", cpu=1.0, memory_mb=16 * GIB)
     world = a_world(a_node(cpu=4.0, memory_mb=32 * GIB, max_runs=1), run, wanted)
-    assert told(world).message.startswith(
+    assert explained(world).message.startswith(
         "needs a run slot, and none is left; 16.0 GiB of host memory, of which 12.0 GiB are left (on n1"
     )
 
 
-def test_a_task_with_room_waits_for_the_next_cycle_and_is_told_how_many_are_ahead():
+def test_a_task_with_room_waits_for_the_next_cycle_behind_the_tasks_ahead():
     tasks = [a_task("urgent", priority=95), a_task("older", submitted_at=NOW - 1.0), a_task("new")]
     world = a_world(a_device(), *tasks, a_task("later", priority=10))
-    assert told(world, "urgent").message == "there is room for it now; the next cycle looks at it"
-    assert (told(world).reason, told(world).position) == (Reason.PENDING_EVALUATION, 3)
-    assert told(world).message.endswith("after the 2 ahead of it")
+    assert explained(world, "urgent").message == "there is room for it now; the next cycle plans it"
+    assert (explained(world).reason, explained(world).position) == (Reason.PENDING_EVALUATION, 3)
+    assert explained(world).message.endswith("after the 2 tasks ahead of it")
 
 
 def test_a_delayed_task_whose_time_has_come_waits_for_the_next_cycle():
     world = a_world(a_node(), a_task("new", not_before=Instant(NOW - 1.0)))
-    assert (told(world).reason, told(world).position) == (Reason.PENDING_EVALUATION, None)
+    assert (explained(world).reason, explained(world).position) == (Reason.PENDING_EVALUATION, None)
 
 
 def test_positions_are_places_in_the_order_in_which_tasks_are_planned():
@@ -225,20 +234,20 @@ def test_positions_are_places_in_the_order_in_which_tasks_are_planned():
     world = a_world(a_node(cpu=1000.0, max_runs=100), *tasks)
     planned = [decision.subject for decision in plan_cycle(world, POLICY, NOW, budget=10_000).decisions]
     assert len(planned) == 40
-    assert [told(world, name).position for name in planned] == list(range(1, 41))
+    assert [explained(world, name).position for name in planned] == list(range(1, 41))
 
 
-def test_what_can_never_run_is_told_what_there_is():
+def test_a_task_that_can_never_run_reads_what_the_largest_device_offers():
     world = a_world(a_device(), a_task("new", gpu_mb=90 * GIB, priority=10))
-    assert reasons(told(world)) == [Reason.EXCEEDS_CAPACITY]
-    assert "90.0 GiB on one GPU exceed the largest" in told(world).message
-    assert told(world).devices[0].message == "too small: 80.0 GiB in all"
+    assert reasons(explained(world)) == [Reason.EXCEEDS_CAPACITY]
+    assert "90.0 GiB on one GPU exceed the largest" in explained(world).message
+    assert explained(world).devices[0].message == "too small: 80.0 GiB in all"
 
 
 def some_verdicts(world: World) -> dict[str, tuple[Verdict, str]]:
     return {
         f"{verdict.node}/gpu{verdict.index}": (verdict.verdict, verdict.message)
-        for verdict in told(world).devices
+        for verdict in explained(world).devices
     }
 
 
@@ -268,16 +277,16 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
         "n1/gpu1": (Verdict.NO_ROOM, "30.0 GiB are needed, 9.0 GiB are free"),
         "n1/gpu2": (
             Verdict.NO_ROOM,
-            "30.0 GiB are needed, 5.0 GiB are free, 75.0 GiB go to processes that are not ours",
+            "30.0 GiB are needed, 5.0 GiB are free, 75.0 GiB are used by processes outside gpubroker",
         ),
-        "n1/gpu3": (Verdict.KEPT_FOR_OTHERS, "what is free is kept for first"),
+        "n1/gpu3": (Verdict.KEPT_FOR_OTHERS, "the free memory is pledged to first"),
         "n1/gpu4": (Verdict.STALE, "its memory use has not been reported lately"),
         "n1/gpu5": (Verdict.TOO_SMALL, "too small: 10.0 GiB in all"),
         "n1/gpu6": (Verdict.GONE, "its node no longer has it"),
         "n2/gpu0": (Verdict.NODE_NOT_READY, "its node does not answer"),
         "n3/gpu0": (Verdict.CORDONED, "its node is cordoned"),
     }
-    crowded = told(world).devices[1]
+    crowded = explained(world).devices[1]
     assert [(h.lease.holder, h.lease.priority, h.takes_mb, h.is_leaving) for h in crowded.holders] == [
         ("low", 10, 70 * GIB, False),
         ("dead", 50, 1 * GIB, True),
@@ -285,31 +294,31 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
     assert (crowded.need_mb, crowded.free_mb, crowded.allocatable_mb) == (30 * GIB, 9 * GIB, 80 * GIB)
 
 
-def test_a_whole_device_is_told_who_else_is_on_it_and_what_to_do():
+def test_a_whole_device_in_use_without_a_lease_says_by_what_and_what_to_do():
     world = a_world(a_device(), a_sample("gpu0", used_mb=1536, foreign_mb=512), a_task("new", gpus=1))
-    others = "0.5 GiB go to processes that are not ours and 1.0 GiB are in use by nobody who is known"
-    assert told(world).devices[0].message == f"not empty: 78.5 GiB of 80.0 GiB are free, {others}"
-    assert told(world).reason is Reason.WAITING_FOR_MEMORY
-    assert told(world).message == (
-        f"needs a whole GPU, and of n1/gpu0 {others}: end or declare those, or ask for a size (gpu_mb); "
+    others = "0.5 GiB are used by processes outside gpubroker and 1.0 GiB are used by unknown processes"
+    assert explained(world).devices[0].message == f"not empty: 78.5 GiB of 80.0 GiB are free, {others}"
+    assert explained(world).reason is Reason.WAITING_FOR_MEMORY
+    assert explained(world).message == (
+        f"needs a whole GPU, and of n1/gpu0 {others}: end or declare them, or ask for a size (gpu_mb); "
         "the largest free block is 78.5 GiB (n1/gpu0)"
     )
 
 
-def test_a_whole_device_is_told_nothing_of_others_where_a_lease_is_in_its_way():
+def test_a_whole_device_with_a_lease_on_it_does_not_mention_other_processes():
     run = holding(a_task("run", gpu_mb=8 * GIB), "gpu0")
     world = a_world(a_device(), run, a_sample("gpu0", foreign_mb=512), a_task("new", gpus=1))
-    assert told(world).message == "needs a whole GPU; the largest free block is 71.5 GiB (n1/gpu0)"
+    assert explained(world).message == "needs a whole GPU; the largest free block is 71.5 GiB (n1/gpu0)"
 
 
-def test_a_task_without_gpu_is_told_nothing_about_devices():
-    assert told(a_world(a_device(), a_task("new", cpu=1.0))).devices == ()
+def test_a_task_without_gpus_has_no_device_verdicts():
+    assert explained(a_world(a_device(), a_task("new", cpu=1.0))).devices == ()
 
 
 @pytest.mark.parametrize(
     ("state", "fields", "message"),
     [
-        (TaskState.ADMITTED, {}, "admitted to n1; its order is on the way"),
+        (TaskState.ADMITTED, {}, "admitted to n1; the order to start it is on its way"),
         (TaskState.RUNNING, {}, "running on n1 for 100 s"),
         (
             TaskState.STOPPING,
@@ -328,19 +337,17 @@ def test_a_task_without_gpu_is_told_nothing_about_devices():
         (TaskState.SUCCEEDED, {}, "succeeded; it no longer waits for anything"),
     ],
 )
-def test_a_task_that_does_not_wait_is_told_what_it_does(
-    state: TaskState, fields: dict[str, Any], message: str
-):
+def test_a_task_that_does_not_wait_says_what_it_does(state: TaskState, fields: dict[str, Any], message: str):
     run = holding(a_task("new", gpu_mb=1), "gpu0", state=state, **fields)
     world = a_world(run, a_task("high", priority=80))
-    explanation = told(world)
+    explanation = explained(world)
     assert (explanation.state, explanation.reason, explanation.message) == (state, None, message)
     assert (explanation.blockers, explanation.devices, explanation.position) == ((), (), None)
 
 
-def test_a_task_that_nobody_knows_is_a_mistake():
+def test_an_unknown_task_raises_key_error():
     with pytest.raises(KeyError):
-        told(World())
+        explained(World())
 
 
 def test_the_published_reasons_are_a_total_order_with_one_shared_place():
@@ -352,35 +359,35 @@ def test_the_published_reasons_are_a_total_order_with_one_shared_place():
 
 def test_explaining_changes_nothing():
     world = a_world(a_device(), a_task("new", gpu_mb=1), a_task("late", not_before=Instant(NOW - 1.0)))
-    assert told(world) == told(world)
+    assert explained(world) == explained(world)
     assert TaskId("late") not in world.queue
 
 
-def test_a_node_that_has_too_little_of_a_resource_of_its_own_is_said_to():
+def test_a_blocker_says_what_a_node_has_left_of_its_custom_resource():
     policy = Policy(custom_limits=(CustomLimit("fpga", 2.0, per_node=True),))
     run = holding(a_task("run", cpu=1.0, custom={"fpga": 1.0}), node="n1")
     world = a_world(a_node("n1", custom=(("fpga", 2.0),)), run)
     submit(world, a_task("new", cpu=1.0, custom={"fpga": 2.0}))
-    told = explain(world, TaskId("new"), policy, NOW)
-    assert told.reason is Reason.CONCURRENCY_LIMITED
-    assert told.message == "needs 2 of 'fpga', of which 1 are left (on n1, the node with the most CPU left)"
+    found = explain(world, TaskId("new"), policy, NOW)
+    assert found.reason is Reason.CONCURRENCY_LIMITED
+    assert found.message == "needs 2 of 'fpga', of which 1 are left (on n1, the node with the most CPU left)"
 
 
-def test_a_task_that_was_lowered_below_a_threshold_is_told_so():
+def test_a_task_lowered_below_the_threshold_of_a_resource_says_so():
     policy = Policy(custom_limits=(CustomLimit("seat", 2.0, priority_threshold=70),))
     world = a_world(a_node("n1"))
     submit(world, a_task("new", priority=50, cpu=1.0, custom={"seat": 1.0}))
-    told = explain(world, TaskId("new"), policy, NOW)
-    assert told.reason is Reason.EXCEEDS_CAPACITY
-    assert "priority 70 and above" in told.message
+    found = explain(world, TaskId("new"), policy, NOW)
+    assert found.reason is Reason.EXCEEDS_CAPACITY
+    assert "priority 70 and above" in found.message
 
 
-def test_a_gpu_that_is_not_asked_for_is_said_to_be_none():
+def test_a_gpu_that_does_not_match_the_demand_says_so():
     task = a_task("new", gpus=1, where=Where(kinds=("A100",)))
     world = a_world(a_device("gpu0", kind="H100"), a_device("gpu1", kind="A100"), task)
-    told = explain(world, task.id, POLICY, NOW)
-    assert [verdict.verdict for verdict in told.devices] == [Verdict.NOT_WANTED, Verdict.FITS]
-    assert told.devices[0].message == "not among what is asked for (kinds A100)"
+    found = explain(world, task.id, POLICY, NOW)
+    assert [verdict.verdict for verdict in found.devices] == [Verdict.NOT_WANTED, Verdict.FITS]
+    assert found.devices[0].message == "does not match the demand (kinds A100)"
 
 
 def test_a_task_that_runs_after_others_names_them_and_how_they_stand() -> None:
@@ -388,10 +395,10 @@ def test_a_task_that_runs_after_others_names_them_and_how_they_stand() -> None:
     after = tuple(Dependency(TaskId(name)) for name in names)
     run = holding(a_task("b", cpu=1.0), node="n1")
     world = a_world(a_device(), a_task("a"), run, a_task("c"), a_task("new", after=after, awaits=True))
-    told = explain(world, TaskId("new"), POLICY, NOW)
-    assert told.reason is Reason.DEPENDENCY_PENDING
-    assert told.message == "runs after a (pending), b (running), c (pending) and 1 more"
-    assert told.position is None
+    found = explain(world, TaskId("new"), POLICY, NOW)
+    assert found.reason is Reason.DEPENDENCY_PENDING
+    assert found.message == "runs after a (pending), b (running), c (pending) and 1 more"
+    assert found.position is None
     world.awaited.learn(["d"], {TaskId("d"): TaskEnd(TaskState.SUCCEEDED)})
     assert "c (pending)" in explain(world, TaskId("new"), POLICY, NOW).message
     assert "more" not in explain(world, TaskId("new"), POLICY, NOW).message

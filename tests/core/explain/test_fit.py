@@ -14,9 +14,9 @@ from gpubroker_server.core.explain.fit import (
     Component,
     Displaced,
     FleetPlan,
+    GpuShortage,
     Machine,
-    Missing,
-    OfKinds,
+    Shortage,
     Totals,
     fleet_of,
 )
@@ -60,7 +60,7 @@ def a_fleet(*machines: Machine) -> World:
     return fleet_of(machines, (), NOW)
 
 
-def test_each_component_is_told_its_place_and_how_many_have_none():
+def test_a_plan_has_the_places_and_the_number_of_unplaced_tasks():
     plan = planned(a_fleet(a_machine(gpus=2)), a_component("small", 3, gpu_mb=50 * GIB))
     assert (plan.fits, unplaced(plan)) == (False, {"small": 1})
     assert [placed.places[0].node for placed in plan.placed] == ["m1", "m1"]
@@ -91,14 +91,14 @@ def test_what_finds_no_room_displaces_runs_of_lower_priority_and_is_put_where_th
     assert unplaced(planned(world, a_component("new", 1, 10, gpu_mb=GIB))) == {"new": 1}
 
 
-def test_to_plan_changes_nothing():
+def test_planning_a_fleet_changes_nothing():
     run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0")
     world = a_world(a_device(), run)
     planned(world, a_component("new", gpu_mb=40 * GIB))
     assert (world.tasks["run"], Draft(world).book(a_device().key).unheld_mb()) == (run.task, 0)
 
 
-def test_who_asks_for_no_gpu_displaces_nobody():
+def test_a_component_without_gpus_displaces_no_run():
     run = holding(a_task("run", priority=10, cpu=64.0), node="n1")
     assert unplaced(planned(a_world(a_device(), run), a_component("new", cpu=1.0))) == {"new": 1}
 
@@ -121,11 +121,11 @@ def test_a_fleet_that_need_not_exist_has_the_costs_of_the_kinds_that_are_known()
     assert planned(world, a_component("rest", gpu_mb=79 * GIB)).fits
 
 
-def test_what_is_missing_is_told_in_amounts_less_what_is_left_and_with_the_first_ones_reason():
+def test_a_plan_names_the_missing_amounts_and_the_reason_of_the_first_unplaced_task():
     machine = Machine("m1", 8.0, Mib(64 * GIB), (("H100", Mib(80 * GIB)), ("A100", Mib(40 * GIB))))
     trainer = a_component("trainer", 3, gpus=1, cpu=3.0, memory_mb=30 * GIB, where=Where(kinds=("H100",)))
     plan = planned(a_fleet(machine), trainer)
-    assert plan.missing == Missing((OfKinds(("H100",), 2, 0),), 1.0, 26 * GIB)
+    assert plan.missing == Shortage((GpuShortage(("H100",), 2, 0),), 1.0, 26 * GIB)
     [why] = plan.unplaced
     assert (why.count, why.reason) == (2, Reason.WAITING_FOR_MEMORY)
     assert why.message == "needs a whole GPU; the largest free block is 0.0 GiB (m1/gpu0)"
@@ -134,36 +134,36 @@ def test_what_is_missing_is_told_in_amounts_less_what_is_left_and_with_the_first
 def test_parts_of_gpus_are_missing_in_mib_with_what_a_process_costs():
     world = fleet_of([a_machine(gpus=2)], [GpuKind("H100", 9, Mib(GIB))], NOW)
     plan = planned(world, a_component("part", 6, gpu_mb=39 * GIB))
-    assert (unplaced(plan), plan.missing) == ({"part": 2}, Missing((OfKinds((), 0, 80 * GIB),), 0.0, 0))
+    assert (unplaced(plan), plan.missing) == ({"part": 2}, Shortage((GpuShortage((), 0, 80 * GIB),), 0.0, 0))
 
 
 def test_what_is_there_in_sum_but_not_in_one_piece_is_no_missing_amount():
     plan = planned(a_fleet(a_machine(gpus=2)), a_component("part", 3, gpu_mb=50 * GIB))
-    assert (unplaced(plan), plan.missing) == ({"part": 1}, Missing((), 0.0, 0))
+    assert (unplaced(plan), plan.missing) == ({"part": 1}, Shortage((), 0.0, 0))
     assert plan.unplaced[0].reason is Reason.FRAGMENTED
 
 
 def test_where_only_a_quota_is_in_the_way_nothing_is_missing_and_the_reason_says_so():
     policy = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(50 * GIB)),))
     plan = planned(a_fleet(a_machine(gpus=2)), a_component("part", 3, gpu_mb=40 * GIB), policy=policy)
-    assert (unplaced(plan), plan.missing) == ({"part": 2}, Missing((), 0.0, 0))
+    assert (unplaced(plan), plan.missing) == ({"part": 2}, Shortage((), 0.0, 0))
     assert plan.unplaced[0].reason is Reason.QUOTA_EXHAUSTED
 
 
-def test_who_may_use_the_fewest_gpus_is_given_what_is_left_of_them_before_others():
+def test_demands_with_the_fewest_usable_gpus_take_what_is_left_of_them_first():
     machine = Machine("m1", 0.0, Mib(0), (("H100", Mib(80 * GIB)),) * 2)
     picky = a_component("picky", gpus=1, cpu=1.0, where=Where(kinds=("H100",)))
     rare = a_component("rare", gpus=1, cpu=1.0, where=Where(kinds=("B200",)))
     plan = planned(a_fleet(machine), a_component("any", gpus=1, cpu=1.0), picky, rare)
-    assert plan.missing == Missing((OfKinds(("B200",), 1, 0),), 3.0, 0)
+    assert plan.missing == Shortage((GpuShortage(("B200",), 1, 0),), 3.0, 0)
 
 
-def test_all_ranks_of_a_gang_are_placed_or_none_and_each_is_told_its_place():
+def test_all_ranks_of_a_gang_are_placed_or_none():
     gang = a_component("gang", 2, bundles=bundles(2, gpus=1, cpu=1.0), strategy="strict_spread")
     plan = planned(a_fleet(a_machine("m1", gpus=2), a_machine("m2", gpus=1)), gang)
     assert [[place.node for place in one.places] for one in plan.placed] == [["m1", "m2"]]
     assert (unplaced(plan), plan.totals.gpus, plan.totals.cpu) == ({"gang": 1}, 4, 4.0)
-    assert plan.missing == Missing((OfKinds((), 1, 0),), 0.0, 0)
+    assert plan.missing == Shortage((GpuShortage((), 1, 0),), 0.0, 0)
     assert plan.unplaced[0].message.startswith("there is room for 1 of the 2 ranks that must start together")
 
 
@@ -174,7 +174,7 @@ def test_a_gang_of_many_gpus_is_placed_before_single_ones():
     assert planned(fleet, one, gang).fits
 
 
-def test_a_gang_displaces_whom_it_must_on_all_its_nodes():
+def test_a_gang_displaces_runs_on_all_its_nodes():
     devices = a_device("gpu0", "n1"), a_device("gpu0", "n2")
     low = [
         holding(a_task(f"low{n}", priority=10, gpu_mb=80 * GIB), device.key, node=f"n{n}")

@@ -7,9 +7,9 @@ from gpubroker_server.core.domain.demand import Where
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TenantPolicy
 from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
-from gpubroker_server.core.explain.diagnosis import look
-from gpubroker_server.core.explain.pools import settled
-from gpubroker_server.core.explain.survey import survey
+from gpubroker_server.core.explain.diagnosis import diagnose
+from gpubroker_server.core.explain.pools import apply_pool
+from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
 
@@ -19,15 +19,15 @@ from tests.core.gangs import a_cluster, a_gang, bundles
 
 BIG = 60 * GIB
 STATED = 100.0
-"""Runs of the builders began so long ago."""
+"""Seconds for which runs of the builders have run."""
 
 
 def advice(world: World, policy: Policy | None = None) -> Advice:
     gang = world.tasks[TaskId("new")]
-    return advise(look(survey(Draft(world), gang, policy or Policy(), NOW)))
+    return advise(diagnose(survey_nodes(Draft(world), gang, policy or Policy(), NOW)))
 
 
-def told(world: World, policy: Policy | None = None) -> dict[str, dict[str, Any]]:
+def remedies_of(world: World, policy: Policy | None = None) -> dict[str, dict[str, Any]]:
     return {remedy.message: dict(remedy.change) for remedy in advice(world, policy).remedies}
 
 
@@ -37,47 +37,47 @@ def run(name: str, device: str, left: float | None = None, **fields: Any) -> Any
     return holding(task, device)
 
 
-def test_fewer_and_smaller_ranks_are_told_with_their_places():
+def test_fewer_and_smaller_ranks_are_remedies_with_their_places():
     world = a_cluster(run("r", "n2/gpu1"), a_gang("new", *bundles(4, gpu_mb=BIG)))
-    assert told(world) == {
-        "with min_ranks at most 3 it starts now on n1/gpu0,1 and n2/gpu0": {"min_ranks": 3},
-        "with gpu_mb at most 40320 (39.4 GiB) in each rank it starts now on n1/gpu0,1": {
+    assert remedies_of(world) == {
+        "with min_ranks at most 3, it starts now on n1/gpu0,1 and n2/gpu0": {"min_ranks": 3},
+        "with gpu_mb at most 40320 (39.4 GiB) in each rank, it starts now on n1/gpu0,1": {
             "bundles": {"gpu_mb": 40320}
         },
-        "with priority 96 or above 1 run would be asked to leave, and it starts on n1 and n2 within 30 s": {
-            "priority": 96
-        },
+        "with priority 96 or above, it preempts 1 run and starts on n1 and n2 within 30 s": {"priority": 96},
     }
 
 
-def test_a_strategy_that_asks_for_less_is_told():
+def test_a_strategy_that_is_not_strict_is_a_remedy():
     pair = bundles(2, gpu_mb=BIG)
     runs = run("a", "n1/gpu1", priority=100), run("b", "n2/gpu1", priority=100)
     packed = a_cluster(*runs, a_gang("new", *pair, strategy="strict_pack"))
-    assert {"strategy": "pack"} in told(packed).values()
+    assert {"strategy": "pack"} in remedies_of(packed).values()
     one = a_world(a_device("gpu0"), a_device("gpu1"), a_gang("new", *pair, strategy="strict_spread"))
-    assert {"strategy": "spread"} in told(one).values()
-    assert {"strategy": "pack"} not in told(a_cluster(*runs, a_gang("new", *bundles(3, gpu_mb=BIG)))).values()
+    assert {"strategy": "spread"} in remedies_of(one).values()
+    assert {"strategy": "pack"} not in remedies_of(
+        a_cluster(*runs, a_gang("new", *bundles(3, gpu_mb=BIG)))
+    ).values()
 
 
-def test_ranks_that_do_without_their_kind_or_their_node_are_told():
+def test_wider_kinds_and_nodes_of_all_ranks_are_a_remedy():
     here = Where(kinds=("H100",), nodes=(("node", ("n1",)),))
     gang = a_gang("new", *bundles(2, gpu_mb=BIG, where=here), a_demand(cpu=1.0))
     devices = a_device("gpu0", "n1"), *(a_device(f"gpu{at}", "n2", kind="A100") for at in (0, 1))
     other = a_world(*devices, run("a", "n1/gpu0", priority=100), gang)
-    assert {"bundles": {"kinds": [], "nodes": {}}} in told(other).values()
+    assert {"bundles": {"kinds": [], "nodes": {}}} in remedies_of(other).values()
 
 
 def test_a_gang_may_do_without_its_pool():
     lab = Pool("lab", kinds=("H100",), gpus=2)
     policy = Policy(pools=(lab,), custom_limits=(CustomLimit("pool:lab:gpus", 2.0),))
-    demand = settled(a_demand(bundles=bundles(2, gpu_mb=BIG)), "lab", "default", {}, policy)
+    demand = apply_pool(a_demand(bundles=bundles(2, gpu_mb=BIG)), "lab", "default", {}, policy)
     other = run("a", "n1/gpu0", priority=100, slots=(("pool:lab:gpus", 1.0),))
     world = a_cluster(other, a_task("new", demand=demand))
-    found = told(world, policy)
+    found = remedies_of(world, policy)
     assert {"pool": "", "bundles": {"kinds": []}} in found.values()
     assert {"min_ranks": 1} not in found.values(), "all ranks count against the pool"
-    gone = told(world, replace(policy, pools=())).values()
+    gone = remedies_of(world, replace(policy, pools=())).values()
     assert {"pool": ""} in gone
     assert {"min_ranks": 1} not in gone
 
@@ -101,7 +101,7 @@ def quota(mb: int) -> Policy:
     )
 
 
-def test_of_a_quota_that_is_used_up_it_is_told_what_it_leaves_and_whose_end_helps():
+def test_remedies_for_a_used_up_quota_are_what_it_leaves_and_the_run_that_ends_first():
     mine = run("mine", "n1/gpu0", 40.0)
     world = a_cluster(mine, a_task("new", gpu_mb=BIG))
     found = advice(world, quota(100 * GIB))
@@ -115,7 +115,7 @@ def test_of_a_quota_that_is_used_up_it_is_told_what_it_leaves_and_whose_end_help
     assert found.remedies[0].places[0].node in ("n1", "n2")
 
 
-def test_who_stands_ahead_takes_what_comes_back_of_a_quota_they_share():
+def test_a_task_ahead_takes_what_comes_back_of_a_shared_quota():
     parts = run("mine", "n1/gpu0", 40.0), a_task("new", gpu_mb=BIG)
     first, stranger = (
         a_task("first", gpu_mb=BIG, priority=60),
@@ -125,16 +125,16 @@ def test_who_stands_ahead_takes_what_comes_back_of_a_quota_they_share():
     assert any(remedy.after for remedy in advice(a_cluster(*parts, stranger), quota(100 * GIB)).remedies)
 
 
-def test_a_kind_that_counts_less_is_told_while_the_quota_is_short():
+def test_a_kind_that_counts_less_is_a_remedy_for_a_short_quota():
     parts = (
         a_device("gpu0", "n1"),
         a_device("gpu0", "n2", mb=40 * GIB, kind="A100"),
         a_device("gpu0", "n3", mb=20 * GIB, kind="T4"),
     )
     world = a_world(*parts, a_task("new", gpus=1))
-    assert {"kinds": ["A100"]} in told(world, quota(50 * GIB)).values()
+    assert {"kinds": ["A100"]} in remedies_of(world, quota(50 * GIB)).values()
     gang = a_world(*parts, a_gang("new", *bundles(2, gpus=1), min_ranks=1))
-    assert {"bundles": {"kinds": ["A100"]}} in told(gang, quota(50 * GIB)).values()
-    assert {"kinds": ["T4"]} not in told(world, quota(10 * GIB)).values()
+    assert {"bundles": {"kinds": ["A100"]}} in remedies_of(gang, quota(50 * GIB)).values()
+    assert {"kinds": ["T4"]} not in remedies_of(world, quota(10 * GIB)).values()
     large = a_world(*parts, a_task("new", gpu_mb=30 * GIB))
-    assert not any("kinds" in change for change in told(large, quota(20 * GIB)).values())
+    assert not any("kinds" in change for change in remedies_of(large, quota(20 * GIB)).values())

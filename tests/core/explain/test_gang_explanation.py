@@ -1,4 +1,4 @@
-"""What is refused at the door, and what is said of a gang that waits."""
+"""Which gangs a submit refuses, and why a gang waits."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.reasons import Reason, Refusal
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.explain import Explanation, explain
-from gpubroker_server.core.explain.pools import settled
+from gpubroker_server.core.explain.pools import apply_pool
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -63,7 +63,7 @@ def test_the_rank_that_could_never_run_is_named() -> None:
 
 def test_ranks_that_never_fit_at_once_are_counted() -> None:
     message = why(refused(a_cluster(), *bundles(6, gpus=1)))
-    assert "6 ranks never fit at once: even empty the cluster has room for 4" in message
+    assert "6 ranks never fit at once: even when empty the cluster has room for 4" in message
     assert "none for rank 4" in message
 
 
@@ -96,89 +96,89 @@ def test_while_no_node_is_known_every_number_of_ranks_passes() -> None:
 def test_a_pool_holds_for_every_rank_and_counts_their_sum() -> None:
     lab = Pool("lab", kinds=("H100",), gpus=4)
     policy = Policy(pools=(lab,), custom_limits=(CustomLimit("pool:lab:gpus", 4.0),))
-    demand = settled(Demand(bundles=(*bundles(2, gpus=1), *bundles(1, cpu=1.0))), "lab", "t", {}, policy)
+    demand = apply_pool(Demand(bundles=(*bundles(2, gpus=1), *bundles(1, cpu=1.0))), "lab", "t", {}, policy)
     assert isinstance(demand, Demand)
     assert demand.slots == (("pool:lab:gpus", 2.0),)
     assert [bundle.where.kinds for bundle in demand.bundles] == [("H100",), ("H100",), ()]
     strange = bundles(1, gpus=1, where=Where(kinds=("A100",)))
-    wrong = settled(Demand(bundles=strange), "lab", "t", {}, policy)
+    wrong = apply_pool(Demand(bundles=strange), "lab", "t", {}, policy)
     assert isinstance(wrong, Refusal)
     assert wrong.field == "bundles"
 
 
-def told(world: World, policy: Policy | None = None) -> Explanation:
+def explained(world: World, policy: Policy | None = None) -> Explanation:
     return explain(world, TaskId("gang"), policy or Policy(), NOW)
 
 
 def test_the_first_rank_without_room_is_named_and_what_it_lacks() -> None:
     run = holding(a_task("run", gpu_mb=BIG, priority=90), "n2/gpu1")
-    found = told(a_cluster(run, a_gang("gang", *bundles(4, gpu_mb=BIG))))
+    found = explained(a_cluster(run, a_gang("gang", *bundles(4, gpu_mb=BIG))))
     assert found.reason is Reason.FRAGMENTED
     assert "room for 3 of the 4 ranks that must start together; rank 3: needs 60.0 GiB" in found.message
     assert {str(device.verdict) for device in found.devices} == {"no_room"}
 
 
-def test_each_rank_is_told_where_it_has_room_or_why_not() -> None:
+def test_each_rank_has_a_place_or_a_blocker() -> None:
     run = holding(a_task("run", gpu_mb=BIG, priority=90), "n2/gpu1")
     parts = (*bundles(3, gpu_mb=BIG), *bundles(2, gpu_mb=70 * GIB), *bundles(2, cpu=65.0))
     world = a_cluster(run, a_gang("gang", *parts[:5], min_ranks=4))
-    ranks = told(world).ranks
+    ranks = explained(world).ranks
     assert [one.place.node if one.place else None for one in ranks] == ["n1", "n1", "n2", None, None]
     assert ranks[3].blocker is not None
     assert ranks[3].blocker.message.startswith("needs 70.0 GiB on one GPU")
     assert ranks[4].blocker is None, "it can start without this one"
-    fits = told(a_cluster(a_gang("gang", *bundles(6, gpu_mb=BIG), min_ranks=2)))
+    fits = explained(a_cluster(a_gang("gang", *bundles(6, gpu_mb=BIG), min_ranks=2)))
     assert [one.place is not None for one in fits.ranks] == [True] * 4 + [False] * 2
 
 
-def test_of_many_different_ranks_only_some_are_looked_at() -> None:
+def test_at_most_eight_distinct_ranks_without_room_are_evaluated() -> None:
     runs = [holding(a_task(f"r{at}", gpu_mb=70 * GIB), f"n{at // 2 + 1}/gpu{at % 2}") for at in range(4)]
     parts = [bundles(1, gpu_mb=(9 + at) * GIB)[0] for at in range(12)]
-    ranks = told(a_cluster(*runs, a_gang("gang", *parts, a_demand(gpu_mb=9 * GIB)))).ranks
+    ranks = explained(a_cluster(*runs, a_gang("gang", *parts, a_demand(gpu_mb=9 * GIB)))).ranks
     assert [one.place is not None for one in ranks] == [True] * 2 + [False] * 10 + [False]
     said = [one.blocker.message for one in ranks if one.blocker is not None]
     assert sum(message.startswith("needs") for message in said) == 8
-    assert said[-1] == "not looked at: others before it have no room"
+    assert said[-1] == "not evaluated: ranks before it have no room"
 
 
 def test_a_later_rank_is_judged_by_itself() -> None:
     runs = [holding(a_task(f"r{at}", gpu_mb=70 * GIB), f"n{at // 2 + 1}/gpu{at % 2}") for at in range(4)]
     parts = (a_demand(gpu_mb=20 * GIB), a_demand(cpu=1.0), a_demand(gpu_mb=20 * GIB), a_demand(gpu_mb=GIB))
-    ranks = told(a_cluster(*runs, a_gang("gang", *parts))).ranks
+    ranks = explained(a_cluster(*runs, a_gang("gang", *parts))).ranks
     assert [one.place is not None for one in ranks] == [False, True, False, True]
-    strict = told(a_cluster(*runs, a_gang("gang", *parts[:2], strategy="strict_spread"))).ranks
+    strict = explained(a_cluster(*runs, a_gang("gang", *parts[:2], strategy="strict_spread"))).ranks
     assert [one.place is not None for one in strict] == [False] * 2
 
 
-def test_without_room_for_any_rank_that_is_said() -> None:
+def test_a_gang_without_room_for_any_rank_says_so() -> None:
     runs = [holding(a_task(name, gpu_mb=BIG), device) for name, device in (("a", "gpu0"), ("b", "gpu1"))]
     world = a_world(a_device("gpu0"), a_device("gpu1"), *runs, a_gang("gang", *bundles(2, gpu_mb=BIG)))
-    assert told(world).message.startswith("there is room for none of the 2 ranks")
+    assert explained(world).message.startswith("there is room for none of the 2 ranks")
 
 
-def test_a_gang_that_only_its_strategy_keeps_out_is_told_so() -> None:
+def test_a_gang_that_waits_because_of_its_strategy_says_so() -> None:
     run = holding(a_task("run", gpu_mb=BIG), "n2/gpu1")
     gang = a_gang("gang", *bundles(2, gpu_mb=BIG), strategy="strict_pack")
     world = a_cluster(run, holding(a_task("other", gpu_mb=BIG), "n1/gpu1"), gang)
-    found = told(world)
+    found = explained(world)
     assert found.reason is Reason.FRAGMENTED
     assert "rank 1: no place beside the others on one node (strict_pack)" in found.message
 
 
-def test_a_gang_for_which_there_is_room_waits_for_the_next_look() -> None:
-    assert told(a_cluster(a_gang("gang", *bundles(2, gpu_mb=BIG)))).reason is Reason.PENDING_EVALUATION
+def test_a_gang_with_room_waits_for_the_next_cycle() -> None:
+    assert explained(a_cluster(a_gang("gang", *bundles(2, gpu_mb=BIG)))).reason is Reason.PENDING_EVALUATION
 
 
-def test_a_gang_that_can_never_run_any_more_is_told_why() -> None:
-    assert told(a_world(a_gang("gang", *bundles(2, gpu_mb=BIG)))).reason is Reason.EXCEEDS_CAPACITY
+def test_a_gang_that_can_no_longer_run_says_why() -> None:
+    assert explained(a_world(a_gang("gang", *bundles(2, gpu_mb=BIG)))).reason is Reason.EXCEEDS_CAPACITY
     strange = a_gang("gang", *bundles(1, gpus=1, where=Where(kinds=("A100",))))
-    assert told(a_world(strange)).reason is Reason.NO_MATCHING_DEVICE
+    assert explained(a_world(strange)).reason is Reason.NO_MATCHING_DEVICE
 
 
 def test_a_gang_waits_for_the_quota_of_all_the_ranks_it_needs() -> None:
     policy = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(200 * GIB)),))
     run = holding(a_task("run", gpu_mb=40 * GIB), "n1/gpu0")
-    found = told(a_cluster(run, a_gang("gang", *bundles(3, gpu_mb=BIG), min_ranks=3)), policy)
+    found = explained(a_cluster(run, a_gang("gang", *bundles(3, gpu_mb=BIG), min_ranks=3)), policy)
     assert found.reason is Reason.QUOTA_EXHAUSTED
     assert found.quota is not None
     assert (found.quota.counts_mb, found.quota.allowance.left_mb) == (180 * GIB, 160 * GIB)
@@ -190,20 +190,20 @@ def test_a_limit_over_all_ranks_is_a_blocker_of_its_own() -> None:
     policy = Policy(custom_limits=(CustomLimit("licence", 3.0),))
     run = holding(a_task("run", custom={"licence": 2.0}), node="n1")
     gang = a_gang("gang", *bundles(2, gpu_mb=BIG, custom={"licence": 1.0}), custom=(("licence", 2.0),))
-    found = told(a_cluster(run, gang), policy)
+    found = explained(a_cluster(run, gang), policy)
     assert found.reason is Reason.CONCURRENCY_LIMITED
     assert "licence" in found.message
 
 
-def test_a_gang_that_waits_for_others_to_stop_is_told_for_whom() -> None:
+def test_a_gang_that_waits_for_its_victims_names_them() -> None:
     runs = [holding(a_task(f"r{at}", gpu_mb=BIG, priority=10), f"{node}/gpu{at}") for node, at in
             (("n1", 0), ("n1", 1), ("n2", 0))]  # fmt: skip
     world = a_cluster(*runs)
     submit(world, a_gang("gang", *bundles(3, gpu_mb=BIG), priority=80))
     admit_all(world, now=Instant(NOW + 1.0))
-    found = told(world)
+    found = explained(world)
     assert found.reason is Reason.WAITING_FOR_PREEMPTION
-    assert "are kept for it; waits for" in found.message
+    assert "are pledged to it; it waits for" in found.message
 
 
 def test_an_active_gang_says_where_it_is_and_how_far() -> None:
@@ -212,6 +212,6 @@ def test_an_active_gang_says_where_it_is_and_how_far() -> None:
     admit_all(world)
     gang = Agents(world)
     gang.tell(gang.ready(1))
-    assert told(world).message == "admitted to n1, n2, n3 and 2 more, 1 of its 5 ranks ready"
+    assert explained(world).message == "admitted to n1, n2, n3 and 2 more, 1 of its 5 ranks ready"
     gang.tell(*(gang.ready(rank) for rank in (0, 2, 3, 4)))
-    assert told(world).message == "running on n1, n2, n3 and 2 more, 5 ranks for 0 s"
+    assert explained(world).message == "running on n1, n2, n3 and 2 more, 5 ranks for 0 s"

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.explain.admission import check
 from gpubroker_server.core.explain.explain import explain
-from gpubroker_server.core.explain.pools import settled
+from gpubroker_server.core.explain.pools import apply_pool
 from gpubroker_server.core.planning.cycle import plan_cycle
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_task, a_world, commit, let_go
@@ -33,13 +33,13 @@ POLICY = Policy(
 
 
 def settle(pool: str = "", tenant: str = "acme", labels: Any = (), **demand: Any) -> Demand:
-    found = settled(a_demand(**demand), pool, tenant, dict(labels), POLICY)
+    found = apply_pool(a_demand(**demand), pool, tenant, dict(labels), POLICY)
     assert isinstance(found, Demand), found
     return found
 
 
 def refused(pool: str, **demand: Any) -> Refusal:
-    found = settled(a_demand(**demand), pool, "acme", {}, POLICY)
+    found = apply_pool(a_demand(**demand), pool, "acme", {}, POLICY)
     assert isinstance(found, Refusal)
     return found
 
@@ -52,7 +52,7 @@ def test_a_task_counts_against_the_limits_that_there_are_for_it():
         ("tenant:acme", 1.0),
     )
     assert settle(tenant="b", cpu=1.0).slots == (("tenant:b", 1.0),)
-    assert settled(a_demand(cpu=1.0), "", "acme", {}, Policy()) == a_demand(cpu=1.0)
+    assert apply_pool(a_demand(cpu=1.0), "", "acme", {}, Policy()) == a_demand(cpu=1.0)
 
 
 def test_a_pool_has_amounts_of_custom_resources_too():
@@ -86,7 +86,7 @@ def test_what_a_task_says_and_what_its_pool_says_must_both_hold():
         ),
         ("lab", {"gpu_mb": GIB}, "gpu_mb", "whole GPUs only"),
         ("lab", {"gpu_fraction": 0.5}, "gpu_fraction", "whole GPUs only"),
-        ("share", {"gpus": 1}, "gpu_mb", "say how much with gpu_mb"),
+        ("share", {"gpus": 1}, "gpu_mb", "state the size with gpu_mb"),
     ],
 )
 def test_a_pool_refuses_what_it_does_not_give(pool: str, demand: dict[str, Any], field: str, said: str):
@@ -113,7 +113,7 @@ def test_no_more_tasks_run_at_once_than_the_limit_says():
     assert running == ["a0", "b0", "b1"]
     told = explain(world, TaskId("a1"), POLICY, NOW)
     assert told.reason is Reason.CONCURRENCY_LIMITED
-    assert told.message == "needs 1 of the tasks of tenant acme that may run at once; of 1 too few are left"
+    assert told.message == "needs 1 of the running tasks of tenant acme; too few of 1 are left"
 
 
 def test_the_next_one_starts_when_one_has_left():

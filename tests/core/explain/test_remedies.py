@@ -1,4 +1,4 @@
-"""What would let a task start: whatever is told as a remedy does so when it is applied."""
+"""Remedies: each starts the task when it is applied."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,10 +8,10 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool
 from gpubroker_server.core.domain.task import Dependency, Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
-from gpubroker_server.core.explain.diagnosis import look
-from gpubroker_server.core.explain.pools import settled
+from gpubroker_server.core.explain.diagnosis import diagnose
+from gpubroker_server.core.explain.pools import apply_pool
 from gpubroker_server.core.explain.remedy_planner import Remedy
-from gpubroker_server.core.explain.survey import survey
+from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
@@ -28,15 +28,15 @@ def advice(
     world: World, task: str = "new", policy: Policy = POLICY, highest: int = 100, **changes: Any
 ) -> Advice:
     row = replace(world.tasks[TaskId(task)], **changes)
-    return advise(look(survey(Draft(world), row, policy, NOW)), highest)
+    return advise(diagnose(survey_nodes(Draft(world), row, policy, NOW)), highest)
 
 
-def foreseen(world: World, now: float) -> list[Forecast]:
+def forecasts_of(world: World, now: float) -> list[Forecast]:
     *_, made = make_forecasts(world, POLICY, Instant(now))
     return made
 
 
-def told(world: World, **options: Any) -> dict[str, Remedy]:
+def remedies_of(world: World, **options: Any) -> dict[str, Remedy]:
     """By the first field that they change; waiting for an end changes none."""
     return {next(iter(remedy.change), "after"): remedy for remedy in advice(world, **options).remedies}
 
@@ -44,7 +44,7 @@ def told(world: World, **options: Any) -> dict[str, Remedy]:
 def settle(world: World, now: float) -> list[Forecast]:
     """Plan until nothing is left to decide; the forecasts that hold then."""
     while True:
-        forecasts = foreseen(world, now)
+        forecasts = forecasts_of(world, now)
         decisions = plan_cycle(world, POLICY, Instant(now), budget=10_000, forecasts=forecasts).decisions
         if not decisions:
             return forecasts
@@ -79,7 +79,7 @@ def test_every_remedy_starts_the_task_when_it_is_applied(world: World, story: li
             pass
         forecasts = settle(world, tale.now)
         for task in [row for row in world.tasks.values() if row.state is TaskState.PENDING]:
-            found = advise(look(survey(Draft(world), task, POLICY, Instant(tale.now), forecasts)))
+            found = advise(diagnose(survey_nodes(Draft(world), task, POLICY, Instant(tale.now), forecasts)))
             assert found.way.places is None or task.held or task.not_before or task.awaits
             for remedy in found.remedies:
                 assert starts(applied(world, remedy), remedy.task, tale.now, forecasts), remedy.message
@@ -98,26 +98,26 @@ def test_a_task_that_has_room_needs_no_remedy():
     )
 
 
-def test_less_memory_and_more_priority_are_told_with_where_and_whom():
+def test_remedies_of_less_memory_and_more_priority_name_the_place_and_the_victims():
     world = a_world(
         holding(a_task("low", priority=60, gpu_mb=60 * GIB), "gpu0"), a_task("new", gpu_mb=40 * GIB)
     )
-    found = told(world)
-    assert found["gpu_mb"].message == "with gpu_mb at most 20480 (20.0 GiB) it starts now on n1/gpu0"
+    found = remedies_of(world)
+    assert found["gpu_mb"].message == "with gpu_mb at most 20480 (20.0 GiB), it starts now on n1/gpu0"
     assert found["priority"].change == {"priority": 61}
     assert [run.id for run in found["priority"].victims] == ["low"]
     assert found["priority"].message == (
-        "with priority 61 or above 1 run would be asked to leave, and it starts on n1 within 30 s"
+        "with priority 61 or above, it preempts 1 run and starts on n1 within 30 s"
     )
-    assert set(told(world, highest=60)) == {"gpu_mb"}
+    assert set(remedies_of(world, highest=60)) == {"gpu_mb"}
 
 
-def test_the_priority_that_is_told_stands_before_a_run_whose_turn_came_first():
+def test_a_higher_priority_as_a_remedy_is_high_enough_for_runs_with_turn_protection():
     since = Instant(NOW - 30.0)
     run = a_task("run", priority=50, gpus=1, submitted_at=Instant(NOW - 400.0))
     just_begun = holding(run, "gpu0", mb=80 * GIB, admitted_at=since, started_at=since)
     world = a_world(just_begun, a_task("new", gpu_mb=40 * GIB))
-    assert told(world)["priority"].change == {"priority": 57}
+    assert remedies_of(world)["priority"].change == {"priority": 57}
 
 
 def test_what_comes_on_top_of_a_size_is_not_offered_as_part_of_it():
@@ -125,17 +125,17 @@ def test_what_comes_on_top_of_a_size_is_not_offered_as_part_of_it():
     world = a_world(
         device, holding(a_task("a", priority=95, gpu_mb=60 * GIB), "gpu0"), a_task("new", gpu_mb=40 * GIB)
     )
-    assert told(world)["gpu_mb"].change == {"gpu_mb": 19 * GIB}
+    assert remedies_of(world)["gpu_mb"].change == {"gpu_mb": 19 * GIB}
 
 
-def test_hardly_anything_is_no_remedy():
+def test_less_than_a_tenth_of_the_demand_is_no_remedy():
     world = a_world(
         holding(a_task("a", priority=100, gpu_mb=78 * GIB), "gpu0"), a_task("new", gpu_mb=40 * GIB)
     )
     assert changes(world) == []
 
 
-def test_a_whole_or_shared_gpu_may_do_with_part_of_one():
+def test_a_size_is_a_remedy_for_a_whole_or_a_shared_gpu():
     busy = holding(a_task("a", priority=100, gpu_mb=30 * GIB), "gpu0")
     whole = a_world(busy, a_task("new", gpus=1, exclusive=True))
     assert changes(whole) == [{"gpu_mb": 50 * GIB, "exclusive": False}]
@@ -151,7 +151,7 @@ def test_fewer_gpus_are_as_many_as_one_node_has():
     assert changes(a_world(*devices, *all_busy, a_task("new", gpus=5))) == []
 
 
-def test_other_devices_and_other_nodes_are_told_apart():
+def test_wider_kinds_and_wider_nodes_are_separate_remedies():
     busy = holding(a_task("a", priority=100, gpu_mb=80 * GIB), "n1/gpu0")
     parts = (a_device("gpu0", "n1"), a_device("gpu0", "n2", kind="A100"), busy)
     where = Where(kinds=("H100",), min_power=0, min_device_mb=Mib(1))
@@ -170,7 +170,7 @@ POOLED = Policy(pools=(LAB,), custom_limits=(CustomLimit("pool:lab:gpus", 1.0),)
 
 
 def pooled(**fields: Any) -> Task:
-    demand = settled(a_task("x", **fields).demand, "lab", "default", {}, POOLED)
+    demand = apply_pool(a_task("x", **fields).demand, "lab", "default", {}, POOLED)
     assert isinstance(demand, Demand)
     return a_task("new", demand=demand)
 
@@ -198,22 +198,22 @@ def test_less_of_the_node_is_what_is_left_where_its_devices_have_room():
     assert changes(world, highest=50) == [{"cpu": 4.0, "memory_mb": 56 * GIB}]
     only_cpu = a_world(busy, a_task("new", cpu=8.0))
     assert changes(only_cpu) == [{"cpu": 4.0}]
-    assert told(only_cpu)["cpu"].message == "with cpu at most 4 it starts now on n1"
+    assert remedies_of(only_cpu)["cpu"].message == "with cpu at most 4, it starts now on n1"
     full = a_world(holding(a_task("a", cpu=64.0), node="n1"), a_task("new", cpu=8.0))
     assert changes(full) == []
 
 
-def test_of_several_nodes_the_one_with_the_most_left_is_told():
+def test_the_remedy_is_what_the_node_with_the_most_cpu_has_left():
     parts = [holding(a_task(f"a{n}", cpu=cpu), node=f"n{n}") for n, cpu in ((1, 60.0), (2, 50.0), (3, 62.0))]
     world = a_world(*(a_node(f"n{n}") for n in (1, 2, 3)), *parts, a_task("new", cpu=20.0))
     assert changes(world) == [{"cpu": 14.0}]
 
 
-def test_what_a_person_holds_need_only_be_released():
+def test_releasing_a_held_task_is_a_remedy():
     world = a_world(a_task("new", gpu_mb=8 * GIB, held=True))
     found = advice(world)
     assert [(dict(r.change), r.message) for r in found.remedies] == [
-        ({"held": False}, "released it starts now on n1/gpu0")
+        ({"held": False}, "if released, it starts now on n1/gpu0")
     ]
     assert found.start is None
     full = a_world(
@@ -222,7 +222,7 @@ def test_what_a_person_holds_need_only_be_released():
     assert changes(full) == []
 
 
-def test_what_waits_for_its_hour_could_start_without():
+def test_dropping_not_before_is_a_remedy():
     late = Instant(NOW + 60.0)
     found = advice(a_world(a_task("new", gpu_mb=8 * GIB, not_before=late)))
     assert [dict(r.change) for r in found.remedies] == [{"not_before": None}]
@@ -237,7 +237,7 @@ def test_a_task_that_runs_after_others_is_not_helped_by_room():
     assert (changes(world), advice(world).start) == ([], None)
 
 
-def test_the_end_that_helps_is_the_first_one_that_nobody_ahead_takes():
+def test_the_end_that_helps_is_the_first_one_that_no_task_ahead_takes():
     sized = {"priority": 100, "expected_seconds": 150.0}
     parts = (
         a_device("gpu0"),
@@ -247,35 +247,35 @@ def test_the_end_that_helps_is_the_first_one_that_nobody_ahead_takes():
         holding(a_task("late", gpu_mb=80 * GIB, **{**sized, "expected_seconds": 200.0}), "gpu1"),
     )
     alone = a_world(*parts, a_task("new", gpu_mb=25 * GIB))
-    found = told(alone)["after"]
-    assert found.message == "when early ends (expected within 50 s) it starts on n1/gpu0"
+    found = remedies_of(alone)["after"]
+    assert found.message == "when early ends (expected within 50 s), it starts on n1/gpu0"
     assert found.places == (Placement(NodeName("n1"), ((key("gpu0"), Mib(25 * GIB)),)),)
     behind = a_world(*parts, a_task("first", gpu_mb=28 * GIB, priority=60), a_task("new", gpu_mb=25 * GIB))
-    assert "after" not in told(behind)
+    assert "after" not in remedies_of(behind)
     ahead = a_world(*parts, a_task("last", gpu_mb=28 * GIB, priority=40), a_task("new", gpu_mb=25 * GIB))
-    assert told(ahead)["after"].after is not None
+    assert remedies_of(ahead)["after"].after is not None
 
 
-def test_who_is_ahead_and_too_large_for_what_comes_back_does_not_take_it():
+def test_a_task_ahead_that_is_too_large_for_what_comes_back_does_not_take_it():
     early = holding(a_task("early", gpu_mb=30 * GIB, priority=100, expected_seconds=150.0), "gpu0")
     parts = early, holding(a_task("rest", gpu_mb=50 * GIB, priority=100), "gpu0")
     large = a_world(*parts, a_task("first", gpu_mb=40 * GIB, priority=60), a_task("new", gpu_mb=25 * GIB))
-    assert told(large, policy=Policy())["after"].after == early.task
+    assert remedies_of(large, policy=Policy())["after"].after == early.task
     small = a_world(*parts, a_task("first", gpu_mb=28 * GIB, priority=60), a_task("new", gpu_mb=25 * GIB))
-    assert "after" not in told(small, policy=Policy())
+    assert "after" not in remedies_of(small, policy=Policy())
 
 
-def test_what_comes_back_of_a_shared_limit_is_taken_by_whoever_is_ahead():
+def test_a_task_ahead_takes_what_comes_back_of_a_shared_limit():
     licence = {"custom": {"licence": 3.0}}
     run = holding(a_task("run", gpu_mb=8 * GIB, expected_seconds=150.0, priority=100, **licence), "gpu0")
     rival = a_task("rival", gpu_mb=8 * GIB, priority=60, custom={"licence": 1.0})
     alone = a_world(run, a_task("new", gpu_mb=8 * GIB, custom={"licence": 1.0}))
-    assert told(alone)["after"].after == run.task
+    assert remedies_of(alone)["after"].after == run.task
     contested = a_world(run, rival, a_task("new", gpu_mb=8 * GIB, custom={"licence": 1.0}))
     assert changes(contested) == []
 
 
-def test_only_so_many_ends_are_looked_at_for_rivals():
+def test_only_four_helpful_ends_are_checked_for_tasks_ahead():
     runs = [
         holding(a_task(f"a{n}", gpu_mb=10 * GIB, priority=100, expected_seconds=150.0 + n), "gpu0")
         for n in range(8)
@@ -299,7 +299,7 @@ def test_no_priority_helps_where_room_is_coming():
     found = advice(world)
     assert found.way.coming_on == ("n1",)
     assert [next(iter(r.change), "after") for r in found.remedies] == ["after", "gpu_mb"]
-    assert found.remedies[0].message == "when a ends (expected within 10 s) it starts on n1/gpu0"
+    assert found.remedies[0].message == "when a ends (expected within 10 s), it starts on n1/gpu0"
     assert found.start == starting_in(10.0)
 
 

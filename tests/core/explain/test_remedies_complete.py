@@ -1,4 +1,4 @@
-"""No remedy is missing: on small clusters every change is tried, and compared with what is told."""
+"""No remedy is missing: on small clusters every change is tried and compared with the remedies."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -12,9 +12,9 @@ from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.advice import advise
 from gpubroker_server.core.explain.demand_changes import STEPS
-from gpubroker_server.core.explain.diagnosis import look
-from gpubroker_server.core.explain.remedy_planner import LEAST_SHARE, Remedy
-from gpubroker_server.core.explain.survey import survey
+from gpubroker_server.core.explain.diagnosis import diagnose
+from gpubroker_server.core.explain.remedy_planner import MIN_SHARE, Remedy
+from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
@@ -136,9 +136,9 @@ def helpful_ends(world: World, task: Task) -> list[str]:
     return [run.id for run in runs if decided(world, task, run.id) == "admit"]
 
 
-def told(world: World) -> list[Remedy] | None:
+def remedies_of(world: World) -> list[Remedy] | None:
     """None if it need not wait at all."""
-    found = advise(look(survey(Draft(world), world.tasks[TaskId("new")], POLICY, NOW)))
+    found = advise(diagnose(survey_nodes(Draft(world), world.tasks[TaskId("new")], POLICY, NOW)))
     return None if found.way.places is not None else list(found.remedies)
 
 
@@ -156,7 +156,7 @@ def by_field(remedies: list[Remedy]) -> dict[str, Any]:
 
 def smaller(world: World, demand: Demand) -> Iterator[tuple[int, Demand]]:
     asked = demand.gpu_mb or max(needs_of(world, demand))
-    for mb in range(asked - 1, ceil(LEAST_SHARE * asked) - 1, -1):
+    for mb in range(asked - 1, ceil(MIN_SHARE * asked) - 1, -1):
         yield mb, replace(demand, gpu_mb=Mib(mb), gpu_fraction=None, exclusive=False)
 
 
@@ -201,9 +201,9 @@ def check_places(world: World, task: Task, found: list[Remedy]) -> None:
 
 @given(st.data(), tasks)
 @settings(max_examples=50, deadline=None)
-def test_nothing_that_would_help_a_task_is_left_untold(data: st.DataObject, task: Task):
+def test_every_change_that_would_help_a_task_is_a_remedy(data: st.DataObject, task: Task):
     world = data.draw(worlds(task))
-    found = told(world)
+    found = remedies_of(world)
     if found is None:
         return
     demand, fields = task.demand, by_field(found)
@@ -226,7 +226,7 @@ def test_nothing_that_would_help_a_task_is_left_untold(data: st.DataObject, task
 @settings(max_examples=50, deadline=None)
 def test_nothing_that_would_help_a_gang_is_left_untold(data: st.DataObject, gang: Task):
     world = data.draw(worlds(gang))
-    found = told(world)
+    found = remedies_of(world)
     if found is None:
         return
     demand, fields = gang.demand, by_field(found)
@@ -235,7 +235,7 @@ def test_nothing_that_would_help_a_gang_is_left_untold(data: st.DataObject, gang
     fewer = range(demand.least_ranks - 1, 0, -1)
     assert fields.get("min_ranks") == best(world, gang, ((n, replace(demand, min_ranks=n)) for n in fewer))
     asked = max(part.gpu_mb or max(needs_of(world, part)) for part in demand.bundles)
-    steps = range(STEPS - 1, ceil(LEAST_SHARE * STEPS) - 1, -1)
+    steps = range(STEPS - 1, ceil(MIN_SHARE * STEPS) - 1, -1)
     sizes = dict.fromkeys(asked * step // STEPS for step in steps)
     assert fields.get("gpu_mb") == best(world, gang, ((mb, capped(world, demand, mb)) for mb in sizes if mb))
     looser = ((name, replace(demand, strategy=name)) for name in ("pack", "spread"))
@@ -247,7 +247,7 @@ def test_nothing_that_would_help_a_gang_is_left_untold(data: st.DataObject, gang
 @settings(max_examples=50, deadline=None)
 def test_every_remedy_is_true_for_tasks_and_for_gangs(data: st.DataObject, task: Task):
     world = data.draw(worlds(task))
-    for remedy in told(world) or []:
+    for remedy in remedies_of(world) or []:
         ended = "" if remedy.after is None else remedy.after.id
         expected = "admit" if remedy.places else "preempt"
         assert decided(world, remedy.task, ended) == expected, remedy.message

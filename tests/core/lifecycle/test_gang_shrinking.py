@@ -194,7 +194,7 @@ def test_explanations_name_the_gang_and_count_the_ranks() -> None:
     gang = shrunk()
     assert "gang" in explain(gang.world, TaskId("urgent"), gang.policy, gang.now).message
     told = explain(gang.world, gang.id, gang.policy, gang.now).message
-    assert "3 ranks, 1 more gave way" in told
+    assert "3 ranks, 1 more stopped early" in told
 
 
 def test_notices_of_ranks_survive_their_rows() -> None:

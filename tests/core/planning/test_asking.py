@@ -5,9 +5,9 @@ from typing import Any
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.advice import advise
-from gpubroker_server.core.explain.diagnosis import look
-from gpubroker_server.core.explain.explain import explain_waiting
-from gpubroker_server.core.explain.survey import Asking, Survey, survey
+from gpubroker_server.core.explain.diagnosis import diagnose
+from gpubroker_server.core.explain.explain import explain_pending
+from gpubroker_server.core.explain.survey import Survey, SurveyCache, survey_nodes
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.world import World
@@ -18,9 +18,10 @@ from tests.core.scenarios import POLICY, Chapter, Story, clusters, stories
 
 
 def told(seen: Survey) -> tuple[Any, ...]:
-    found = look(seen)
+    found = diagnose(seen)
     advice = advise(found)
-    return explain_waiting(found), advice.way, advice.start, advice.spared, advice.remedies, advice.free_in
+    told = advice.preemption, advice.remedies, advice.free_in
+    return explain_pending(found), advice.way, advice.start, *told
 
 
 def who_waits(world: World) -> list[Task]:
@@ -34,24 +35,24 @@ def who_waits(world: World) -> list[Task]:
 def test_an_answer_is_the_same_whatever_was_asked_before_and_happened_since(
     world: World, story: list[Chapter]
 ):
-    course, asking = Story(world), Asking()
+    course, asking = Story(world), SurveyCache()
     for chapter in story:
         for _ in course.happens(chapter):
             now = Instant(course.now)
             for task in who_waits(world):
-                kept = told(asking.survey(world, task, POLICY, now))
-                assert kept == told(survey(Draft(world), task, POLICY, now))
+                kept = told(asking.survey_nodes(world, task, POLICY, now))
+                assert kept == told(survey_nodes(Draft(world), task, POLICY, now))
         commit(world, plan_cycle(world, POLICY, Instant(course.now), budget=10_000).decisions)
         course.measure()
 
 
 def test_what_was_found_of_a_node_serves_the_next_question_until_the_node_changes():
-    world, asking = a_world(holding(a_task("run", gpu_mb=60), "gpu0"), a_device(mb=80)), Asking()
+    world, asking = a_world(holding(a_task("run", gpu_mb=60), "gpu0"), a_device(mb=80)), SurveyCache()
     small, large = a_task("small", gpu_mb=20), a_task("large", gpu_mb=80)
     submit(world, small, large)
     for now in (NOW, Instant(NOW + 1.0)):
         for task in (small, large):
-            assert told(asking.survey(world, task, POLICY, now)) == told(
-                survey(Draft(world), task, POLICY, now)
+            assert told(asking.survey_nodes(world, task, POLICY, now)) == told(
+                survey_nodes(Draft(world), task, POLICY, now)
             )
         world.measure([a_sample("gpu0", now, by_holder={"run:1": 70})])

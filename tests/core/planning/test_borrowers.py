@@ -9,9 +9,9 @@ from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.explain.advice import advise
-from gpubroker_server.core.explain.diagnosis import look
-from gpubroker_server.core.explain.preemption_verdict import Shield
-from gpubroker_server.core.explain.survey import survey
+from gpubroker_server.core.explain.diagnosis import diagnose
+from gpubroker_server.core.explain.preemption_verdict import Protection
+from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -48,9 +48,9 @@ def test_a_borrower_does_not_stop_a_run_of_a_tenant_within_its_guarantee():
     world = a_world(a_device("gpu0", mb=40), mine, theirs, urgent)
     assert asked_to_leave(world, POLICY) == []
     assert WhatIf(Draft(world), POLICY, NOW).way(urgent).eviction is None
-    told = advise(look(survey(Draft(world), urgent, POLICY, NOW))).spared
-    assert told.counts == {Shield.GUARANTEED: 1, Shield.PRIORITY: 1}
-    assert "what their tenants are guaranteed" in told.message
+    told = advise(diagnose(survey_nodes(Draft(world), urgent, POLICY, NOW))).preemption
+    assert told.counts == {Protection.GUARANTEED: 1, Protection.PRIORITY: 1}
+    assert "within their tenants' guarantee" in told.message
     assert asked_to_leave(world, Policy()) == ["mine"], "without quotas priority decides"
 
 

@@ -136,7 +136,7 @@ def test_one_that_is_held_or_delayed_waits_though_its_model_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "says"), [(None, "it waits for its room"), (Stage.LOADING, "it is being loaded")]
+    ("stage", "says"), [(None, "it waits for room"), (Stage.LOADING, "it is being loaded")]
 )
 def test_the_reason_why_the_model_waits_is_shown(stage: Stage | None, says: str) -> None:
     world = a_world()
@@ -153,7 +153,7 @@ def test_one_whose_model_nobody_has_asked_for_is_told_so_and_sent_nowhere() -> N
     world = a_world()
     submit(world, an_inference())
     assert admit(world) == []
-    assert "asked for again" in explain(world, TaskId("ask"), POLICY, at(5)).message
+    assert "the load is retried" in explain(world, TaskId("ask"), POLICY, at(5)).message
 
 
 def test_while_inferences_wait_their_model_stays_wanted_at_the_highest_of_their_priorities() -> None:

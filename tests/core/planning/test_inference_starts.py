@@ -4,7 +4,7 @@ from gpubroker_server.core.domain.model_orders import Stage
 from gpubroker_server.core.domain.policy import Policy, Serving
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.core.explain.blockers import sent_at
+from gpubroker_server.core.explain.blockers import expected_send_at
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.inferences import admissions
@@ -21,7 +21,7 @@ def a_timed_model() -> Task:
 
 
 def start(world: World, seconds: float, *forecasts: Forecast, task: str = "ask") -> ExpectedStart | None:
-    return sent_at(world, the(world, task), POLICY, forecasts, at(seconds))
+    return expected_send_at(world, the(world, task), POLICY, forecasts, at(seconds))
 
 
 def test_one_that_waits_for_its_model_starts_when_that_is_expected_to_be_there() -> None:

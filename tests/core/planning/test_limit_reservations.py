@@ -12,9 +12,9 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.explain.advice import advise
-from gpubroker_server.core.explain.diagnosis import look
+from gpubroker_server.core.explain.diagnosis import diagnose
 from gpubroker_server.core.explain.explain import explain
-from gpubroker_server.core.explain.survey import survey
+from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.waiting import first_of_queue, waiting
@@ -175,10 +175,10 @@ def test_a_task_behind_the_first_for_a_limit_shows_that_as_its_reason():
     found = explain(world, TaskId("new"), TWO, NOW, forecasts)
     assert found.reason is Reason.BEHIND_HIGHER_PRIORITY
     assert found.message == (
-        "what first waits for is left to it; it is expected to start in 60 s: "
-        "nobody knows that this one is done by then"
+        "the limit that it needs is left to first, expected to start in 60 s; "
+        "this task is not known to end by then"
     )
-    told = advise(look(survey(Draft(world), world.tasks[TaskId("new")], TWO, NOW, forecasts)))
+    told = advise(diagnose(survey_nodes(Draft(world), world.tasks[TaskId("new")], TWO, NOW, forecasts)))
     assert (told.way.places, told.way.eviction) == (None, None)
     assert told.remedies[0].change == {"expected_seconds": 60.0}
 

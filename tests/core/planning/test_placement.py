@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.blockers import Blocker, room_blockers
-from gpubroker_server.core.explain.survey import survey
+from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.places import Places
@@ -38,7 +38,7 @@ def place_of(world: World, task: Task, now: float = NOW) -> Placement | Blocker:
     """Where it goes, or what above all keeps it from going anywhere."""
     draft = Draft(world)
     place = Places(draft, POLICY, Instant(now)).best(task)
-    return place or room_blockers(survey(draft, task, POLICY, Instant(now)))[0]
+    return place or room_blockers(survey_nodes(draft, task, POLICY, Instant(now)))[0]
 
 
 def found(world: World, *, now: float = NOW, **task: Any) -> Placement | Blocker:

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.explain.blockers import room_blockers
-from gpubroker_server.core.explain.survey import survey
+from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.victims import cheapest
@@ -48,7 +48,7 @@ def chosen(world: World, *, policy: Policy = POLICY, **task: Any) -> Eviction | 
     """Who must leave for a task of priority 80, or why nobody does."""
     draft, high = Draft(world), a_task("high", **{"priority": 80, **task})
     eviction = eviction_for(draft, high, policy)
-    return eviction or room_blockers(survey(draft, high, policy, NOW))[0].reason
+    return eviction or room_blockers(survey_nodes(draft, high, policy, NOW))[0].reason
 
 
 def victims(world: World, **task: Any) -> list[str]:

@@ -130,7 +130,10 @@ def test_the_wait_for_quota_is_explained_in_figures():
     world = a_world(holding(a_task("run", tenant="solo", gpu_mb=20 * GIB), "gpu0"), solo, acme)
     told = explain(world, solo.id, policy, NOW)
     assert told.reason is Reason.QUOTA_EXHAUSTED
-    assert "counts 6.0 GiB; tenant solo, which is guaranteed 25.0 GiB, has 20.0 GiB" in told.message
+    assert (
+        "counts 6.0 GiB against the quota; tenant solo, which is guaranteed 25.0 GiB, has 20.0 GiB"
+        in told.message
+    )
     assert "may take 5.0 GiB more" in told.message
     other = explain(world, acme.id, policy, NOW)
     assert "borrows from cohort lab" in other.message

@@ -8,9 +8,9 @@ from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.explain.advice import advise
-from gpubroker_server.core.explain.diagnosis import look
-from gpubroker_server.core.explain.preemption_verdict import Shield, Why
-from gpubroker_server.core.explain.survey import survey
+from gpubroker_server.core.explain.diagnosis import diagnose
+from gpubroker_server.core.explain.preemption_verdict import PreemptionStatus, Protection
+from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.find_way import Wait, WaitReason
@@ -137,8 +137,9 @@ def test_among_many_borrowers_the_guarantee_holds_as_well():
 
 def test_what_may_be_taken_back_is_explained():
     world = a_full_device(a_run("r0", "guest", 40), a_run("r1", "guest", 40), wants())
-    told = advise(look(survey(Draft(world), world.tasks[TaskId("wants")], POLICY, NOW))).spared
-    assert (told.why, told.counts) == (Why.POSSIBLE, {Shield.NONE: 1, Shield.PRIORITY: 1})
+    told = advise(diagnose(survey_nodes(Draft(world), world.tasks[TaskId("wants")], POLICY, NOW))).preemption
+    assert told.why is PreemptionStatus.POSSIBLE
+    assert told.counts == {Protection.NONE: 1, Protection.PRIORITY: 1}
 
 
 def test_nobody_is_said_to_be_stopped_for_a_tenant_without_quota_left():

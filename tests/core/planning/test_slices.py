@@ -8,8 +8,8 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import Move, Placement
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.explain.advice import advise
-from gpubroker_server.core.explain.diagnosis import look
-from gpubroker_server.core.explain.survey import survey
+from gpubroker_server.core.explain.diagnosis import diagnose
+from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.planning.cycle import Slice, plan_cycle
 from gpubroker_server.core.planning.decisions import admit
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds
@@ -201,7 +201,7 @@ def test_neither_slices_nor_explanations_leave_anything_to_the_collector_of_cycl
     gc.collect()
     gc.disable()
     try:
-        explained = advise(look(survey(Draft(world), waits, POLICY, NOW)))
+        explained = advise(diagnose(survey_nodes(Draft(world), waits, POLICY, NOW)))
         plan = plan_cycle(world, POLICY, NOW, cache=cache)
         left = gc.collect()
     finally:

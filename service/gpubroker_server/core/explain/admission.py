@@ -1,4 +1,4 @@
-"""What is refused at the door: only what could never run here, whatever leaves and however long it waits."""
+"""What a submit refuses: only demands that could never run here, however long they wait."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,22 +15,22 @@ from gpubroker_server.core.world.world import World
 
 
 def check_priority(demand: Demand, priority: int, policy: Policy) -> Refusal | None:
-    """Why a task of this priority is never given what it asks for, however much there is; or None."""
+    """The refusal of a resource that is for higher priorities only; or None."""
     asked = dict(demand.custom)
     for limit in policy.custom_limits:
         if limit.name in asked and priority < limit.priority_threshold:
             message = (
                 f"{limit.name!r} is for tasks of priority {limit.priority_threshold} and above, and this one "
-                f"has {priority}; raise its priority, or do without {limit.name!r}"
+                f"has {priority}; raise its priority, or drop {limit.name!r}"
             )
             return Refusal("priority-too-low", message, f"custom/{limit.name}")
     return None
 
 
 def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], policy: Policy) -> Refusal | None:
-    """Why this demand could never run, or None. Nodes count whether ready or not: they may come back.
+    """Why this demand could never run, or None. Nodes that are not ready count: they may come back.
 
-    While no node is known, a service that has just started cannot tell; it lets every size pass.
+    While no node is known, as after a start, every size passes.
     """
     known = sorted(nodes, key=lambda node: node.name)
     refusal = _over_maximum(demand, policy) or _over_limit(demand, policy)
@@ -49,8 +49,8 @@ def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], poli
     return _over_devices(demand, usable, open_nodes)
 
 
-def wanted(demand: Demand) -> str:
-    """Which devices and nodes it may use, in words; empty if all."""
+def constraints_text(demand: Demand) -> str:
+    """Which devices and nodes it may use; empty: all."""
     where = demand.where
     parts = [
         f"kinds {', '.join(where.kinds)}" if where.kinds else "",
@@ -64,7 +64,10 @@ def wanted(demand: Demand) -> str:
 
 def _no_such_node(demand: Demand, nodes: Sequence[Node]) -> Refusal:
     there_are = ", ".join(_named(node) for node in nodes[:5]) + (", ..." if len(nodes) > 5 else "")
-    message = f"no node is {wanted(demand)}; there are {there_are}; ask for others, or label a node so"
+    message = (
+        f"no node matches {constraints_text(demand)}; the nodes are {there_are}; "
+        "ask for one of them, or label a node"
+    )
     return Refusal("no-matching-device", message, "nodes")
 
 
@@ -77,19 +80,20 @@ def _no_such_device(demand: Demand, devices: Sequence[Device]) -> Refusal:
     where = demand.where
     kinds = sorted({(device.kind, device.power, device.physical_mb) for device in devices})
     there_are = ", ".join(f"{kind} (power {power}, {in_gib(size)})" for kind, power, size in kinds[:5])
-    message = f"no GPU is of {wanted(demand)}; there are {there_are}; ask for one of those"
+    message = f"no GPU matches {constraints_text(demand)}; the GPUs are {there_are}; ask for one of those"
     asked = {"kinds": where.kinds, "min_power": where.min_power, "devices": where.devices}
     field = next((name for name, value in asked.items() if value), "min_device_mb")
     return Refusal("no-matching-device", message, field)
 
 
 def _over_maximum(demand: Demand, policy: Policy) -> Refusal | None:
-    """Where the size per GPU is limited, it must be stated: whole GPUs and shares differ from GPU to GPU."""
+    """With a limit on the size per GPU, the size must be stated: whole GPUs and shares differ by GPU."""
     most = policy.maximum
-    if most.gpu_mb is not None and _differs_by_device(demand):
+    differs = demand.takes_whole_devices or demand.gpu_fraction is not None
+    if most.gpu_mb is not None and differs:
         message = (
             f"one task may have at most {in_gib(most.gpu_mb)} of a GPU here, so whole GPUs and shares are "
-            "not given; say how much with gpu_mb"
+            "refused; state the size with gpu_mb"
         )
         return Refusal("exceeds-maximum", message, "gpu_mb")
     for field, asked, limit in (
@@ -105,7 +109,7 @@ def _over_maximum(demand: Demand, policy: Policy) -> Refusal | None:
 
 
 def check_times(task: Task, policy: Policy) -> Refusal | None:
-    """Whether a run may take, repeat and linger as long as the task says."""
+    """The refusal of a timeout, of retries or of a grace period above the operator's maximum; or None."""
     most = policy.maximum
     asked: tuple[tuple[str, float | None, float | None], ...] = (
         ("timeout_seconds", task.timeout_seconds, most.timeout_seconds),
@@ -119,17 +123,13 @@ def check_times(task: Task, policy: Policy) -> Refusal | None:
     return None
 
 
-def _differs_by_device(demand: Demand) -> bool:
-    return demand.takes_whole_devices or demand.gpu_fraction is not None
-
-
-def slot_in_words(slot: str) -> str:
-    """`the pool's gpus (pool research)`, `the tasks of tenant acme`, `the tasks with label team=vision`."""
+def slot_text(slot: str) -> str:
+    """`the pool's gpus (pool research)`, `the running tasks of tenant acme`."""
     kind, _, name = slot.partition(":")
     if kind == "pool":
         pool, _, field = name.rpartition(":")
         return f"the pool's {field.removeprefix('custom/')} (pool {pool})"
-    return f"the tasks {'with label' if kind == 'label' else 'of tenant'} {name} that may run at once"
+    return f"the running tasks {'with label' if kind == 'label' else 'of tenant'} {name}"
 
 
 def _over_limit(demand: Demand, policy: Policy) -> Refusal | None:
@@ -137,16 +137,16 @@ def _over_limit(demand: Demand, policy: Policy) -> Refusal | None:
     for slot, asked in demand.slots:
         there_is = policy.limit_of(slot)
         if there_is is not None and asked > there_is:
-            message = f"{asked:g} of {slot_in_words(slot)} exceed the limit of {there_is:g}; ask for less"
+            message = f"{asked:g} of {slot_text(slot)} exceed the limit of {there_is:g}; ask for less"
             return Refusal("exceeds-capacity", message, "pool")
     for name, asked in demand.custom:
         if name not in limits:
             known = ", ".join(name for name in limits if ":" not in name) or "none"
-            message = f"nobody offers the resource {name!r}; configured are: {known}"
+            message = f"there is no resource {name!r}; configured are: {known}"
             return Refusal("unknown-resource", message, f"custom/{name}")
         if asked > limits[name].amount:
-            whose = "each node's" if limits[name].per_node else "the cluster's"
-            message = f"{asked:g} of {name!r} exceed {whose} limit of {limits[name].amount:g}; ask for less"
+            owner = "each node's" if limits[name].per_node else "the cluster's"
+            message = f"{asked:g} of {name!r} exceed {owner} limit of {limits[name].amount:g}; ask for less"
             return Refusal("exceeds-capacity", message, f"custom/{name}")
     return None
 
@@ -171,8 +171,8 @@ def _over_devices(demand: Demand, devices: Sequence[Device], nodes: Sequence[Nod
 
 def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
     if not devices:
-        which = f"no node that is {wanted(demand)}" if demand.where.nodes else "no node"
-        message = f"a GPU is asked for, and {which} has one; add a node with GPUs, or ask for none"
+        which = f"no node that matches {constraints_text(demand)}" if demand.where.nodes else "no node"
+        message = f"the task asks for a GPU, and {which} has one; add a node with GPUs, or ask for none"
         return Refusal("exceeds-capacity", message, "gpus")
     largest = max(devices, key=lambda device: (device.allocatable_mb - device.context_mb, device.key))
     beside = f" beside {in_gib(largest.context_mb)} for each process" if largest.context_mb else ""
@@ -191,7 +191,7 @@ def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
 
 
 def _over_nodes(demand: Demand, nodes: Sequence[Node]) -> Refusal | None:
-    """`nodes`: those with enough GPUs, of which one must have the CPU and the host memory as well."""
+    """`nodes` have enough GPUs; one of them must also have the CPU and the host memory."""
     which = f" with {demand.gpus} such GPUs" if demand.gpus else ""
     by_cpu = max(nodes, key=lambda node: node.cpu)
     if demand.cpu > by_cpu.cpu:
@@ -216,7 +216,7 @@ def _over_nodes(demand: Demand, nodes: Sequence[Node]) -> Refusal | None:
     return None
 
 
-IN_WORDS = {
+STRATEGY_TEXT = {
     "pack": "at once",
     "spread": "at once",
     "strict_pack": "on one node (strict_pack)",
@@ -225,7 +225,7 @@ IN_WORDS = {
 
 
 def check_task(task: Task, world: World, policy: Policy) -> Refusal | None:
-    """Why this task could never run on the World's machines, or never at its priority; or None."""
+    """Why this task could never run on the World's nodes, or never at its priority; or None."""
     devices = [book.device for book in world.books.values()]
     refusal = check_demand(task.demand, devices, world.nodes.values(), policy)
     return refusal or check_priority(task.demand, task.priority, policy)
@@ -234,23 +234,23 @@ def check_task(task: Task, world: World, policy: Policy) -> Refusal | None:
 def check_demand(
     demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], policy: Policy
 ) -> Refusal | None:
-    """Why this demand could never run, or None. Of a gang: which ranks, and why."""
+    """Why this demand could never run, or None. For a gang: which ranks, and why."""
     there, known = list(devices), list(nodes)
     if not demand.bundles:
         return check(demand, there, known, policy)
-    refusal = check(_total(demand), (), (), policy)  # what is limited wherever it runs
+    refusal = check(_total(demand), (), (), policy)  # limits over all nodes
     if refusal is not None:
         return replace(refusal, message=f"all ranks together: {refusal.message}", field="bundles")
     for bundle in dict.fromkeys(demand.bundles):
         refusal = check(bundle, there, known, policy)
         if refusal is not None:
-            which = ranks_in_words(demand, bundle)
+            which = ranks_text(demand, bundle)
             return replace(refusal, message=f"{which}: {refusal.message}", field="bundles")
     return _too_many(demand, there, known) if known else None
 
 
-def ranks_in_words(demand: Demand, bundle: Demand) -> str:
-    """`rank 3`, `ranks 0 to 3` or `4 ranks from rank 1 on`: those that ask for this."""
+def ranks_text(demand: Demand, bundle: Demand) -> str:
+    """`rank 3`, `ranks 0 to 3` or `4 ranks from rank 1 on`: the ranks with this demand."""
     ranks = [rank for rank, other in enumerate(demand.bundles) if other == bundle]
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -260,7 +260,7 @@ def ranks_in_words(demand: Demand, bundle: Demand) -> str:
 
 
 def _total(demand: Demand) -> Demand:
-    """What the ranks it needs at least ask for in all; sizes of GPUs are judged rank by rank."""
+    """The sum of the ranks that it needs at least; GPU sizes are checked rank by rank."""
     ranks = demand.bundles[: demand.least_ranks]
     gpus = sum(rank.gpus for rank in ranks)
     return Demand(
@@ -285,7 +285,7 @@ def _too_many(demand: Demand, devices: Sequence[Device], nodes: Sequence[Node]) 
         fit, too_many = (some, too_many) if may_fit(gang, some, gang_nodes) else (fit, some)
     ranks = f"{least} ranks" if least == len(demand.bundles) else f"the {least} ranks it needs at least"
     message = (
-        f"{ranks} never fit {IN_WORDS[demand.strategy]}: even empty the cluster has room for {fit}, and "
-        f"none for rank {fit} beside them; ask for fewer or smaller ranks, or for another strategy"
+        f"{ranks} never fit {STRATEGY_TEXT[demand.strategy]}: even when empty the cluster has room for "
+        f"{fit}, and none for rank {fit} beside them; ask for fewer or smaller ranks, or for another strategy"
     )
     return Refusal("exceeds-capacity", message, "bundles")

@@ -1,12 +1,12 @@
-"""What is to be expected for a task that waits, and what would help: the costly half of an explanation."""
+"""When a waiting task is expected to start, and what would help. The costly part of an explanation."""
 
 from dataclasses import dataclass
 from heapq import nsmallest
 
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
-from gpubroker_server.core.explain.diagnosis import Look
-from gpubroker_server.core.explain.explain import stands_aside
-from gpubroker_server.core.explain.preemption_verdict import Spared, spared
+from gpubroker_server.core.explain.diagnosis import Diagnosis
+from gpubroker_server.core.explain.explain import is_deferred
+from gpubroker_server.core.explain.preemption_verdict import PreemptionVerdict, explain_preemption
 from gpubroker_server.core.explain.remedies import remedies
 from gpubroker_server.core.explain.remedy_planner import Remedy
 from gpubroker_server.core.explain.survey import Survey
@@ -20,59 +20,57 @@ from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.world.ledger import Book
 
-MOST_NODES = 8
-"""So many nodes are looked at closely, those that promise most."""
+MAX_NODES = 8
+"""Nodes for which a start is forecast, those that have room first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     way: Way
-    """What the planner would decide for the task if it looked at it now; for one that stands aside, if it
-    did not."""
+    """What the planner would decide now; for a deferred task, if it were not deferred."""
     start: ExpectedStart | None
-    """As pledged to it or forecast for it; else when it has room if nobody else takes that before; None if
-    nobody can tell."""
-    spared: Spared
+    """As pledged or forecast; else when it has room, unless another task takes that; None: unknown."""
+    preemption: PreemptionVerdict
     remedies: tuple[Remedy, ...]
     """Empty where none is needed or none was found."""
     free_in: dict[DeviceKey, Remaining]
-    """When each device that it may use has enough for it, where that can be told."""
+    """When each device that it may use has enough for it, where known."""
     expected_ends: ExpectedEnds
 
 
-def advise(found: Look, highest_priority: int = 100) -> Advice:
-    """Of a pending task, or of one that nobody has submitted. Changes nothing."""
-    seen = found.whole
-    task, draft = seen.task, seen.draft
-    what_if = WhatIf(draft, seen.policy, seen.now, seen.forecasts, seen.known)
+def advise(found: Diagnosis, highest_priority: int = 100) -> Advice:
+    """For a pending task, or for one that has not been submitted."""
+    survey = found.survey
+    task, draft = survey.task, survey.draft
+    what_if = WhatIf(draft, survey.policy, survey.now, survey.forecasts, survey.known)
     way = what_if.way(task)
-    expected_ends = ExpectedEnds(draft, seen.policy, seen.now)
-    free_in = _free_in(found.part, expected_ends)
-    may_start = isinstance(way, StartNow) and not stands_aside(task)
+    expected_ends = ExpectedEnds(draft, survey.policy, survey.now)
+    free_in = _free_in(found.device_survey, expected_ends)
+    may_start = isinstance(way, StartNow) and not is_deferred(task)
     return Advice(
         way,
-        _at(seen.now) if may_start else _start(seen, way, free_in),
-        spared(seen, way),
-        () if may_start else remedies(seen, way, expected_ends, what_if, highest_priority),
+        _at(survey.now) if may_start else _start(survey, way, free_in),
+        explain_preemption(survey, way),
+        () if may_start else remedies(survey, way, expected_ends, what_if, highest_priority),
         free_in,
         expected_ends,
     )
 
 
-def _free_in(seen: Survey, expected_ends: ExpectedEnds) -> dict[DeviceKey, Remaining]:
+def _free_in(survey: Survey, expected_ends: ExpectedEnds) -> dict[DeviceKey, Remaining]:
     found = {}
-    if seen.task.demand.gpus:
-        for node in seen.nodes:
+    if survey.task.demand.gpus:
+        for node in survey.nodes:
             for device in node.open_devices:
                 missing_mb = (device.need_mb or 0) - device.free_mb
-                end = _end_of_need(device.book, missing_mb, seen.task.id, expected_ends)
+                end = _end_of_need(device.book, missing_mb, survey.task.id, expected_ends)
                 if end is not None:
                     found[device.book.device.key] = end
     return found
 
 
 def _end_of_need(book: Book, missing_mb: int, task: TaskId, expected_ends: ExpectedEnds) -> Remaining | None:
-    """When so much more will be free on a device. What is being freed for others does not count."""
+    """When `missing_mb` more will be free on a device, without what is being freed for others."""
     within = Remaining(Seconds(0.0), Seconds(0.0), 0)
     if missing_mb <= 0:
         return within
@@ -93,23 +91,23 @@ def _end_of_need(book: Book, missing_mb: int, task: TaskId, expected_ends: Expec
 
 
 def _later(one: Remaining, other: Remaining) -> Remaining:
-    """When both have come; it rests on the fewer runs."""
+    """When both have ended; n is the smaller one."""
     p50, p90 = max(one.p50_seconds, other.p50_seconds), max(one.p90_seconds, other.p90_seconds)
     return Remaining(p50, p90, min((end.n for end in (one, other) if end.n), default=0))
 
 
-def _start(seen: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> ExpectedStart | None:
-    task, now = seen.task, seen.now
+def _start(survey: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> ExpectedStart | None:
+    task, now = survey.task, survey.now
     if task.held or task.awaits:
         return None
-    start = expected_start(seen.draft.world, task, seen.forecasts, now)
+    start = expected_start(survey.draft.world, task, survey.forecasts, now)
     if isinstance(way, StartNow):
         start = _at(now)
     elif start is None and isinstance(way, Evict):
         start = _at(way.eviction.deadline_at)
     elif start is None:
-        nodes = seen.draft.world.nodes if task.demand.bundles else _nodes(seen, free_in)
-        alone = forecast_alone(seen.draft, task, seen.policy, now, nodes)
+        nodes = survey.draft.world.nodes if task.demand.bundles else _nodes(survey, free_in)
+        alone = forecast_alone(survey.draft, task, survey.policy, now, nodes)
         if alone is not None and alone.basis is not Basis.GUESS:
             start = ExpectedStart(alone.start_at, alone.p90_at, alone.n, alone.basis)
     if start is None or task.not_before is None:
@@ -118,16 +116,15 @@ def _start(seen: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> Expec
     return start._replace(p50_at=p50_at, p90_at=p90_at)
 
 
-def _nodes(seen: Survey, free_in: dict[DeviceKey, Remaining]) -> list[NodeName]:
-    """Those that have room first, by their devices."""
-    gpus, found = seen.task.demand.gpus, []
-    for node in seen.nodes:
+def _nodes(survey: Survey, free_in: dict[DeviceKey, Remaining]) -> list[NodeName]:
+    gpus, found = survey.task.demand.gpus, []
+    for node in survey.nodes:
         if node.is_usable and node.is_large_enough:
             keys = (device.book.device.key for device in node.devices)
             ends = sorted(free_in[key].p50_seconds for key in keys if key in free_in)
             if len(ends) >= gpus:
                 found.append((ends[gpus - 1] if gpus else 0.0, node.node.name))
-    return [name for _, name in nsmallest(MOST_NODES, found)]
+    return [name for _, name in nsmallest(MAX_NODES, found)]
 
 
 def _at(instant: Instant) -> ExpectedStart:

@@ -1,4 +1,4 @@
-"""What keeps a task from being placed right now, most structural first, in words for people."""
+"""What keeps a task from being placed now, most structural first."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState, notices_of
 from gpubroker_server.core.domain.units import Instant, TaskId, in_gib
-from gpubroker_server.core.explain.admission import check, check_priority, slot_in_words
+from gpubroker_server.core.explain.admission import check, check_priority, slot_text
 from gpubroker_server.core.explain.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_ready_at
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
@@ -17,7 +17,7 @@ from gpubroker_server.core.world.ledger import Book
 from gpubroker_server.core.world.world import World
 
 _SETTLED_BY_PLEDGES = frozenset({Reason.FRAGMENTED, Reason.WAITING_FOR_MEMORY, Reason.BEHIND_HIGHER_PRIORITY})
-"""Memory is on its way to a task that has pledges; it need not hear that there is none."""
+"""A task with pledges is told when their memory comes, not that there is too little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,51 +30,51 @@ class Blocker:
         return self.reason.tier
 
 
-def limit_blockers(seen: Survey) -> list[Blocker]:
-    """The limits that keep it waiting whatever is free; of a gang they count over all ranks."""
-    quota = quota_of(seen)
+def limit_blockers(survey: Survey) -> list[Blocker]:
+    """Quotas and limits that are used up, whatever is free; for a gang over all ranks."""
+    quota = quota_of(survey)
     short = [quota.message] if quota is not None and quota.is_short else []
-    return [*(Blocker(Reason.QUOTA_EXHAUSTED, message) for message in short), *_custom(seen)]
+    return [*(Blocker(Reason.QUOTA_EXHAUSTED, message) for message in short), *_custom(survey)]
 
 
-def room_blockers(seen: Survey, *, of_rank: bool = False) -> list[Blocker]:
-    """Everything that stands between the task and a placement; empty if there is one. Of a rank without the
-    limits that count over all."""
-    if seen.task.is_inference:
-        why = why_not_sent(seen.draft.world, seen.task, seen.policy)
-        return [*limit_blockers(seen), *(Blocker(reason, message) for reason, message in why)]
-    demand, world = seen.task.demand, seen.draft.world
+def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
+    """Everything that keeps the task from a placement; empty if there is one. `of_rank`: without the limits,
+    which count over all ranks."""
+    if survey.task.is_inference:
+        why = inference_blockers(survey.draft.world, survey.task, survey.policy)
+        return [*limit_blockers(survey), *(Blocker(reason, message) for reason, message in why)]
+    demand, world = survey.task.demand, survey.draft.world
     devices = [book.device for book in world.books.values()]
-    refusal = check(demand, devices, world.nodes.values(), seen.policy)
+    refusal = check(demand, devices, world.nodes.values(), survey.policy)
     if refusal is not None and refusal.code == "no-matching-device":
         return [Blocker(Reason.NO_MATCHING_DEVICE, refusal.message)]
-    refusal = refusal or check_priority(demand, seen.task.priority, seen.policy)
+    refusal = refusal or check_priority(demand, survey.task.priority, survey.policy)
     if refusal is not None:
         return [Blocker(Reason.EXCEEDS_CAPACITY, refusal.message)]
-    blockers = [] if of_rank else limit_blockers(seen)
-    large = [node for node in seen.nodes if node.is_large_enough]
-    structural = _structural(seen, large)
+    blockers = [] if of_rank else limit_blockers(survey)
+    large = [node for node in survey.nodes if node.is_large_enough]
+    structural = _structural(survey, large)
     if structural is not None:
         blockers.append(structural)
     else:
-        blockers += _lack_of_room(seen, [node for node in large if _is_open(node, demand.gpus)])
-    if blockers and seen.draft.pledges_of(seen.task.id):
+        blockers += _lack_of_room(survey, [node for node in large if _is_open(node, demand.gpus)])
+    if blockers and survey.draft.pledges_of(survey.task.id):
         blockers = [b for b in blockers if b.reason not in _SETTLED_BY_PLEDGES]
-        blockers.append(waiting_for_preemption(seen))
+        blockers.append(waiting_for_preemption(survey))
     return sorted(blockers, key=lambda blocker: blocker.tier)
 
 
-def _lack_of_room(seen: Survey, nodes: list[NodeFinding]) -> Iterator[Blocker]:
+def _lack_of_room(survey: Survey, nodes: list[NodeFinding]) -> Iterator[Blocker]:
     """`nodes`: those that could take the task if they had room."""
-    roomy = [node for node in nodes if node.count(Verdict.FITS) >= seen.task.demand.gpus]
+    roomy = [node for node in nodes if node.count(Verdict.FITS) >= survey.task.demand.gpus]
     if not any(node.has_headroom for node in roomy or nodes):
-        yield _no_headroom(seen, roomy or nodes)
+        yield _no_headroom(survey, roomy or nodes)
     if not roomy:
-        yield _no_memory(seen, nodes)
+        yield _no_memory(survey, nodes)
 
 
-def called(other: TaskId, tenant: str, task: Task) -> str:
-    """What people who ask about `task` may call another one: its id, if it is of the same tenant."""
+def task_label(other: TaskId, tenant: str, task: Task) -> str:
+    """What an answer about `task` may call another task: its id, if it is of the same tenant."""
     return other if tenant == task.tenant else "a task of another tenant"
 
 
@@ -83,27 +83,27 @@ def _is_open(node: NodeFinding, gpus: int) -> bool:
     return node.is_usable and node.count(*OPEN) >= gpus
 
 
-def _custom(seen: Survey) -> list[Blocker]:
-    asked = dict(seen.task.demand.counted)
+def _custom(survey: Survey) -> list[Blocker]:
+    asked = dict(survey.task.demand.counted)
     return [
-        Blocker(Reason.CONCURRENCY_LIMITED, _short_of(name, asked[name], seen.policy.limit_of(name) or 0.0))
-        for name in seen.draft.short_of(seen.task, seen.policy.custom_limits)
+        Blocker(Reason.CONCURRENCY_LIMITED, _short_of(name, asked[name], survey.policy.limit_of(name) or 0.0))
+        for name in survey.draft.short_of(survey.task, survey.policy.custom_limits)
     ]
 
 
 def _short_of(name: str, asked: float, limit: float) -> str:
     if ":" in name:
-        return f"needs {asked:g} of {slot_in_words(name)}; of {limit:g} too few are left"
-    return f"needs {asked:g} of {name!r}; of the cluster's {limit:g} too few are left"
+        return f"needs {asked:g} of {slot_text(name)}; too few of {limit:g} are left"
+    return f"needs {asked:g} of {name!r}; too few of the cluster's {limit:g} are left"
 
 
-def _structural(seen: Survey, nodes: list[NodeFinding]) -> Blocker | None:
-    """`nodes`: those large enough. Why not one of them can be used, whatever is free on it."""
-    if not seen.nodes:
+def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
+    """Why none of `nodes`, which are large enough, can be used, whatever is free."""
+    if not survey.nodes:
         return Blocker(Reason.BACKEND_UNAVAILABLE, "no node has joined yet")
-    if not any(node.node.ready for node in seen.nodes):
+    if not any(node.node.ready for node in survey.nodes):
         return Blocker(
-            Reason.BACKEND_UNAVAILABLE, f"no node answers ({_some(n.node.name for n in seen.nodes)})"
+            Reason.BACKEND_UNAVAILABLE, f"no node answers ({_some(n.node.name for n in survey.nodes)})"
         )
     names = _some(node.node.name for node in nodes)
     if not any(node.node.ready for node in nodes):
@@ -113,18 +113,18 @@ def _structural(seen: Survey, nodes: list[NodeFinding]) -> Blocker | None:
             Reason.NO_MATCHING_DEVICE,
             f"the nodes that are large enough are cordoned or do not answer ({names})",
         )
-    if not any(_is_open(node, seen.task.demand.gpus) for node in nodes):
+    if not any(_is_open(node, survey.task.demand.gpus) for node in nodes):
         return Blocker(
             Reason.BACKEND_UNAVAILABLE, f"the memory use of the GPUs has not been reported lately ({names})"
         )
     return None
 
 
-def _no_headroom(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
+def _no_headroom(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
     """`nodes`: those with room on their devices, if there are any."""
-    task, demand = seen.task, seen.task.demand
+    task, demand = survey.task, survey.task.demand
     rooms = {
-        n.node.name: seen.draft.headroom(n.node.name, task=task.id, priority=task.priority) for n in nodes
+        n.node.name: survey.draft.headroom(n.node.name, task=task.id, priority=task.priority) for n in nodes
     }
     best = max(rooms, key=lambda name: (rooms[name][:3], name))
     room = rooms[best]
@@ -146,48 +146,48 @@ def _no_headroom(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
     return Blocker(Reason.CONCURRENCY_LIMITED, message)
 
 
-def waiting_for_preemption(seen: Survey) -> Blocker:
-    draft, task = seen.draft, seen.task
+def waiting_for_preemption(survey: Survey) -> Blocker:
+    draft, task = survey.draft, survey.task
     pledges = draft.pledges_of(task.id)
     runs = map(draft.task, sorted(draft.world.active))
-    victims = [called(run.id, run.tenant, task) for run in runs if _frees_for(run, task)]
+    victims = [task_label(run.id, run.tenant, task) for run in runs if _frees_for(run, task)]
     size = in_gib(sum(pledge.mb for pledge in pledges.values()))
     where = _some(draft.book(device).device.label for device in sorted(pledges))
-    who = f"{_some(victims)} to stop" if victims else "what is leaving to be gone"
-    left = max(pledge.deadline_at for pledge in pledges.values()) - seen.now
+    event = f"{_some(victims)} to stop" if victims else "their memory to be released"
+    left = max(pledge.deadline_at for pledge in pledges.values()) - survey.now
     when = f"within {left:.0f} s" if left > 0 else f"due {-left:.0f} s ago"
     return Blocker(
-        Reason.WAITING_FOR_PREEMPTION, f"{size} on {where} are kept for it; waits for {who} ({when})"
+        Reason.WAITING_FOR_PREEMPTION, f"{size} on {where} are pledged to it; it waits for {event} ({when})"
     )
 
 
 def _frees_for(run: Task, task: Task) -> bool:
-    """Whether it, or a rank of it, was asked to leave for that task."""
-    return any(whom == task.id for whom, _ in notices_of(run))
+    """Whether the run, or one of its ranks, was asked to stop for that task."""
+    return any(preemptor == task.id for preemptor, _ in notices_of(run))
 
 
-def _no_memory(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
-    """`nodes`: those that nothing but memory keeps it from. None has enough devices with room."""
-    gpus = seen.task.demand.gpus
+def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
+    """`nodes`: only memory keeps the task from them. None has enough devices with room."""
+    gpus = survey.task.demand.gpus
     for node in nodes:
         if node.count(Verdict.FITS, Verdict.KEPT_FOR_OTHERS) >= gpus:
-            return _kept_for_others(seen.task, node)
+            return _kept_for_others(survey.task, node)
     devices = [finding for node in nodes for finding in node.open_devices]
     smallest = min(finding.need_mb or 0 for finding in devices)
     total = sum(finding.free_mb for finding in devices)
     largest = max(devices, key=lambda finding: (finding.free_mb, finding.book.device.key))
     block = f"{in_gib(largest.free_mb)} ({largest.book.device.label})"
-    needs = _needs(seen, smallest) + _coming(seen, devices) + _not_whole(seen, devices)
+    needs = _needs(survey, smallest) + _coming(survey, devices) + _not_whole(survey, devices)
     reason = Reason.WAITING_FOR_MEMORY if total < gpus * smallest else Reason.FRAGMENTED
     if gpus > 1:
-        return Blocker(reason, f"{needs}; {_most_on_one_node(seen.task, nodes)}")
+        return Blocker(reason, f"{needs}; {_most_on_one_node(survey.task, nodes)}")
     if reason is Reason.WAITING_FOR_MEMORY:
         return Blocker(reason, f"{needs}; the largest free block is {block}")
     return Blocker(reason, f"{needs}; {in_gib(total)} are free in all, but the largest block is {block}")
 
 
 def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
-    """For a demand of several devices: how near the best node comes, since one large block is no help."""
+    """How near the best node comes to a demand of several devices: one large block does not help."""
     best = max(nodes, key=lambda node: (node.count(Verdict.FITS), node.node.name))
     fitting = [one.book.device.label for one in best.devices if one.verdict is Verdict.FITS]
     where = f" ({_some(fitting)})" if fitting else ""
@@ -196,58 +196,58 @@ def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
 
 
 def _kept_for_others(task: Task, node: NodeFinding) -> Blocker:
-    """There is room on this node, but pledges that the task must respect have it."""
+    """The room on this node is pledged to tasks of the same or higher priority."""
     kept = [finding for finding in node.devices if finding.verdict is Verdict.KEPT_FOR_OTHERS]
     pledges = {pledge.preemptor: pledge for finding in kept for pledge in finding.book.pledges.values()}
     where = _some(finding.book.device.label for finding in kept)
-    who = _some(
-        f"{called(pledge.preemptor, pledge.tenant, task)} (priority {pledge.priority})"
+    owners = _some(
+        f"{task_label(pledge.preemptor, pledge.tenant, task)} (priority {pledge.priority})"
         for pledge in sorted(pledges.values(), key=lambda p: (-p.priority, p.preemptor))
     )
-    return Blocker(Reason.BEHIND_HIGHER_PRIORITY, f"what is free on {where} is kept for {who}")
+    return Blocker(Reason.BEHIND_HIGHER_PRIORITY, f"the free memory of {where} is pledged to {owners}")
 
 
-def _needs(seen: Survey, smallest_mb: int) -> str:
-    gpus = seen.task.demand.gpus
-    if seen.task.demand.takes_whole_devices:
+def _needs(survey: Survey, smallest_mb: int) -> str:
+    gpus = survey.task.demand.gpus
+    if survey.task.demand.takes_whole_devices:
         return "needs a whole GPU" if gpus == 1 else f"needs {gpus} whole GPUs of one node"
     each = "one GPU" if gpus == 1 else f"each of {gpus} GPUs of one node"
     return f"needs {in_gib(smallest_mb)} on {each}"
 
 
-def _coming(seen: Survey, devices: Iterable[DeviceFinding]) -> str:
-    """Why nobody is stopped for it: room on one device that somebody is leaving anyway."""
-    if seen.task.demand.gpus == 1:
+def _coming(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
+    """Names a device that is releasing enough memory, so that no run is preempted."""
+    if survey.task.demand.gpus == 1:
         for finding in devices:
-            soon = finding.book.soon_mb(task=seen.task.id, priority=seen.task.priority)
+            soon = finding.book.soon_mb(task=survey.task.id, priority=survey.task.priority)
             if soon >= (finding.need_mb or 0):
                 return f", which is being released on {finding.book.device.label}"
     return ""
 
 
-def _not_whole(seen: Survey, devices: Iterable[DeviceFinding]) -> str:
-    """What keeps a GPU on which nobody has a lease from being had whole."""
-    if seen.task.demand.takes_whole_devices:
+def _not_whole(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
+    """Use without a lease that keeps the task from a whole GPU."""
+    if survey.task.demand.takes_whole_devices:
         for finding in devices:
-            others = used_by_others(finding.book)
+            others = used_without_lease(finding.book)
             if others and finding.verdict is Verdict.NO_ROOM and not finding.book.holdings:
                 where = finding.book.device.label
-                return f", and of {where} {others}: end or declare those, or ask for a size (gpu_mb)"
+                return f", and of {where} {others}: end or declare them, or ask for a size (gpu_mb)"
     return ""
 
 
-def used_by_others(book: Book) -> str:
-    """How much of a device goes to whom no lease is for; empty if nothing does."""
+def used_without_lease(book: Book) -> str:
+    """What of a device is used without a lease; empty if nothing is."""
     parts = []
     if book.foreign_mb:
-        parts.append(f"{in_gib(book.foreign_mb)} go to processes that are not ours")
+        parts.append(f"{in_gib(book.foreign_mb)} are used by processes outside gpubroker")
     if book.unexplained_mb:
-        parts.append(f"{in_gib(book.unexplained_mb)} are in use by nobody who is known")
+        parts.append(f"{in_gib(book.unexplained_mb)} are used by unknown processes")
     return " and ".join(parts)
 
 
 def _some(names: Iterable[str]) -> str:
-    """At most three names, and how many more there are."""
+    """At most three names, and the number of the others."""
     shown = list(names)
     rest = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
     return ", ".join(shown[:3]) + rest
@@ -257,7 +257,7 @@ def _some(names: Iterable[str]) -> str:
 class QuotaStanding:
     tenant: str
     cohort: str
-    """Empty: nobody lends it anything."""
+    """Empty: the tenant cannot borrow."""
     allowance: Allowance
     counts_mb: int
     """What the task would count: on the largest GPUs that it may use; of a gang, its least ranks."""
@@ -271,18 +271,18 @@ class QuotaStanding:
         found = self.allowance
         borrows = f" and borrows from cohort {self.cohort}" if self.cohort else ""
         return (
-            f"counts {in_gib(self.counts_mb)}; tenant {self.tenant}, which is guaranteed "
+            f"counts {in_gib(self.counts_mb)} against the quota; tenant {self.tenant}, which is guaranteed "
             f"{in_gib(found.guaranteed_mb)}{borrows}, has {in_gib(found.claimed_mb)} and may take "
             f"{in_gib(max(0, found.left_mb))} more"
         )
 
 
-def quota_of(seen: Survey) -> QuotaStanding | None:
+def quota_of(survey: Survey) -> QuotaStanding | None:
     """None for a task without GPUs, and for a tenant without a quota."""
-    task, policy = seen.task, seen.policy
+    task, policy = survey.task, survey.policy
     if not any(part.gpus for part in task.demand.bundles or (task.demand,)):
         return None
-    quotas = Quotas(seen.draft, policy)
+    quotas = Quotas(survey.draft, policy)
     allowance = quotas.of(task.tenant, task.priority, task.id) if policy.has_quotas else None
     if allowance is None:
         return None
@@ -291,40 +291,36 @@ def quota_of(seen: Survey) -> QuotaStanding | None:
     )
 
 
-_DOES = {
-    TaskState.PENDING: "it waits for its room",
+_MODEL_STATES = {
+    TaskState.PENDING: "it waits for room",
     TaskState.ADMITTED: "it is being loaded",
     TaskState.STOPPING: "it is being unloaded",
 }
 
-_IS_NOWHERE = (
-    "it was not brought, or has left, and is asked for again, each time later; `gpubroker models` says how "
-    "its last load ended"
-)
+_NOT_LOADED = "it is not loaded; the load is retried with growing pauses; see `gpubroker models`"
 
 
-def why_not_sent(world: World, task: Task, policy: Policy) -> list[tuple[Reason, str]]:
-    """Nothing if its model is there and takes one more."""
+def inference_blockers(world: World, task: Task, policy: Policy) -> list[tuple[Reason, str]]:
+    """Empty if its model is in memory and takes one more inference."""
     model, serving = task.demand.answered_by, policy.serving
     if not serving.is_anywhere:
-        return [(Reason.BACKEND_UNAVAILABLE, "there is no server of models (any more); set triton.servers")]
+        return [(Reason.BACKEND_UNAVAILABLE, "no Triton server is configured; set triton.servers")]
     servers = servers_of(world, policy, model)
     if not servers:
         held = holders(world, policy, model)
-        does = _DOES[held[0].state] if held else _IS_NOWHERE
+        does = _MODEL_STATES[held[0].state] if held else _NOT_LOADED
         return [(Reason.MODEL_LOADING, f"model {model} is not in memory: {does}")]
     if len(world.homes.asking(model)) >= serving.at_once:
-        message = f"{serving.at_once} inferences of model {model} are being answered, and no more at once"
+        message = f"model {model} is answering {serving.at_once} inferences, the most at once"
         return [(Reason.CONCURRENCY_LIMITED, message)]
     return []
 
 
-def sent_at(
+def expected_send_at(
     world: World, task: Task, policy: Policy, forecasts: Sequence[Forecast], now: Instant
 ) -> ExpectedStart | None:
-    """When one that waits for nothing but its model is likely to be sent: when that is in memory. None if
-    nobody can tell: of a model that was never loaded, and of one for which others must have been answered
-    first, since how long answers take is not known."""
+    """When an inference that waits only for its model is likely to be sent: when the model is in memory. None
+    for a model without a recorded load time, and where other inferences must be answered first."""
     model = task.demand.answered_by
     if task.id not in world.queue or servers_of(world, policy, model):
         return None

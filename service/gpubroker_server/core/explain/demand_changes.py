@@ -1,4 +1,4 @@
-"""What a task could ask for instead so that it has room now: less, or elsewhere."""
+"""Demands with which a task has room now: smaller ones, and ones with wider constraints."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,25 +9,25 @@ from gpubroker_server.core.domain.demand import Demand, Where, may_use_device, n
 from gpubroker_server.core.domain.units import Mib, NodeName, in_gib
 from gpubroker_server.core.explain.blockers import quota_of
 from gpubroker_server.core.explain.pools import without_pool
-from gpubroker_server.core.explain.remedy_planner import LEAST_SHARE, Remedy, Trials, first
+from gpubroker_server.core.explain.remedy_planner import MIN_SHARE, Remedy, RemedyPlanner, first_step
 
 ANY_DEVICE: dict[str, Any] = {"kinds": [], "min_power": 0, "min_device_mb": 0}
 
 
-def less_memory(trials: Trials) -> Remedy | None:
-    """The most GPU memory for which there is room, and which its quota leaves."""
-    demand = trials.task.demand
-    asked = asked_mb(trials, demand)
+def smaller_gpu_memory(planner: RemedyPlanner) -> Remedy | None:
+    """The most GPU memory that has room and is within the quota."""
+    demand = planner.task.demand
+    asked = asked_mb(planner, demand)
     if not asked:
         return None
-    most = max((_most_on(trials, node) for node in trials.nodes), default=0)
-    quota = quota_of(trials.seen)
+    most = max((_most_on(planner, node) for node in planner.nodes), default=0)
+    quota = quota_of(planner.survey)
     if quota is not None:
-        most = min(most, quota.allowance.left_mb // demand.gpus - _costliest_mb(trials, demand))
-    if not LEAST_SHARE * asked <= most < asked:
+        most = min(most, quota.allowance.left_mb // demand.gpus - _costliest_mb(planner, demand))
+    if not MIN_SHARE * asked <= most < asked:
         return None
-    change, less = with_memory(demand, most)
-    return trials.placed(change, less, f"with gpu_mb at most {most} ({in_gib(most)})")
+    change, smaller = with_memory(demand, most)
+    return planner.placed(change, smaller, f"with gpu_mb at most {most} ({in_gib(most)})")
 
 
 def with_memory(demand: Demand, most: int) -> tuple[dict[str, Any], Demand]:
@@ -40,23 +40,23 @@ def with_memory(demand: Demand, most: int) -> tuple[dict[str, Any], Demand]:
     return change, replace(demand, gpu_mb=Mib(most), gpu_fraction=None, exclusive=False)
 
 
-def asked_mb(trials: Trials, demand: Demand) -> int:
-    """Of each device; of whole ones and shares, what they come to at most."""
+def asked_mb(planner: RemedyPlanner, demand: Demand) -> int:
+    """Per device; for whole devices and shares, on the largest device."""
     if not demand.gpus or demand.gpu_mb is not None:
         return demand.gpu_mb or 0
-    books = trials.draft.world.books.values()
+    books = planner.draft.world.books.values()
     return max((need_mb(demand, book.device) or 0 for book in books), default=0)
 
 
-def _most_on(trials: Trials, node: NodeName) -> int:
-    """What each of as many devices of the node as are asked for could give it now."""
-    task, seen = trials.task, trials.seen
-    if not trials.draft.headroom(node, task=task.id, priority=task.priority).fits(task):
+def _most_on(planner: RemedyPlanner, node: NodeName) -> int:
+    """What each of as many devices of the node as it asks for could give it now."""
+    task, survey = planner.task, planner.survey
+    if not planner.draft.headroom(node, task=task.id, priority=task.priority).fits(task):
         return 0
     free = sorted(
         (
             min(book.free_mb(task=task.id, priority=task.priority), book.unheld_mb()) - book.device.context_mb
-            for book in trials.draft.usable_books(node, seen.policy, seen.now)
+            for book in planner.draft.usable_books(node, survey.policy, survey.now)
             if may_use_device(task.demand, book.device)
         ),
         reverse=True,
@@ -65,68 +65,67 @@ def _most_on(trials: Trials, node: NodeName) -> int:
     return free[gpus - 1] if len(free) >= gpus else 0
 
 
-def _costliest_mb(trials: Trials, demand: Demand) -> int:
-    """What a process costs of itself where it costs most: as a quota counts it."""
-    books = trials.draft.world.books.values()
+def _costliest_mb(planner: RemedyPlanner, demand: Demand) -> int:
+    """The largest context of a process on a device that it may use: quotas count it."""
+    books = planner.draft.world.books.values()
     usable = (book.device for book in books if book.device.present and may_use_device(demand, book.device))
     return max((device.context_mb for device in usable), default=0)
 
 
-def fewer_gpus(trials: Trials) -> Remedy | None:
-    """The most GPUs of which there are enough on one node."""
-    demand = trials.task.demand
+def fewer_gpus(planner: RemedyPlanner) -> Remedy | None:
+    demand = planner.task.demand
     if demand.gpus < 2:
         return None
     fewer = range(demand.gpus - 1, 0, -1)
-    gpus = first(fewer, lambda gpus: trials.has_place(replace(demand, gpus=gpus)))
+    gpus = first_step(fewer, lambda gpus: planner.has_place(replace(demand, gpus=gpus)))
     if gpus is None:
         return None
-    return trials.placed({"gpus": gpus}, replace(demand, gpus=gpus), f"with gpus at most {gpus}")
+    return planner.placed({"gpus": gpus}, replace(demand, gpus=gpus), f"with gpus at most {gpus}")
 
 
-def other_kind(trials: Trials) -> Remedy | None:
-    """Of the kinds on which it counts less against its quota, the one on which it counts most."""
-    task, quota = trials.task, quota_of(trials.seen)
+def cheaper_kind(planner: RemedyPlanner) -> Remedy | None:
+    """A kind on which it counts less against its quota; the largest of those first."""
+    task, quota = planner.task, quota_of(planner.survey)
     if quota is None or not quota.is_short:
         return None
     parts = task.demand.bundles or (task.demand,)
     counts: dict[str, int] = {}
-    for book in trials.draft.world.books.values():
+    for book in planner.draft.world.books.values():
         needs = [need_mb(part, book.device) or 0 for part in parts if part.gpus]
         if min(needs) and book.device.present:
             counts[book.device.kind] = max(*needs, counts.get(book.device.kind, 0))
     for kind in sorted(counts, key=lambda kind: (-counts[kind], kind)):
-        change, narrower = everywhere(task.demand, {"kinds": [kind]}, kinds=(kind,))
-        if (found := trials.placed(change, narrower, f"on {kind} only")) is not None:
+        change, narrower = with_constraints(task.demand, {"kinds": [kind]}, kinds=(kind,))
+        if (found := planner.placed(change, narrower, f"on {kind} only")) is not None:
             return found
     return None
 
 
-def elsewhere(trials: Trials) -> Iterator[Remedy | None]:
-    """On devices or nodes that it does not ask for, or outside its pool; what drops least first."""
-    demand = trials.task.demand
+def wider_constraints(planner: RemedyPlanner) -> Iterator[Remedy | None]:
+    """Without its device or node constraints, or without its pool; the smallest change first."""
+    demand = planner.task.demand
     wheres = [part.where for part in demand.bundles or (demand,)]
     kinds = {name: to for name, to in ANY_DEVICE.items() if any(getattr(where, name) for where in wheres)}
     nodes: dict[str, Any] = {"nodes": {}} if any(where.nodes for where in wheres) else {}
     any_device = {"kinds": (), "min_power": 0, "min_device_mb": Mib(0)}
     found: list[Remedy | None] = []
     if kinds:
-        change, wider = everywhere(demand, kinds, **any_device)
-        found.append(trials.placed(change, wider, f"on any GPU (without {', '.join(kinds)})"))
+        change, wider = with_constraints(demand, kinds, **any_device)
+        found.append(planner.placed(change, wider, f"on any GPU (without {', '.join(kinds)})"))
     if nodes:
-        change, wider = everywhere(demand, nodes, nodes=())
-        found.append(trials.placed(change, wider, "on any node"))
+        change, wider = with_constraints(demand, nodes, nodes=())
+        found.append(planner.placed(change, wider, "on any node"))
     if kinds and nodes and not any(found):
-        change, wider = everywhere(demand, {**kinds, **nodes}, **any_device, nodes=())
-        found.append(trials.placed(change, wider, "on any GPU of any node"))
+        change, wider = with_constraints(demand, {**kinds, **nodes}, **any_device, nodes=())
+        found.append(planner.placed(change, wider, "on any GPU of any node"))
     yield from found
     if demand.pool:
-        outside, change = without_pool(demand, trials.seen.policy)
-        yield trials.placed({"pool": "", **change}, outside, f"without the pool {demand.pool}")
+        outside, change = without_pool(demand, planner.survey.policy)
+        yield planner.placed({"pool": "", **change}, outside, f"without the pool {demand.pool}")
 
 
-def everywhere(demand: Demand, change: dict[str, Any], **where: Any) -> tuple[dict[str, Any], Demand]:
-    """The demand that asks for such places, in all its ranks if it has some, and that as a change."""
+def with_constraints(demand: Demand, change: dict[str, Any], **where: Any) -> tuple[dict[str, Any], Demand]:
+    """The demand with these constraints, in each rank of a gang, and the change that this is."""
     if not demand.bundles:
         return change, replace(demand, where=replace(demand.where, **where))
     bundles = tuple(replace(part, where=_of_rank(part, where)) for part in demand.bundles)
@@ -134,83 +133,82 @@ def everywhere(demand: Demand, change: dict[str, Any], **where: Any) -> tuple[di
 
 
 def _of_rank(part: Demand, where: dict[str, Any]) -> Where:
-    """A rank without GPU asks for no kind."""
+    """A rank without a GPU has no kind to change."""
     return replace(part.where, **(where if part.gpus else {k: v for k, v in where.items() if k == "nodes"}))
 
 
-def less_of_the_node(trials: Trials) -> Remedy | None:
-    """With the CPU and the host memory that are left where its devices have room."""
-    task, demand = trials.task, trials.task.demand
+def smaller_cpu_and_memory(planner: RemedyPlanner) -> Remedy | None:
+    """The CPU and the host memory that are left on a node whose devices have room."""
+    task, demand = planner.task, planner.task.demand
     if not (demand.cpu or demand.memory_mb):
         return None
     bare = replace(task, demand=replace(demand, cpu=0.0, memory_mb=Mib(0)))
     best: tuple[float, int, NodeName] | None = None
-    for node in trials.nodes:
-        room = trials.draft.headroom(node, task=task.id, priority=task.priority)
+    for node in planner.nodes:
+        room = planner.draft.headroom(node, task=task.id, priority=task.priority)
         short = room.cpu < demand.cpu or room.memory_mb < demand.memory_mb
-        if short and trials.what_if.places_on({node}, bare) is not None:
+        if short and planner.what_if.places_on({node}, bare) is not None:
             left = (min(room.cpu, demand.cpu), min(room.memory_mb, demand.memory_mb), node)
             best = left if best is None else max(best, left)
     if best is None:
         return None
     cpu, memory_mb = floor(best[0] * 100) / 100, best[1]
-    if cpu < LEAST_SHARE * demand.cpu or memory_mb < LEAST_SHARE * demand.memory_mb:
+    if cpu < MIN_SHARE * demand.cpu or memory_mb < MIN_SHARE * demand.memory_mb:
         return None
     change: dict[str, Any] = {}
     if cpu < demand.cpu:
         change["cpu"] = cpu
     if memory_mb < demand.memory_mb:
         change["memory_mb"] = memory_mb
-    less = replace(demand, cpu=cpu, memory_mb=Mib(memory_mb))
+    smaller = replace(demand, cpu=cpu, memory_mb=Mib(memory_mb))
     words = " and ".join(f"{name} at most {value:g}" for name, value in change.items())
-    return trials.placed(change, less, f"with {words}") if change else None
+    return planner.placed(change, smaller, f"with {words}") if change else None
 
 
 STEPS = 64
-"""Smaller ranks are tried in so many steps of the size that is asked for."""
+"""Steps of its size in which a smaller rank is tried."""
 
-LOOSER = {"strict_pack": "pack", "strict_spread": "spread"}
+NOT_STRICT = {"strict_pack": "pack", "strict_spread": "spread"}
 
 
-def fewer_ranks(trials: Trials) -> Remedy | None:
-    """The most of its first ranks that could start together."""
-    demand = trials.task.demand
-    fewer = range(demand.least_ranks - 1, ceil(LEAST_SHARE * demand.least_ranks) - 1, -1)
-    ranks = first(fewer, lambda ranks: trials.has_place(replace(demand, min_ranks=ranks)))
+def fewer_ranks(planner: RemedyPlanner) -> Remedy | None:
+    demand = planner.task.demand
+    fewer = range(demand.least_ranks - 1, ceil(MIN_SHARE * demand.least_ranks) - 1, -1)
+    ranks = first_step(fewer, lambda ranks: planner.has_place(replace(demand, min_ranks=ranks)))
     if ranks is None:
         return None
-    said = f"with min_ranks at most {ranks}"
-    return trials.placed({"min_ranks": ranks}, replace(demand, min_ranks=ranks), said)
+    text = f"with min_ranks at most {ranks}"
+    return planner.placed({"min_ranks": ranks}, replace(demand, min_ranks=ranks), text)
 
 
-def smaller_ranks(trials: Trials) -> Remedy | None:
-    """The most GPU memory that each rank could ask for, of those that ask for more."""
-    demand = trials.task.demand
-    asked = max(asked_mb(trials, part) for part in demand.bundles)
-    steps = sorted({asked * step // STEPS for step in range(ceil(LEAST_SHARE * STEPS), STEPS)}, reverse=True)
-    most = first(steps, lambda mb: mb > 0 and trials.has_place(_capped(trials, mb)))
+def smaller_ranks(planner: RemedyPlanner) -> Remedy | None:
+    """A cap on the GPU memory of each rank."""
+    demand = planner.task.demand
+    asked = max(asked_mb(planner, part) for part in demand.bundles)
+    steps = sorted({asked * step // STEPS for step in range(ceil(MIN_SHARE * STEPS), STEPS)}, reverse=True)
+    most = first_step(steps, lambda mb: mb > 0 and planner.has_place(_capped(planner, mb)))
     if most is None:
         return None
     change = {"bundles": {"gpu_mb": most}}
-    said = f"with gpu_mb at most {most} ({in_gib(most)}) in each rank"
-    return trials.placed(change, _capped(trials, most), said)
+    text = f"with gpu_mb at most {most} ({in_gib(most)}) in each rank"
+    return planner.placed(change, _capped(planner, most), text)
 
 
-def _capped(trials: Trials, most: int) -> Demand:
-    demand = trials.task.demand
+def _capped(planner: RemedyPlanner, most: int) -> Demand:
+    demand = planner.task.demand
     bundles = tuple(
-        with_memory(part, most)[1] if part.gpus and asked_mb(trials, part) > most else part
+        with_memory(part, most)[1] if part.gpus and asked_mb(planner, part) > most else part
         for part in demand.bundles
     )
     return replace(demand, bundles=bundles)
 
 
-def looser(trials: Trials) -> Remedy | None:
-    """The strategy that asks for the same where that is possible, and no more."""
-    demand = trials.task.demand
-    strategy = LOOSER.get(demand.strategy)
+def looser_strategy(planner: RemedyPlanner) -> Remedy | None:
+    """The same strategy, not strict."""
+    demand = planner.task.demand
+    strategy = NOT_STRICT.get(demand.strategy)
     if strategy is None:
         return None
-    return trials.placed(
+    return planner.placed(
         {"strategy": strategy}, replace(demand, strategy=strategy), f"with strategy {strategy}"
     )

@@ -8,11 +8,17 @@ from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import MemberState, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib
-from gpubroker_server.core.explain.admission import wanted
-from gpubroker_server.core.explain.blockers import Blocker, QuotaStanding, called, quota_of, used_by_others
-from gpubroker_server.core.explain.diagnosis import Look, RankVerdict, look
-from gpubroker_server.core.explain.survey import DeviceFinding, Survey, Verdict, survey
-from gpubroker_server.core.explain.what_if import kept_for_forecasts
+from gpubroker_server.core.explain.admission import constraints_text
+from gpubroker_server.core.explain.blockers import (
+    Blocker,
+    QuotaStanding,
+    quota_of,
+    task_label,
+    used_without_lease,
+)
+from gpubroker_server.core.explain.diagnosis import Diagnosis, RankVerdict, diagnose
+from gpubroker_server.core.explain.survey import DeviceFinding, Survey, Verdict, survey_nodes
+from gpubroker_server.core.explain.what_if import reservation_blockers
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
@@ -21,8 +27,8 @@ from gpubroker_server.core.world.ledger import Holding
 from gpubroker_server.core.world.queue import order_key, own_key
 from gpubroker_server.core.world.world import World
 
-MOST_NAMED = 3
-"""So many tasks are named in a sentence, and the others counted."""
+MAX_NAMED = 3
+"""Tasks named in a message; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,6 @@ class DeviceVerdict:
     kind: str
     verdict: Verdict
     message: str
-    """Why not, or that it fits."""
     need_mb: Mib | None
     """None if the device is too small even when empty, or may not be used."""
     free_mb: Mib
@@ -56,14 +61,14 @@ class Explanation:
     queue_length: int
     """All pending tasks, held and delayed ones included."""
     inherits: Inherited | None
-    """By whose priority it stands in the queue; None if by its own."""
+    """The task whose priority it has in the queue; None: its own."""
     blockers: tuple[Blocker, ...]
     """Most structural first; never empty for a pending task."""
     devices: tuple[DeviceVerdict, ...]
-    """In key order; empty unless the task is pending and asks for GPUs. For a gang, as its first rank without
-    room finds them when those before it have their places."""
+    """In key order; empty unless the task is pending and asks for GPUs. For a gang: evaluated for its first
+    rank without room, beside the ranks before it."""
     ranks: tuple[RankVerdict, ...] = ()
-    """Of a gang that is pending, in order."""
+    """Of a pending gang, in order."""
     quota: QuotaStanding | None = None
     """Of a pending task for GPUs whose tenant has one."""
 
@@ -71,51 +76,52 @@ class Explanation:
 def explain(
     world: World, task_id: TaskId, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
 ) -> Explanation:
-    """Say what a task waits for, or what it is doing. Raises KeyError if the World does not know it."""
+    """What a task waits for, or what it is doing. Raises KeyError if the World does not have it."""
     task = world.tasks[task_id]
     if task.state is not TaskState.PENDING:
         return Explanation(
             task_id, task.state, None, _statement(world, task, now), now, None, len(world.queue), None, (), ()
         )
-    return explain_waiting(look(survey(Draft(world), task, policy, now, forecasts)))
+    return explain_pending(diagnose(survey_nodes(Draft(world), task, policy, now, forecasts)))
 
 
-def explain_waiting(found: Look) -> Explanation:
-    """The same of a task that waits, or that nobody has submitted."""
-    whole, seen = found.whole, found.part
-    task, world = whole.task, whole.draft.world
-    position = position_of(world, task, whole.policy, whole.now)
-    room = [*found.blockers]
-    if not room and whole.forecasts and not task.is_inference:
-        room = kept_for_forecasts(whole)
-    blockers = tuple(_blockers(whole, room, position))
-    devices = [_verdict(finding, seen.task) for node in seen.nodes for finding in node.devices]
+def explain_pending(found: Diagnosis) -> Explanation:
+    """The same for a pending task, or for one that has not been submitted."""
+    survey, device_survey = found.survey, found.device_survey
+    task, world = survey.task, survey.draft.world
+    position = position_of(world, task, survey.policy, survey.now)
+    room = list(found.blockers)
+    if not room and survey.forecasts and not task.is_inference:
+        room = reservation_blockers(survey)
+    blockers = tuple(_blockers(survey, room, position))
+    devices = [
+        _verdict(finding, device_survey.task) for node in device_survey.nodes for finding in node.devices
+    ]
     return Explanation(
         task.id,
         task.state,
         blockers[0].reason,
         blockers[0].message,
-        whole.now,
+        survey.now,
         position,
         len(world.queue),
         world.awaited.inheritance.of(task),
         blockers,
-        tuple(sorted(devices, key=lambda verdict: verdict.device)) if seen.task.demand.gpus else (),
+        tuple(sorted(devices, key=lambda verdict: verdict.device)) if device_survey.task.demand.gpus else (),
         found.ranks,
-        quota_of(whole),
+        quota_of(survey),
     )
 
 
 def position_of(
     world: World, task: Task, policy: Policy, now: Instant, shares: FairShares | None = None
 ) -> int | None:
-    """A task's place in the order of the queue, from 1, if no tenant is given anything before its turn; of
-    one that nobody has submitted, the place that it would have.
+    """A task's place in the queue, from 1, at today's shares; the place that an unsubmitted task would have.
 
-    Costs as much as there are different demands, and devices unless `shares` are given.
+    Costs one step per equivalence class, and one per device unless `shares` are given.
     """
     is_new = task.id not in world.tasks
-    if task.id not in world.queue and not (is_new and not stands_aside(task)):
+    if task.id not in world.queue and not (is_new and not is_deferred(task)):
         return None
     shares = FairShares(world, policy, now) if shares is None else shares
     own = own_key(world.queue.standing_of(task), task.stream, task.submitted_at, task.id, now, policy)
@@ -123,39 +129,41 @@ def position_of(
     return is_new + world.queue.count_until(key, shares.rank, now, policy)
 
 
-def stands_aside(task: Task) -> bool:
-    """It waits for a person, for its hour or for other tasks, and is not planned before."""
+def is_deferred(task: Task) -> bool:
+    """It is held, not due yet, or waits for other tasks; the planner does not look at it."""
     return task.held or task.awaits or task.not_before is not None
 
 
-def _blockers(seen: Survey, room: list[Blocker], position: int | None) -> list[Blocker]:
-    task, now = seen.task, seen.now
+def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list[Blocker]:
+    task, now = survey.task, survey.now
     blockers = list(room)
     if task.held:
-        blockers.append(Blocker(Reason.HELD, "held by a person; release it to let it run"))
+        blockers.append(Blocker(Reason.HELD, "held in the queue; release it to let it run"))
     if task.not_before is not None and task.not_before > now:
-        message = f"not to be started for another {task.not_before - now:.0f} s"
+        message = f"does not start for another {task.not_before - now:.0f} s"
         if task.failures:
             message += f", because it has failed {task.failures} of at most {task.max_retries + 1} times"
         blockers.append(Blocker(Reason.NOT_BEFORE, message))
     if task.awaits:
-        blockers.append(Blocker(Reason.DEPENDENCY_PENDING, _awaited(seen.draft.world, task)))
+        blockers.append(Blocker(Reason.DEPENDENCY_PENDING, _awaited(survey.draft.world, task)))
     if not blockers:
-        ahead = f" after the {position - 1} ahead of it" if position and position > 1 else ""
-        message = f"there is room for it now; the next cycle looks at it{ahead}"
+        tasks = "1 task" if position == 2 else f"{(position or 1) - 1} tasks"
+        ahead = f" after the {tasks} ahead of it" if position and position > 1 else ""
+        message = f"there is room for it now; the next cycle plans it{ahead}"
         blockers.append(Blocker(Reason.PENDING_EVALUATION, message))
     return sorted(blockers, key=lambda blocker: blocker.tier)
 
 
 def _awaited(world: World, task: Task) -> str:
-    """Its own tenant's tasks: they may be named."""
+    """Dependencies belong to the same tenant, so they may be named."""
     awaited = (
         {it.task for it in task.after} if task.id not in world.tasks else world.awaited.remaining.get(task.id)
     )
     left = sorted(awaited or ())
-    names = [f"{name} ({_state_of(world, name)})" for name in left[:MOST_NAMED]]
-    more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
-    return f"runs after {', '.join(names)}{more}" if left else "what it waited for has ended; it comes in now"
+    names = [f"{name} ({_state_of(world, name)})" for name in left[:MAX_NAMED]]
+    more = f" and {len(left) - MAX_NAMED} more" if len(left) > MAX_NAMED else ""
+    ended = "the tasks that it waited for have ended; it joins the queue now"
+    return f"runs after {', '.join(names)}{more}" if left else ended
 
 
 def _state_of(world: World, name: TaskId) -> str:
@@ -164,27 +172,25 @@ def _state_of(world: World, name: TaskId) -> str:
 
 
 def _statement(world: World, task: Task, now: Instant) -> str:
-    """What a task that is not pending is doing."""
     match task.state:
         case TaskState.ADMITTED:
             where = _whereabouts(task)
-            return f"admitted to {where}" + ("" if task.members else "; its order is on the way")
+            return f"admitted to {where}" + ("" if task.members else "; the order to start it is on its way")
         case TaskState.RUNNING:
             more = _overuse(world, task)
             return f"running on {_whereabouts(task)} for {now - (task.started_at or now):.0f} s{more}"
         case TaskState.STOPPING:
             left = (task.stop_deadline_at or now) - now
-            whom = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
-            goes_to = ", and goes on elsewhere, where room is kept for it" if task.is_moving else ""
+            why = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
+            goes_to = ", and continues on another node, where room is pledged to it" if task.is_moving else ""
             return (
-                f"asked to stop ({task.stop_reason}){whom}{goes_to}; {max(0.0, left):.0f} s of grace are left"
+                f"asked to stop ({task.stop_reason}){why}{goes_to}; {max(0.0, left):.0f} s of grace are left"
             )
         case _:
             return ended_message(task.state)
 
 
 def _whereabouts(task: Task) -> str:
-    """Where an active task is, and how its ranks are doing if it is a gang."""
     if task.is_inference:
         return f"model {task.demand.answered_by}"
     nodes = sorted(nodes_of(task))
@@ -195,12 +201,11 @@ def _whereabouts(task: Task) -> str:
         ready = sum(member.state is MemberState.READY for member in task.members)
         return f"{names}, {ready} of its {len(task.members)} ranks ready"
     left = sum(not member.takes_part for member in task.members)
-    gave_way = f", {left} more gave way" if left else ""
-    return f"{names}, {len(task.members) - left} ranks{gave_way}"
+    stopped_early = f", {left} more stopped early" if left else ""
+    return f"{names}, {len(task.members) - left} ranks{stopped_early}"
 
 
 def _overuse(world: World, task: Task) -> str:
-    """What to say of a run that used more than it leased."""
     over = [lease for lease in world.leases_of(task) if lease.overused_mb]
     return "".join(
         f"; it used {in_gib(lease.overused_mb)} of {world.books[lease.device].device.label}, "
@@ -210,13 +215,12 @@ def _overuse(world: World, task: Task) -> str:
 
 
 def ended_message(state: TaskState) -> str:
-    """All there is to say of a task that has ended; the World need not know it any more."""
     return f"{state}; it no longer waits for anything"
 
 
 def _preemptor(world: World, task: Task) -> str:
     other = world.tasks.get(task.freeing_for) if task.freeing_for else None
-    return "a task that has ended" if other is None else called(other.id, other.tenant, task)
+    return "a task that has ended" if other is None else task_label(other.id, other.tenant, task)
 
 
 def _verdict(finding: DeviceFinding, task: Task) -> DeviceVerdict:
@@ -243,7 +247,7 @@ def _why(finding: DeviceFinding, task: Task) -> str:
         case Verdict.GONE:
             return "its node no longer has it"
         case Verdict.NOT_WANTED:
-            return f"not among what is asked for ({wanted(task.demand)})"
+            return f"does not match the demand ({constraints_text(task.demand)})"
         case Verdict.TOO_SMALL:
             return f"too small: {size} in all"
         case Verdict.NODE_NOT_READY:
@@ -256,10 +260,10 @@ def _why(finding: DeviceFinding, task: Task) -> str:
             return f"fits: {free} are free"
         case Verdict.KEPT_FOR_OTHERS:
             pledges = finding.book.pledges
-            names = sorted(called(name, pledges[name].tenant, task) for name in pledges)
-            return f"what is free is kept for {', '.join(names)}"
-    others = used_by_others(finding.book)
-    elsewhere = f", {others}" if others else ""
+            names = sorted(task_label(name, pledges[name].tenant, task) for name in pledges)
+            return f"the free memory is pledged to {', '.join(names)}"
+    others = used_without_lease(finding.book)
+    more = f", {others}" if others else ""
     if task.demand.takes_whole_devices:
-        return f"not empty: {free} of {size} are free{elsewhere}"
-    return f"{in_gib(finding.need_mb or 0)} are needed, {free} are free{elsewhere}"
+        return f"not empty: {free} of {size} are free{more}"
+    return f"{in_gib(finding.need_mb or 0)} are needed, {free} are free{more}"

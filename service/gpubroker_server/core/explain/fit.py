@@ -1,4 +1,4 @@
-"""Whether a set of components fits a fleet: where each goes, what is missing, and whom it would displace."""
+"""Whether a set of components fits a fleet: where each goes, what is missing, and which runs it displaces."""
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
@@ -13,9 +13,9 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, device_key
 from gpubroker_server.core.explain.admission import check_task
 from gpubroker_server.core.explain.blockers import Blocker
-from gpubroker_server.core.explain.diagnosis import look
-from gpubroker_server.core.explain.survey import Survey, survey
-from gpubroker_server.core.explain.what_if import WhatIf, kept_for_forecasts
+from gpubroker_server.core.explain.diagnosis import diagnose
+from gpubroker_server.core.explain.survey import Survey, survey_nodes
+from gpubroker_server.core.explain.what_if import WhatIf, reservation_blockers
 from gpubroker_server.core.planning.decisions import admit, evict
 from gpubroker_server.core.planning.find_way import Evict, Start
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
@@ -28,7 +28,7 @@ from gpubroker_server.core.world.world import World
 @dataclass(frozen=True, slots=True)
 class Totals:
     gpus: int
-    """Devices that are used, whole or in part, one for each part."""
+    """Whole or in part, one for each part."""
     whole_gpus: int
     gpu_mb: int
     """Of those that are not whole."""
@@ -37,39 +37,39 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class OfKinds:
-    """GPUs that are missing, of those who insist on the same kinds."""
+class GpuShortage:
+    """Missing GPUs of one choice of kinds."""
 
     kinds: tuple[str, ...]
     """As asked for; empty: any."""
     whole_gpus: int
     gpu_mb: int
-    """For those that need not be whole."""
+    """For demands of less than whole GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
-    """What is asked for without a place, less what is left. All zero: enough is left, but in pieces."""
+class Shortage:
+    """What the unplaced components ask for, less what is left. All zero: enough is left, but in pieces."""
 
-    gpus: tuple[OfKinds, ...]
+    gpus: tuple[GpuShortage, ...]
     cpu: float
     memory_mb: int
 
 
 WHOLE_MB = 2**24
-"""What a whole device counts for among those that are hard to place: as much as the largest."""
+"""The size of a whole device in the order of placement: at least that of the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """So many tasks, or gangs, of one demand, all to run at once."""
+    """`count` tasks, or gangs, of one demand, all running at once."""
 
     name: str
     count: int
     demand: Demand
     priority: int
     apart: tuple[Demand, ...] = ()
-    """What its roles ask for, if they take turns in one process; without colocation each runs by itself."""
+    """The demands of its roles, if they share one process; without colocation each runs by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +78,26 @@ class Placed:
     number: int
     """Which of the component's tasks, from 0."""
     places: Gang
-    """One; of a gang one for each rank."""
+    """One; for a gang one per rank."""
     is_gang: bool
     displaced: int
-    """So many runs would have to leave first, or give up ranks."""
+    """Runs that would have to stop first, or give up ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """What of a component has no place."""
-
     component: Component
     count: int
     reason: Reason
     message: str
-    """Why the first of them found none."""
+    """Why the first of them has no place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Displaced:
     run: Task
     ranks: tuple[int, ...] | None
-    """Of a gang that goes on without them, those that leave; None: all of it."""
+    """The ranks that leave a gang that goes on; None: the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +105,8 @@ class FleetPlan:
     placed: tuple[Placed, ...]
     unplaced: tuple[Unplaced, ...]
     displaced: tuple[Displaced, ...]
-    missing: Missing
-    """What the fleet would have to have more, at least."""
+    missing: Shortage
+    """The least that would have to be added."""
     totals: Totals
     totals_apart: Totals
     """Without colocation."""
@@ -118,23 +116,22 @@ class FleetPlan:
         return not self.unplaced
 
 
-Steps = Generator[None, None, FleetPlan]
+FleetPlanSteps = Generator[None, None, FleetPlan]
 
 
-def planning(
+def plan_fleet(
     world: World,
     components: Sequence[Component],
     tenant: str,
     policy: Policy,
     now: Instant,
     forecasts: Sequence[Forecast] = (),
-) -> Steps:
+) -> FleetPlanSteps:
     """Place all components beside what runs, the hardest to place first. Changes nothing.
 
-    What a submit would refuse finds no place. What finds no room displaces runs of lower priority as a task
-    would; of those nobody else need leave for the same component. Runs under notice count as gone. Of what
-    waits in the queue only the `forecasts` count, which keep room. Pauses after each task; the World must
-    not change meanwhile.
+    A component that a submit would refuse is not placed. One without room displaces runs of lower priority,
+    as a task would. Stopping runs count as gone. Of the queue only tasks with `forecasts` count. Yields after
+    each task; the World must not change meanwhile.
     """
     draft = Draft(world)
     _receive_all(draft)
@@ -142,7 +139,7 @@ def planning(
     placed: list[Placed] = []
     unplaced: list[Unplaced] = []
     displaced: dict[TaskId, Displaced] = {}
-    for component in sorted(components, key=_hardness):
+    for component in sorted(components, key=_placement_order):
         is_refused = check_task(_task(component, 0, tenant, now), world, policy) is not None
         for number in range(component.count):
             task = _task(component, number, tenant, now)
@@ -150,7 +147,7 @@ def planning(
             for leaver in leavers:
                 displaced[leaver.run.id] = _joined(leaver, displaced.get(leaver.run.id))
             if places is None:
-                why = _why(survey(draft, task, policy, now, forecasts))
+                why = _why(survey_nodes(draft, task, policy, now, forecasts))
                 unplaced.append(Unplaced(component, component.count - number, why.reason, why.message))
                 break
             is_gang = bool(task.demand.bundles)
@@ -161,14 +158,14 @@ def planning(
         tuple(placed),
         tuple(unplaced),
         tuple(displaced[name] for name in sorted(displaced)),
-        missing_of(lacking, left_over(draft), world),
+        shortage_of(lacking, free_capacity(draft), world),
         totals_of([(it.demand, it.count) for it in components]),
         totals_of([(role, it.count) for it in components for role in it.apart or (it.demand,)]),
     )
 
 
 def _receive_all(draft: Draft) -> None:
-    """Whoever is leaving has left; what they free for others is kept for those."""
+    """As if all stopping runs had left; what they free for others stays pledged."""
     world = draft.world
     for name in sorted(world.active):
         run = world.tasks[name]
@@ -183,7 +180,7 @@ def _receive_all(draft: Draft) -> None:
 def _put(
     draft: Draft, what_if: WhatIf, task: Task, now: Instant
 ) -> tuple[Gang | None, tuple[Displaced, ...]]:
-    """As the planner would, once whoever it asks to leave has left."""
+    """Place the task as the planner would, once its victims have left."""
     way = what_if.way(task)
     places, leavers = way.places if isinstance(way, Start) else None, tuple[Displaced, ...]()
     if isinstance(way, Evict):
@@ -196,22 +193,22 @@ def _put(
 
 
 def _make_room(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> tuple[Displaced, ...]:
-    evict(draft, task, eviction, now)  # what they free is pledged to it
+    evict(draft, task, eviction, now)
     leavers = tuple(Displaced(run, eviction.surplus.get(run.id)) for run in eviction.victims)
     for leaver in leavers:
         draft.remove_run(draft.task(leaver.run.id), leaver.ranks)
     return leavers
 
 
-def _why(seen: Survey) -> Blocker:
-    """The most structural thing that keeps a task away for which there is no place."""
-    blockers = look(seen).blockers or tuple(kept_for_forecasts(seen))
-    gave_up = Blocker(Reason.FRAGMENTED, "no place was found before the search gave up")
+def _why(survey: Survey) -> Blocker:
+    """The most structural reason why there is no place."""
+    blockers = diagnose(survey).blockers or tuple(reservation_blockers(survey))
+    gave_up = Blocker(Reason.FRAGMENTED, "the search reached its limit before it found a place")
     return blockers[0] if blockers else gave_up
 
 
 def _joined(leaver: Displaced, before: Displaced | None) -> Displaced:
-    """The same gang may give up more ranks for the next task, or all that it has left."""
+    """A gang may give up more ranks for the next task, or stop."""
     if before is None:
         return leaver
     ranks = None if leaver.ranks is None else tuple(sorted({*(before.ranks or ()), *leaver.ranks}))
@@ -223,8 +220,8 @@ def _task(component: Component, number: int, tenant: str, now: Instant) -> Task:
     return Task(TaskId(f"plan:{name}"), tenant, name, component.priority, component.demand, now)
 
 
-def _hardness(component: Component) -> tuple[int, float, float, str]:
-    """Higher priority first, so that nobody displaces what was just placed; then what needs most at once."""
+def _placement_order(component: Component) -> tuple[int, float, float, str]:
+    """Higher priority first, so that no component displaces another; then the largest."""
     parts = component.demand.bundles or (component.demand,)
     gpu_mb = sum(part.gpus * _mb_of(part) for part in parts)
     return -component.priority, -gpu_mb, -sum(part.cpu for part in parts), component.name
@@ -237,7 +234,7 @@ def _mb_of(demand: Demand) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOver:
+class FreeCapacity:
     devices: tuple[tuple[DeviceKey, Mib], ...]
     """(device, MiB left of it), of those with anything left."""
     cpu: float
@@ -245,7 +242,7 @@ class LeftOver:
 
 
 def totals_of(wanted: Iterable[tuple[Demand, int]]) -> Totals:
-    """Of so many tasks of each demand; of gangs with all their ranks."""
+    """Of `count` tasks of each demand; gangs with all ranks."""
     gpus = whole = gpu_mb = memory_mb = 0
     cpu = 0.0
     for part, count in _parts(wanted).items():
@@ -257,8 +254,8 @@ def totals_of(wanted: Iterable[tuple[Demand, int]]) -> Totals:
     return Totals(gpus, whole, gpu_mb, round(cpu, 6), memory_mb)
 
 
-def left_over(draft: Draft) -> LeftOver:
-    """What nobody has and nothing is kept of, on nodes that can be used."""
+def free_capacity(draft: Draft) -> FreeCapacity:
+    """What is neither leased nor pledged, on usable nodes."""
     devices: list[tuple[DeviceKey, Mib]] = []
     cpu, memory_mb = 0.0, 0
     for node in sorted(draft.usable_nodes()):
@@ -268,32 +265,32 @@ def left_over(draft: Draft) -> LeftOver:
         for book in draft.books_on(node):
             if book.device.offers and (free := book.free_mb()) > 0:
                 devices.append((book.device.key, Mib(free)))
-    return LeftOver(tuple(devices), round(cpu, 6), memory_mb)
+    return FreeCapacity(tuple(devices), round(cpu, 6), memory_mb)
 
 
-def missing_of(unplaced: Iterable[tuple[Demand, int]], left: LeftOver, world: World) -> Missing:
-    """At least so much more would be needed, whatever lies where."""
+def shortage_of(unplaced: Iterable[tuple[Demand, int]], left: FreeCapacity, world: World) -> Shortage:
+    """The least that would have to be added, however it is spread over nodes."""
     wanted = _parts(unplaced)
     known = [book.device for book in world.books.values()]
     usable = {part: [one for one in known if may_use_device(part, one)] for part in wanted if part.gpus}
     free = dict(left.devices)
     gpus: dict[tuple[str, ...], tuple[int, int]] = {}
-    # Whoever may use the fewest devices is given what is left of those before others are.
+    # Demands with the fewest usable devices take what is left of them first.
     for part, mine in sorted(usable.items(), key=lambda item: len(item[1])):
         whole, mb = _taken_from(free, part, wanted[part] * part.gpus, mine)
         before = gpus.get(part.where.kinds, (0, 0))
         gpus[part.where.kinds] = before[0] + whole, before[1] + mb
     cpu = sum(count * part.cpu for part, count in wanted.items())
     memory_mb = sum(count * part.memory_mb for part, count in wanted.items())
-    return Missing(
-        tuple(OfKinds(kinds, *amounts) for kinds, amounts in sorted(gpus.items()) if any(amounts)),
+    return Shortage(
+        tuple(GpuShortage(kinds, *amounts) for kinds, amounts in sorted(gpus.items()) if any(amounts)),
         round(max(0.0, cpu - left.cpu), 6),
         max(0, memory_mb - left.memory_mb),
     )
 
 
 def _taken_from(free: dict[DeviceKey, Mib], part: Demand, count: int, mine: list[Device]) -> tuple[int, int]:
-    """Take so many devices, or their MiB, out of what is free; (devices, MiB) that are not there."""
+    """Take `count` devices, or their MiB, out of what is free; (devices, MiB) that are missing."""
     if part.takes_whole_devices:
         whole = [one.key for one in mine if free.get(one.key, 0) >= max(1, one.allocatable_mb)][:count]
         for key in whole:
@@ -310,7 +307,7 @@ def _taken_from(free: dict[DeviceKey, Mib], part: Demand, count: int, mine: list
 
 
 def _parts(wanted: Iterable[tuple[Demand, int]]) -> Counter[Demand]:
-    """Ranks one by one, as tasks of their own."""
+    """Each rank as a task of its own."""
     parts: Counter[Demand] = Counter()
     for demand, count in wanted:
         for part in demand.bundles or (demand,):
@@ -318,13 +315,13 @@ def _parts(wanted: Iterable[tuple[Demand, int]]) -> Counter[Demand]:
     return parts
 
 
-MOST_RUNS = 10_000
-"""On one node: as many as one likes."""
+MAX_RUNS = 10_000
+"""Per node; no real limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One node of a fleet that need not exist."""
+    """One node of a fleet that is only planned."""
 
     name: str
     cpu: float
@@ -333,7 +330,7 @@ class Machine:
     """(kind, MiB that may be leased) of each."""
     labels: tuple[tuple[str, str], ...] = ()
     custom: tuple[tuple[str, float], ...] = ()
-    """What it has of the resources that the operator named, sorted by name."""
+    """Amounts of custom resources, sorted by name."""
 
 
 def fleet_of(machines: Iterable[Machine], kinds: Iterable[GpuKind], now: Instant) -> World:
@@ -341,7 +338,7 @@ def fleet_of(machines: Iterable[Machine], kinds: Iterable[GpuKind], now: Instant
     world, known = World(), tuple(kinds)
     for machine in machines:
         node = NodeName(machine.name)
-        size = machine.cpu, machine.memory_mb, MOST_RUNS
+        size = machine.cpu, machine.memory_mb, MAX_RUNS
         world.add_node(Node(node, *size, "", "", labels=machine.labels, custom=machine.custom))
         for index, (reported, mb) in enumerate(machine.gpus):
             key, kind = device_key("plan", node, f"gpu{index}"), kind_of(reported, known)

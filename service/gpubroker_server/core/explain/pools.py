@@ -1,4 +1,4 @@
-"""What counts against more than its own node: pools that tasks name, and limits of how many run at once."""
+"""What counts beyond one node: pools that tasks name, and limits on running tasks."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -10,15 +10,15 @@ from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.units import in_gib
 
 
-def settled(
+def apply_pool(
     demand: Demand, pool: str, tenant: str, labels: Mapping[str, str], policy: Policy
 ) -> Demand | Refusal:
-    """The demand with all that its tenant, its labels and its pool add to it, or why the pool does not fit.
+    """The demand with what its tenant, its labels and its pool add, or why the pool does not fit.
 
-    This is done once, at the door: a pool or a limit that changes later changes how much there is, and not
-    which limits a task counts against.
+    Done once, at submit: a later change of a pool or a limit changes its amount, not which limits a task
+    counts against.
     """
-    slots = dict.fromkeys(running_slots(tenant, labels, policy), 1.0)
+    slots = dict.fromkeys(_running_slots(tenant, labels, policy), 1.0)
     if not pool:
         return replace(demand, slots=tuple(sorted(slots.items()))) if slots else demand
     chosen = next((known for known in policy.pools if known.name == pool), None)
@@ -27,10 +27,10 @@ def settled(
         return Refusal("pool-mismatch", f"there is no pool {pool!r}; configured are: {names}", "pool")
     inside = []
     for part in demand.bundles or (demand,):
-        refusal = _misfit(part, chosen)
+        refusal = _mismatch(part, chosen)
         if refusal is not None:
             return replace(refusal, field="bundles") if demand.bundles else refusal
-        inside.append(_inside(part, chosen))
+        inside.append(_inside_pool(part, chosen))
         _count(slots, part, chosen)
     found = replace(demand, bundles=tuple(inside)) if demand.bundles else inside[0]
     return replace(found, pool=pool, slots=tuple(sorted(slots.items())))
@@ -42,14 +42,14 @@ def _count(slots: dict[str, float], part: Demand, pool: Pool) -> None:
         slots[slot] = slots.get(slot, 0.0) + amount
 
 
-def _inside(demand: Demand, pool: Pool) -> Demand:
+def _inside_pool(demand: Demand, pool: Pool) -> Demand:
     where = demand.where
     kinds = where.kinds or (pool.kinds if demand.gpus else ())
     return replace(demand, where=replace(where, kinds=kinds, nodes=_merged(where.nodes, pool.nodes)))
 
 
-def resettled(demand: Demand, policy: Policy) -> Demand | Refusal:
-    """A settled demand whose sizes were changed since, with what its pool then counts."""
+def reapply_pool(demand: Demand, policy: Policy) -> Demand | Refusal:
+    """The demand, whose sizes have changed, with what it now counts against its pool."""
     if not demand.pool:
         return demand
     chosen = next((known for known in policy.pools if known.name == demand.pool), None)
@@ -57,7 +57,7 @@ def resettled(demand: Demand, policy: Policy) -> Demand | Refusal:
         return Refusal("pool-mismatch", f"there is no pool {demand.pool!r} any more", "pool")
     slots = {name: amount for name, amount in demand.slots if not name.startswith("pool:")}
     for part in demand.bundles or (demand,):
-        refusal = _misfit(part, chosen)
+        refusal = _mismatch(part, chosen)
         if refusal is not None:
             return refusal
         _count(slots, part, chosen)
@@ -65,19 +65,19 @@ def resettled(demand: Demand, policy: Policy) -> Demand | Refusal:
 
 
 def without_pool(demand: Demand, policy: Policy) -> tuple[Demand, dict[str, Any]]:
-    """The demand outside its pool, and what else of it goes with the pool, as a submit would say it."""
+    """The demand without its pool, and the other fields that this changes, as a submit names them."""
     chosen = next((known for known in policy.pools if known.name == demand.pool), Pool(demand.pool))
     slots = tuple(slot for slot in demand.slots if not slot[0].startswith("pool:"))
     outside = replace(demand, pool="", slots=slots)
     if demand.bundles:
-        found = [_outside(part, chosen) for part in demand.bundles]
-        change = {name: to for _, said in found for name, to in said.items()}
+        found = [_outside_pool(part, chosen) for part in demand.bundles]
+        change = {name: to for _, fields in found for name, to in fields.items()}
         bundles = tuple(part for part, _ in found)
         return replace(outside, bundles=bundles), {"bundles": change} if change else {}
-    return _outside(outside, chosen)
+    return _outside_pool(outside, chosen)
 
 
-def _outside(demand: Demand, pool: Pool) -> tuple[Demand, dict[str, Any]]:
+def _outside_pool(demand: Demand, pool: Pool) -> tuple[Demand, dict[str, Any]]:
     where, change = demand.where, dict[str, Any]()
     if pool.kinds and where.kinds == pool.kinds:
         where, change["kinds"] = replace(where, kinds=()), []
@@ -87,20 +87,19 @@ def _outside(demand: Demand, pool: Pool) -> tuple[Demand, dict[str, Any]]:
     return replace(demand, where=where), change
 
 
-def running_slots(tenant: str, labels: Mapping[str, str], policy: Policy) -> Iterable[str]:
-    """The counters of running tasks for which there is a limit, of those that a tenant's task with these
-    labels counts against."""
+def _running_slots(tenant: str, labels: Mapping[str, str], policy: Policy) -> Iterable[str]:
+    """The limits on running tasks that a task of this tenant with these labels counts against."""
     if not policy.custom_limits:
         return ()
     names = (f"tenant:{tenant}", *(f"label:{key}={value}" for key, value in labels.items()))
     return (name for name in names if policy.limit_of(name) is not None)
 
 
-def _misfit(demand: Demand, pool: Pool) -> Refusal | None:
+def _mismatch(demand: Demand, pool: Pool) -> Refusal | None:
     where = demand.where
-    strange = [kind for kind in where.kinds if pool.kinds and kind not in pool.kinds]
-    if strange:
-        message = f"the pool {pool.name!r} has no {', '.join(strange)}; its kinds are {', '.join(pool.kinds)}"
+    foreign = [kind for kind in where.kinds if pool.kinds and kind not in pool.kinds]
+    if foreign:
+        message = f"the pool {pool.name!r} has no {', '.join(foreign)}; its kinds are {', '.join(pool.kinds)}"
         return Refusal("pool-mismatch", message, "kinds")
     if any(not values for _, values in _merged(where.nodes, pool.nodes)):
         there_are = "; ".join(f"{label} {' or '.join(values)}" for label, values in pool.nodes)
@@ -112,14 +111,14 @@ def _misfit(demand: Demand, pool: Pool) -> Refusal | None:
     if pool.gpu_mb is not None and demand.gpus and demand.gpu_mb is None:
         message = (
             f"the pool {pool.name!r} has {in_gib(pool.gpu_mb)} of GPU memory, and whole GPUs and shares "
-            "differ in size; say how much with gpu_mb"
+            "differ in size; state the size with gpu_mb"
         )
         return Refusal("pool-mismatch", message, "gpu_mb")
     return None
 
 
 def _merged(wanted: Labels, had: Labels) -> Labels:
-    """Both must hold; no values are left where they contradict each other."""
+    """Both hold; a label on which they contradict each other has no values left."""
     merged = dict(had)
     for label, values in wanted:
         known = merged.get(label)
@@ -128,7 +127,6 @@ def _merged(wanted: Labels, had: Labels) -> Labels:
 
 
 def _amounts(demand: Demand, pool: Pool) -> Iterable[tuple[str, float]]:
-    """What it takes of the amounts that the pool limits."""
     taken = {
         "cpu": demand.cpu,
         "gpus": float(demand.gpus),

@@ -1,69 +1,75 @@
-"""What would let a task start that waits: found by planning it again with one thing changed, not guessed."""
+"""What would let a waiting task start: each found by planning it again with one change."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from math import inf
 from typing import Any
 
+from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.explain.admission import check_priority
-from gpubroker_server.core.explain.blockers import called
+from gpubroker_server.core.explain.blockers import task_label
 from gpubroker_server.core.explain.demand_changes import (
-    elsewhere,
+    cheaper_kind,
     fewer_gpus,
     fewer_ranks,
-    less_memory,
-    less_of_the_node,
-    looser,
-    other_kind,
+    looser_strategy,
+    smaller_cpu_and_memory,
+    smaller_gpu_memory,
     smaller_ranks,
+    wider_constraints,
 )
 from gpubroker_server.core.explain.helpful_ends import first_end
-from gpubroker_server.core.explain.remedy_planner import Remedy, Trials, first
+from gpubroker_server.core.explain.remedy_planner import Remedy, RemedyPlanner, first_step
 from gpubroker_server.core.explain.survey import Survey
-from gpubroker_server.core.explain.what_if import WhatIf, in_words, short_enough
+from gpubroker_server.core.explain.what_if import WhatIf, places_text, seconds_until
 from gpubroker_server.core.planning.find_way import Start, Wait, Way
 from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
 
-MOST_NODES = 12
-"""On so many nodes victims are looked for who would have to leave for a higher priority."""
+MIN_SECONDS = 1.0
+"""A shorter run time is no remedy."""
+
+MAX_NODES = 12
+"""Nodes on which victims of a higher priority are searched."""
 
 
 def remedies(
-    seen: Survey, now: Way, expected_ends: ExpectedEnds, what_if: WhatIf, highest_priority: int = 100
+    survey: Survey, now: Way, expected_ends: ExpectedEnds, what_if: WhatIf, highest_priority: int = 100
 ) -> tuple[Remedy, ...]:
-    """All that were found for a task without room, what changes least first.
+    """Remedies for a task without room, the smallest change first.
 
-    `now`: what the planner would decide for it as it is; `highest_priority`: the most that whoever asks may
-    give it. The work is bounded: a few plans for this one task, however large the cluster.
+    `now`: what the planner would decide today; `highest_priority`: the highest that the caller may set. Costs
+    a few plans for this one task.
     """
-    trials = Trials(seen, what_if)
-    aside = trials.stands_aside
+    planner = RemedyPlanner(survey, what_if)
+    aside = planner.is_deferred
     if not isinstance(now, Wait):
-        highest_priority = 0  # it has its turn as it is
-    found = iter([_release(trials)]) if aside else _others(trials, expected_ends, highest_priority)
+        highest_priority = 0  # it starts without a higher priority
+    found = iter([_release(planner)]) if aside else _others(planner, expected_ends, highest_priority)
     return tuple(remedy for remedy in found if remedy is not None)
 
 
-def _others(trials: Trials, expected_ends: ExpectedEnds, highest_priority: int) -> Iterator[Remedy | None]:
-    yield _sooner_over(trials)
-    yield _after_an_end(trials, expected_ends)
-    if trials.task.demand.bundles:
-        yield looser(trials)
-        yield fewer_ranks(trials)
-        yield smaller_ranks(trials)
+def _others(
+    planner: RemedyPlanner, expected_ends: ExpectedEnds, highest_priority: int
+) -> Iterator[Remedy | None]:
+    yield _shorter_run_time(planner)
+    yield _after_an_end(planner, expected_ends)
+    if planner.task.demand.bundles:
+        yield looser_strategy(planner)
+        yield fewer_ranks(planner)
+        yield smaller_ranks(planner)
     else:
-        yield less_memory(trials)
-        yield fewer_gpus(trials)
-    yield other_kind(trials)
-    yield from elsewhere(trials)
-    if not trials.task.demand.bundles:
-        yield less_of_the_node(trials)
-    yield _more_priority(trials, highest_priority)
+        yield smaller_gpu_memory(planner)
+        yield fewer_gpus(planner)
+    yield cheaper_kind(planner)
+    yield from wider_constraints(planner)
+    if not planner.task.demand.bundles:
+        yield smaller_cpu_and_memory(planner)
+    yield _more_priority(planner, highest_priority)
 
 
-def _release(trials: Trials) -> Remedy | None:
-    """What a person holds, or what waits for its hour, may have room."""
-    task = trials.task
+def _release(planner: RemedyPlanner) -> Remedy | None:
+    task = planner.task
     if task.awaits:
         return None
     change: dict[str, Any] = {}
@@ -72,73 +78,73 @@ def _release(trials: Trials) -> Remedy | None:
     if task.not_before:
         change["not_before"] = None
     free = replace(task, held=False, not_before=None)
-    said = "released" if task.held else "without not_before"
-    return trials.remedy(change, free, trials.what_if.way(free), said)
+    text = "if released" if task.held else "without not_before"
+    return planner.remedy(change, free, planner.what_if.way(free), text)
 
 
-def _sooner_over(trials: Trials) -> Remedy | None:
-    """Done before those start for whom its room is kept."""
-    if not trials.seen.forecasts:
+def _shorter_run_time(planner: RemedyPlanner) -> Remedy | None:
+    """A run time that ends before the first task that it would delay starts."""
+    survey, task = planner.survey, planner.task
+    ahead = planner.what_if.reserved_from(task) if survey.forecasts else ()
+    seconds = Seconds(float(int(min((seconds_until(one, survey) for one in ahead), default=0.0))))
+    if seconds < MIN_SECONDS or seconds >= (task.expected_seconds or inf):
         return None
-    found = short_enough(trials.seen, trials.what_if)
-    if found is None:
-        return None
-    task, seconds = found
-    said = f"said to end within {seconds:.0f} s (expected_seconds)"
-    places = trials.what_if.places(task)
+    shorter = replace(task, expected_seconds=seconds)
+    places = planner.what_if.places(shorter)
     if places is None:
         return None
-    return trials.remedy({"expected_seconds": seconds}, task, Start(places), said)
+    text = f"with expected_seconds at most {seconds:.0f}"
+    return planner.remedy({"expected_seconds": seconds}, shorter, Start(places), text)
 
 
-def _after_an_end(trials: Trials, expected_ends: ExpectedEnds) -> Remedy | None:
-    task = trials.task
-    if trials.draft.pledges_of(task.id):
+def _after_an_end(planner: RemedyPlanner, expected_ends: ExpectedEnds) -> Remedy | None:
+    task = planner.task
+    if planner.draft.pledges_of(task.id):
         return None
-    found = first_end(trials.seen, expected_ends)
+    found = first_end(planner.survey, expected_ends)
     if found is None:
         return None
     end = found.within
     when = f"expected within {end.p50_seconds:.0f} s" if end.p50_seconds else "any moment"
-    who = called(found.run.id, found.run.tenant, task)
-    message = f"when {who} ends ({when}) it starts on {in_words(trials.draft, found.places)}"
+    run = task_label(found.run.id, found.run.tenant, task)
+    message = f"when {run} ends ({when}), it starts on {places_text(planner.draft, found.places)}"
     return Remedy({}, task, message, found.places, after=found.run, within=end)
 
 
-def _more_priority(trials: Trials, highest: int) -> Remedy | None:
-    """The lowest priority that would do."""
-    task, what_if = trials.task, trials.what_if
+def _more_priority(planner: RemedyPlanner, highest: int) -> Remedy | None:
+    """The lowest priority that helps."""
+    task, what_if = planner.task, planner.what_if
 
-    def would_do(priority: int) -> bool:
+    def helps(priority: int) -> bool:
         raised = replace(task, priority=priority)
-        if check_priority(raised.demand, priority, trials.seen.policy) is not None:
+        if check_priority(raised.demand, priority, planner.survey.policy) is not None:
             return False
         return what_if.could_start(raised)
 
     @cache
     def attempt(priority: int) -> Way:
-        return what_if.way(replace(task, priority=priority), MOST_NODES)
+        return what_if.way(replace(task, priority=priority), MAX_NODES)
 
-    steps = [step for step in _steps(trials) if task.priority < step <= highest]
-    hopeful = first(steps, would_do)
-    if hopeful is None:
+    steps = [step for step in _steps(planner) if task.priority < step <= highest]
+    lowest = first_step(steps, helps)
+    if lowest is None:
         return None
-    priority: int | None = hopeful
-    if isinstance(attempt(hopeful), Wait):
-        priority = first(
-            [step for step in steps if step > hopeful], lambda step: not isinstance(attempt(step), Wait)
+    priority: int | None = lowest
+    if isinstance(attempt(lowest), Wait):
+        priority = first_step(
+            [step for step in steps if step > lowest], lambda step: not isinstance(attempt(step), Wait)
         )
     if priority is None:
         return None
     raised = replace(task, priority=priority)
-    said = f"with priority {priority} or above"
-    return trials.remedy({"priority": priority}, raised, attempt(priority), said)
+    text = f"with priority {priority} or above"
+    return planner.remedy({"priority": priority}, raised, attempt(priority), text)
 
 
-def _steps(trials: Trials) -> list[int]:
-    """The priorities from which on a task may do what it may not below."""
-    steps = trials.what_if.steps(trials.nodes)
-    for pledges in trials.draft.world.pledges.values():
+def _steps(planner: RemedyPlanner) -> list[int]:
+    """The priorities at which the answer may change."""
+    steps = planner.what_if.steps(planner.nodes)
+    for pledges in planner.draft.world.pledges.values():
         steps |= {pledge.priority + 1 for pledge in pledges.values()}
-    steps |= {limit.priority_threshold for limit in trials.seen.policy.custom_limits}
+    steps |= {limit.priority_threshold for limit in planner.survey.policy.custom_limits}
     return sorted(steps)

@@ -1,4 +1,4 @@
-"""A change with which a task would start, tried out by planning it anew with that change."""
+"""Plans a task again with one change, to see whether it would start."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -9,92 +9,89 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.admission import check_demand
-from gpubroker_server.core.explain.explain import stands_aside
-from gpubroker_server.core.explain.pools import resettled
+from gpubroker_server.core.explain.explain import is_deferred
+from gpubroker_server.core.explain.pools import reapply_pool
 from gpubroker_server.core.explain.survey import Survey
-from gpubroker_server.core.explain.what_if import WhatIf, in_words
+from gpubroker_server.core.explain.what_if import WhatIf, places_text
 from gpubroker_server.core.planning.find_way import Start, Wait, Way
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 
-LEAST_SHARE = 0.1
-"""To ask for less than this part of what was asked is no remedy."""
+MIN_SHARE = 0.1
+"""A smaller part of the demand is no remedy."""
 
 Change = Mapping[str, Any]
-"""Fields as a submit or a change names them, and their new values; under `bundles`, of every rank."""
+"""Fields as the API names them, and their new values; under `bundles`, of every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One thing that would do. It is so as of now, if nobody else is given the room first."""
+    """One change with which the task starts, unless another task takes the room first."""
 
     change: Change
-    """What to ask for instead; empty: nothing, it is enough to wait."""
+    """Empty: it is enough to wait."""
     task: Task
     """The task with that change."""
     message: str
     places: Gang | None = None
-    """Where it then starts; None if runs must leave first."""
+    """Where it then starts; None if runs must stop first."""
     victims: tuple[Task, ...] = ()
-    """Who would be asked to leave."""
     after: Task | None = None
     """The run after whose end it starts."""
     within: Remaining | None = None
-    """When that is expected; None: at once, or nobody can tell."""
+    """When that is expected; None: at once, or unknown."""
 
 
-class Trials:
-    """Of changes to one task."""
-
-    def __init__(self, seen: Survey, what_if: WhatIf) -> None:
-        self.seen = seen
+class RemedyPlanner:
+    def __init__(self, survey: Survey, what_if: WhatIf) -> None:
+        self.survey = survey
         self.what_if = what_if
-        self.task = seen.task
-        self.draft: Draft = seen.draft
-        self.nodes = [one.node.name for one in seen.nodes if one.is_usable]
-        self.stands_aside = stands_aside(seen.task)
+        self.task = survey.task
+        self.draft: Draft = survey.draft
+        self.nodes = [one.node.name for one in survey.nodes if one.is_usable]
+        self.is_deferred = is_deferred(survey.task)
 
     def has_place(self, demand: Demand) -> bool:
-        """Whether there is room for such a task now, and its pool does not forbid it."""
-        settled = resettled(demand, self.seen.policy)
-        if isinstance(settled, Refusal):
+        """Whether the task has room now with this demand, and its pool allows it."""
+        pooled = reapply_pool(demand, self.survey.policy)
+        if isinstance(pooled, Refusal):
             return False
-        return self.what_if.places(replace(self.task, demand=settled)) is not None
+        return self.what_if.places(replace(self.task, demand=pooled)) is not None
 
-    def placed(self, change: Change, demand: Demand, said: str) -> Remedy | None:
+    def placed(self, change: Change, demand: Demand, text: str) -> Remedy | None:
         """A remedy if this demand may be submitted and has room now."""
-        settled = resettled(demand, self.seen.policy)
-        if isinstance(settled, Refusal):
+        pooled = reapply_pool(demand, self.survey.policy)
+        if isinstance(pooled, Refusal):
             return None
-        changed = replace(self.task, demand=settled)
+        changed = replace(self.task, demand=pooled)
         places = self.what_if.places(changed)
-        if places is None or self._refuses(settled):
+        if places is None or self._refuses(pooled):
             return None
-        return self.remedy(change, changed, Start(places), said)
+        return self.remedy(change, changed, Start(places), text)
 
     def _refuses(self, demand: Demand) -> bool:
         world = self.draft.world
         devices = [book.device for book in world.books.values()]
-        return check_demand(demand, devices, world.nodes.values(), self.seen.policy) is not None
+        return check_demand(demand, devices, world.nodes.values(), self.survey.policy) is not None
 
-    def remedy(self, change: Change, task: Task, way: Way, said: str) -> Remedy | None:
-        """What to say of a change of which it is known what would be decided with it."""
+    def remedy(self, change: Change, task: Task, way: Way, text: str) -> Remedy | None:
+        """`way`: what the planner decides with this change."""
         if isinstance(way, Wait):
             return None
         if isinstance(way, Start):
-            where = in_words(self.draft, way.places)
-            return Remedy(change, task, f"{said} it starts now on {where}", way.places)
+            where = places_text(self.draft, way.places)
+            return Remedy(change, task, f"{text}, it starts now on {where}", way.places)
         victims = way.eviction.victims
-        seconds = way.eviction.deadline_at - self.seen.now
-        who = "1 run" if len(victims) == 1 else f"{len(victims)} runs"
+        seconds = way.eviction.deadline_at - self.survey.now
+        runs = "1 run" if len(victims) == 1 else f"{len(victims)} runs"
         nodes = {self.draft.book(device).device.node for device, _ in way.eviction.devices}
         where = f"on {' and '.join(sorted(nodes))} within {seconds:.0f} s"
-        message = f"{said} {who} would be asked to leave, and it starts {where}"
+        message = f"{text}, it preempts {runs} and starts {where}"
         return Remedy(change, task, message, victims=victims)
 
 
-def first(steps: Sequence[int], would_do: Callable[[int], bool]) -> int | None:
-    """The first step that would do, where all after it do as well."""
-    at = bisect_left(steps, True, key=would_do)
+def first_step(steps: Sequence[int], helps: Callable[[int], bool]) -> int | None:
+    """The first step that helps, if all after it help as well."""
+    at = bisect_left(steps, True, key=helps)
     return steps[at] if at < len(steps) else None

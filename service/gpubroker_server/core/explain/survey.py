@@ -1,4 +1,4 @@
-"""What one task would find on every node and device: the facts behind `why does it wait`."""
+"""Every node and device, evaluated for one task."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,26 +20,25 @@ from gpubroker_server.core.world.world import World
 
 
 class Verdict(StrEnum):
-    """One device, judged for one task. The first that applies."""
+    """Published. One device, evaluated for one task; the first that applies."""
 
     GONE = "gone"
     """Its node no longer has it."""
     NOT_WANTED = "not_wanted"
-    """The task may not use it: its kind, its power, its size or its node is not among what is asked for."""
+    """Its kind, power, size or node does not match the demand."""
     TOO_SMALL = "too_small"
-    """Even empty it could not give what is asked."""
     NODE_NOT_READY = "node_not_ready"
     CORDONED = "cordoned"
     STALE = "stale"
-    """Nobody knows how much of it is in use: its last sample is too old."""
+    """Its last sample is too old."""
     FITS = "fits"
     KEPT_FOR_OTHERS = "kept_for_others"
-    """It would fit, but what is free is kept for tasks that wait for runs to stop."""
+    """It would fit, but the free memory is pledged to tasks whose victims are stopping."""
     NO_ROOM = "no_room"
 
 
 OPEN = frozenset({Verdict.FITS, Verdict.KEPT_FOR_OTHERS, Verdict.NO_ROOM})
-"""Nothing but memory keeps the task from such a device, if anything does."""
+"""Only memory may keep the task from such a device."""
 
 
 class DeviceFinding(NamedTuple):
@@ -48,7 +47,7 @@ class DeviceFinding(NamedTuple):
     need_mb: Mib | None
     """None if it is too small, or not wanted."""
     free_mb: Mib
-    """What this task could have of it now: its own pledge and those of lower priority count as free."""
+    """For this task: its own pledge and those of lower priority count as free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,9 @@ class NodeFinding:
     node: Node
     devices: tuple[DeviceFinding, ...]
     is_large_enough: bool
-    """Empty, it could run the task, and the task may use it."""
+    """It matches the demand, and could run the task when empty."""
     has_headroom: bool
-    """A run slot, CPU and host memory are left for it."""
+    """It has a run slot, CPU and host memory left for the task."""
 
     @property
     def is_usable(self) -> bool:
@@ -74,7 +73,7 @@ class NodeFinding:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Reads from the draft it was made of; use it before that changes."""
+    """Refers to its draft: use it before that changes."""
 
     task: Task
     draft: Draft
@@ -83,12 +82,12 @@ class Survey:
     nodes: tuple[NodeFinding, ...]
     """In name order, their devices in key order."""
     forecasts: tuple[Forecast, ...] = ()
-    """Those that hold now. They keep room, which a device's verdict does not tell."""
+    """They reserve room, which the verdicts on devices ignore."""
     known: Known | None = None
-    """What earlier answers found out about nodes."""
+    """Cached facts about nodes."""
 
 
-def survey(
+def survey_nodes(
     draft: Draft,
     task: Task,
     policy: Policy,
@@ -96,22 +95,22 @@ def survey(
     forecasts: Iterable[Forecast] = (),
     known: Known | None = None,
 ) -> Survey:
-    """Look at every node for this task. Changes nothing; costs as much as there are devices."""
+    """Diagnosis at every node for this task. Changes nothing; costs as much as there are devices."""
     nodes = (draft.world.nodes[name] for name in sorted(draft.world.nodes))
-    needs = _Needs(task.demand)
+    needs = _DeviceNeeds(task.demand)
     found = tuple(_judge(draft, task, policy, now, node, needs) for node in nodes)
     return Survey(task, draft, policy, now, found, tuple(forecasts), known)
 
 
-class _Needs:
-    """What a demand comes to on each device: worked out once for those that it cannot tell apart."""
+class _DeviceNeeds:
+    """What a demand needs on each device, computed once for equal devices."""
 
     def __init__(self, demand: Demand) -> None:
         self._demand = demand
         self._known: dict[str, tuple[bool, Mib | None]] = {}
 
     def of(self, device: Device) -> tuple[bool, Mib | None]:
-        """Whether it may use such a device, and MiB."""
+        """(whether the demand may use this device, MiB)"""
         sort = device.key if self._demand.where.devices else device.sort
         known = self._known.get(sort)
         if known is None:
@@ -120,7 +119,9 @@ class _Needs:
         return known
 
 
-def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node, needs: _Needs) -> NodeFinding:
+def _judge(
+    draft: Draft, task: Task, policy: Policy, now: Instant, node: Node, needs: _DeviceNeeds
+) -> NodeFinding:
     demand, period = task.demand, policy.sample_period_seconds
     is_open = may_use_node(demand, node)
     devices = tuple(
@@ -140,9 +141,9 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node, n
 
 
 def _judge_device(
-    book: Book, task: Task, node: Node, needs: _Needs, *, is_open: bool, is_stale: bool
+    book: Book, task: Task, node: Node, needs: _DeviceNeeds, *, is_open: bool, is_stale: bool
 ) -> DeviceFinding:
-    """`is_open`: whether it may use the node."""
+    """`is_open`: whether the task may use the node."""
     may_use, need = needs.of(book.device)
     free = Mib(max(0, book.free_mb(task=task.id, priority=task.priority)))
     if not book.device.present:
@@ -164,18 +165,17 @@ def _judge_device(
     return DeviceFinding(book, verdict, need, free)
 
 
-class Asking:
-    """A pure cache: an answer found with it is the answer found without. What it keeps of a node holds until
-    that changes, or the passing of time makes a difference to it: as the planner's memory, which it uses."""
+class SurveyCache:
+    """Surveys that share the planner's cache of facts about nodes. It changes no answer."""
 
     def __init__(self) -> None:
         self._cache = PlanCache()
 
-    def survey(
+    def survey_nodes(
         self, world: World, task: Task, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
     ) -> Survey:
-        """For one answer, to be found before the World changes; nothing may be decided in its draft."""
+        """Use it before the World changes, and decide nothing in its draft."""
         cache = self._cache
         cache.open(world, policy, now, now, scores_of(world, policy))
         draft = Draft(world, cache.revisions.changes, cache.revisions.growth)
-        return survey(draft, task, policy, now, forecasts, cache.rooms)
+        return survey_nodes(draft, task, policy, now, forecasts, cache.rooms)

@@ -1,4 +1,4 @@
-"""Questions to the planner about one draft: where would a task go now, and what would make room for it."""
+"""What-if questions to the planner about one draft."""
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
@@ -7,8 +7,8 @@ from math import inf
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
-from gpubroker_server.core.explain.blockers import Blocker, called
+from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.explain.blockers import Blocker, task_label
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.planning.budget import ProbeBudget, finish
 from gpubroker_server.core.planning.find_way import (
@@ -124,8 +124,8 @@ class WhatIf:
         return self.places(task) is not None or bool(view.guarantees.reclaimable(task))
 
 
-def in_words(draft: Draft, places: Gang) -> str:
-    """`n1`, `n1/gpu0,3`; of a gang all of them."""
+def places_text(draft: Draft, places: Gang) -> str:
+    """`n1`, `n1/gpu0,3`, `n1/gpu0 and n2/gpu0`."""
     found: dict[NodeName, set[int]] = {}
     for one in places:
         indexes = {draft.book(device).device.index for device, _ in one.devices}
@@ -151,41 +151,26 @@ def _order_by(draft: Draft, policy: Policy, now: Instant) -> Callable[[Task], Or
     return key_of
 
 
-LEAST_SECONDS = 1.0
-"""Nobody is advised to be done in less."""
-
-
-def kept_for_forecasts(seen: Survey) -> list[Blocker]:
-    """What keeps a task away for which there is room; empty if nothing does."""
-    what_if = WhatIf(seen.draft, seen.policy, seen.now, seen.forecasts, seen.known)
-    keepers = what_if.reserved_from(seen.task)
+def reservation_blockers(survey: Survey) -> list[Blocker]:
+    """The reservations that keep a task from the room there is; empty if none do."""
+    what_if = WhatIf(survey.draft, survey.policy, survey.now, survey.forecasts, survey.known)
+    keepers = what_if.reserved_from(survey.task)
     if not keepers:
         return []
     first = min(keepers, key=_start_at)
-    who, begins = called(first.task.id, first.task.tenant, seen.task), _seconds_until(first, seen)
+    name, start = task_label(first.task.id, first.task.tenant, survey.task), seconds_until(first, survey)
     more = f" and {len(keepers) - 1} more" if len(keepers) > 1 else ""
     if isinstance(first, FirstWaiting):
-        what = f"what {who}{more} waits for is left to it; it is expected to start"
+        kept = f"the limit that it needs is left to {name}{more}, expected to start"
     else:
-        what = f"it has room, which is kept for {who}{more}, expected to start on {first.node}"
-    message = f"{what} in {begins:.0f} s: nobody knows that this one is done by then"
+        kept = f"it has room, which is reserved for {name}{more}, expected to start on {first.node}"
+    message = f"{kept} in {start:.0f} s; this task is not known to end by then"
     return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]
-
-
-def short_enough(seen: Survey, what_if: WhatIf) -> tuple[Task, Seconds] | None:
-    """The same task, said to be done before whoever it would delay is expected to start."""
-    keepers = what_if.reserved_from(seen.task)
-    if not keepers:
-        return None
-    seconds = Seconds(float(int(min(_seconds_until(one, seen) for one in keepers))))
-    if seconds < LEAST_SECONDS or seconds >= (seen.task.expected_seconds or float("inf")):
-        return None
-    return replace(seen.task, expected_seconds=seconds), seconds
 
 
 def _start_at(one: Reservation | FirstWaiting) -> tuple[float, str]:
     return one.forecast.start_at, one.task.id
 
 
-def _seconds_until(one: Reservation | FirstWaiting, seen: Survey) -> float:
-    return max(0.0, one.forecast.start_at - seen.now)
+def seconds_until(one: Reservation | FirstWaiting, survey: Survey) -> float:
+    return max(0.0, one.forecast.start_at - survey.now)

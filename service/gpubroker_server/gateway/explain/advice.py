@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.advice import Advice
-from gpubroker_server.core.explain.preemption_verdict import Spared
+from gpubroker_server.core.explain.preemption_verdict import PreemptionVerdict
 from gpubroker_server.core.explain.remedy_planner import Remedy
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
@@ -108,7 +108,7 @@ def start_fields(world: World, start: ExpectedStart | None, now: Instant) -> Sta
 def advice_fields(world: World, advice: Advice, viewer: Identity, now: Instant) -> AdviceFields:
     return {
         **start_fields(world, advice.start, now),
-        "preemption": _spared_view(world, advice.spared, viewer, now),
+        "preemption": _spared_view(world, advice.preemption, viewer, now),
         "remedies": [_remedy_view(world, remedy, viewer, now) for remedy in advice.remedies],
     }
 
@@ -142,7 +142,7 @@ def run_view(world: World, run: Task, viewer: Identity, now: Instant) -> RunHold
     }
 
 
-def _spared_view(world: World, spared: Spared, viewer: Identity, now: Instant) -> SparedView:
+def _spared_view(world: World, spared: PreemptionVerdict, viewer: Identity, now: Instant) -> SparedView:
     return {
         "why": spared.why.value,
         "message": spared.message,

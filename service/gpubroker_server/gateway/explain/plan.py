@@ -7,7 +7,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Instant, in_gib
-from gpubroker_server.core.explain.fit import Component, Displaced, FleetPlan, Missing, Placed
+from gpubroker_server.core.explain.fit import Component, Displaced, FleetPlan, Placed, Shortage
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.advice import PlacementView, RunHolder, place_views, run_view
 from gpubroker_server.gateway.http.identity import Identity
@@ -149,7 +149,7 @@ def _message(plan: FleetPlan) -> str:
     return f"it fits if {' and '.join(conditions)}" if conditions else "it fits"
 
 
-def _missing_in_words(missing: Missing) -> str:
+def _missing_in_words(missing: Shortage) -> str:
     """Empty if enough is left in total."""
     parts = []
     for one in missing.gpus:

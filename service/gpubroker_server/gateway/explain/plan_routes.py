@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
-from gpubroker_server.core.explain.fit import Component, Machine, fleet_of, planning
+from gpubroker_server.core.explain.fit import Component, Machine, fleet_of, plan_fleet
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.plan import FleetPlanView, plan_view
 from gpubroker_server.gateway.explain.routes import Parts
@@ -149,7 +149,7 @@ async def plan_components(call: Call, parts: Parts, body: PlanFleet) -> Response
             policy = replace(parts.policy, tenants=()) if body.tenant is None else parts.policy
         try:
             plan = await run_in_thread(
-                planning(world, components, tenant, policy, now, forecasts), LIMIT_SECONDS
+                plan_fleet(world, components, tenant, policy, now, forecasts), LIMIT_SECONDS
             )
         except TimeoutError:
             detail = f"planning takes longer than {LIMIT_SECONDS:g} s; ask about fewer tasks at a time"

@@ -12,16 +12,16 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.explain.advice import Advice, advise
-from gpubroker_server.core.explain.blockers import Blocker, sent_at
-from gpubroker_server.core.explain.diagnosis import Look, look
+from gpubroker_server.core.explain.blockers import Blocker, expected_send_at
+from gpubroker_server.core.explain.diagnosis import Diagnosis, diagnose
 from gpubroker_server.core.explain.explain import (
     Explanation,
     ended_message,
     explain,
-    explain_waiting,
-    stands_aside,
+    explain_pending,
+    is_deferred,
 )
-from gpubroker_server.core.explain.survey import Asking
+from gpubroker_server.core.explain.survey import SurveyCache
 from gpubroker_server.core.planning.find_way import Wait
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.advice import (
@@ -68,7 +68,7 @@ class ExplainParts:
     tokens: Tokens
     kinds: tuple[GpuKind, ...]
     """The kinds of GPU that the operator has ranked, strongest first."""
-    asking: Asking = field(default_factory=Asking)
+    surveys: SurveyCache = field(default_factory=SurveyCache)
     """What one answer keeps of the World for the next."""
     plans: OneAtATime = field(default_factory=lambda: OneAtATime("plans", max_waiting=0))
     answers: OneAtATime = field(
@@ -76,10 +76,10 @@ class ExplainParts:
     )
     """The leader may share the event loop; between two answers it gets the loop for as long as one took."""
 
-    def look(self, task: Task) -> Look:
+    def diagnose(self, task: Task) -> Diagnosis:
         """All nodes and devices, judged for this task."""
         forecasts = self.leadership.forecasts()
-        return look(self.asking.survey(self.world, task, self.policy, self.clock.now(), forecasts))
+        return diagnose(self.surveys.survey_nodes(self.world, task, self.policy, self.clock.now(), forecasts))
 
 
 Parts = Annotated[ExplainParts, PARTS]
@@ -119,24 +119,24 @@ def _view(parts: Parts, viewer: Identity, record: TaskRecord) -> ExplanationView
 
 
 def _waiting(parts: Parts, viewer: Identity, task: Task) -> ExplanationView:
-    view, looked = _bare(parts, task), parts.look(task)
-    found = explain_waiting(looked)
-    explained = _explained(parts, viewer, task, looked, found)
+    view, diagnosis = _bare(parts, task), parts.diagnose(task)
+    found = explain_pending(diagnosis)
+    explained = _explained(parts, viewer, task, diagnosis, found)
     view = {**view, "inherits": inherits_view(found.inherits), **explained}
     blocker = no_leader(parts.world, parts.leadership, task)
     return view if blocker is None else _without_leader(view, found.blockers, blocker)
 
 
 def _explained(
-    parts: Parts, viewer: Identity, task: Task, looked: Look, found: Explanation
+    parts: Parts, viewer: Identity, task: Task, diagnosis: Diagnosis, found: Explanation
 ) -> ExplainedFields:
     now = parts.clock.now()
     if not task.is_inference:
-        advice = advise(looked, parts.submissions.permissions.highest_priority(viewer))
+        advice = advise(diagnosis, parts.submissions.permissions.highest_priority(viewer))
         return explained_fields(parts.world, found, advice, viewer, now)
     start = None  # an inference waits for its model, not for room on a node
     if found.reason is Reason.MODEL_LOADING:
-        start = sent_at(parts.world, task, parts.policy, parts.leadership.forecasts(), now)
+        start = expected_send_at(parts.world, task, parts.policy, parts.leadership.forecasts(), now)
     return {**unadvised_fields(found), **start_fields(parts.world, start, now)}
 
 
@@ -265,8 +265,8 @@ def _judged(parts: Parts, viewer: Identity, body: SimulateTask, new: PreparedTas
 
 def _simulated(parts: Parts, viewer: Identity, new: PreparedTask) -> SimulationView:
     task, world, now = new.task, parts.world, parts.clock.now()
-    looked = parts.look(task)
-    found, advice = explain_waiting(looked), advise(looked, _highest_priority(parts, viewer))
+    diagnosis = parts.diagnose(task)
+    found, advice = explain_pending(diagnosis), advise(diagnosis, _highest_priority(parts, viewer))
     eviction = advice.way.eviction
     victims = eviction.victims if eviction else ()
     return {
@@ -280,19 +280,20 @@ def _simulated(parts: Parts, viewer: Identity, new: PreparedTask) -> SimulationV
 
 
 def _verdict(task: Task, advice: Advice) -> str:
-    if stands_aside(task) or isinstance(advice.way, Wait):
+    if is_deferred(task) or isinstance(advice.way, Wait):
         return "waits"
     return "starts" if advice.way.places is not None else "preempts"
 
 
 def _message(task: Task, found: Explanation, advice: Advice) -> str:
     places, eviction = advice.way.places, advice.way.eviction
-    if stands_aside(task):
+    if is_deferred(task):
         return found.message
     if places is not None:
-        return f"it would start now on {', '.join(sorted({one.node for one in places}))}"
+        return f"the task would start now on {', '.join(sorted({one.node for one in places}))}"
     if eviction is not None:
-        return f"{advice.spared.message}, and it would start on {eviction.node}; until then: {found.message}"
+        victims = advice.preemption.message
+        return f"{victims}, and the task would start on {eviction.node}; until then: {found.message}"
     return found.message
 
 
@@ -308,7 +309,7 @@ def _refused(
     }
     if new is None:
         return view
-    advice = advise(parts.look(new.task), _highest_priority(parts, viewer))
+    advice = advise(parts.diagnose(new.task), _highest_priority(parts, viewer))
     return {**view, "remedies": advice_fields(parts.world, advice, viewer, parts.clock.now())["remedies"]}
 
 

@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as KIND
 from gpubroker_server.core.domain.task import Dependency, Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.explain.explain import stands_aside
+from gpubroker_server.core.explain.explain import is_deferred
 from gpubroker_server.core.serving.batching import InferenceRequest, packed
 from gpubroker_server.core.serving.tensors import BadTensor, Tensor, checked, tensor_of
 from gpubroker_server.gateway.http.bodies import BinaryBody, Body, Labels, Name, line
@@ -313,7 +313,7 @@ async def _spec_of(
         stored = await asyncio.to_thread(lambda: packed(request_of(body, binary_data, objects)))
     else:
         stored = packed(request_of(body, binary_data, objects))
-    if not stands_aside(task):
+    if not is_deferred(task):
         await _want_model(parts, body.model, task.priority)
     return spec_of_inference(body, stored, await parts.submissions.put_if_large(stored, task.id))
 

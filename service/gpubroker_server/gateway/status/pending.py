@@ -5,7 +5,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.explain.blockers import Blocker, sent_at
+from gpubroker_server.core.explain.blockers import Blocker, expected_send_at
 from gpubroker_server.core.explain.explain import explain, position_of
 from gpubroker_server.core.planning.forecasts.forecast_rounds import expected_start
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
@@ -72,7 +72,7 @@ class PendingReasons:
         if not task.is_inference:
             start = expected_start(self._world, task, forecasts, now)
         elif view["reason"] == Reason.MODEL_LOADING.value:
-            start = sent_at(self._world, task, self._policy, forecasts, now)
+            start = expected_send_at(self._world, task, self._policy, forecasts, now)
         return view if start is None else {**view, "start": expected_view(start, now)}
 
     def _view(self, row: Task, now: Instant) -> PendingView | None:

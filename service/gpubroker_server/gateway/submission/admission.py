@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.admission import check_demand, check_priority, check_times
-from gpubroker_server.core.explain.pools import settled
+from gpubroker_server.core.explain.pools import apply_pool
 from gpubroker_server.core.planning.tenants.quota import QuotaNeeds, check_quota
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.faults import invalid
@@ -40,7 +40,7 @@ class Capacity:
 
         `at` points to the demand in the body.
         """
-        found = settled(demand, pool, tenant, labels, self._policy)
+        found = apply_pool(demand, pool, tenant, labels, self._policy)
         if isinstance(found, Refusal):
             raise _problem(found, f"{at}/{found.field}")
         return interned(found)

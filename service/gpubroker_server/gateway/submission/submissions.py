@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from gpubroker_server.core.domain.demand import Demand, may_use_device
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.explain.admission import ranks_in_words
+from gpubroker_server.core.explain.admission import ranks_text
 from gpubroker_server.core.planning.forecasts.run_estimates import Size, learned_size, size_of_ranks
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.faults import invalid
@@ -134,7 +134,7 @@ class Submissions:
 
         demand = demand_of(body, self.defaults, learn)
         by_ranks = {
-            ranks_in_words(demand, replace(rank, gpu_mb=size.gpu_mb)) if demand.bundles else "": size
+            ranks_text(demand, replace(rank, gpu_mb=size.gpu_mb)) if demand.bundles else "": size
             for rank, size in sizes.items()
         }
         learned = size_of_ranks(by_ranks) if by_ranks else None
