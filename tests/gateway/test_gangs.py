@@ -112,7 +112,7 @@ async def test_only_the_word_learned_may_stand_for_the_size_of_a_rank(api: Clien
     ("resources", "says"),
     [
         ({"bundles": [{"gpus": 1}, {"count": 3, "gpu_mb": 10_000_000}]}, "ranks 1 to 3: "),
-        ({"bundles": [{"count": 100, "gpus": 1}]}, "100 ranks never fit at once: even empty the cluster has"),
+        ({"bundles": [{"count": 100, "gpus": 1}]}, "100 ranks never fit at once: even when empty the"),
         (
             {"bundles": [{"count": 90, "cpu": 0.1}], "strategy": "strict_spread"},
             "90 ranks never fit each on a node of its own (strict_spread)",

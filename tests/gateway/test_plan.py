@@ -284,7 +284,7 @@ async def test_other_requests_are_answered_while_a_plan_is_computed(
         assert may_go_on.wait(10.0)
         return (yield from plan_fleet(*asked))
 
-    monkeypatch.setattr("gpubroker_server.gateway.explain.plan_routes.planning", slowly)
+    monkeypatch.setattr("gpubroker_server.gateway.explain.plan_routes.plan_fleet", slowly)
     part = {"components": [{"name": "a", "resources": {"cpu": 1}}]}
     answer = asyncio.ensure_future(api.post("/plan", json=part))
     assert await asyncio.to_thread(began.wait, 10.0)
