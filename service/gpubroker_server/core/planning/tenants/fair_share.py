@@ -13,7 +13,7 @@ STEPS = 20
 are ordered by priority and age."""
 
 
-class TenantUsage(NamedTuple):
+class TenantPosition(NamedTuple):
     claimed_mb: int = 0
     """Held, and being freed for it."""
     used: float = 0.0
@@ -39,7 +39,7 @@ class FairShareLevels:
             for pledge in () if task is not None and task.is_moving else mine.values():
                 pledged[pledge.tenant] = pledged.get(pledge.tenant, 0) + pledge.mb
         self._standings = {
-            tenant: TenantUsage(
+            tenant: TenantPosition(
                 world.accounts.held_mb(tenant) + pledged.get(tenant, 0),
                 world.accounts.used(tenant, now) / most,
             )
@@ -48,7 +48,7 @@ class FairShareLevels:
         self._weights = sum(policy.tenant(tenant).weight for tenant in sorted(self.tenants))
 
     def claimed_mb(self, tenant: str) -> int:
-        return self._standings.get(tenant, TenantUsage()).claimed_mb
+        return self._standings.get(tenant, TenantPosition()).claimed_mb
 
     def fair_share(self, tenant: str) -> float:
         """Its share of all weights, also of a tenant that has no tasks yet."""
@@ -57,7 +57,7 @@ class FairShareLevels:
 
     def level(self, tenant: str, more_mb: int = 0) -> float:
         """`more_mb`: claimed since."""
-        standing = self._standings.get(tenant, TenantUsage())
+        standing = self._standings.get(tenant, TenantPosition())
         had = standing.used + (standing.claimed_mb + more_mb) / self._whole_mb
         return had * self._weights / self._policy.tenant(tenant).weight
 
