@@ -1,9 +1,14 @@
-"""Files and functions stay small enough to be read in one go."""
+"""Files, functions and folders stay small enough to be read in one go, and a class name means one thing."""
 
-from tests.architecture.source_tree import PYTHON_FOLDERS, Function, modules
+import ast
+from collections import Counter, defaultdict
+from pathlib import PurePosixPath
+
+from tests.architecture.source_tree import PYTHON_FOLDERS, SHIPPED, Function, modules
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
+FOLDER_FILES = 20
 
 
 def lines_of(function: Function) -> int:
@@ -24,3 +29,17 @@ def test_functions_have_at_most_60_lines() -> None:
         if lines_of(function) > FUNCTION_LINES
     ]
     assert too_long == []
+
+
+def test_folders_have_at_most_20_python_files() -> None:
+    files = Counter(str(PurePosixPath(module.path).parent) for module in modules(*SHIPPED))
+    assert [f"{folder}: {count} files" for folder, count in files.items() if count > FOLDER_FILES] == []
+
+
+def test_a_public_class_name_stands_once_in_the_service() -> None:
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for module in modules("service"):
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(module.path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
