@@ -240,7 +240,7 @@ async def simulate_task(call: Call, parts: Parts, body: SimulateTask) -> Respons
     needs the same scopes as for the submit.
     """
     if body.run is not None:
-        call.identity.require(Scope.TASKS_WRITE, f"{call.method} {call.url.path}")
+        call.identity.require(Scope.TASKS_WRITE, "simulating a run")
     await parts.freshness.catch_up()
     try:
         new = await parts.submissions.new_task(body, call.identity.tenant)

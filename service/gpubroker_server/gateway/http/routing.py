@@ -9,6 +9,7 @@ endpoint is called. That is about 40 % more requests per second, and a refusal h
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -101,7 +102,8 @@ def json_answer(text: bytes, status: int = 200, headers: Mapping[str, str] | Non
 
 def view_of(view: type[V], source: object) -> V:
     """The TypedDict `view`: each of its fields is an attribute of the source."""
-    return cast(V, {name: getattr(source, name) for name in view.__annotations__})
+    names = view.__annotations__
+    return cast(V, dict(zip(names, attrgetter(*names)(source), strict=True)))
 
 
 _BEARER = HTTPBearer(scheme_name="token", description="`Authorization: Bearer gpb_...`", auto_error=False)
@@ -189,7 +191,7 @@ class DirectRoute(APIRoute):
     async def answer(self, scope: RequestScope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive)
         for needed in self._scopes:
-            call.identity.require(needed, f"{call.method} {call.url.path}")
+            call.identity.require(needed, f"{scope['method']} {scope['path']}")
         response = await self.endpoint(**await self._arguments(call))
         await response(scope, receive, send)
 
