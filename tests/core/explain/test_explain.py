@@ -42,13 +42,8 @@ def reasons(explanation: Explanation) -> list[Reason]:
 
 
 def test_a_task_that_waits_for_memory_reads_its_need_and_the_largest_free_block():
-    world = a_world(
-        a_device(),
-        a_device("gpu1"),
-        holding(a_task("a", gpu_mb=70 * GIB), "gpu0"),
-        holding(a_task("b", gpu_mb=76 * GIB), "gpu1"),
-        a_task("new", gpu_mb=18 * GIB),
-    )
+    runs = holding(a_task("a", gpu_mb=70 * GIB), "gpu0"), holding(a_task("b", gpu_mb=76 * GIB), "gpu1")
+    world = a_world(a_device(), a_device("gpu1"), *runs, a_task("new", gpu_mb=18 * GIB))
     explanation = explained(world)
     assert explanation.reason is Reason.WAITING_FOR_MEMORY
     assert explanation.message == "needs 18.0 GiB on one GPU; the largest free block is 10.0 GiB (n1/gpu0)"
