@@ -306,7 +306,7 @@ def test_no_victims_are_shown_for_a_gang_that_a_limit_stops() -> None:
     policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
     short = replace(ONE, demand=replace(ONE.demand, custom=(("licence", 3.0),)))
     world = a_small_world(a_run("a", "gpu0", gpu_mb=40), a_run("b", "gpu1", gpu_mb=40), short)
-    assert WhatIf(Draft(world), policy, LATER).way(short) == Wait(WaitReason.NO_ROOM)
+    assert WhatIf(Draft(world), policy, LATER).way(short) == Wait(WaitReason.LIMIT)
 
 
 def test_a_gang_looks_again_when_the_room_that_was_coming_changes() -> None:

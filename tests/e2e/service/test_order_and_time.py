@@ -84,7 +84,7 @@ def test_a_task_that_is_not_started_within_its_time_to_wait_expires(broker: Brok
     late = ended(broker, impatient)
     assert (late.state, late.attempt) == ("expired", 0)
     assert late.error is not None
-    assert "within the 1 s it was to wait" in late.error.message
+    assert "within its time limit to wait of 1 s" in late.error.message
     assert broker.get(patient).state == "pending"
     go.touch()
     assert broker.result(patient, timeout_seconds=PATIENCE_SECONDS) == 7

@@ -55,6 +55,10 @@ class View:
     most_nodes: int | None = None
     """Victims are looked for on so many nodes only; None: on all."""
 
+    def is_short_of_limits(self, task: Task) -> bool:
+        """Whether a limit of the whole cluster has too little left for it, whatever the nodes have."""
+        return bool(self.draft.short_of(task, self.policy.custom_limits))
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -83,7 +87,7 @@ class WaitReason(StrEnum):
     RESERVED = "reserved"
     """What it could use is reserved for tasks ahead of it."""
     LIMIT = "limit"
-    """Tasks ahead of it wait for the same limit or quota."""
+    """A limit of the cluster has too little left, or tasks ahead of it wait for the same limit or quota."""
     QUOTA = "quota"
     """Its tenant has what it may have, and no run of its own that could give way."""
     GUARANTEE = "guarantee"
@@ -114,7 +118,7 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
     The tasks ahead of it are taken to have been looked at and to wait on. `nodes`: the others are known to
     offer nothing, neither room nor victims. Rungs, in this order:
 
-    1. tasks ahead of it wait for a limit that it would take from: it waits
+    1. a limit of the whole cluster is used up, or tasks ahead of it wait for it: it waits
     2. over its tenant's quota: runs of that tenant make room, or it waits
     3. a place that delays no reservation ahead of it
     4. what its tenant is guaranteed is taken back from borrowers
@@ -133,7 +137,7 @@ def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> St
 
 def _climb(task: Task, view: View, nodes: Set[NodeName] | None) -> Steps[Way]:
     has_pledges = bool(view.draft.pledges_of(task.id))
-    if not has_pledges and view.limits.ahead_of(task):
+    if not has_pledges and (view.is_short_of_limits(task) or view.limits.ahead_of(task)):
         return Wait(WaitReason.LIMIT)
     if view.quotas.is_short(task):
         return Wait(WaitReason.PLEDGED) if has_pledges else _make_room_in_quota(task, view)

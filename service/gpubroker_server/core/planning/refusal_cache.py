@@ -1,12 +1,12 @@
 """The one cache around `find_way`: answers `Wait`, kept until something changes that could change them."""
 
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import NodeName
+from gpubroker_server.core.domain.units import NodeName, TaskId
 from gpubroker_server.core.planning.budget import PROBE_SIFTED
 from gpubroker_server.core.planning.find_way import View, Wait, WaitReason
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
@@ -242,8 +242,8 @@ class RefusalCache:
         return tenant, task.priority, task.demand, *self._view.reservations.equivalence_key(task)
 
     def _is_short(self, group: Group) -> bool:
-        """Whether a limit of the whole cluster has too little left for such a task."""
-        return bool(self._view.draft.short_of(self._probe(group), self._view.policy.custom_limits))
+        """Whether a limit of the whole cluster has too little left for such a task without pledges."""
+        return self._view.is_short_of_limits(replace(self._probe(group), id=TaskId("")))
 
     def _is_ruled_out(self, ruled: _Ruled, kin: Kin, priority: int) -> bool:
         """Whether the nodes that grew since then have nothing for such a task either."""
