@@ -116,7 +116,7 @@ def delayed(naive: Any, task: Task, node: str, all_reservations: bool) -> list[F
         other = naive.tasks[forecast.task]
         if node not in nodes_of(forecast) or other.id == task.id:
             continue
-        if not all_reservations and not naive.comes_first(forecast, task):
+        if not all_reservations and not naive.comes_first(other, task):
             continue
         if naive.now + lasts(naive, task) > forecast.start_at and not gives_way(naive, task, forecast):
             found.append(forecast)
@@ -129,7 +129,11 @@ def also_there(naive: Any, task: Task, forecast: Forecast, node: str, at: float)
         f
         for f in keepers(naive)
         if f is forecast
-        or (node in nodes_of(f) and f.start_at <= at < f.end_at and naive.comes_first(f, task))
+        or (
+            node in nodes_of(f)
+            and f.start_at <= at < f.end_at
+            and naive.comes_first(naive.tasks[f.task], task)
+        )
     ]
 
 
@@ -208,7 +212,7 @@ def stands_behind(naive: Any, task: Task) -> bool:
         other = naive.tasks.get(f.task)
         if other is None or other.state is not TaskState.PENDING or not names & f.first_in:
             continue
-        if naive.comes_first(f, task) and naive.now + lasts(naive, task) > f.start_at:
+        if naive.comes_first(other, task) and naive.now + lasts(naive, task) > f.start_at:
             return True
     return False
 
@@ -219,7 +223,7 @@ def nodes_closed_to(naive: Any, task: Task) -> Sequence[str]:
         node
         for forecast in keepers(naive)
         for node in sorted(nodes_of(forecast))
-        if naive.comes_first(forecast, task) and not gives_way(naive, task, forecast)
+        if naive.comes_first(naive.tasks[forecast.task], task) and not gives_way(naive, task, forecast)
     ]
 
 

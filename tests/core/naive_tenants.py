@@ -68,15 +68,12 @@ class NaiveTenants:
         heirs = [heir for heir in heirs if heir.state is TaskState.PENDING]
         return max([task.priority, *map(self.standing, heirs)])
 
-    def comes_first(self, forecast: Any, task: Task) -> bool:
-        """Whether what is reserved binds a task: it is ahead now, or was when that was foretold."""
-        one = self.tasks[forecast.task]
-        mine, theirs = list(self.order(one)), list(self.order(task))
-        then = [forecast.ranks.get(tenant) for tenant in (one.tenant, task.tenant)]
-        if mine < theirs or None in then:
-            return mine < theirs
-        mine[1:3], theirs[1:3] = then
-        return mine < theirs
+    def comes_first(self, one: Task, other: Task) -> bool:
+        """Whether what is reserved for one binds the other: at equal shares, too, counts as ahead."""
+        mine, theirs = list(self.order(one)), list(self.order(other))
+        ahead = mine < theirs
+        del mine[2], theirs[2]
+        return ahead or mine < theirs
 
     def order(self, task: Task) -> Any:
         standing = self.standings[task.id]

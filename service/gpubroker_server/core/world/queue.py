@@ -56,18 +56,13 @@ def order_key(own: OwnKey, rank: Rank) -> OrderKey:
     return (own[0], *rank, *own[1:])
 
 
-def reserves_before(
-    first: OrderKey, other: OrderKey, first_then: Rank | None, other_then: Rank | None
-) -> bool:
-    """Whether a reservation of the first task binds the other one: it is ahead now, or was by the ranks that
-    their tenants had when the reservation was made.
+def reserves_before(first: OrderKey, other: OrderKey) -> bool:
+    """Whether a reservation of the first task binds the other one: it is ahead, or would be at equal shares.
 
     When a run ends, its tenant has less than its share for a moment. By the order alone its next task would
     take the room reserved for another tenant's task that needs several such ends: again and again.
     """
-    if first < other or first_then is None or other_then is None:
-        return first < other
-    return (first[0], *first_then, *first[3:]) < (other[0], *other_then, *other[3:])
+    return first < other or (*first[:2], *first[3:]) < (*other[:2], *other[3:])
 
 
 class Kin:

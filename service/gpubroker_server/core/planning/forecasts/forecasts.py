@@ -26,7 +26,6 @@ from gpubroker_server.core.planning.forecasts.waiting import waiting
 from gpubroker_server.core.planning.gangs.gang_nodes import GangNode
 from gpubroker_server.core.planning.gangs.gang_search import place_ranks
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.planning.tenants.quota import QuotaNeeds, Quotas
 from gpubroker_server.core.world.world import World
@@ -85,8 +84,6 @@ class _Forecasting:
         nodes: Iterable[NodeName] | None = None,
     ) -> None:
         """`before`: the previous forecasts. `nodes`: no others."""
-        shares = FairShares(draft.world, policy, now)
-        self._ranks = {tenant: shares.rank(tenant) for tenant in draft.world.queue.tenants}
         self._stood = {f.task: frozenset(place.node for place in f.places) for f in before}
         self._world = draft.world
         self._policy = policy
@@ -283,9 +280,7 @@ class _Forecasting:
         guesses = (forecast for forecast in self.made if forecast.basis is Basis.GUESS)
         reserves_room = not is_guess or not any(forecast.places for forecast in guesses)
         times = Instant(at), Instant(p90_at), Instant(end_at)
-        return Forecast(
-            task.id, tuple(places), *times, n, basis, reserves_room, as_of=self._now, ranks=self._ranks
-        )
+        return Forecast(task.id, tuple(places), *times, n, basis, reserves_room, as_of=self._now)
 
     def _run_seconds(self, task: Task, nodes: Iterable[NodeName]) -> tuple[Seconds, Seconds]:
         """(p50, p90)"""

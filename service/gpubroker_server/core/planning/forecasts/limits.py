@@ -161,15 +161,9 @@ class LimitReservations:
             names.append(quota_line(task.tenant))
         ahead = [first for name in names for first in self._first.get(name, ())]
         mine = self._order(task) if ahead else None
-        ahead = [first for first in ahead if mine and self._is_ahead(first, task, mine)]
+        ahead = [first for first in ahead if mine and reserves_before(self._order(first.task), mine)]
         ends_at = self._now + (self._longest_seconds(task) if ahead else 0.0)
         return [first for first in ahead if ends_at > first.forecast.start_at]
-
-    def _is_ahead(self, first: FirstWaiting, task: Task, key: OrderKey) -> bool:
-        """Whether it binds a task that has this place in the queue now."""
-        ranks = first.forecast.ranks
-        then = ranks.get(first.task.tenant), ranks.get(task.tenant)
-        return reserves_before(self._order(first.task), key, *then)
 
     def _longest_seconds(self, task: Task) -> Seconds:
         """90th percentile of its run time on the slowest usable kind; infinite if unknown."""

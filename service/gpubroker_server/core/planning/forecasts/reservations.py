@@ -1,7 +1,7 @@
 """Backfill: a task may start before one ahead of it only if it does not delay that task's reservation."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from gpubroker_server.core.planning.gangs.gang_nodes import GangNode
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.shields import ahead_of_priority, stoppable_at
 from gpubroker_server.core.planning.tenants.guarantees import Guarantees
-from gpubroker_server.core.world.queue import OrderKey, Rank, reserves_before
+from gpubroker_server.core.world.queue import OrderKey, reserves_before
 
 
 class Basis(StrEnum):
@@ -53,8 +53,6 @@ class Forecast:
     them only if its run ends before `start_at`."""
     as_of: Instant | None = None
     """The instant at which the ends of runs were estimated. None: now."""
-    ranks: Mapping[str, Rank] = field(default_factory=dict, compare=False, repr=False)
-    """Tenant -> its rank in the queue at that instant."""
 
 
 class Reservation(NamedTuple):
@@ -221,9 +219,7 @@ class Reservations:
         return frozenset(
             node
             for node, planned in self.on.items()
-            if not all(
-                self._can_be_preempted_for(run, one) for one in planned if self._is_ahead(one, task, mine)
-            )
+            if not all(self._can_be_preempted_for(run, one) for one in planned if self._is_ahead(one, mine))
         )
 
     def off_limits(self, task: Task) -> frozenset[NodeName]:
@@ -234,7 +230,7 @@ class Reservations:
         """Whether all other reservations are ahead of the task."""
         mine = self._order(task)
         return all(
-            self._is_ahead(one, task, mine) or one.task.id == task.id
+            self._is_ahead(one, mine) or one.task.id == task.id
             for planned in self.on.values()
             for one in planned
         )
@@ -242,9 +238,7 @@ class Reservations:
     def ahead_of(self, task: Task) -> frozenset[TaskId]:
         """The tasks with reservations ahead of it."""
         mine = self._order(task)
-        return frozenset(
-            one.task.id for on in self.on.values() for one in on if self._is_ahead(one, task, mine)
-        )
+        return frozenset(one.task.id for on in self.on.values() for one in on if self._is_ahead(one, mine))
 
     def equivalence_key(self, task: Task) -> tuple[object, ...]:
         """Tasks with equal demands and equal keys are bound alike by reservations."""
@@ -283,11 +277,9 @@ class Reservations:
             )
         return self._lengths[equivalence]
 
-    def _is_ahead(self, planned: Reservation, task: Task, key: OrderKey) -> bool:
-        """Whether the reservation binds a task that has this place in the queue now."""
-        ranks = planned.forecast.ranks
-        then = ranks.get(planned.task.tenant), ranks.get(task.tenant)
-        return reserves_before(self._key_of(planned), key, *then)
+    def _is_ahead(self, planned: Reservation, key: OrderKey) -> bool:
+        """Whether the reservation is ahead of this place in the queue."""
+        return reserves_before(self._key_of(planned), key)
 
     def _key_of(self, planned: Reservation) -> OrderKey:
         """Computed once between two decisions."""
@@ -319,7 +311,7 @@ class Reservations:
         mine = self._order(task)
         for planned in self.on[node]:
             begun = planned.forecast.start_at <= at < planned.forecast.end_at
-            if planned is delayed or (begun and self._is_ahead(planned, task, mine)):
+            if planned is delayed or (begun and self._is_ahead(planned, mine)):
                 yield planned
 
     def delayed_by(self, task: Task, node: NodeName, *, all_reservations: bool) -> list[Reservation]:
@@ -328,7 +320,7 @@ class Reservations:
         protected = [
             planned
             for planned in self.on[node]
-            if planned.task.id != task.id and (all_reservations or self._is_ahead(planned, task, mine))
+            if planned.task.id != task.id and (all_reservations or self._is_ahead(planned, mine))
         ]
         if not protected:
             return []
