@@ -69,11 +69,12 @@ class NaiveTenants:
         return max([task.priority, *map(self.standing, heirs)])
 
     def comes_first(self, one: Task, other: Task) -> bool:
-        """Whether what is reserved for one binds the other: at equal shares, too, counts as ahead."""
+        """Whether what is reserved for one binds the other: it is ahead; or it has aged to the top of its
+        band, and is behind by its tenant's share alone."""
         mine, theirs = list(self.order(one)), list(self.order(other))
-        ahead = mine < theirs
+        ahead, is_aged = mine < theirs, mine[0] == mine[3]
         del mine[2], theirs[2]
-        return ahead or mine < theirs
+        return ahead or (is_aged and mine < theirs)
 
     def order(self, task: Task) -> Any:
         standing = self.standings[task.id]

@@ -57,12 +57,14 @@ def order_key(own: OwnKey, rank: Rank) -> OrderKey:
 
 
 def reserves_before(first: OrderKey, other: OrderKey) -> bool:
-    """Whether a reservation of the first task binds the other one: it is ahead, or would be at equal shares.
+    """Whether a reservation of the first task binds the other one: it is ahead; or it has aged to the top of
+    its band and would be ahead at equal shares.
 
-    When a run ends, its tenant has less than its share for a moment. By the order alone its next task would
-    take the room reserved for another tenant's task that needs several such ends: again and again.
+    Else tasks that need little would keep their tenant's share small, or their end would make it so, and take
+    the room that a large task of another tenant needs at once: again and again.
     """
-    return first < other or (*first[:2], *first[3:]) < (*other[:2], *other[3:])
+    is_aged = first[3] == first[0]
+    return first < other or (is_aged and (*first[:2], *first[3:]) < (*other[:2], *other[3:]))
 
 
 class Kin:
