@@ -1,6 +1,7 @@
 """What-if questions to the planner about one draft."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 
@@ -45,7 +46,8 @@ class WhatIf:
         known: Known | None = None,
     ) -> None:
         """`forecasts`: they reserve room. `known`: what earlier questions found out about the nodes."""
-        order = _order_by(draft, policy, now)
+        self._shares = shares = _LazyShares(draft, policy, now)
+        order = shares.key_of
         quotas = Quotas(draft, policy)
         guarantees = Guarantees(draft, policy, quotas)
         rooms = NodeRooms(draft, policy, now, now, {} if known is None else known)
@@ -66,11 +68,23 @@ class WhatIf:
 
     def way(self, task: Task, most_nodes: int | None = None) -> Way:
         """What the planner would decide. With `most_nodes`, victims are looked for on so many nodes only."""
-        return find_way(task, replace(self.view, most_nodes=most_nodes))
+        view = replace(self.view, most_nodes=most_nodes)
+        way = find_way(task, view)
+        on = {one.node for one in way.places or ()} | ({way.eviction.node} if way.eviction else set())
+        if self._is_beyond_depth(task, on):
+            with self._depth_reached():
+                return find_way(task, view)
+        return way
 
     def places(self, task: Task) -> Gang | None:
         """Where it would start now."""
-        return None if self._is_held_back(task) else finish(place(task, self.view))[0]
+        if self._is_held_back(task):
+            return None
+        places = finish(place(task, self.view))[0]
+        if places and self._is_beyond_depth(task, {one.node for one in places}):
+            with self._depth_reached():
+                return finish(place(task, self.view))[0]
+        return places
 
     def places_on(self, nodes: Set[NodeName], task: Task) -> Gang | None:
         """The same for a single task, if it had only these nodes."""
@@ -78,7 +92,11 @@ class WhatIf:
             return None
         on = self.view.places.on
         table = {node: found for node in nodes if (found := on(node, task)) is not None}
-        return beside_reservations(task, self.view, table) if table else None
+        places = beside_reservations(task, self.view, table) if table else None
+        if places and self._is_beyond_depth(task, {one.node for one in places}):
+            with self._depth_reached():
+                return beside_reservations(task, self.view, table)
+        return places
 
     def _is_held_back(self, task: Task) -> bool:
         """By its quota, or by a limit for which tasks ahead of it wait."""
@@ -90,14 +108,33 @@ class WhatIf:
         view = self.view
         if view.draft.pledges_of(task.id) or view.quotas.is_short(task):
             return ()
-        places, unreserved = finish(place(task, view))
+        places, unreserved = self.places(task), finish(place(task, view))[1]
         ahead = view.limits.ahead_of(task)
         if unreserved is None or (places is not None and not ahead):
             return ()
-        on = sorted({one.node for one in unreserved} & view.reservations.on.keys())
-        return ahead or tuple(
+        nodes = {one.node for one in unreserved}
+        on = sorted(nodes & view.reservations.on.keys())
+        delayed = [
             one for node in on for one in view.reservations.delayed_by(task, node, all_reservations=False)
-        )
+        ]
+        if not delayed and self._is_beyond_depth(task, nodes):
+            delayed = [one for node in on for one in view.reservations.on[node]]
+        return ahead or tuple(delayed)
+
+    def _is_beyond_depth(self, task: Task, nodes: Set[NodeName]) -> bool:
+        """Whether so many tasks are ahead of it that the planner may try no more on nodes with reservations,
+        and one of these has some."""
+        view = self.view
+        if not nodes & view.reservations.on.keys() or view.draft.pledges_of(task.id):
+            return False
+        return self._shares.count_ahead(task) >= view.policy.backfill_depth
+
+    @contextmanager
+    def _depth_reached(self) -> Iterator[None]:
+        reservations = self.view.reservations
+        reservations.refused_by_reservation = self.view.policy.backfill_depth
+        yield
+        reservations.refused_by_reservation = 0
 
     def may_have(self, node: NodeName, task: Task) -> bool:
         """Whether the node has room for it, or could make room; whatever its tenant may take."""
@@ -136,19 +173,32 @@ def places_text(draft: Draft, places: Gang) -> str:
     )
 
 
-def _order_by(draft: Draft, policy: Policy, now: Instant) -> Callable[[Task], OrderKey]:
-    """A task's place in the queue now. A function and not a method: a cycle of references would wait for the
-    garbage collector, and an answer takes megabytes."""
-    shares: list[FairShares] = []
+class _LazyShares:
+    """Places in the queue now, by shares that are computed at the first question. Refers to no `WhatIf`: a
+    cycle of references would wait for the garbage collector, and an answer takes megabytes."""
 
-    def key_of(task: Task) -> OrderKey:
-        if not shares:
-            shares.append(FairShares(draft.world, policy, now))
-        standing = draft.world.queue.standing_of(task)
-        own = own_key(standing, task.stream, task.submitted_at, task.id, now, policy)
-        return order_key(own, shares[0].rank(task.tenant))
+    def __init__(self, draft: Draft, policy: Policy, now: Instant) -> None:
+        self._world = draft.world
+        self._policy = policy
+        self._now = now
+        self._known: FairShares | None = None
 
-    return key_of
+    def key_of(self, task: Task) -> OrderKey:
+        standing = self._world.queue.standing_of(task)
+        own = own_key(standing, task.stream, task.submitted_at, task.id, self._now, self._policy)
+        return order_key(own, self._shares().rank(task.tenant))
+
+    def count_ahead(self, task: Task) -> int:
+        """How many tasks that may be planned are ahead of it."""
+        queue, rank = self._world.queue, self._shares().rank
+        if len(queue) <= self._policy.backfill_depth:
+            return 0
+        return queue.count_until(self.key_of(task), rank, self._now, self._policy) - (task.id in queue)
+
+    def _shares(self) -> FairShares:
+        if self._known is None:
+            self._known = FairShares(self._world, self._policy, self._now)
+        return self._known
 
 
 def reservation_blockers(survey: Survey) -> list[Blocker]:
