@@ -70,6 +70,18 @@ def test_a_run_time_that_ends_before_the_reservation_is_a_remedy():
     assert first.message == "with expected_seconds at most 600, it starts now on n1/gpu1"
 
 
+def test_a_short_task_beyond_the_backfill_depth_is_promised_no_place_on_a_reserved_node():
+    """The planner tries no more tasks there in this cycle than the depth."""
+    ahead = [a_task(f"ahead{n}", gpu_mb=10 * GIB, submitted_at=NOW - 5 + n) for n in range(2)]
+    world = a_queue(*ahead, a_task("new", gpu_mb=10 * GIB, expected_seconds=Seconds(60.0)))
+    assert [one.node for one in advice(world).way.places or ()] == ["n1"]
+    shallow = replace(POLICY, backfill_depth=2)
+    assert advice(world, policy=shallow).way.places is None
+    assert [one.change for one in advice(world, policy=shallow).remedies] == [{"priority": 51}]
+    found = explain(world, TaskId("new"), shallow, NOW, forecasts_of(world))
+    assert found.reason is Reason.BEHIND_HIGHER_PRIORITY
+
+
 def test_a_run_time_that_would_not_do_is_not_advised():
     stopping = a_queue(a_task("new", gpu_mb=10 * GIB))
     forecasts = [replace(one, start_at=NOW) for one in forecasts_of(stopping)]

@@ -6,19 +6,23 @@ import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.lease import PledgeEnd
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
-from gpubroker_server.core.domain.task import Move, Task
-from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
+from gpubroker_server.core.domain.task import Move, Placement, Task
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
     GIB,
     NOW,
     a_device,
+    a_node,
     a_sample,
     a_task,
     a_world,
     commit,
     holding,
+    key,
     let_go,
     submit,
 )
@@ -154,3 +158,15 @@ def test_nobody_keeps_its_turn_where_the_operator_gives_it_no_time():
     world = started_from_its_pledge()
     submit(world, a_small("fresh", 69))
     assert stopped_at(world, 8.0, Policy(shield_seconds=Seconds(0.0))) == ["aged"]
+
+
+def test_what_is_pledged_to_a_task_is_not_taken_twice_from_what_its_reservation_leaves():
+    """Three run slots: for a run that is stopped, for the task it is stopped for, and for a task behind."""
+    first, behind = a_task("first", priority=95, gpu_mb=80 * GIB), a_task("behind", priority=50, cpu=1.0)
+    low = holding(a_task("low", priority=10, gpu_mb=80 * GIB, grace_seconds=Seconds(30.0)), "gpu0")
+    world = a_world(a_node(max_runs=3), a_device(), low, first, behind)
+    there = Placement(NodeName("n1"), ((key("gpu0"), Mib(80 * GIB)),))
+    due = Instant(NOW - 20.0)
+    late = Forecast(first.id, (there,), due, due, Instant(NOW + 999.0), 0, Basis.STATED)
+    decisions = plan_cycle(world, POLICY, NOW, budget=10_000, forecasts=[late]).decisions
+    assert [(d.why, d.subject) for d in decisions] == [("preempt", "first"), ("admit", "behind")]
