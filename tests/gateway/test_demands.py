@@ -99,7 +99,7 @@ async def test_an_unknown_kind_or_node_is_refused_with_the_known_ones(
 ) -> None:
     document = problem(await api.post("/tasks", json=a_body(resources=resources)), 422, "no-matching-device")
     assert document["errors"][0]["pointer"] == pointer
-    assert "there are" in document["detail"]
+    assert "ask for one of th" in document["detail"]
 
 
 async def test_zero_gpus_and_a_kind_of_gpu_contradict_each_other(api: Client) -> None:

@@ -254,7 +254,7 @@ class Ground:
             assert passing.was_allowed or not kept, f"{passing.name} passed {passing.passed}"
 
     def _move(self) -> None:
-        decision = self._consolidation.look(self.world, self.policy, self._instant, self._forecasts)
+        decision = self._consolidation.next_move(self.world, self.policy, self._instant, self._forecasts)
         if decision is not None:
             self._carry([decision])
             self._consolidation.count(decision, self._instant)
