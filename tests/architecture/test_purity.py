@@ -15,6 +15,7 @@ PURE_STDLIB = frozenset(
         "abc",
         "bisect",
         "collections",
+        "contextlib",
         "dataclasses",
         "datetime",
         "enum",

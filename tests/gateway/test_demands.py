@@ -138,7 +138,7 @@ async def test_a_demand_that_does_not_fit_its_pool_is_refused(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"labels": {"run": "7"}}, "the tasks with label run=7 that may run at once"),
+        ({"labels": {"run": "7"}}, "the limit of 1 for the running tasks with label run=7 is reached"),
         ({"resources": {"gpu_mb": 1024, "pool": "lab"}}, "the pool's gpus (pool lab)"),
     ],
 )

@@ -75,6 +75,7 @@ def _is_kept_away(naive: Naive, rival: Task, decision: Decision) -> bool:
         return not delays_nobody(naive, rival, tuple(zip(nodes, map(tuple, taken), strict=True)))
     [node] = [node for node in naive.nodes if node.name == task.node]
     devices = {device.key: device for device in naive.devices(node.name)}
-    return not is_open(naive, rival, node, everybody=False) or not all(
-        allows(naive, rival, devices[lease.device], lease.mb, everybody=False) for lease in decision.leases
+    return not is_open(naive, rival, node, all_reservations=False) or not all(
+        allows(naive, rival, devices[lease.device], lease.mb, all_reservations=False)
+        for lease in decision.leases
     )

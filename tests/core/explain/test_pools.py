@@ -113,7 +113,7 @@ def test_no_more_tasks_run_at_once_than_the_limit_says():
     assert running == ["a0", "b0", "b1"]
     told = explain(world, TaskId("a1"), POLICY, NOW)
     assert told.reason is Reason.CONCURRENCY_LIMITED
-    assert told.message == "needs 1 of the running tasks of tenant acme; too few of 1 are left"
+    assert told.message == "the limit of 1 for the running tasks of tenant acme is reached"
 
 
 def test_the_next_one_starts_when_one_has_left():

@@ -8,12 +8,14 @@ from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Placement, Task
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.explain.blockers import Blocker, room_blockers
 from gpubroker_server.core.explain.survey import survey_nodes
+from gpubroker_server.core.planning.budget import finish
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.places import Places
+from gpubroker_server.core.planning.places import Places, PlaceTables
+from gpubroker_server.core.world.revisions import Changes
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -276,3 +278,12 @@ def test_a_task_that_is_spread_takes_nothing_that_is_kept_for_others():
     waits = a_task("waits", priority=90, gpu_mb=80 * GIB)
     world = a_world(a_device("gpu0"), a_device("gpu1"), waits, a_pledge(waits, "gpu0", 80 * GIB))
     assert devices(world, gpu_mb=10 * GIB, placement="spread") == ["n1/gpu1"]
+
+
+def test_a_node_that_is_cordoned_leaves_the_table_of_places():
+    world, changes, tables = a_world(a_node(), a_device()), Changes(), PlaceTables()
+    for cordoned, places in ((False, ["n1"]), (True, [])):
+        world.add_node(a_node(cordoned=cordoned))
+        changes.mark(NodeName("n1"))
+        table = Places(Draft(world, changes), POLICY, NOW, tables=tables).table(a_task("new", gpu_mb=GIB))
+        assert list(finish(table)) == places

@@ -92,6 +92,8 @@ def _custom(survey: Survey) -> list[Blocker]:
 
 
 def _short_of(name: str, asked: float, limit: float) -> str:
+    if name.startswith(("label:", "tenant:")):
+        return f"the limit of {limit:g} for {slot_text(name)} is reached"
     if ":" in name:
         return f"needs {asked:g} of {slot_text(name)}; too few of {limit:g} are left"
     return f"needs {asked:g} of {name!r}; too few of the cluster's {limit:g} are left"

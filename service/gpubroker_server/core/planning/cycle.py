@@ -209,14 +209,10 @@ class Slice:
     def _decide(self, head: Head, task: Task, way: Way) -> None:
         self._under_way, self._after = None, head.key
         grown = self._cache.revisions.growth.revision
-        match way:
-            case Start():
-                decision = self._admit(task, way)
-            case Evict():
-                decision = self._evict(task, way)
-            case Wait():
-                self._view.reservations.refused_by_reservation += way.reason is WaitReason.RESERVED
-                return
+        if isinstance(way, Wait):
+            self._view.reservations.refused_by_reservation += way.reason is WaitReason.RESERVED
+            return
+        decision = self._admit(task, way) if isinstance(way, Start) else self._evict(task, way)
         self._decisions.append(decision)
         self._order.charge(task, given_mb(decision))
         if self._cache.revisions.growth.revision > grown or self._is_awaited(decision):

@@ -101,7 +101,7 @@ class RefusalCache:
         self._known = known
         self._view = view
         self._revisions = revisions
-        self._rooms: dict[tuple[bool, int, int, bool], list[Room]] = {}
+        self._rooms: dict[tuple[int, int, bool], list[Room]] = {}
         self._rooms_at = 0
         """Revision of `changes` for which they hold."""
         reservations = view.reservations
@@ -253,7 +253,7 @@ class RefusalCache:
         since = known.covered_at(priority)
         if since and since != now:
             gpus, mb = known.gpus, known.mb
-            rooms = self._rooms_since(ruled, since, priority, preempts=gpus > 0)
+            rooms = self._rooms_since(since, priority, preempts=gpus > 0)
             self.budget.spent += PROBE_SIFTED * len(rooms)
             for room in rooms:
                 amounts = room.ceiling.amounts
@@ -265,24 +265,22 @@ class RefusalCache:
             known.at[priority] = now
         return since > 0
 
-    def _rooms_since(self, ruled: _Ruled, since: int, priority: int, *, preempts: bool) -> list[Room]:
+    def _rooms_since(self, since: int, priority: int, *, preempts: bool) -> list[Room]:
         """What the nodes that grew since then have, or could have after preemption. The same for hundreds of
         demands: without remembering them `bench plan` takes twice the time for a cycle."""
         if self._rooms_at != self._revisions.changes.revision:
             self._rooms_at = self._revisions.changes.revision
             self._rooms.clear()
-        key = ruled is self._known.everywhere, since, priority, preempts
+        key = since, priority, preempts
         rooms = self._rooms.get(key)
         if rooms is None:
             preempts = preempts and self._view.policy.preemption
             room_of = self._view.offers.rooms.most if preempts else self._view.offers.rooms.now
-            rooms = self._rooms[key] = [room_of(node, priority) for node in self._grown(ruled, since)]
+            rooms = self._rooms[key] = [room_of(node, priority) for node in self._grown(since)]
         return rooms
 
-    def _grown(self, ruled: _Ruled, since: int) -> list[NodeName]:
+    def _grown(self, since: int) -> list[NodeName]:
         nodes = self._view.offers.nodes
-        if ruled is self._known.unreserved:
-            nodes = nodes - self._view.reservations.on.keys()
         return [node for node in self._revisions.growth.since(since) if node in nodes]
 
     def _is_coming(self, ruled: _Ruled, group: Group) -> bool:
@@ -298,7 +296,7 @@ class RefusalCache:
         if (
             coming.node not in self._view.offers.nodes
             or not rooms.soon(coming.node, priority).fits(probe)
-            or any(rooms.now(node, priority).fits(probe) for node in self._grown(ruled, coming.grown))
+            or any(rooms.now(node, priority).fits(probe) for node in self._grown(coming.grown))
         ):
             del ruled.coming[likes]
             return False
