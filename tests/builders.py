@@ -222,8 +222,8 @@ def let_go(world: World, task: str, *, requeue: bool = True) -> None:
 def check_ledger(world: World) -> None:
     """No byte is leased or promised twice: on no device do leases, foreign memory and what is kept free
     for preemptors exceed what may be leased."""
-    for book in world.books.values():
-        leased = sum(holding.lease.mb for holding in book.holdings.values())
-        kept = sum(book.kept_free_mb(pledge) for pledge in book.pledges.values())
-        there_is = book.device.physical_mb - book.device.reserve_mb - book.foreign_mb
-        assert leased + kept <= there_is, f"{book.device.key} is overcommitted"
+    for ledger in world.ledgers.values():
+        leased = sum(holding.lease.mb for holding in ledger.holdings.values())
+        kept = sum(ledger.reserved_free_mb(pledge) for pledge in ledger.pledges.values())
+        there_is = ledger.device.physical_mb - ledger.device.reserve_mb - ledger.foreign_mb
+        assert leased + kept <= there_is, f"{ledger.device.key} is overcommitted"

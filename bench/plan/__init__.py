@@ -245,7 +245,7 @@ class Leader:
         """Measure every GPU once a second, as the node agents do."""
         before, self.now = int(self.now), Instant(self.now + seconds)
         if int(self.now) != before:
-            self.world.measure([an_idle_sample(key, self.now) for key in self.world.books])
+            self.world.measure([an_idle_sample(key, self.now) for key in self.world.ledgers])
 
     def commit(self, decisions: Iterable[Decision]) -> None:
         began = process_time()

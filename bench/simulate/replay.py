@@ -27,7 +27,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, Position, Seconds, TaskId
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
 from gpubroker_server.core.lifecycle.learning import learn
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
@@ -175,7 +175,9 @@ class Replay:
     def _turn(self) -> None:
         """One cycle of the leader."""
         reports, self._reports = self._reports, []
-        self._commit(learn(self.world, react(self.world, reports, self._now, self._policy), self._now))
+        self._commit(
+            learn(self.world, apply_reports(self.world, reports, self._now, self._policy), self._now)
+        )
         self._commit(due(self.world, self._now, self._policy, self._watch))
         self._watch = extend_window(self._watch, self._now)
         while decisions := settle_dependencies(self.world.awaited, self.world.tasks, self._now):
@@ -277,7 +279,7 @@ class Replay:
         passed = min(moment, self._last_submit) - self._measured_at
         if passed > 0:
             self._sample_fragmentation()
-            leased = sum(book.leased_mb() for book in self.world.books.values())
+            leased = sum(ledger.leased_mb() for ledger in self.world.ledgers.values())
             self.outcome.leased_mb_seconds += passed * leased
             self.outcome.free_mb_seconds += passed * self._free.free_mb
             self.outcome.stranded_mb_seconds += passed * self._free.stranded_mb

@@ -129,6 +129,6 @@ def _inherited(module: Module, declared: ast.ClassDef) -> set[str]:
         return set()
     name = ".".join(module.path.removesuffix(".py").split("/")[1:])
     ours: type = getattr(importlib.import_module(name), declared.name)
-    homes = {base.__module__ for base in ours.__mro__ if not _is_known(base.__module__.partition(".")[0])}
-    texts = "\n".join(inspect.getsource(importlib.import_module(home)) for home in homes)
+    models = {base.__module__ for base in ours.__mro__ if not _is_known(base.__module__.partition(".")[0])}
+    texts = "\n".join(inspect.getsource(importlib.import_module(home)) for home in models)
     return {name for name in private if re.search(rf"\b{name}\b", texts)}

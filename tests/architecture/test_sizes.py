@@ -37,9 +37,9 @@ def test_folders_have_at_most_20_python_files() -> None:
 
 
 def test_a_public_class_name_stands_once_in_the_service() -> None:
-    homes: defaultdict[str, list[str]] = defaultdict(list)
+    models: defaultdict[str, list[str]] = defaultdict(list)
     for module in modules("service"):
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes[node.name].append(module.path)
-    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+                models[node.name].append(module.path)
+    assert {name: paths for name, paths in models.items() if len(paths) > 1} == {}

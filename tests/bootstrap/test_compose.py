@@ -3,7 +3,7 @@
 import pytest
 from gpubroker_server.bootstrap.compose import defaults_of, inventory_rules_of, policy_of, simulated_devices
 from gpubroker_server.core.domain.device import SHIPPED_KINDS, GpuKind
-from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Pool
+from gpubroker_server.core.domain.policy import CustomLimit, Pool, TaskMaximum
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.gateway.submission.demand import ModelType
 from gpubroker_server.settings.loading import SettingsRefused, load_settings
@@ -46,7 +46,7 @@ def test_a_number_alone_is_what_the_cluster_has_of_a_custom_resource() -> None:
     settings = load_settings(policy={"custom_limits": customs, "maximum": {"gpus": 8}})
     policy = policy_of(settings)
     assert policy.custom_limits == (CustomLimit("fpga", 2.0, True, 79), CustomLimit("licence", 4.0))
-    assert policy.maximum == Maximum(gpus=8)
+    assert policy.maximum == TaskMaximum(gpus=8)
     assert inventory_rules_of(settings).node_custom == (("fpga", 2.0),)
 
 

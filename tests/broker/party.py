@@ -7,14 +7,14 @@ from pathlib import Path
 from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
+from gpubroker_server.core.domain.leader_term import LeaderTerm, LeaderTermRules
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId, Term
 from gpubroker_server.ports.store import CommitVerdict, RunSpec, StoreUnavailable
 
-from tests.broker.stage import ForgetfulStore, Hands, Stage
+from tests.broker.stage import ForgetfulStore, Hands, ModelState
 from tests.patience import PATIENCE_SECONDS
 
-RULES = TenureRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.01))
+RULES = LeaderTermRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.01))
 TOO_LONG = 2.25
 """After so long without a renewal a leader must have stopped."""
 
@@ -60,7 +60,7 @@ class Party:
     def __init__(self, folder: Path, *names: str) -> None:
         self.clock = Hands()
         self.store = SlowStore(self.clock)
-        self.stages = {name: Stage(folder / name, self.store, self.clock) for name in names}
+        self.stages = {name: ModelState(folder / name, self.store, self.clock) for name in names}
         self.resigned = {name: asyncio.Event() for name in names}
         self.candidates = {name: self._candidate(name) for name in names}
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -78,7 +78,7 @@ class Party:
                 raise StoreUnavailable("cut by the test")
             caught_up.append((await self.store.leader()).term)
 
-        def new_leader(tenure: Tenure) -> Leader:
+        def new_leader(tenure: LeaderTerm) -> Leader:
             assert caught_up[-1] == tenure.term, "what the leader before committed last is not in the picture"
             stage.leader = stage.new_leader(tenure)
             return stage.leader

@@ -16,11 +16,11 @@ from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDesk
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.leader_term import LeaderRow, Tenure
-from gpubroker_server.core.domain.orders import Order, Report, SeenDevice
+from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
+from gpubroker_server.core.domain.orders import Order, Report, ReportedDevice
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, Term, Ticks
+from gpubroker_server.core.domain.units import Instant, Mib, MonotonicSeconds, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
@@ -47,16 +47,16 @@ class Hands:
     def now(self) -> Instant:
         return self.time
 
-    def ticks(self) -> Ticks:
+    def ticks(self) -> MonotonicSeconds:
         """What the machine's clock shows; here it was switched on in 1970."""
-        return Ticks(self.time)
+        return MonotonicSeconds(self.time)
 
 
 class WitnessedExecutor(WaitingExecutor):
     """Notes what was durable at the moment when orders were handed over."""
 
     def __init__(self, store: TaskStore, clock: Hands) -> None:
-        devices = tuple(SeenDevice(f"gpu{i}", "sim", i, Mib(24 * GIB), True) for i in range(2))
+        devices = tuple(ReportedDevice(f"gpu{i}", "sim", i, Mib(24 * GIB), True) for i in range(2))
         super().__init__(SimulatedNode("n1", "test", 64.0, 256 * GIB, 64, devices), clock, 2.0, clock.ticks)
         self._store = store
         self.payloads: dict[TaskId, RunPayload] = {}
@@ -108,7 +108,7 @@ class ForgetfulStore(MemoryStore):
         self.away, self.until_away = False, None
 
 
-class Stage:
+class ModelState:
     def __init__(
         self,
         folder: Path,
@@ -125,7 +125,7 @@ class Stage:
         self.executor = WitnessedExecutor(self.store, self.clock)
         self.progress: dict[TaskId, Progress] = {}
         self.policy = Policy(**policy)
-        self.leader = self.new_leader(Tenure(Term(0)))
+        self.leader = self.new_leader(LeaderTerm(Term(0)))
         self.store.listen(self._on_events)
 
     def use(self, desk: ModelDesk) -> None:
@@ -137,7 +137,7 @@ class Stage:
         self.leader = self.new_leader(self.leader.tenure, inferences=desk)
 
     def new_leader(
-        self, tenure: Tenure, desk: ModelDesk | None = None, inferences: InferenceDesk | None = None
+        self, tenure: LeaderTerm, desk: ModelDesk | None = None, inferences: InferenceDesk | None = None
     ) -> Leader:
         rules = InventoryRules("test", Mib(0))
         return Leader(
@@ -156,9 +156,9 @@ class Stage:
             clock=self.clock,
         )
 
-    async def lead(self, tenure: Tenure | None = None) -> None:
+    async def lead(self, tenure: LeaderTerm | None = None) -> None:
         """In this term or the next one; its node has answered."""
-        self.leader = self.new_leader(tenure or Tenure(await next_term(self.store, "test")))
+        self.leader = self.new_leader(tenure or LeaderTerm(await next_term(self.store, "test")))
         await self.leader.take_over()
         await self.executor.start(self.leader.tenure)
         await self.turn()
@@ -205,9 +205,9 @@ class Stage:
 @asynccontextmanager
 async def a_stage(
     folder: Path, store: TaskStore | None = None, clock: Hands | None = None, **policy: Any
-) -> AsyncIterator[Stage]:
+) -> AsyncIterator[ModelState]:
     """A leader with its term, whose one node has answered."""
-    stage = Stage(folder, store, clock, **policy)
+    stage = ModelState(folder, store, clock, **policy)
     await stage.lead()
     try:
         yield stage

@@ -9,21 +9,21 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.broker import leadership
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.leader_term import LeadershipStatus, Tenure
+from gpubroker_server.core.domain.leader_term import LeadershipStatus, LeaderTerm
 from gpubroker_server.core.domain.orders import Ended, Ending, StartOrder
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId, Term
 from gpubroker_server.ports.store import TenureOver
 
 from tests.broker.party import RULES, TOO_LONG, Party, SlowStore
-from tests.broker.stage import Hands, Stage, a_stage
+from tests.broker.stage import Hands, ModelState, a_stage
 from tests.builders import GIB, NOW
 from tests.contracts.scenes import next_term
 from tests.patience import PATIENCE_SECONDS
 
 
 class SlowBlobs(DirectoryBlobs):
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: ModelState) -> None:
         super().__init__(stage.blobs_folder, max_bytes=10_000)
         self._stage = stage
 
@@ -38,19 +38,19 @@ def store() -> SlowStore:
 
 
 @pytest.fixture
-async def stage(tmp_path: Path, store: SlowStore) -> AsyncIterator[Stage]:
+async def stage(tmp_path: Path, store: SlowStore) -> AsyncIterator[ModelState]:
     """A leader whose term has just been renewed."""
     async with a_stage(tmp_path / "blobs", store, store.clock) as stage:
-        tenure = Tenure(await next_term(store), RULES.trusted_until(stage.clock.ticks()))
+        tenure = LeaderTerm(await next_term(store), RULES.trusted_until(stage.clock.ticks()))
         await stage.lead(tenure)
         yield stage
 
 
-def later(stage: Stage, seconds: float) -> None:
+def later(stage: ModelState, seconds: float) -> None:
     stage.clock.time = Instant(stage.clock.time + seconds)
 
 
-async def test_a_leader_past_its_deadline_decides_commits_and_sends_nothing(stage: Stage) -> None:
+async def test_a_leader_past_its_deadline_decides_commits_and_sends_nothing(stage: ModelState) -> None:
     await stage.submit("one", gpu_mb=GIB)
     head = await stage.store.head()
     later(stage, TOO_LONG)
@@ -60,7 +60,7 @@ async def test_a_leader_past_its_deadline_decides_commits_and_sends_nothing(stag
 
 
 async def test_a_leader_whose_time_ends_in_the_middle_of_a_cycle_commits_no_more(
-    stage: Stage, store: SlowStore
+    stage: ModelState, store: SlowStore
 ) -> None:
     held = await stage.submit("held", gpu_mb=GIB)
     await stage.submit("one", gpu_mb=GIB)
@@ -73,7 +73,7 @@ async def test_a_leader_whose_time_ends_in_the_middle_of_a_cycle_commits_no_more
 
 
 async def test_a_leader_whose_time_ends_while_it_writes_a_large_result_does_not_commit_it(
-    stage: Stage, store: SlowStore
+    stage: ModelState, store: SlowStore
 ) -> None:
     await stage.submit("one", seconds=3600, gpu_mb=GIB)
     await stage.leader.cycle()
@@ -87,7 +87,7 @@ async def test_a_leader_whose_time_ends_while_it_writes_a_large_result_does_not_
 
 
 async def test_what_was_committed_in_time_is_not_sent_once_the_time_is_over(
-    stage: Stage, store: SlowStore
+    stage: ModelState, store: SlowStore
 ) -> None:
     """The leader is stopped between its commit and its orders."""
     await stage.submit("one", gpu_mb=GIB)
@@ -99,7 +99,7 @@ async def test_what_was_committed_in_time_is_not_sent_once_the_time_is_over(
 
 
 async def test_what_is_handed_over_once_the_time_is_over_is_not_carried_out(
-    stage: Stage, store: SlowStore
+    stage: ModelState, store: SlowStore
 ) -> None:
     """The leader is stopped behind its own last look at the clock, while it reads what a start needs and
     could not read while it was committed."""
@@ -112,12 +112,14 @@ async def test_what_is_handed_over_once_the_time_is_over_is_not_carried_out(
         await stage.leader.cycle()
 
 
-async def test_a_start_that_never_left_is_made_good_in_the_next_term(stage: Stage, store: SlowStore) -> None:
+async def test_a_start_that_never_left_is_made_good_in_the_next_term(
+    stage: ModelState, store: SlowStore
+) -> None:
     await stage.submit("one", seconds=3600, gpu_mb=GIB)
     store.seconds["commit"] = TOO_LONG
     with pytest.raises(TenureOver):
         await stage.leader.cycle()
-    await stage.lead(Tenure(await next_term(store)))
+    await stage.lead(LeaderTerm(await next_term(store)))
     await stage.later(5.0)
     await stage.turns_until("one", TaskState.RUNNING)
     row = await stage.row("one")

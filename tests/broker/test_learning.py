@@ -3,20 +3,20 @@
 from pathlib import Path
 
 from gpubroker_server.core.domain.device import DeviceSample
-from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Topic, What
+from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, SketchKey, What
 from gpubroker_server.core.domain.orders import Sampled, StopOrder
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Mib, NodeName, Position, Seconds, TaskId
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds, accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 
-from tests.broker.stage import Stage, a_stage
+from tests.broker.stage import ModelState, a_stage
 from tests.builders import GIB, key
 
 HOUR = 3600.0
 
 
-async def measured(stage: Stage, task: str, gib: int) -> None:
+async def measured(stage: ModelState, task: str, gib: int) -> None:
     """The leader hears that this run uses so much of its device."""
     [lease] = stage.world.leases_of(stage.world.tasks[TaskId(task)])
     now, mb = stage.clock.now(), Mib(gib * GIB)
@@ -24,7 +24,7 @@ async def measured(stage: Stage, task: str, gib: int) -> None:
     await stage.hear(Sampled(NodeName("n1"), now, (sample,)))
 
 
-async def running(stage: Stage, task: str, seconds: float = HOUR) -> None:
+async def running(stage: ModelState, task: str, seconds: float = HOUR) -> None:
     await stage.submit(task, seconds, subject="resnet", gpu_mb=4 * GIB)
     await stage.leader.cycle()
     await stage.turns_until(task, TaskState.RUNNING)
@@ -38,7 +38,7 @@ async def test_the_end_of_a_run_teaches_what_was_measured_of_it(tmp_path: Path) 
         await stage.turns_until("one", TaskState.SUCCEEDED)
         sketches = dict((await stage.store.snapshot()).estimates)
     assert {topic.what for topic in sketches} == {What.GPU_MB, What.SECONDS}
-    peak = sketches[Topic("default", "resnet", "sim", What.GPU_MB)].quantile(1.0)
+    peak = sketches[SketchKey("default", "resnet", "sim", What.GPU_MB)].quantile(1.0)
     assert peak is not None
     assert abs(peak - 3 * GIB) <= 3 * GIB * RELATIVE_ERROR
     assert sketches == stage.world.learned.sketches
@@ -67,9 +67,9 @@ async def test_by_policy_a_run_above_its_lease_is_stopped_and_fails_of_it(tmp_pa
         assert record is not None
         assert record.failure is not None
         assert record.failure["kind"] == "over_use"
-        peak = Topic("default", "resnet", "sim", What.GPU_MB)
+        peak = SketchKey("default", "resnet", "sim", What.GPU_MB)
         assert stage.world.learned.sketch(peak).n == 1, "the next one is told how much it takes"
-        assert stage.world.books[key("gpu0")].leased_mb() == 0
+        assert stage.world.ledgers[key("gpu0")].leased_mb() == 0
 
 
 async def test_a_start_that_was_foretold_teaches_how_true_that_was(tmp_path: Path) -> None:

@@ -11,23 +11,32 @@ import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.broker.model_dispatch import DeskRules, ModelDesk
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.model_orders import (
     CheckOrder,
     LoadOrder,
-    ServerSeen,
-    Stage,
+    ModelState,
+    ServerIndex,
     UnloadOrder,
 )
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.orders import Ended, Ending, Report
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds, TaskId, Term, Ticks
+from gpubroker_server.core.domain.units import (
+    DeviceKey,
+    Fence,
+    Instant,
+    Mib,
+    MonotonicSeconds,
+    Seconds,
+    TaskId,
+    Term,
+)
 from gpubroker_server.ports.models import HostFault, HostRefused
 from gpubroker_server.ports.store import RunSpec, Submission
 
 from tests.broker.stage import Hands, a_stage
-from tests.broker.stage import Stage as Scene
+from tests.broker.stage import ModelState as Scene
 from tests.builders import GIB, NOW, a_task, check_ledger
 
 AT_ONCE = DeskRules(
@@ -55,7 +64,7 @@ class Desk:
 
     def __init__(self, *models: SimulatedModel, wait_seconds: float = 0.0, is_let_go: bool = True) -> None:
         self.host = SimulatedHost("main", models)
-        self.ticks = Ticks(0.0)
+        self.ticks = MonotonicSeconds(0.0)
         self.told: list[Report] = []
         self._read = 0
         self._news = asyncio.Event()
@@ -84,20 +93,20 @@ class Desk:
 
     async def carried_out(self) -> None:
         """An index from now on that was read while nothing was under way."""
-        while not isinstance(report := await self.next(), ServerSeen) or report.under_way:
+        while not isinstance(report := await self.next(), ServerIndex) or report.under_way:
             pass
 
-    async def seen(self, model: str, stage: Stage) -> ServerSeen:
+    async def seen(self, model: str, stage: ModelState) -> ServerIndex:
         """The first index from now on in which the model is there."""
         while True:
             report = await self.next()
-            if isinstance(report, ServerSeen) and report.stage_of(model) is stage:
+            if isinstance(report, ServerIndex) and report.stage_of(model) is stage:
                 return report
 
 
 @asynccontextmanager
 async def running(desk: Desk, until: float = 1e9) -> AsyncIterator[Desk]:
-    run = asyncio.create_task(desk.desk.run(Tenure(Term(1), Ticks(until)), desk.hear))
+    run = asyncio.create_task(desk.desk.run(LeaderTerm(Term(1), MonotonicSeconds(until)), desk.hear))
     try:
         yield desk
     finally:
@@ -113,9 +122,9 @@ async def test_orders_to_a_server_are_carried_out_one_after_the_other() -> None:
         desk.desk.send(a_load())
         desk.desk.send(a_load("bert", model="bert"))
         report = await desk.next()
-        assert isinstance(report, ServerSeen)
+        assert isinstance(report, ServerIndex)
         assert report.under_way == {("llm", 1), ("bert", 1)}
-        await desk.seen("bert", Stage.READY)
+        await desk.seen("bert", ModelState.READY)
         assert desk.host.asked == [("load", "llm"), ("load", "bert")]
         assert desk.host.devices["llm"] == (GPU,)
 
@@ -132,10 +141,10 @@ async def test_reports_from_before_the_run_are_passed_on_when_it_begins() -> Non
 async def test_what_was_answered_is_no_longer_under_way() -> None:
     async with running(Desk(SimulatedModel("llm"))) as desk:
         desk.desk.send(a_load())
-        while (await desk.seen("llm", Stage.READY)).under_way:
+        while (await desk.seen("llm", ModelState.READY)).under_way:
             pass
         desk.desk.send(an_unload())
-        while (await desk.seen("llm", Stage.ABSENT)).under_way:
+        while (await desk.seen("llm", ModelState.ABSENT)).under_way:
             pass
 
 
@@ -146,7 +155,7 @@ async def test_a_load_that_has_not_begun_is_taken_back_by_its_unload() -> None:
         desk.desk.send(a_load())
         desk.desk.send(an_unload())
         desk.desk.send(an_unload())
-        await desk.seen("bert", Stage.READY)
+        await desk.seen("bert", ModelState.READY)
         assert ("load", "llm") not in desk.host.asked
 
 
@@ -156,7 +165,7 @@ async def test_the_same_order_twice_is_carried_out_once() -> None:
             desk.desk.send(a_load())
         await desk.next()
         desk.desk.send(a_load())
-        while (await desk.seen("llm", Stage.READY)).under_way:
+        while (await desk.seen("llm", ModelState.READY)).under_way:
             pass
         assert desk.host.asked == [("load", "llm")]
 
@@ -164,25 +173,25 @@ async def test_the_same_order_twice_is_carried_out_once() -> None:
 async def test_a_model_that_gateways_have_yet_to_let_go_of_is_not_unloaded_and_others_are_loaded() -> None:
     async with running(Desk(SimulatedModel("llm"), SimulatedModel("bert"), is_let_go=False)) as desk:
         desk.desk.send(a_load())
-        await desk.seen("llm", Stage.READY)
+        await desk.seen("llm", ModelState.READY)
         desk.desk.send(an_unload(grace_seconds=1e6))
         desk.desk.send(a_load("bert", model="bert"))
-        report = await desk.seen("bert", Stage.READY)
+        report = await desk.seen("bert", ModelState.READY)
         assert ("llm", 1) in report.under_way
         assert desk.claims == {"llm:1"}
         assert desk.host.asked == [("load", "llm"), ("load", "bert")]
         desk.is_let_go = True
-        await desk.seen("llm", Stage.ABSENT)
+        await desk.seen("llm", ModelState.ABSENT)
 
 
 async def test_gateways_that_do_not_let_go_of_a_model_are_waited_for_as_long_as_it_has_to_leave() -> None:
     async with running(Desk(SimulatedModel("llm"), is_let_go=False)) as desk:
         desk.desk.send(a_load())
-        await desk.seen("llm", Stage.READY)
+        await desk.seen("llm", ModelState.READY)
         desk.desk.send(an_unload(grace_seconds=1e6))
         desk.desk.send(an_unload(grace_seconds=0.02))
         desk.desk.send(an_unload(grace_seconds=1e6))
-        await desk.seen("llm", Stage.ABSENT)
+        await desk.seen("llm", ModelState.ABSENT)
         assert desk.host.asked == [("load", "llm"), ("unload", "llm")]
 
 
@@ -191,7 +200,7 @@ async def test_a_model_with_a_dead_process_is_unloaded_and_loaded_again(stuck: b
     """`stuck`: having asked a dead process its server never ends the unload, and loads it all the same."""
     async with running(Desk(SimulatedModel("llm", stuck=stuck))) as desk:
         desk.desk.send(a_load())
-        await desk.seen("llm", Stage.READY)
+        await desk.seen("llm", ModelState.READY)
         desk.host.models["llm"].dead = True
         desk.desk.send(a_check())
         desk.desk.send(a_check())
@@ -203,7 +212,7 @@ async def test_a_model_with_a_dead_process_is_unloaded_and_loaded_again(stuck: b
 async def test_what_is_ready_already_is_not_loaded_again_so_that_no_two_copies_are_there() -> None:
     async with running(Desk(SimulatedModel("llm"))) as desk:
         desk.desk.send(a_load())
-        await desk.seen("llm", Stage.READY)
+        await desk.seen("llm", ModelState.READY)
         desk.desk.send(a_load("another"))
         await desk.carried_out()
         assert desk.host.asked == [("load", "llm")]
@@ -212,7 +221,7 @@ async def test_what_is_ready_already_is_not_loaded_again_so_that_no_two_copies_a
 async def test_a_model_that_answers_is_left_alone_and_one_that_is_to_leave_is_not_asked() -> None:
     async with running(Desk(SimulatedModel("llm"), is_let_go=False)) as desk:
         desk.desk.send(a_load())
-        await desk.seen("llm", Stage.READY)
+        await desk.seen("llm", ModelState.READY)
         desk.desk.send(a_check())
         await desk.carried_out()
         assert desk.host.asked == [("load", "llm")]
@@ -220,7 +229,7 @@ async def test_a_model_that_answers_is_left_alone_and_one_that_is_to_leave_is_no
         desk.desk.send(an_unload(grace_seconds=1e6))
         desk.desk.send(a_check())
         desk.is_let_go = True
-        await desk.seen("llm", Stage.ABSENT)
+        await desk.seen("llm", ModelState.ABSENT)
         await desk.carried_out()
         assert desk.host.asked == [("load", "llm"), ("unload", "llm")]
 
@@ -250,7 +259,7 @@ async def test_the_index_shows_the_result_of_a_load_without_an_answer() -> None:
     lost = SimulatedModel("llm", fails=HostRefused(HostFault.UNKNOWN, "the line broke"))
     async with running(Desk(lost)) as desk:
         desk.desk.send(a_load())
-        while not isinstance(report := await desk.next(), ServerSeen) or report.under_way:
+        while not isinstance(report := await desk.next(), ServerIndex) or report.under_way:
             pass
         assert not [report for report in desk.told if isinstance(report, Ended)]
 
@@ -268,11 +277,11 @@ async def test_an_order_for_a_server_that_is_no_longer_there_has_failed() -> Non
 async def test_nothing_is_sent_once_the_tenure_is_over() -> None:
     async with running(Desk(SimulatedModel("llm")), until=5.0) as desk:
         desk.desk.send(a_load())
-        await desk.seen("llm", Stage.READY)
-        desk.ticks = Ticks(6.0)
+        await desk.seen("llm", ModelState.READY)
+        desk.ticks = MonotonicSeconds(6.0)
         desk.desk.send(an_unload())
         desk.desk.send(a_load("other", model="llm"))
-        while not isinstance(report := await desk.next(), ServerSeen) or report.under_way:
+        while not isinstance(report := await desk.next(), ServerIndex) or report.under_way:
             pass
         assert desk.host.asked == [("load", "llm")]
 
@@ -282,7 +291,7 @@ async def test_a_new_leader_waits_for_what_an_older_one_has_sent() -> None:
         desk.desk.send(a_load())
         await asyncio.sleep(0)
         assert (desk.told, desk.host.asked) == ([], [])
-        assert isinstance(await desk.next(), ServerSeen), "the index is read before anything is changed"
+        assert isinstance(await desk.next(), ServerIndex), "the index is read before anything is changed"
 
 
 async def test_the_index_of_an_unreachable_server_is_read_again() -> None:
@@ -291,9 +300,9 @@ async def test_the_index_of_an_unreachable_server_is_read_again() -> None:
     async with running(desk):
         desk.desk.send(a_load())
         assert isinstance(await desk.next(), Ended)
-        assert not [report for report in desk.told if isinstance(report, ServerSeen)]
+        assert not [report for report in desk.told if isinstance(report, ServerIndex)]
         desk.host.come_back()
-        assert isinstance(await desk.next(), ServerSeen)
+        assert isinstance(await desk.next(), ServerIndex)
 
 
 class Served:

@@ -7,7 +7,7 @@ from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import Gone
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import Fence, Instant, Mib, TaskId, Ticks
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, MonotonicSeconds, TaskId
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 
 from tests.builders import GIB, NOW, a_device, a_sample, a_task, a_world, commit, holding, key
@@ -18,7 +18,7 @@ async def test_a_release_comes_with_the_sample_taken_after_the_process_was_gone(
     before = a_sample("gpu0", used_mb=60 * GIB, by_holder={"ends:1": 60 * GIB})
     world = a_world(a_device("gpu0"), holding(task, "gpu0"), before)
     blobs, rules = DirectoryBlobs(tmp_path), InventoryRules("test", Mib(0))
-    observer = Observer(world, Policy(), blobs, rules, 65536, {}, lambda: Ticks(NOW))
+    observer = Observer(world, Policy(), blobs, rules, 65536, {}, lambda: MonotonicSeconds(NOW))
     now = Instant(NOW + 1.0)
 
     gone = Gone(TaskId("ends"), Fence(1), now, "process_absent", samples=(a_sample("gpu0", now, used_mb=0),))
@@ -26,6 +26,6 @@ async def test_a_release_comes_with_the_sample_taken_after_the_process_was_gone(
     commit(world, decisions)
 
     assert [lease.state for decision in decisions for lease in decision.leases] == [LeaseState.RELEASED]
-    book = world.books[key("gpu0")]
-    assert book.sample is not None
-    assert (book.sample.used_mb, book.free_mb()) == (0, 80 * GIB)
+    ledger = world.ledgers[key("gpu0")]
+    assert ledger.sample is not None
+    assert (ledger.sample.used_mb, ledger.free_mb()) == (0, 80 * GIB)

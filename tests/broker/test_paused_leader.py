@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.leader_term import NEVER, Tenure, TenureRules
+from gpubroker_server.core.domain.leader_term import NEVER, LeaderTerm, LeaderTermRules
 from gpubroker_server.core.domain.orders import Ended, Ending, Order, Report, StartOrder
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId, Term
 from gpubroker_server.ports.store import RunPayload, StaleTerm
 
-from tests.broker.stage import ForgetfulStore, Hands, Stage, WitnessedExecutor
+from tests.broker.stage import ForgetfulStore, Hands, ModelState, WitnessedExecutor
 from tests.builders import GIB, NOW
 from tests.chaos.history import violations
 from tests.contracts.scenes import log_of, next_term
 
 HOUR = 3600.0
-RULES = TenureRules()
+RULES = LeaderTermRules()
 
 
 class Node:
@@ -28,10 +28,10 @@ class Node:
         self.term = Term(0)
         self.refused: list[StartOrder] = []
 
-    async def announce(self, tenure: Tenure) -> None:
+    async def announce(self, tenure: LeaderTerm) -> None:
         assert tenure.term > self.term
         self.term = tenure.term
-        await self.agent.start(Tenure(tenure.term))
+        await self.agent.start(LeaderTerm(tenure.term))
 
     async def carry_out(
         self, term: Term, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]
@@ -49,11 +49,11 @@ class Line(WitnessedExecutor):
         super().__init__(store, clock)
         self._node = node
         self._hands = clock
-        self._of = Tenure(Term(0))
+        self._of = LeaderTerm(Term(0))
         self._waiting: list[tuple[Sequence[Order], Mapping[TaskId, RunPayload]]] = []
         self.is_stopped = False
 
-    async def start(self, tenure: Tenure) -> None:
+    async def start(self, tenure: LeaderTerm) -> None:
         self._of = tenure
         await self._node.announce(tenure)
 
@@ -86,8 +86,8 @@ class Schedule:
         self.old, self.old_line = self._leader(folder / "old")
         self.new, self.new_line = self._leader(folder / "new")
 
-    def _leader(self, folder: Path) -> tuple[Stage, Line]:
-        stage = Stage(folder, self.store, self.clock)
+    def _leader(self, folder: Path) -> tuple[ModelState, Line]:
+        stage = ModelState(folder, self.store, self.clock)
         line = Line(self.store, self.clock, self.node)
         stage.executor = line
         return stage, line
@@ -103,7 +103,7 @@ async def test_what_a_stopped_leader_sends_and_commits_when_it_wakes_changes_not
     stage = Schedule(tmp_path)
     old, new, node = stage.old, stage.new, stage.node
     trusted = RULES.trusted_until(stage.clock.ticks()) if its_clock == "goes on" else NEVER
-    await old.lead(Tenure(await next_term(stage.store, "old"), trusted))
+    await old.lead(LeaderTerm(await next_term(stage.store, "old"), trusted))
     await stage.submit("first")
     stage.old_line.is_stopped = True
     await old.leader.cycle()
@@ -111,7 +111,7 @@ async def test_what_a_stopped_leader_sends_and_commits_when_it_wakes_changes_not
 
     await stage.submit("second", priority=90)
     stage.clock.time = Instant(stage.clock.time + RULES.ttl_seconds)
-    await new.lead(Tenure(await next_term(stage.store, "new")))
+    await new.lead(LeaderTerm(await next_term(stage.store, "new")))
     await new.later(1.0)
     await new.turns_until("second", TaskState.RUNNING)
     assert (await new.row("first")).state is TaskState.PENDING

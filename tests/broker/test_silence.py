@@ -6,9 +6,9 @@ import pytest
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.orders import Ended, Gone, Heartbeat, NodeLost, NodeSeen, Report
+from gpubroker_server.core.domain.orders import Ended, Gone, Heartbeat, NodeLost, NodeReport, Report
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId, Ticks
+from gpubroker_server.core.domain.units import Instant, Mib, MonotonicSeconds, NodeName, TaskId
 from gpubroker_server.core.lifecycle.quarantine import PROBE_SECONDS
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.core.world.world import World
@@ -26,7 +26,9 @@ class Watcher:
         self.world: World = a_world(*map(a_node, names), *runs)
         self.seconds = 50.0
         blobs, rules = DirectoryBlobs(folder), InventoryRules("test", Mib(0))
-        self.observer = Observer(self.world, Policy(), blobs, rules, 1024, {}, lambda: Ticks(self.seconds))
+        self.observer = Observer(
+            self.world, Policy(), blobs, rules, 1024, {}, lambda: MonotonicSeconds(self.seconds)
+        )
 
     def pass_time(self, seconds: float, *beating: str) -> None:
         for _ in range(int(seconds / 0.5)):
@@ -84,7 +86,7 @@ async def test_an_agent_that_was_given_up_is_asked_and_its_answer_opens_its_node
         await stage.hear(lost)
         assert not stage.world.nodes[NodeName("n1")].ready
         answer = await stage.executor.reports()
-        assert any(isinstance(report, NodeSeen) for report in answer)
+        assert any(isinstance(report, NodeReport) for report in answer)
         await stage.hear(*answer)
         assert stage.world.nodes[NodeName("n1")].ready
 

@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "memory pledged to one task counts as free for all",
         "service/gpubroker_server/core/world/ledger.py",
-        "                free -= self.claim_mb(pledge)\n",
+        "                free -= self.pledge_claim_mb(pledge)\n",
         "                free -= 0\n",
         "tests/core/world/test_ledger.py",
     ),
@@ -189,8 +189,8 @@ MUTANTS = (
     Mutant(
         "a run that the agent does not know is waited for",
         "service/gpubroker_server/core/lifecycle/reconcile.py",
-        "react(world, _absences(world, seen), now, policy)",
-        "react(world, (), now, policy)",
+        "apply_reports(world, _absences(world, seen), now, policy)",
+        "apply_reports(world, (), now, policy)",
         "simulation: 3 seeds",
     ),
     Mutant(

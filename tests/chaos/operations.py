@@ -46,7 +46,7 @@ async def running(scene: Scene, id: str) -> None:
 
 async def ended(scene: Scene, id: str) -> None:
     await running(scene, id)
-    await scene.commit(scene.react(*scene.ends(id)))
+    await scene.commit(scene.apply_reports(*scene.ends(id)))
 
 
 async def quarantined(scene: Scene, id: str) -> None:
@@ -73,7 +73,7 @@ async def preempted(scene: Scene, id: str) -> None:
 
 async def made_room(scene: Scene, id: str) -> None:
     await preempted(scene, id)
-    await scene.commit(scene.react(*scene.gone(id)))
+    await scene.commit(scene.apply_reports(*scene.gone(id)))
 
 
 async def asked_to_cancel(scene: Scene, id: str) -> None:
@@ -104,13 +104,13 @@ def a_token(scene: Scene, id: str) -> TokenRow:
 
 def lose_node(scene: Scene) -> Any:
     node = scene.world.nodes[NODE]
-    return scene.react(NodeLost(node.name, node.incarnation, scene.now, "lost by the test"))
+    return scene.apply_reports(NodeLost(node.name, node.incarnation, scene.now, "lost by the test"))
 
 
 async def several_at_once(scene: Scene, id: str) -> Any:
     """Submits and a leader's decision that share one transaction."""
     submits = (scene.submit(f"{id}-{n}", key=f"key {id} {n}") for n in range(3))
-    return await asyncio.gather(scene.commit(scene.react(*scene.ends(id))), *submits)
+    return await asyncio.gather(scene.commit(scene.apply_reports(*scene.ends(id))), *submits)
 
 
 async def over(scene: Scene, id: str) -> None:
@@ -118,8 +118,8 @@ async def over(scene: Scene, id: str) -> None:
     while await prune(scene, id):
         pass
     await scene.begin(id)
-    await scene.commit(scene.react(*scene.ends(id)))
-    await scene.commit(scene.react(*scene.gone(id)))
+    await scene.commit(scene.apply_reports(*scene.ends(id)))
+    await scene.commit(scene.apply_reports(*scene.gone(id)))
 
 
 async def prune(scene: Scene, id: str) -> bool:
@@ -140,18 +140,24 @@ OPERATIONS: dict[str, Operation] = {
     "ask to cancel": Operation(lambda scene, id: scene.ask(id, "cancel"), running),
     "admit": Operation(lambda scene, id: scene.commit(scene.plan()), pending),
     "admit a gang": Operation(lambda scene, id: scene.commit(scene.plan()), gang),
-    "start": Operation(lambda scene, id: scene.commit(scene.react(*scene.starts(id))), admitted),
-    "checkpoint": Operation(lambda scene, id: scene.commit(scene.react(scene.checkpoint(id))), running),
-    "finish": Operation(lambda scene, id: scene.commit(scene.react(*scene.ends(id))), running),
+    "start": Operation(lambda scene, id: scene.commit(scene.apply_reports(*scene.starts(id))), admitted),
+    "checkpoint": Operation(
+        lambda scene, id: scene.commit(scene.apply_reports(scene.checkpoint(id))), running
+    ),
+    "finish": Operation(lambda scene, id: scene.commit(scene.apply_reports(*scene.ends(id))), running),
     "finish and release": Operation(
-        lambda scene, id: scene.commit(scene.react(*scene.starts(id), *scene.ends(id), *scene.gone(id))),
+        lambda scene, id: scene.commit(
+            scene.apply_reports(*scene.starts(id), *scene.ends(id), *scene.gone(id))
+        ),
         admitted,
     ),
-    "release": Operation(lambda scene, id: scene.commit(scene.react(*scene.gone(id))), ended),
-    "retry": Operation(lambda scene, id: scene.commit(scene.react(*scene.ends(id, Ending.FAILED))), running),
+    "release": Operation(lambda scene, id: scene.commit(scene.apply_reports(*scene.gone(id))), ended),
+    "retry": Operation(
+        lambda scene, id: scene.commit(scene.apply_reports(*scene.ends(id, Ending.FAILED))), running
+    ),
     "preempt": Operation(lambda scene, id: scene.commit(scene.plan()), has_a_preemptor),
     "release for a preemptor": Operation(
-        lambda scene, id: scene.commit(scene.react(*scene.gone(id))), preempted
+        lambda scene, id: scene.commit(scene.apply_reports(*scene.gone(id))), preempted
     ),
     "consume a pledge": Operation(lambda scene, id: scene.commit(scene.plan()), made_room),
     "cancel": Operation(lambda scene, id: scene.commit(scene.settle_requests()), asked_to_cancel),
@@ -159,7 +165,7 @@ OPERATIONS: dict[str, Operation] = {
     "time out": Operation(lambda scene, id: scene.commit(scene.due_in(4000.0)), running),
     "quarantine": Operation(lambda scene, id: scene.commit(scene.due_in(900.0)), ended),
     "release from quarantine": Operation(
-        lambda scene, id: scene.commit(scene.react(*scene.gone(id, "boot_changed"))), quarantined
+        lambda scene, id: scene.commit(scene.apply_reports(*scene.gone(id, "boot_changed"))), quarantined
     ),
     "attest": Operation(lambda scene, id: scene.commit(scene.settle_requests()), attested),
     "lose a node": Operation(lambda scene, id: scene.commit(lose_node(scene)), running),

@@ -13,10 +13,10 @@ from gpubroker_server.core.domain.orders import (
     Ending,
     Failure,
     Gone,
-    NodeSeen,
+    NodeReport,
     Ready,
     Report,
-    SeenDevice,
+    ReportedDevice,
     Started,
 )
 from gpubroker_server.core.domain.policy import Policy
@@ -26,7 +26,7 @@ from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Ta
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import CommitVerdict, TaskStore
@@ -34,7 +34,7 @@ from gpubroker_server.ports.store import CommitVerdict, TaskStore
 from tests.builders import GIB, a_node, a_sample, a_task
 from tests.contracts.scenes import a_submission
 
-DEVICES = tuple(SeenDevice(f"gpu{i}", "H100", i, Mib(80 * GIB), True) for i in range(2))
+DEVICES = tuple(ReportedDevice(f"gpu{i}", "H100", i, Mib(80 * GIB), True) for i in range(2))
 NODE = NodeName("n1")
 RULES = InventoryRules("test")
 MOST_ROUNDS = 20
@@ -104,11 +104,11 @@ class Scene:
         """Plan, `seconds` from now."""
         now = Instant(self.now + seconds)
         self.world.enter_due(now)
-        self.world.measure(a_sample(device, now) for device in self.world.books)
+        self.world.measure(a_sample(device, now) for device in self.world.ledgers)
         return plan_cycle(self.world, self.policy, now).decisions
 
-    def react(self, *reports: Report) -> Sequence[Decision]:
-        return react(self.world, reports, self.now, self.policy)
+    def apply_reports(self, *reports: Report) -> Sequence[Decision]:
+        return apply_reports(self.world, reports, self.now, self.policy)
 
     def settle_requests(self) -> Sequence[Decision]:
         return [
@@ -123,7 +123,7 @@ class Scene:
 
     def node_answers(self) -> Sequence[Decision]:
         """The agent answers, and knows of no run."""
-        seen = NodeSeen(a_node(), DEVICES, (), self.now)
+        seen = NodeReport(a_node(), DEVICES, (), self.now)
         return reconcile(self.world, seen, self.now, self.policy, RULES)
 
     # Reports of machines
@@ -169,7 +169,7 @@ class Scene:
         """Submit a task and let it run."""
         await self.submit(id, **fields)
         await self.commit(self.plan())
-        await self.commit(self.react(*self.starts(id)))
+        await self.commit(self.apply_reports(*self.starts(id)))
 
     async def finish(self) -> None:
         """Bring every task to its end and release all memory."""
@@ -199,4 +199,4 @@ class Scene:
                 reports += self.gone(id)
         holders = {holder for holder, _ in self.world.leases if holder not in self.world.tasks}
         reports += [report for holder in sorted(holders) for report in self.gone(holder)]
-        return self.react(*reports)
+        return self.apply_reports(*reports)

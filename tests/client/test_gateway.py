@@ -8,7 +8,7 @@ import httpx
 import pytest
 from gpubroker import AsyncBroker, Refused, TaskFailed, TaskState, WaitTimeout, WrongArgument
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.estimates import Lesson, Topic, What
+from gpubroker_server.core.domain.estimates import Observation, SketchKey, What
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE
 
@@ -191,8 +191,8 @@ async def test_readiness_and_shutdown(gateway: Gateway, broker: AsyncBroker) -> 
 
 
 async def test_estimates_come_back(gateway: Gateway, broker: AsyncBroker) -> None:
-    topic = Topic("default", "resnet", "H100", What.SECONDS)
-    lesson = Lesson(topic, 60.0, a_sketch([60.0]), gateway.clock.now())
+    topic = SketchKey("default", "resnet", "H100", What.SECONDS)
+    lesson = Observation(topic, 60.0, a_sketch([60.0]), gateway.clock.now())
     await gateway.commit(Decision("run", "ended", lessons=(lesson,)))
     [known] = (await broker.estimates("resnet")).items
     assert (known.subject, known.kind, known.gpu_mb) == ("resnet", "H100", None)

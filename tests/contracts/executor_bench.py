@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.orders import (
     GoOrder,
     Heartbeat,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Order,
     Report,
     RunId,
@@ -99,7 +99,7 @@ class Bench:
         self.executor = executor
         self.term = 0
         self.heard: dict[RunId, list[Report]] = {}
-        self.nodes: list[NodeSeen | NodeLost] = []
+        self.nodes: list[NodeReport | NodeLost] = []
         self.samples: list[Sampled] = []
         self.beats: list[float] = []
         """When each was heard, in seconds of the event loop."""
@@ -108,7 +108,7 @@ class Bench:
 
     async def open(self, term: int = 1) -> None:
         self.term = term
-        await self.executor.start(Tenure(Term(term)))
+        await self.executor.start(LeaderTerm(Term(term)))
         self._listening = asyncio.create_task(self._listen())
 
     async def close(self, *, stop_cluster: bool = True) -> None:
@@ -120,19 +120,19 @@ class Bench:
         """What may tell why something was not heard."""
         return f"listening: {self._listening}; {len(self.beats)} beats; agents: {self.nodes[-3:]}"
 
-    async def announce_again(self) -> NodeSeen:
+    async def announce_again(self) -> NodeReport:
         """Begin another term; what the agent answers to that."""
         before = len(self.nodes)
         self.term += 1
-        await self.executor.start(Tenure(Term(self.term)))
-        seen = await self.until(lambda: [n for n in self.nodes[before:] if isinstance(n, NodeSeen)])
-        assert isinstance(seen[0], NodeSeen)
+        await self.executor.start(LeaderTerm(Term(self.term)))
+        seen = await self.until(lambda: [n for n in self.nodes[before:] if isinstance(n, NodeReport)])
+        assert isinstance(seen[0], NodeReport)
         return seen[0]
 
-    async def node(self) -> NodeSeen:
+    async def node(self) -> NodeReport:
         """The newest answer of an agent."""
-        seen = await self.until(lambda: [node for node in self.nodes if isinstance(node, NodeSeen)])
-        newest: NodeSeen = seen[-1]
+        seen = await self.until(lambda: [node for node in self.nodes if isinstance(node, NodeReport)])
+        newest: NodeReport = seen[-1]
         return newest
 
     async def start(
@@ -191,7 +191,7 @@ class Bench:
         while True:
             for report in await self.executor.reports():
                 match report:
-                    case NodeSeen() | NodeLost():
+                    case NodeReport() | NodeLost():
                         self.nodes.append(report)
                     case Heartbeat():
                         self.beats.append(asyncio.get_running_loop().time())

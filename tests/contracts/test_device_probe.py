@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gpubroker_server.adapters.nvml.probe import NvmlProbe, new_probe, shares_pids
 from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
-from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import DeviceProbe, MeasuredDevice, ProcessGroup
 
@@ -21,7 +21,7 @@ NewProbe = Callable[[], DeviceProbe]
 
 
 def a_simulated_probe() -> DeviceProbe:
-    return SimulatedProbe([SeenDevice(uuid, "sim", i, Mib(24_000), True) for i, uuid in enumerate(UUIDS)])
+    return SimulatedProbe([ReportedDevice(uuid, "sim", i, Mib(24_000), True) for i, uuid in enumerate(UUIDS)])
 
 
 def an_nvml_probe() -> DeviceProbe:
@@ -147,7 +147,7 @@ def test_instances_of_a_split_gpu_are_devices_with_a_parent() -> None:
     whole, other, instance = probe.inventory()
     assert [(d.uuid, d.index, d.parent) for d in (whole, other)] == [("GPU-a", 0, ""), ("GPU-b", 1, "")]
     assert [device.split for device in (whole, other, instance)] == [True, False, False]
-    assert instance == SeenDevice("MIG-1", "NVIDIA H100 MIG 1g.10gb", 2, Mib(10_000), False, "GPU-a")
+    assert instance == ReportedDevice("MIG-1", "NVIDIA H100 MIG 1g.10gb", 2, Mib(10_000), False, "GPU-a")
     used = {measured.uuid: measured for measured in probe.sample({})}
     assert (used["MIG-1"].used_mb, used["MIG-1"].foreign_mb) == (300, None), "nobody says whose it is"
 

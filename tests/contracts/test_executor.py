@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
-from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Instant, Mib
 
 from tests.contracts.executor_bench import Bench
@@ -20,7 +20,7 @@ class SystemClock:
 class TestWaitingExecutor(ExecutorSuite):
     @pytest.fixture
     async def bench(self) -> AsyncIterator[Bench]:
-        devices = tuple(SeenDevice(f"GPU-sim-{i}", "simulated", i, Mib(24_000), True) for i in range(2))
+        devices = tuple(ReportedDevice(f"GPU-sim-{i}", "simulated", i, Mib(24_000), True) for i in range(2))
         node = SimulatedNode("local", "local", 4.0, 8192, 64, devices)
         bench = Bench(WaitingExecutor(node, SystemClock(), sample_period_seconds=0.5))
         await bench.open()

@@ -9,15 +9,15 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.broker import leadership
 from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
-from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
+from gpubroker_server.core.domain.leader_term import LeaderTerm, LeaderTermRules
 from gpubroker_server.core.domain.units import Instant, Seconds, Term
 from gpubroker_server.ports.store import StaleTerm
 from sqlalchemy import create_engine, text
 
-from tests.broker.stage import Hands, Stage
+from tests.broker.stage import Hands, ModelState
 from tests.contracts.scenes import node_seen, opened
 
-RULES = TenureRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.05))
+RULES = LeaderTermRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.05))
 HOUR = 3600.0
 PATIENCE_SECONDS = 20.0
 
@@ -27,7 +27,7 @@ class Broker:
 
     def __init__(self, name: str, folder: Path, store: SqlStore) -> None:
         self.machine = Hands()
-        self._stage = Stage(folder / name, store, self.machine)
+        self._stage = ModelState(folder / name, store, self.machine)
         self._store = store
         self.candidate = LeaderCandidate(
             name=name,
@@ -54,7 +54,7 @@ class Broker:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
-    def _new_leader(self, tenure: Tenure) -> Leader:
+    def _new_leader(self, tenure: LeaderTerm) -> Leader:
         self._stage.leader = self._stage.new_leader(tenure)
         return self._stage.leader
 

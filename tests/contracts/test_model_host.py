@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.units import DeviceKey, Mib, Seconds
-from gpubroker_server.ports.models import HostFault, HostRefused, Stage
+from gpubroker_server.ports.models import HostFault, HostRefused, ModelState
 
 SOON = Seconds(20.0)
 REPOSITORY = (
@@ -24,9 +24,9 @@ def new_host() -> SimulatedHost:
 
 async def test_a_load_is_over_when_the_index_says_ready() -> None:
     host = new_host()
-    assert (await host.index(SOON)).models["llm"].stage is Stage.ABSENT
+    assert (await host.index(SOON)).models["llm"].stage is ModelState.ABSENT
     await host.load("llm", (DeviceKey("c/n/gpu"),), SOON)
-    assert (await host.index(SOON)).models["llm"].stage is Stage.READY
+    assert (await host.index(SOON)).models["llm"].stage is ModelState.READY
 
 
 async def test_loading_a_loaded_model_and_unloading_an_absent_one_are_no_faults() -> None:
@@ -67,7 +67,7 @@ async def test_whether_a_load_that_took_too_long_was_done_is_unknown() -> None:
     with pytest.raises(HostRefused) as refused:
         await host.load("endless", (), Seconds(0.01))
     assert refused.value.fault is HostFault.UNKNOWN
-    assert (await host.index(SOON)).models["endless"].stage is Stage.LOADING
+    assert (await host.index(SOON)).models["endless"].stage is ModelState.LOADING
     await host.close()
 
 
@@ -76,10 +76,10 @@ async def test_a_model_with_a_request_that_does_not_end_stays_unloading() -> Non
     await host.load("llm", (), SOON)
     host.models["llm"].stuck = True
     await host.unload("llm", SOON)
-    assert (await host.index(SOON)).models["llm"].stage is Stage.UNLOADING
+    assert (await host.index(SOON)).models["llm"].stage is ModelState.UNLOADING
     assert host.used_mb == 4_000
     host.let_go("llm")
-    assert (await host.index(SOON)).models["llm"].stage is Stage.ABSENT
+    assert (await host.index(SOON)).models["llm"].stage is ModelState.ABSENT
 
 
 async def test_a_server_that_was_started_anew_has_nothing_and_says_that_it_is_another() -> None:
@@ -91,7 +91,7 @@ async def test_a_server_that_was_started_anew_has_nothing_and_says_that_it_is_an
     host.restart()
     after = await host.index(SOON)
     assert after.incarnation != before.incarnation
-    assert after.models["llm"].stage is Stage.ABSENT
+    assert after.models["llm"].stage is ModelState.ABSENT
     with pytest.raises(HostRefused) as refused:
         await loading
     assert refused.value.fault is HostFault.UNKNOWN
@@ -106,7 +106,7 @@ async def test_a_server_that_is_away_is_not_reached_and_comes_back_as_it_was() -
             await call
         assert refused.value.fault is HostFault.UNREACHABLE
     host.come_back()
-    assert (await host.index(SOON)).models["llm"].stage is Stage.READY
+    assert (await host.index(SOON)).models["llm"].stage is ModelState.READY
 
 
 async def test_a_model_whose_process_was_killed_is_ready_without_answering_until_it_is_unloaded() -> None:
@@ -114,7 +114,7 @@ async def test_a_model_whose_process_was_killed_is_ready_without_answering_until
     await host.load("llm", (), SOON)
     host.models["llm"].dead = True
     await host.load("llm", (), SOON)
-    assert (await host.index(SOON)).models["llm"].stage is Stage.READY
+    assert (await host.index(SOON)).models["llm"].stage is ModelState.READY
     assert not await host.answers("llm", SOON)
     await host.unload("llm", SOON)
     with pytest.raises(HostRefused):

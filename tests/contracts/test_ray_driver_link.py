@@ -18,9 +18,9 @@ from gpubroker_server.adapters.ray.driver.process import UNTAKEN_BYTES, Driver, 
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import frame, read_frame, unpack, write_reports
-from gpubroker_server.core.domain.leader_term import Tenure
-from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeSeen, StartOrder
-from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId, Term, Ticks
+from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeReport, StartOrder
+from gpubroker_server.core.domain.units import Fence, Instant, MonotonicSeconds, NodeName, TaskId, Term
 from gpubroker_server.ports.store import RunPayload, RunSpec
 from ray.exceptions import RayError
 from structlog.testing import capture_logs
@@ -83,9 +83,9 @@ class Bench:
         self._starting: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        self.lead(Tenure(Term(1)))
+        self.lead(LeaderTerm(Term(1)))
 
-    def lead(self, tenure: Tenure) -> None:
+    def lead(self, tenure: LeaderTerm) -> None:
         if self._starting is not None:
             self._starting.cancel()
         self._starting = asyncio.create_task(self.executor.start(tenure))
@@ -133,7 +133,7 @@ async def test_a_silent_driver_is_killed_and_replaced(bench: Bench) -> None:
     silent = await bench.driver()
     silent.send_reports(SEEN)
     [seen] = await bench.executor.reports()
-    assert isinstance(seen, NodeSeen)
+    assert isinstance(seen, NodeReport)
     assert bench.executor.status()["state"] == "connected"
     await bench.driver()
     assert silent.child.poll() is not None
@@ -216,7 +216,7 @@ async def test_agents_are_not_polled_while_the_service_has_too_much_to_take() ->
 
 async def test_orders_carry_the_end_of_the_tenure_and_none_is_sent_after_it(bench: Bench) -> None:
     driver = await bench.driver()
-    tenure = Tenure(Term(2), Ticks(boot_seconds() + 600.0))
+    tenure = LeaderTerm(Term(2), MonotonicSeconds(boot_seconds() + 600.0))
     bench.lead(tenure)
     assert (await driver.next("term"))[1] == NO_TERM
     assert (await driver.next("term"))[1] == 2
@@ -225,7 +225,7 @@ async def test_orders_carry_the_end_of_the_tenure_and_none_is_sent_after_it(benc
     await bench.send("in-time")
     *_, until = await driver.next("orders")
     assert until == tenure.until
-    tenure.is_over(Ticks(until))
+    tenure.is_over(MonotonicSeconds(until))
     await bench.send("too-late")
     await bench.executor.stand_back()
     assert (await driver.next(("orders", "term")))[0] == "term"
@@ -237,7 +237,7 @@ async def test_reports_of_an_earlier_term_are_dropped(bench: Bench) -> None:
     driver.send_reports(SEEN)
     await bench.executor.reports()
     await driver.next("taken")
-    bench.lead(Tenure(Term(3)))
+    bench.lead(LeaderTerm(Term(3)))
     while (await driver.next("term"))[1] != 3:
         pass
     driver.send_reports(SEEN)
@@ -246,7 +246,7 @@ async def test_reports_of_an_earlier_term_are_dropped(bench: Bench) -> None:
     news: tuple[Any, ...] = ("node_seen", 2.0, {**NODE, "incarnation": "i.3"}, [], [])
     driver.say("reports", write_reports("n1", 2.0, [news]), boot_seconds(), 3)
     [seen] = await bench.executor.reports()
-    assert isinstance(seen, NodeSeen)
+    assert isinstance(seen, NodeReport)
     assert seen.node.incarnation == "i.3"
 
 

@@ -27,11 +27,11 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     Heartbeat,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Progressed,
     Ready,
+    ReportedDevice,
     Sampled,
-    SeenDevice,
     Started,
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
@@ -74,9 +74,9 @@ def test_reports_are_read(agent: int) -> None:
     )
     assert (node, protocol) == ("n1", agent)
     assert reports == [
-        NodeSeen(
+        NodeReport(
             Node(N, 2.0, Mib(10), 4, "a.1", "b"),
-            (SeenDevice("GPU-a", "sim", 0, Mib(9), True),),
+            (ReportedDevice("GPU-a", "sim", 0, Mib(9), True),),
             ((T, F, 1),),
             AT,
             release="0.1.0",

@@ -24,7 +24,7 @@ from gpubroker_server.adapters.ray.driver.agents import AGAIN_SECONDS, IDLE_SECO
 from gpubroker_server.adapters.ray.processes import boot_id, process_id
 from gpubroker_server.adapters.ray.wire import unpack
 from gpubroker_server.core.domain.device import Node
-from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeSeen, StartOrder
+from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeReport, StartOrder
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId
 
 from tests.contracts.fake_runners import GPU, FakeRunners, Leader, a_leader
@@ -205,8 +205,8 @@ NODE, RUN = NodeName("n1"), (TaskId("t"), Fence(1), 0)
 FORGET = ForgetOrder(*RUN[:2], NODE, "a.1")
 
 
-def seen(release: str = "0.0.1", *runs: Any) -> NodeSeen:
-    return NodeSeen(Node(NODE, 1.0, Mib(1), 1, "a.1", "b"), (), runs, Instant(0.0), release)
+def seen(release: str = "0.0.1", *runs: Any) -> NodeReport:
+    return NodeReport(Node(NODE, 1.0, Mib(1), 1, "a.1", "b"), (), runs, Instant(0.0), release)
 
 
 class Time:

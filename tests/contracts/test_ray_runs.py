@@ -19,7 +19,7 @@ from gpubroker.runtime.messages import Report, RunKey, RunOrder
 from gpubroker_server.adapters.nvml.probe import DeviceMeter
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
 from gpubroker_server.adapters.ray.processes import has_stopped
-from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import MeasuredDevice, ProcessGroup
 
@@ -35,8 +35,8 @@ class Probe:
         self.is_on_the_bus = True
         self.asked = 0
 
-    def inventory(self) -> Sequence[SeenDevice]:
-        return [SeenDevice(GPU, "sim", 0, Mib(1000), True)]
+    def inventory(self) -> Sequence[ReportedDevice]:
+        return [ReportedDevice(GPU, "sim", 0, Mib(1000), True)]
 
     def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
         self.asked += 1

@@ -14,12 +14,12 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     GoOrder,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Progressed,
     Ready,
     Report,
+    ReportedDevice,
     Sampled,
-    SeenDevice,
     Started,
     StartOrder,
     StopOrder,
@@ -33,7 +33,7 @@ T, F, N = TaskId("t"), Fence(3), NodeName("n1")
 AT = Instant(1000.0)
 SAMPLE = (DeviceSample(DeviceKey("c/n1/GPU-a"), AT, Mib(5), Mib(1), {"t:3": Mib(4)}, 0.5),)
 WIRE_SAMPLE = [("GPU-a", 5, 1, {"t:3": 4}, 0.5)]
-DEVICE = SeenDevice("GPU-a", "sim", 0, Mib(9), True)
+DEVICE = ReportedDevice("GPU-a", "sim", 0, Mib(9), True)
 NODE = {
     "name": "n1",
     "cpu": 2.0,
@@ -88,9 +88,9 @@ def carried(
         (("node_lost", 1000.0, "i", "dead"), NodeLost(N, "i", AT, "dead")),
         (
             ("node_seen", 1000.0, NODE, [("GPU-a", "sim", 0, 9, True, "", False)], [("t", 3, 1)]),
-            NodeSeen(
+            NodeReport(
                 Node(N, 2.0, Mib(10), 4, "i", "b"),
-                (SeenDevice("GPU-a", "sim", 0, Mib(9), True),),
+                (ReportedDevice("GPU-a", "sim", 0, Mib(9), True),),
                 ((T, F, 1),),
                 AT,
             ),

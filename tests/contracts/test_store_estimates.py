@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
+from gpubroker_server.core.domain.estimates import Observation, Sketch, SketchKey, What
 from gpubroker_server.core.domain.lease import LeaseState, mark_overused, move_lease
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib, Position
@@ -25,22 +25,22 @@ from tests.contracts.scenes import (
     with_gpu,
 )
 
-SIZE = Topic("default", "resnet", "H100", What.GPU_MB)
-TIME = Topic("default", "resnet", "", What.SECONDS)
+SIZE = SketchKey("default", "resnet", "H100", What.GPU_MB)
+TIME = SketchKey("default", "resnet", "", What.SECONDS)
 COMMITTED, STALE = CommitVerdict.COMMITTED, CommitVerdict.STALE
 
 
-def a_lesson(topic: Topic, values: Iterable[float]) -> Lesson:
+def a_lesson(topic: SketchKey, values: Iterable[float]) -> Observation:
     """The last of these values, after all the others."""
     *_, last = values = list(values)
-    return Lesson(topic, last, a_sketch(values), Instant(NOW + len(values)))
+    return Observation(topic, last, a_sketch(values), Instant(NOW + len(values)))
 
 
-def teaching(task: Task, *lessons: Lesson, forgotten: tuple[Topic, ...] = ()) -> Decision:
+def teaching(task: Task, *lessons: Observation, forgotten: tuple[SketchKey, ...] = ()) -> Decision:
     return replace(end(claimed(task)), lessons=lessons, forgotten=forgotten)
 
 
-async def kept(store: TaskStore) -> dict[Topic, Sketch]:
+async def kept(store: TaskStore) -> dict[SketchKey, Sketch]:
     return dict((await store.snapshot()).estimates)
 
 

@@ -61,7 +61,7 @@ async def test_ranks_that_leave_are_kept_with_the_task_they_make_room_for(store:
     world = World()
     fill(world, snapshot)
     assert picture(world) == picture(replayed(await log_of(store)))
-    [device] = world.books.values()
+    [device] = world.ledgers.values()
     assert [held.freeing_for for held in sorted(device.holdings.values(), key=lambda h: h.lease.rank)] == [
         None,
         "t1",

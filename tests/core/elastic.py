@@ -6,9 +6,9 @@ from typing import Any
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.orders import (
-    NodeSeen,
+    NodeReport,
     Order,
-    SeenDevice,
+    ReportedDevice,
 )
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
@@ -57,7 +57,7 @@ def comes(gang: Agents, id: str = "urgent", priority: int = 80, **fields: Any) -
 
 
 def plan(gang: Agents) -> list[Decision]:
-    gang.world.measure(a_sample(device, gang.now) for device in gang.world.books)
+    gang.world.measure(a_sample(device, gang.now) for device in gang.world.ledgers)
     return admit_all(gang.world, gang.policy, gang.now)
 
 
@@ -82,10 +82,10 @@ def wait(gang: Agents, seconds: float) -> list[Decision]:
 
 
 def seen(gang: Agents, node: str, *ranks: int) -> list[Order]:
-    devices = tuple(SeenDevice(f"gpu{index}", "H100", index, Mib(80 * GIB), True) for index in (0, 1))
+    devices = tuple(ReportedDevice(f"gpu{index}", "H100", index, Mib(80 * GIB), True) for index in (0, 1))
     known = tuple((gang.id, gang.fence, rank) for rank in ranks)
     row: Node = gang.world.nodes[NodeName(node)]
-    answer = NodeSeen(row, devices, known, gang.now)
+    answer = NodeReport(row, devices, known, gang.now)
     decisions = reconcile(gang.world, answer, gang.now, gang.policy, InventoryRules("test"))
     commit(gang.world, decisions)
     return [order for decision in decisions for order in decision.orders]

@@ -21,7 +21,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import MemberState, Task
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
 
@@ -67,7 +67,7 @@ class Agents:
 
     def tell(self, *reports: Any) -> Sequence[Order]:
         """What the leader orders because of that."""
-        decisions = react(self.world, reports, self.now, self.policy)
+        decisions = apply_reports(self.world, reports, self.now, self.policy)
         commit(self.world, decisions)
         return [order for decision in decisions for order in decision.orders]
 
@@ -131,6 +131,6 @@ def stopped(orders: Any) -> list[int]:
 
 def outcome_of(gang: Agents, *reports: Any) -> Any:
     """The newest outcome in what the reports decide."""
-    decisions = react(gang.world, reports, gang.now, gang.policy)
+    decisions = apply_reports(gang.world, reports, gang.now, gang.policy)
     commit(gang.world, decisions)
     return [decision.outcome for decision in decisions][-1]

@@ -34,7 +34,7 @@ class Naive(NaiveLeavers):
         self.refused_by_reservation, self.barred, self.taken = 0, frozenset[str](), dict[str, Step]()
         self.tasks: dict[str, Task] = dict(world.tasks)
         self.nodes = sorted(world.nodes.values(), key=lambda node: node.name)
-        self.books = [world.books[key] for key in sorted(world.books)]
+        self.ledgers = [world.ledgers[key] for key in sorted(world.ledgers)]
         self.leases: list[Lease] = [lease for run in world.leases.values() for lease in run.values()]
         self.pledges: list[Pledge] = [pledge for mine in world.pledges.values() for pledge in mine.values()]
         self.measure = learn(self, world.mix.edition)
@@ -43,17 +43,17 @@ class Naive(NaiveLeavers):
 
     def devices(self, node: str) -> list[Any]:
         return [
-            book.device
-            for book in self.books
-            if book.device.node == node
-            and book.sample is not None
-            and self.now - book.sample.at <= 3 * self.policy.sample_period_seconds
+            ledger.device
+            for ledger in self.ledgers
+            if ledger.device.node == node
+            and ledger.sample is not None
+            and self.now - ledger.sample.at <= 3 * self.policy.sample_period_seconds
         ]
 
     def strangers(self, device: Any) -> int:
         """What must be left to whoever has no lease: as listed, as declared, and what nobody explains."""
-        book = next(book for book in self.books if book.device.key == device.key)
-        listed = book.sample.foreign_mb
+        ledger = next(ledger for ledger in self.ledgers if ledger.device.key == device.key)
+        listed = ledger.sample.foreign_mb
         here = [lease for lease in self.leases if lease.device == device.key]
         begun = [lease for lease in here if lease.state is not LeaseState.RESERVED]
         loaded = sum(lease.mb for lease in begun if lease.holder_kind in HOLDERS_ON_SERVERS)
@@ -63,13 +63,13 @@ class Naive(NaiveLeavers):
             ours = sum(lease.mb for lease in begun)
         else:
             marks = {lease.mark for lease in here}
-            ours = served + sum(mb for holder, mb in book.sample.by_holder.items() if holder in marks)
-        hidden = book.sample.used_mb - foreign - ours - device.reserve_mb
+            ours = served + sum(mb for holder, mb in ledger.sample.by_holder.items() if holder in marks)
+        hidden = ledger.sample.used_mb - foreign - ours - device.reserve_mb
         return foreign + (hidden if hidden > device.physical_mb / 256 else 0)
 
     def takes(self, lease: Lease) -> int:
-        book = next(book for book in self.books if book.device.key == lease.device)
-        measured = book.sample.by_holder.get(lease.mark, 0) if book.sample else 0
+        ledger = next(ledger for ledger in self.ledgers if ledger.device.key == lease.device)
+        measured = ledger.sample.by_holder.get(lease.mark, 0) if ledger.sample else 0
         return max(lease.mb, measured)
 
     def is_leaving(self, lease: Lease) -> bool:
@@ -144,7 +144,7 @@ class Naive(NaiveLeavers):
         ]
 
     def waiting_here(self, node: Any, task: Task) -> list[Task]:
-        here = {book.device.key for book in self.books if book.device.node == node.name}
+        here = {ledger.device.key for ledger in self.ledgers if ledger.device.node == node.name}
         names = {
             (p.preemptor, rank)
             for p in self.pledges
@@ -339,8 +339,8 @@ class Naive(NaiveLeavers):
     def overtake(self, devices: set[str], priority: int) -> set[tuple[str, str, str]]:
         """Pledges of lower priority, lowest first, while what is promised exceeds what there will be."""
         ended: set[tuple[str, str, str]] = set()
-        for book in self.books:
-            here = book.device
+        for ledger in self.ledgers:
+            here = ledger.device
             if here.key not in devices:
                 continue
             lower = [p for p in self.pledges if p.device == here.key and p.priority < priority]

@@ -23,7 +23,7 @@ def devices_of(forecast: Forecast) -> Counter[str]:
     return taken
 
 
-def parts_on(naive: Any, forecast: Forecast, node: str) -> list[Task]:
+def rank_tasks_on(naive: Any, forecast: Forecast, node: str) -> list[Task]:
     """What will run there, rank by rank."""
     task = naive.tasks[forecast.task]
     bundles = task.demand.bundles or (task.demand,)
@@ -76,7 +76,7 @@ def in_the_way_until(naive: Any, run: Task, forecast: Forecast) -> float:
 
 def stoppable_from(naive: Any, run: Task, other: Task) -> float:
     """From when on the other one may have it stopped; a run that has not begun begins now."""
-    if not naive.policy.preemption or not naive.asks_for_gpus(other) or run.priority >= other.priority:
+    if not naive.policy.preemption or not naive.needs_gpus(other) or run.priority >= other.priority:
         return inf
     if naive.is_spared_from(run, other):
         return inf
@@ -145,7 +145,7 @@ def is_open(naive: Any, task: Task, node: Any, all_reservations: bool, parts: Se
         there = [run for run in naive.runs_on(node) if in_the_way_until(naive, run, forecast) > at]
         there += naive.waiting_here(node, other)
         for f in also_there(naive, task, forecast, node.name, at):
-            there += parts_on(naive, f, node.name)
+            there += rank_tasks_on(naive, f, node.name)
         if len(there) + len(parts or (task,)) > node.max_runs:
             return False
         for name, has in (("cpu", node.cpu), ("memory_mb", node.memory_mb)):
@@ -207,7 +207,7 @@ def beside(naive: Any, task: Task, best: Any) -> Any:
 def stands_behind(naive: Any, task: Task) -> bool:
     """Whether the first in a line for what it would take is ahead of it, and it may not be gone in time."""
     names = {name for name, _ in (*task.demand.custom, *task.demand.slots)}
-    names |= {f"quota:{task.tenant}"} if naive.asks_for_gpus(task) else set()
+    names |= {f"quota:{task.tenant}"} if naive.needs_gpus(task) else set()
     for f in naive.forecasts:
         other = naive.tasks.get(f.task)
         if other is None or other.state is not TaskState.PENDING or not names & f.first_in:

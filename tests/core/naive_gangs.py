@@ -161,7 +161,7 @@ def most_of(naive: Any, task: Task, ranks: Sequence[int], may: Callable[[Places]
 
 def make_room(naive: Any, task: Task) -> list[Any]:
     closed = backfill.nodes_closed_to(naive, task)
-    may_stop = naive.policy.preemption and naive.asks_for_gpus(task)
+    may_stop = naive.policy.preemption and naive.needs_gpus(task)
     surplus = naive.surplus_for(task)
     if surplus and may_stop:
         nodes = [node for node in naive.nodes if node.name not in closed]

@@ -69,7 +69,7 @@ class NaiveLeavers(NaiveTenants):
     node_has: Any
 
     runs_of = staticmethod(runs)
-    leavers_of = staticmethod(leavers)
+    leaving_members = staticmethod(leavers)
     is_alone = staticmethod(is_alone)
 
     def possible_victims(self, node: Any, task: Task) -> list[Task]:

@@ -13,7 +13,7 @@ def is_moving(naive: Any, name: str) -> bool:
 def kept(naive: Any, task: Task) -> list[Any]:
     """Who was moved has what was pledged to it, and nothing else."""
     mine = {pledge.device for pledge in naive.pledges if pledge.preemptor == task.id}
-    naive.barred = frozenset(book.device.key for book in naive.books) - mine
+    naive.barred = frozenset(ledger.device.key for ledger in naive.ledgers) - mine
     found = list(naive.places(task))
     naive.barred = frozenset()
     return found

@@ -17,7 +17,7 @@ from tests.builders import NOW
 from tests.core.naive_moves import is_moving
 
 
-def asks_for_gpus(demand: Demand) -> bool:
+def needs_gpus(demand: Demand) -> bool:
     return any(part.gpus for part in (demand, *demand.bundles))
 
 
@@ -28,7 +28,7 @@ class NaiveTenants:
     policy: Policy
     now: float
     tasks: dict[str, Task]
-    books: list[Any]
+    ledgers: list[Any]
     leases: list[Lease]
     pledges: list[Pledge]
     waits: Any
@@ -52,7 +52,7 @@ class NaiveTenants:
     standings: dict[str, int]
     runs_on: Any
     runs_of: Any
-    leavers_of: Any
+    leaving_members: Any
     is_alone: Any
     by_cost: Any
     name_of: Any
@@ -101,7 +101,9 @@ class NaiveTenants:
 
     def weigh(self, world: World) -> None:
         """How the tenants stand when the cycle begins."""
-        self.whole = max(1, sum(book.device.allocatable_mb for book in self.books if book.device.present))
+        self.whole = max(
+            1, sum(ledger.device.allocatable_mb for ledger in self.ledgers if ledger.device.present)
+        )
         life = world.accounts.half_life_seconds / log(2.0)
         self.used, self.claimed, self.given = Counter[str](), Counter[str](), Counter[str]()
         for row in (*self.leases, *(p for p in self.pledges if not is_moving(self, p.preemptor))):
@@ -112,8 +114,8 @@ class NaiveTenants:
         self.known = sorted({*world.accounts, *waiting})
         self.weights = sum(self.policy.tenant(tenant).weight for tenant in self.known)
 
-    def asks_for_gpus(self, task: Task) -> bool:
-        return asks_for_gpus(task.demand)
+    def needs_gpus(self, task: Task) -> bool:
+        return needs_gpus(task.demand)
 
     # Quotas
 
@@ -121,7 +123,7 @@ class NaiveTenants:
         """Against a quota: on the largest devices; of a gang the ranks without which it does not run."""
         ranks = demand.bundles[: ranks_of_it or demand.least_ranks] or (demand,)
         return sum(
-            rank.gpus * max(self.needs(rank, book.device) or 0 for book in self.books)
+            rank.gpus * max(self.needs(rank, ledger.device) or 0 for ledger in self.ledgers)
             for rank in ranks
             if rank.gpus
         )
@@ -134,7 +136,7 @@ class NaiveTenants:
 
     def over_quota(self, task: Task, ranks: int | None = None) -> bool:
         mine = self.policy.tenant(task.tenant)
-        if mine.guaranteed_mb is None or not asks_for_gpus(task.demand):
+        if mine.guaranteed_mb is None or not needs_gpus(task.demand):
             return False
         need = self.counts(task.demand, ranks)
         claimed = self.claims_of(task.tenant, task)
@@ -213,7 +215,7 @@ class NaiveTenants:
     def is_within_guarantee(self, task: Task) -> bool | None:
         """With this task; None: there is no quota."""
         mine = self.policy.tenant(task.tenant)
-        if mine.guaranteed_mb is None or not asks_for_gpus(task.demand):
+        if mine.guaranteed_mb is None or not needs_gpus(task.demand):
             return None
         return self.claims_of(task.tenant, task) + self.counts(task.demand) <= mine.guaranteed_mb
 
@@ -239,7 +241,7 @@ class NaiveTenants:
             and (run.admitted_at or 0.0) < self.now
             and run.tenant in surplus
             and run.priority <= top
-            for one in self.leavers_of(run)
+            for one in self.leaving_members(run)
             if task.priority >= 90 or self.is_alone(one) or not self.is_shielded(run)
         ]
         found = [one for one in found if any(run.node == node for run in self.runs_of(one))]
@@ -276,7 +278,7 @@ class NaiveTenants:
         borrow."""
         mine, whose = self.policy.tenant(other.tenant), self.policy.tenant(run.tenant)
         is_bound = mine.cohort and whose.cohort == mine.cohort and run.tenant != other.tenant
-        if not is_bound or whose.guaranteed_mb is None or not asks_for_gpus(run.demand):
+        if not is_bound or whose.guaranteed_mb is None or not needs_gpus(run.demand):
             return False
         if self.is_within_guarantee(other) is not False:
             return False

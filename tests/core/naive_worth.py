@@ -30,7 +30,7 @@ def learn(naive: Any, edition: Mapping[Demand, int]) -> FragmentationMeasure | N
     """What is usual, as tasks of these devices; None if there is nothing that could run."""
     if naive.policy.placement not in ("stranded", "fgd"):
         return None
-    devices = [book.device for book in naive.books if whole(book.device)]
+    devices = [ledger.device for ledger in naive.ledgers if whole(ledger.device)]
     mix: Counter[Shape] = Counter()
     for demand, count in edition.items():
         amounts = {sort(device): naive.needs(demand, device) for device in devices}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, write_move
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.lease import LeaseState, move_lease
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, StopReason, Task, TaskState
@@ -62,15 +62,19 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"gpu_mb": 10, "custom": {"licence": 2.0}},
     {"gpu_mb": 20, "custom": {"fpga": 1.0}},
     {"gpu_mb": 10, "custom": {"fpga": 2.0, "seat": 1.0}},
-    {"gpu_mb": 20, "where": Where(kinds=("big", "odd"))},
+    {"gpu_mb": 20, "where": PlacementConstraints(kinds=("big", "odd"))},
     {"gpu_mb": 20, "slots": (("label:team=a", 1.0), ("tenant:default", 1.0))},
     {"gpu_mb": 30, "slots": (("label:team=b", 1.0), ("tenant:other", 1.0))},
     {"gpus": 2, "gpu_mb": 10, "slots": (("pool:small:gpus", 2.0), ("tenant:default", 1.0))},
-    {"gpus": 2, "gpu_mb": 20, "where": Where(prefer_kinds=("big", "small"), prefer_nodes=ZONE_A)},
-    {"gpus": 1, "where": Where(min_power=2, nodes=(("node", ("n1", "n2")),))},
-    {"cpu": 1.0, "where": Where(nodes=ZONE_A, min_device_mb=Mib(80))},
-    {"gpu_mb": 20, "where": Where(devices=("gpu0", "gpu1"))},
-    {"gpu_mb": 30, "where": Where(min_device_mb=Mib(80), prefer_nodes=(("node", ("n2",)),))},
+    {
+        "gpus": 2,
+        "gpu_mb": 20,
+        "where": PlacementConstraints(prefer_kinds=("big", "small"), prefer_nodes=ZONE_A),
+    },
+    {"gpus": 1, "where": PlacementConstraints(min_power=2, nodes=(("node", ("n1", "n2")),))},
+    {"cpu": 1.0, "where": PlacementConstraints(nodes=ZONE_A, min_device_mb=Mib(80))},
+    {"gpu_mb": 20, "where": PlacementConstraints(devices=("gpu0", "gpu1"))},
+    {"gpu_mb": 30, "where": PlacementConstraints(min_device_mb=Mib(80), prefer_nodes=(("node", ("n2",)),))},
     {"gpu_mb": 20, "placement": "spread"},
     {"cpu": 1.0},
     {"cpu": 2.0, "memory_mb": 40, "placement": "spread"},
@@ -131,9 +135,9 @@ def clusters(draw: st.DrawFn) -> World:
                 )
     world = a_world(*parts)
     world.accounts.half_life_seconds = Seconds(100.0)
-    for book in world.books.values():
-        if book.sampled_at != NOW:
-            book.sample = replace(book.sample, at=Instant(NOW - 60.0))
+    for ledger in world.ledgers.values():
+        if ledger.sampled_at != NOW:
+            ledger.sample = replace(ledger.sample, at=Instant(NOW - 60.0))
     return world
 
 
@@ -219,11 +223,11 @@ class Story:
 
     def measure(self) -> None:
         """Where use is not attributed, it is that of a stranger and of the runs that have begun."""
-        for book in self.world.books.values():
-            if book.sample is not None and book.sample.foreign_mb is None:
-                leases = [holding.lease for holding in book.holdings.values()]
+        for ledger in self.world.ledgers.values():
+            if ledger.sample is not None and ledger.sample.foreign_mb is None:
+                leases = [holding.lease for holding in ledger.holdings.values()]
                 begun = sum(lease.mb for lease in leases if lease.state is not LeaseState.RESERVED)
-                self.world.measure([replace(book.sample, used_mb=Mib(HIDDEN_MB + begun))])
+                self.world.measure([replace(ledger.sample, used_mb=Mib(HIDDEN_MB + begun))])
 
     def _change(self, what: str, pick: int) -> None:
         """Move one task in the way that is asked for, if there is one that can."""
@@ -266,9 +270,9 @@ class Story:
         return found[pick % len(found)] if found else None
 
     def _sample(self) -> None:
-        for book in self.world.books.values():
-            if book.sample is not None and book.sample.at >= NOW:
-                self.world.measure([replace(book.sample, at=Instant(self.now))])
+        for ledger in self.world.ledgers.values():
+            if ledger.sample is not None and ledger.sample.at >= NOW:
+                self.world.measure([replace(ledger.sample, at=Instant(self.now))])
 
 
 def twin(world: World, seed: int) -> World:
@@ -278,7 +282,7 @@ def twin(world: World, seed: int) -> World:
     other.position, other.as_of = world.position, world.as_of
     for rows, add in (
         (list(world.nodes.values()), other.add_node),
-        ([book.device for book in world.books.values()], other.add_device),
+        ([ledger.device for ledger in world.ledgers.values()], other.add_device),
         (list(world.tasks.values()), other.add_task),
         ([lease for run in world.leases.values() for lease in run.values()], other.add_lease),
         ([pledge for mine in world.pledges.values() for pledge in mine.values()], other.add_pledge),
@@ -290,5 +294,5 @@ def twin(world: World, seed: int) -> World:
     other.accounts.half_life_seconds = world.accounts.half_life_seconds
     for usage in world.accounts.rows():
         other.accounts.restore(usage)
-    other.measure(book.sample for book in world.books.values() if book.sample is not None)
+    other.measure(ledger.sample for ledger in world.ledgers.values() if ledger.sample is not None)
     return other

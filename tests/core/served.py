@@ -5,7 +5,7 @@ from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
+from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.policy import Policy
@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import due, extend_window
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
 
@@ -57,7 +57,7 @@ def the(world: World, task: str = LLM) -> Task:
 
 
 def plan(world: World, seconds: float = 0.0, policy: Policy = POLICY) -> list[Decision]:
-    world.measure([a_sample(device, at(seconds)) for device in world.books])
+    world.measure([a_sample(device, at(seconds)) for device in world.ledgers])
     decisions = list(plan_cycle(world, policy, at(seconds)).decisions)
     commit(world, decisions, at(seconds))
     check_ledger(world)
@@ -66,7 +66,7 @@ def plan(world: World, seconds: float = 0.0, policy: Policy = POLICY) -> list[De
 
 def index(
     world: World,
-    stages: dict[str, Stage],
+    stages: dict[str, ModelState],
     seconds: float = 0.0,
     under_way: set[str] | None = None,
     versions: tuple[str, ...] = (),
@@ -74,7 +74,7 @@ def index(
     """Read on `main`; what is not named was never loaded."""
     models = {name: IndexedModel(name, stage, versions) for name, stage in stages.items()}
     claims = frozenset((TaskId(name), the(world, name).fence) for name in under_way or ())
-    decisions = seen(world, ServerSeen("main", at(seconds), models, claims), at(seconds), POLICY)
+    decisions = seen(world, ServerIndex("main", at(seconds), models, claims), at(seconds), POLICY)
     commit(world, decisions, at(seconds))
     return decisions
 
@@ -84,7 +84,7 @@ def loaded(*tasks: Task, seconds: float = 1.0) -> World:
     models = tasks or (a_model(),)
     submit(world, *models)
     plan(world)
-    index(world, {task.name: Stage.READY for task in models}, seconds)
+    index(world, {task.name: ModelState.READY for task in models}, seconds)
     assert all(the(world, task.id).state is TaskState.RUNNING for task in models)
     return world
 
@@ -118,6 +118,6 @@ def fail(
 ) -> list[Decision]:
     failure = Failure("load_failed", "no such layer")
     report = Ended(LLM, Fence(fence), at(seconds), ending, failure=failure)
-    decisions = react(world, [report], at(seconds), POLICY)
+    decisions = apply_reports(world, [report], at(seconds), POLICY)
     commit(world, decisions, at(seconds))
     return decisions

@@ -25,7 +25,7 @@ from gpubroker_server.adapters.sql.postgres import PostgresSession
 from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.follower import LogFollower
-from gpubroker_server.core.domain.leader_term import NEVER, Tenure, TenureRules
+from gpubroker_server.core.domain.leader_term import NEVER, LeaderTerm, LeaderTermRules
 from gpubroker_server.core.domain.orders import Ended, Order, Report, StartOrder, StopOrder
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.units import TaskId, Term
@@ -242,9 +242,9 @@ def notice_nothing() -> None:
     """The machine's clock stands still, so that the leader never finds its time over, and its driver does not
     hear that agents listen to another one."""
     driver_link.DRIVER = "tests.e2e.deaf_driver"
-    replace(Tenure, is_over=lambda _tenure, _now: False)
-    replace(TenureRules, renew_at=lambda rules, _until: boot_seconds() + rules.renew_seconds)
-    setattr(Tenure, "until", property(lambda _tenure: NEVER))  # noqa: B010  # to a type checker it is no field
+    replace(LeaderTerm, is_over=lambda _tenure, _now: False)
+    replace(LeaderTermRules, renew_at=lambda rules, _until: boot_seconds() + rules.renew_seconds)
+    setattr(LeaderTerm, "until", property(lambda _tenure: NEVER))  # noqa: B010  # to a type checker it is no field
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from gpubroker_server.adapters.ray.agent.node_agent import DESERTED_SECONDS
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.head.head import HeadState, read_state
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Instant, Mib
 
 from tests.contracts.executor_bench import PATIENCE_SECONDS, Bench
@@ -27,7 +27,7 @@ class SystemClock:
 
 def lab_options(data_dir: Path, **changes: Any) -> RayOptions:
     """Two simulated GPUs, small limits, and no pause worth mentioning."""
-    devices = tuple(SeenDevice(f"GPU-sim-{i}", "simulated", i, Mib(24_000), True) for i in range(2))
+    devices = tuple(ReportedDevice(f"GPU-sim-{i}", "simulated", i, Mib(24_000), True) for i in range(2))
     options = RayOptions(
         data_dir=data_dir,
         devices=devices,

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 from gpubroker_server.adapters.sql.store import migrate
-from gpubroker_server.core.domain.leader_term import TenureRules
+from gpubroker_server.core.domain.leader_term import LeaderTermRules
 
 from tests.chaos.shutdown import Batch, GatewaysAndBrokersOnRay, stop_under_load
 from tests.e2e.hands import Hands
@@ -73,4 +73,4 @@ def test_processes_that_are_asked_to_end_under_load_lose_and_repeat_nothing_and_
     assert (found["lost"], found["accepted_twice"], found["restarted_runs"]) == (0, 0, 0)
     [seconds] = found["seconds"]["without_a_leader"]
     print(f"nobody led for {seconds:.2f} s")
-    assert seconds < TenureRules().ttl_seconds / 2, "nobody waits for the lease to end"
+    assert seconds < LeaderTermRules().ttl_seconds / 2, "nobody waits for the lease to end"

@@ -16,12 +16,12 @@ from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Report, Started
-from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TaskMaximum, TenantPolicy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
@@ -96,7 +96,7 @@ class Gateway:
                 CustomLimit("seat", 2.0, priority_threshold=70),
             ),
             pools=(Pool("lab", kinds=("H100",), gpus=1),),
-            maximum=Maximum(memory_mb=Mib(128 * 1024)),
+            maximum=TaskMaximum(memory_mb=Mib(128 * 1024)),
             tenants=(
                 TenantPolicy("acme", "labs", guaranteed_mb=Mib(20 * 1024), borrow_mb=Mib(10 * 1024)),
                 TenantPolicy("modest", max_priority=69),
@@ -173,7 +173,7 @@ class Gateway:
         changed = create_app(self.parts)
         self.app.middleware_stack, self.app.state.parts = changed.middleware_stack, changed.state.parts
 
-    def parts_of(self, resource: type[P]) -> P:
+    def rank_tasks(self, resource: type[P]) -> P:
         """What the routes of a resource get."""
         found: P = self.app.state.parts[resource]
         return found
@@ -249,7 +249,7 @@ class Gateway:
 
     async def hear(self, *reports: Report) -> None:
         """Commit what follows from these reports. Large results go to the blobs before their row."""
-        for decision in react(self.world, reports, self.clock.now(), self.policy):
+        for decision in apply_reports(self.world, reports, self.clock.now(), self.policy):
             outcome = decision.outcome
             if outcome is not None and len(outcome.result or b"") > self.parts.rules.limits.inline_bytes:
                 assert outcome.result is not None

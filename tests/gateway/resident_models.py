@@ -7,9 +7,9 @@ from typing import Any
 
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen
-from gpubroker_server.core.domain.model_orders import Stage as Where
-from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.model_orders import IndexedModel, ServerIndex
+from gpubroker_server.core.domain.model_orders import ModelState as PlacementConstraints
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.change_requests import carry_out
@@ -20,7 +20,7 @@ from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, Se
 
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Gateway, until
-from tests.gateway.inference_stage import Handler, Stage, a_stage
+from tests.gateway.inference_stage import Handler, ModelState, a_stage
 
 RULES = ServerRules("main", "n1", models={"any": ModelRules(Mib(50 * GIB))})
 
@@ -42,14 +42,14 @@ async def resident_models(
 
 
 class ResidentModels:
-    def __init__(self, stage: Stage, host: SimulatedHost, lanes: Lanes) -> None:
+    def __init__(self, stage: ModelState, host: SimulatedHost, lanes: Lanes) -> None:
         self.stage = stage
         self.host = host
         self.lanes = lanes
         self.gateway = stage.gateway
 
     def of(self, model: str = "any") -> Task | None:
-        return self.gateway.world.homes.of(Home("main", model))
+        return self.gateway.world.models.of(ModelKey("main", model))
 
     async def wanted(self, model: str = "any") -> Task:
         await until(lambda: self.of(model) is not None)
@@ -57,14 +57,14 @@ class ResidentModels:
         assert task is not None
         return task
 
-    async def index(self, **stages: Where) -> None:
+    async def index(self, **stages: PlacementConstraints) -> None:
         """The server has these models and no others, and the leader has read so."""
         self.host.restart()
         for name in stages:
             await self.host.load(name, (), Seconds(1.0))
         now = self.gateway.clock.now()
         models = {name: IndexedModel(name, stage) for name, stage in stages.items()}
-        for decision in seen(self.gateway.world, ServerSeen("main", now, models), now, self.gateway.policy):
+        for decision in seen(self.gateway.world, ServerIndex("main", now, models), now, self.gateway.policy):
             if not decision.is_empty():
                 await self.gateway.commit(decision)
 
@@ -74,7 +74,7 @@ class ResidentModels:
         self.gateway.clock.advance(0.1)
         self.gateway.world.measure([a_sample("gpu0", self.gateway.clock.now())])
         await self.gateway.plan(task.id)
-        await self.index(**{model: Where.READY})
+        await self.index(**{model: PlacementConstraints.READY})
         return self.gateway.task(task.id)
 
     async def unload(self, model: str = "any") -> None:

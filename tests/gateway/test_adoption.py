@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.adapters.memory.model_host import SimulatedModel
-from gpubroker_server.core.domain.model_orders import Stage
-from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.model_orders import ModelState
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.deadlines import due, extend_window
@@ -53,19 +53,19 @@ async def test_steps_of_an_ensemble_and_models_that_have_left_get_no_holder() ->
         await there.host.unload("gone", Seconds(1.0))
         await looks.check()
         await looks.check()
-        assert [task.name for task in there.gateway.world.homes.live()] == ["any"]
+        assert [task.name for task in there.gateway.world.models.live()] == ["any"]
 
 
 async def test_the_base_cost_of_a_server_is_held_while_the_settings_say_so() -> None:
     async with looking(base_mb=Mib(500)) as (there, looks):
         await looks.check()
-        base = there.gateway.world.homes.of(Home("main", ""))
+        base = there.gateway.world.models.of(ModelKey("main", ""))
         assert base is not None
         assert (base.name, base.demand.gpu_mb, base.expires_at) == ("main itself", 500, None)
         [residency] = there.gateway.parts.residencies or ()
         residency.rules = replace(residency.rules, base_mb=Mib(0))
         await looks.check()
-        await until(lambda: there.gateway.world.homes.of(Home("main", "")) is None)
+        await until(lambda: there.gateway.world.models.of(ModelKey("main", "")) is None)
 
 
 async def test_a_holder_that_cannot_be_made_is_tried_again() -> None:
@@ -97,11 +97,11 @@ async def test_the_history_of_an_adopted_model_that_has_left_is_valid() -> None:
         for _ in range(2):
             await looks.check()
         for _ in range(2):  # one is adopted for each index
-            await there.index(any=Stage.READY)
-        assert {task.state for task in there.gateway.world.homes.live()} == {TaskState.RUNNING}
+            await there.index(any=ModelState.READY)
+        assert {task.state for task in there.gateway.world.models.live()} == {TaskState.RUNNING}
         await there.unload()
         await there.index()
-        assert [task.name for task in there.gateway.world.homes.live()] == ["main itself"]
+        assert [task.name for task in there.gateway.world.models.live()] == ["main itself"]
         assert violations(await log_of(there.gateway.store)) == []
 
 
@@ -120,7 +120,7 @@ async def test_a_model_whose_holder_was_given_up_is_adopted_with_the_memory_of_t
         assert list(gateway.world.unconfirmed.quarantined) == [first.id]
         for _ in range(2):
             await looks.check()
-        await there.index(any=Stage.READY)
+        await there.index(any=ModelState.READY)
         task = there.of()
         assert task is not None
         assert (task.state, task.id == first.id) == (TaskState.RUNNING, False)

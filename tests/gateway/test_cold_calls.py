@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
-from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
@@ -29,9 +29,9 @@ def a_host(cold_seconds: float = 55.0) -> tuple[ServerRules, SimulatedHost]:
     return rules, SimulatedHost("main", (SimulatedModel("any"),))
 
 
-async def index(gateway: Gateway, stage: Stage) -> None:
+async def index(gateway: Gateway, stage: ModelState) -> None:
     now = gateway.clock.now()
-    index = ServerSeen("main", now, {"any": IndexedModel("any", stage)})
+    index = ServerIndex("main", now, {"any": IndexedModel("any", stage)})
     for decision in seen(gateway.world, index, now, gateway.policy):
         if not decision.is_empty():
             await gateway.commit(decision)
@@ -39,21 +39,21 @@ async def index(gateway: Gateway, stage: Stage) -> None:
 
 async def test_calls_wait_for_their_model_to_come_and_for_its_end() -> None:
     async with a_stage(heard := Heard(), served=a_host()) as stage:
-        gateway, home = stage.gateway, Home("main", "any")
+        gateway, home = stage.gateway, ModelKey("main", "any")
         call = asyncio.ensure_future(stage.ask(INFER, field(1, "any"), (*stage.own, ("x-priority", "20"))))
-        await until(lambda: gateway.world.homes.of(home) is not None)
-        task = gateway.world.homes.of(home)
+        await until(lambda: gateway.world.models.of(home) is not None)
+        task = gateway.world.models.of(home)
         assert task is not None
         assert (task.priority, heard.messages) == (20, [])
         await gateway.plan(task.id)
-        await index(gateway, Stage.READY)
+        await index(gateway, ModelState.READY)
         assert await call == field(1, "any")
         assert await stage.ask(LOAD, field(2, "any")) == field(2, "any")
         leaving = asyncio.ensure_future(stage.ask(UNLOAD, field(2, "any")))
         await until(lambda: gateway.task(task.id).stop_reason is not None)
-        await index(gateway, Stage.ABSENT)
+        await index(gateway, ModelState.ABSENT)
         assert await leaving == field(2, "any")
-        assert gateway.world.homes.of(home) is None
+        assert gateway.world.models.of(home) is None
 
 
 async def test_a_request_that_has_waited_long_enough_says_when_to_retry() -> None:
@@ -121,7 +121,7 @@ async def test_a_call_that_finds_its_model_gone_waits_until_it_is_loaded_again()
         call = asyncio.ensure_future(stage.ask(INFER, message))
         await until(lambda: heard.refused == 1)
         heard.gone = False
-        await index(gateway, Stage.ABSENT)
+        await index(gateway, ModelState.ABSENT)
         assert await brought(gateway, host, call) == message
         heard.gone = True
         error = await stage.refusal(INFER, message)
@@ -135,13 +135,13 @@ async def test_a_call_that_finds_its_model_gone_waits_until_it_is_loaded_again()
 
 async def brought(gateway: Gateway, host: SimulatedHost, call: asyncio.Future[bytes]) -> bytes:
     """Its answer, once its model is there."""
-    home = Home("main", "any")
-    await until(lambda: (task := gateway.world.homes.of(home)) is not None and not task.is_active)
-    task = gateway.world.homes.of(home)
+    home = ModelKey("main", "any")
+    await until(lambda: (task := gateway.world.models.of(home)) is not None and not task.is_active)
+    task = gateway.world.models.of(home)
     assert task is not None
     gateway.clock.advance(0.1)
     gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
     await gateway.plan(task.id)
     await host.load("any", (), Seconds(1.0))
-    await index(gateway, Stage.READY)
+    await index(gateway, ModelState.READY)
     return await call

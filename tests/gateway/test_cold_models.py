@@ -38,7 +38,7 @@ async def test_many_requests_for_a_model_share_one_load() -> None:
         await there.load()
         assert [(await client.answer())[0] for client in clients] == [200, 200, 200]
         assert len(heard.bodies) == 3
-        assert len(list(there.gateway.world.homes.live())) == 1
+        assert len(list(there.gateway.world.models.live())) == 1
 
 
 async def test_a_large_body_is_held_up_while_its_model_is_loaded() -> None:
@@ -102,7 +102,7 @@ async def test_the_size_of_an_unknown_model_is_estimated_as_a_quarter_more_than_
 async def test_a_model_that_was_measured_before_takes_that_size_and_a_margin() -> None:
     async with resident_models(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
         world = there.gateway.world
-        kinds = {book.device.kind for book in world.books.values()}
+        kinds = {ledger.device.kind for ledger in world.ledgers.values()}
         world.learned.put(topic_of("default", "any", *kinds), a_sketch([20 * GIB]))
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
@@ -117,7 +117,7 @@ async def test_the_metrics_show_by_server_how_accurate_the_sizes_of_models_are()
         await there.load()
         assert "gpubroker_model_size_ratio{" not in (await asked.get("/metrics")).text
         world = there.gateway.world
-        kinds = {book.device.kind for book in world.books.values()}
+        kinds = {ledger.device.kind for ledger in world.ledgers.values()}
         world.learned.put(topic_of("default", "any", *kinds), a_sketch([25 * GIB]))
         told = (await asked.get("/metrics")).text
         [ratio] = re.findall(r'^gpubroker_model_size_ratio\{server="main"\} (\S+)$', told, re.MULTILINE)

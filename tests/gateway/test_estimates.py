@@ -2,7 +2,7 @@
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.estimates import Lesson, Topic, What
+from gpubroker_server.core.domain.estimates import Observation, SketchKey, What
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.gateway.submission.demand import Defaults, ModelType
 
@@ -19,9 +19,9 @@ async def learn(
     kind: str = "H100",
 ) -> None:
     """Store the measurements of runs of this subject."""
-    topic = Topic(tenant, subject, kind, what)
+    topic = SketchKey(tenant, subject, kind, what)
     for end in range(1, len(values) + 1):
-        lesson = Lesson(topic, values[end - 1], a_sketch(values[:end]), Instant(NOW))
+        lesson = Observation(topic, values[end - 1], a_sketch(values[:end]), Instant(NOW))
         await gateway.commit(Decision("run", "ended", lessons=(lesson,)))
 
 
@@ -81,7 +81,7 @@ async def test_a_size_is_learned_and_shown_with_its_basis(gateway: Gateway, api:
     assert (task["sizing"]["n"], task["sizing"]["kind"]) == (12, "H100")
     assert (await api.get(f"/tasks/{task['id']}")).json()["sizing"] == task["sizing"]
     await gateway.admit(task["id"])
-    assert gateway.world.books[key("gpu0")].leased_mb() == task["resources"]["gpu_mb"]
+    assert gateway.world.ledgers[key("gpu0")].leased_mb() == task["resources"]["gpu_mb"]
 
 
 async def test_a_size_does_not_change_with_what_is_learned_later(gateway: Gateway, api: Client) -> None:

@@ -31,7 +31,7 @@ async def test_a_waiting_task_shows_its_expected_start_and_the_basis(gateway: Ga
 async def test_a_task_with_a_pledge_starts_when_the_room_has_arrived(gateway: Gateway, api: Client) -> None:
     waiting = TaskId(await api.submit(resources=WHOLE))
     row = gateway.world.tasks[waiting]
-    gateway.world.add_pledge(a_pledge(row, next(iter(gateway.world.books)), 80 * GIB))
+    gateway.world.add_pledge(a_pledge(row, next(iter(gateway.world.ledgers)), 80 * GIB))
     start = (await api.get(f"/tasks/{waiting}")).json()["pending"]["start"]
     assert (start["basis"], start["p50_seconds"]) == ("stated", 30.0)
 

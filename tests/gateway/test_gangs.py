@@ -128,8 +128,8 @@ async def test_a_gang_that_could_never_run_is_refused_with_the_rank_at_fault(
 
 
 async def test_a_waiting_gang_shows_which_rank_has_no_room(gateway: Gateway, api: Client) -> None:
-    whole = gateway.world.books
-    largest = max(book.device.allocatable_mb for book in whole.values())
+    whole = gateway.world.ledgers
+    largest = max(ledger.device.allocatable_mb for ledger in whole.values())
     holder = await api.submit(resources={"gpu_mb": largest}, priority=90)
     await gateway.admit(holder)
     waits = await api.submit(resources={"bundles": [{"count": 2, "gpu_mb": 64}, {"cpu": 1}]})

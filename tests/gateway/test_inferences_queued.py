@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
-from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
-from gpubroker_server.core.domain.policy import Serving
+from gpubroker_server.core.domain.policy import InferenceServers
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
@@ -34,17 +34,17 @@ RULES = ServerRules(
 
 
 @asynccontextmanager
-async def a_gateway(*, serving: Serving | None = None, **limits: Any) -> AsyncIterator[Gateway]:
+async def a_gateway(*, serving: InferenceServers | None = None, **limits: Any) -> AsyncIterator[Gateway]:
     """With one server. Its models are in the ledger unless `serving` is given."""
     async with Gateway(**limits) as gateway:
-        policy = replace(gateway.policy, serving=serving or Serving(ledger=("main",)))
+        policy = replace(gateway.policy, serving=serving or InferenceServers(ledger=("main",)))
         host = SimulatedHost("main", (SimulatedModel("llm"), SimulatedModel("huge")))
         gateway.change(policy=policy, served=[] if serving else [(RULES, host)])
         gateway.admin = await gateway.client("boss")
         yield gateway
 
 
-OPEN = Serving(others=("lab",))
+OPEN = InferenceServers(others=("lab",))
 
 
 def a_body(*values: float, **fields: Any) -> dict[str, Any]:
@@ -241,13 +241,13 @@ async def test_the_same_key_and_body_are_one_inference_and_another_body_is_refus
         assert again.headers["idempotency-replayed"] == "true"
         other = await gateway.admin.post("/inferences", json=a_body(2), headers=key)
         problem(other, 422, "idempotency-key-reused")
-        gateway.change(policy=replace(gateway.policy, serving=Serving()))
+        gateway.change(policy=replace(gateway.policy, serving=InferenceServers()))
         client = await gateway.client("later")
         assert (await client.post("/inferences", json=a_body(1), headers=key)).status_code == 202
 
 
 def holder(gateway: Gateway, model: str = "llm") -> Task:
-    task = gateway.world.homes.of(Home("main", model))
+    task = gateway.world.models.of(ModelKey("main", model))
     assert task is not None
     return task
 
@@ -255,7 +255,7 @@ def holder(gateway: Gateway, model: str = "llm") -> Task:
 async def load(gateway: Gateway) -> None:
     await gateway.plan(holder(gateway).id)
     now = gateway.clock.now()
-    index = ServerSeen("main", now, {"llm": IndexedModel("llm", Stage.READY)})
+    index = ServerIndex("main", now, {"llm": IndexedModel("llm", ModelState.READY)})
     await gateway.commit(*seen(gateway.world, index, now, gateway.policy))
 
 
@@ -304,7 +304,7 @@ async def test_an_inference_for_an_unknown_or_too_large_model_is_refused() -> No
 async def test_an_inference_that_may_not_start_yet_wants_no_model() -> None:
     async with a_gateway() as gateway:
         await ask(gateway, 1, not_before="1975-01-01T00:00:00Z")
-        assert gateway.world.homes.of(Home("main", "llm")) is None
+        assert gateway.world.models.of(ModelKey("main", "llm")) is None
 
 
 async def test_a_model_without_a_holder_is_wanted_again_while_inferences_wait() -> None:
@@ -324,7 +324,9 @@ async def test_a_model_without_a_holder_is_wanted_again_while_inferences_wait() 
         assert (second.model.asked_at, second.model.queued) == (gateway.clock.now(), True)
         await gateway.admin.post(f"/tasks/{second.id}/cancel")
         await queued_models.check()
-        assert gateway.world.homes.of(Home("main", "llm")) is None, "not at once: it may fail again and again"
+        assert gateway.world.models.of(ModelKey("main", "llm")) is None, (
+            "not at once: it may fail again and again"
+        )
         gateway.clock.advance(AGAIN_SECONDS)
         await queued_models.check()
         assert holder(gateway).priority == 40
@@ -332,7 +334,7 @@ async def test_a_model_without_a_holder_is_wanted_again_while_inferences_wait() 
         for seconds in (AGAIN_SECONDS, AGAIN_SECONDS - 1.0):
             gateway.clock.advance(seconds)
             await queued_models.check()
-            assert gateway.world.homes.of(Home("main", "llm")) is None, "each time later"
+            assert gateway.world.models.of(ModelKey("main", "llm")) is None, "each time later"
         gateway.clock.advance(1.0)
         await queued_models.check()
         assert holder(gateway).priority == 40

@@ -214,8 +214,8 @@ async def test_a_replayed_lease_gets_its_answer_although_a_new_one_would_be_refu
 ) -> None:
     key = {"Idempotency-Key": "k"}
     first = await api.post("/leases", json=ASKED, headers=key)
-    [book] = gateway.world.books.values()
-    small = replace(book.device, physical_mb=Mib(8 * GIB), version=book.device.version + 1)
+    [ledger] = gateway.world.ledgers.values()
+    small = replace(ledger.device, physical_mb=Mib(8 * GIB), version=ledger.device.version + 1)
     await gateway.commit(Decision("n1", "node_seen", devices=(small,)))
     problem(await api.post("/leases", json=ASKED), 422, "exceeds-capacity")
     again = await api.post("/leases", json=ASKED, headers=key)

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 import httpx
 from gpubroker import AsyncBroker
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
-from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.model_lifecycle import due, seen
@@ -29,22 +29,22 @@ async def a_gateway() -> AsyncIterator[Gateway]:
 
 
 def holder(gateway: Gateway, model: str = "llm") -> Task:
-    task = gateway.world.homes.of(Home("main", model))
+    task = gateway.world.models.of(ModelKey("main", model))
     assert task is not None
     return task
 
 
-async def index(gateway: Gateway, **stages: Stage) -> None:
+async def index(gateway: Gateway, **stages: ModelState) -> None:
     now = gateway.clock.now()
     models = {name: IndexedModel(name, stage) for name, stage in stages.items()}
-    for decision in seen(gateway.world, ServerSeen("main", now, models), now, gateway.policy):
+    for decision in seen(gateway.world, ServerIndex("main", now, models), now, gateway.policy):
         if not decision.is_empty():
             await gateway.commit(decision)
 
 
 async def loaded(gateway: Gateway, model: str = "llm") -> Task:
     await gateway.plan(holder(gateway, model).id)
-    await index(gateway, **{model: Stage.READY})
+    await index(gateway, **{model: ModelState.READY})
     return holder(gateway, model)
 
 
@@ -161,7 +161,7 @@ async def test_pinning_needs_a_token_for_the_highest_priority() -> None:
         found = problem(refused, 403, "priority-not-allowed")
         assert "a pinned model has priority 100, which is above 99" in found["detail"]
         assert found["errors"][0]["pointer"] == "/pinned"
-        assert gateway.world.homes.of(Home("main", "llm")) is None, "nor was it brought"
+        assert gateway.world.models.of(ModelKey("main", "llm")) is None, "nor was it brought"
         await gateway.admin.post("/models/llm/pin", json={})
         assert (await modest.post("/models/llm/pin", json={"pinned": False})).json()["pinned"] is False
 

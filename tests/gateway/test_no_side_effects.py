@@ -46,10 +46,10 @@ def picture(gateway: Gateway) -> str:
     plain = {
         name: value for name, value in vars(world).items() if isinstance(value, dict | set | int | float)
     }
-    books = {key: (book.holdings, book.pledges, book.sample) for key, book in world.books.items()}
+    ledgers = {key: (ledger.holdings, ledger.pledges, ledger.sample) for key, ledger in world.ledgers.items()}
     queue = {key: list(group) for key, group in world.queue.groups.items()}
     uses = {node: (use.cpu, use.memory_mb, use.runs, use.priorities) for node, use in world.use.items()}
-    return repr({**plain, "books": books, "use": uses, "queue": queue})
+    return repr({**plain, "ledgers": ledgers, "use": uses, "queue": queue})
 
 
 async def test_questions_change_no_row_and_nothing_in_the_world(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.device import GpuKind
-from gpubroker_server.core.domain.policy import Maximum, TenantPolicy
+from gpubroker_server.core.domain.policy import TaskMaximum, TenantPolicy
 from gpubroker_server.core.domain.units import Mib, Seconds
 
 from tests.gateway.harness import Client, Gateway, a_body, problem
@@ -50,7 +50,7 @@ async def test_the_policy_needs_the_scope_to_read_tasks(gateway: Gateway) -> Non
 async def test_timeout_retries_and_grace_above_the_maximum_are_refused(
     gateway: Gateway, api: Client, field: str, value: float
 ) -> None:
-    most = Maximum(timeout_seconds=Seconds(60.0), max_retries=2, grace_seconds=Seconds(10.0))
+    most = TaskMaximum(timeout_seconds=Seconds(60.0), max_retries=2, grace_seconds=Seconds(10.0))
     gateway.change(policy=replace(gateway.policy, maximum=most))
     within = {"timeout_seconds": 60.0, "max_retries": 2, "grace_seconds": 10.0}
     assert (await api.post("/tasks", json=a_body(**within))).status_code == 202

@@ -6,8 +6,8 @@ from typing import Any
 
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
-from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
@@ -37,7 +37,7 @@ async def a_gateway(*served: tuple[ServerRules, SimulatedHost]) -> AsyncIterator
 
 
 def at(gateway: Gateway, server: str, model: str = "llm") -> Task | None:
-    return gateway.world.homes.of(Home(server, model))
+    return gateway.world.models.of(ModelKey(server, model))
 
 
 def residencies(gateway: Gateway) -> Residencies:
@@ -50,7 +50,7 @@ async def loaded(gateway: Gateway, server: str, model: str = "llm") -> None:
     assert task is not None
     await gateway.plan(task.id)
     now = gateway.clock.now()
-    index = ServerSeen(server, now, {model: IndexedModel(model, Stage.READY)})
+    index = ServerIndex(server, now, {model: IndexedModel(model, ModelState.READY)})
     await gateway.commit(*seen(gateway.world, index, now, gateway.policy))
 
 

@@ -39,7 +39,7 @@ async def test_a_model_says_that_the_node_of_its_server_has_not_joined() -> None
 async def test_a_request_before_any_node_has_joined_says_so() -> None:
     async with Gateway() as gateway:
         await a_gateway(gateway, node="n1e", cold_seconds=0.0)
-        for known in (gateway.world.nodes, gateway.world.books, gateway.world.by_node):
+        for known in (gateway.world.nodes, gateway.world.ledgers, gateway.world.by_node):
             known.clear()
         asked = await gateway.admin.post("/models/llm/load", json={})
         says = 'its node "n1e" has not joined the cluster; there are no nodes yet'

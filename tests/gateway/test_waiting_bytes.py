@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
-from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 
@@ -62,7 +62,7 @@ async def test_calls_that_wait_for_their_model_to_come_hold_no_more_than_they_ma
     message = field(1, "any") + field(5, bytes(600))
     async with a_call_stage(Heard(), served=(rules, host), most_waiting_bytes=500) as stage:
         alone = asyncio.ensure_future(stage.ask(CALL, message))
-        await until(lambda: stage.gateway.world.homes.of(Home("main", "any")) is not None)
+        await until(lambda: stage.gateway.world.models.of(ModelKey("main", "any")) is not None)
         error = await stage.refusal(CALL, message)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         stream = stage.open(STREAM)

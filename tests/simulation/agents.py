@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpubroker_server.core.domain.device import DeviceSample, Node
-from gpubroker_server.core.domain.orders import Report, RunId, SeenDevice, StartOrder
+from gpubroker_server.core.domain.orders import Report, ReportedDevice, RunId, StartOrder
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, mark_of
 from gpubroker_server.core.world.world import World
 
@@ -32,7 +32,7 @@ class Process:
 class Agent:
     """A node and its agent: what runs there, and what it would tell a leader again."""
 
-    def __init__(self, node: Node, devices: Sequence[SeenDevice], keys: Sequence[DeviceKey]) -> None:
+    def __init__(self, node: Node, devices: Sequence[ReportedDevice], keys: Sequence[DeviceKey]) -> None:
         self.node = node
         self.devices = tuple(devices)
         self.keys = tuple(keys)
@@ -59,6 +59,6 @@ class Agent:
 
 def agent_of(world: World, name: NodeName) -> Agent:
     keys = world.by_node.get(name, [])
-    devices = [world.books[key].device for key in keys]
-    seen = [SeenDevice(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in devices]
+    devices = [world.ledgers[key].device for key in keys]
+    seen = [ReportedDevice(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in devices]
     return Agent(world.nodes[name], seen, keys)

@@ -14,7 +14,7 @@ from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.observe import Observer
-from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
+from gpubroker_server.core.domain.leader_term import LeaderTerm, LeaderTermRules
 from gpubroker_server.core.domain.policy import Policy, Retention
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
@@ -146,7 +146,7 @@ class Life:
             name=process.life,
             store=self._store,
             executor=self.wire,
-            rules=TenureRules(),
+            rules=LeaderTermRules(),
             ticks=host.ticks,
             chance=chance.random,
             new_leader=self._new_leader,
@@ -177,7 +177,7 @@ class Life:
             group.create_task(self._pruner.keep(PRUNE_SECONDS))
             group.create_task(self.candidate.run())
 
-    def _new_leader(self, tenure: Tenure) -> Leader:
+    def _new_leader(self, tenure: LeaderTerm) -> Leader:
         site, picture, ticks = self._site, self.picture, self._process.host.ticks
         site.terms_led += 1
         rules = InventoryRules(CLUSTER)

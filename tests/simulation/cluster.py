@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
     Gone,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Order,
     Report,
     StartOrder,
@@ -42,7 +42,7 @@ class Cluster:
         self._lost: set[str] = set()
         self._unreachable: set[NodeName] = set()
 
-    async def start(self, tenure: Tenure) -> None:
+    async def start(self, tenure: LeaderTerm) -> None:
         """Announce the term. What was on its way to the leader before is lost with it."""
         self._term = tenure.term
         self._lost.clear()
@@ -75,7 +75,7 @@ class Cluster:
         if term != self._term:
             return
         self._hear(report)
-        if self._chance.random() < 0.02 and not isinstance(report, NodeSeen):
+        if self._chance.random() < 0.02 and not isinstance(report, NodeReport):
             late = self._chance.uniform(0.0, 600.0)
             self._timeline.after(late, lambda: self._hear_again(term, report))
 

@@ -17,17 +17,17 @@ from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Decision, Request
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     Heartbeat,
     Report,
-    SeenDevice,
+    ReportedDevice,
     StartOrder,
     StopOrder,
 )
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
-from gpubroker_server.core.domain.units import Mib, NodeName, Seconds, TaskId, Term, Ticks
+from gpubroker_server.core.domain.units import Mib, MonotonicSeconds, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.explain.admission import check
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.core.world.events import Event
@@ -131,7 +131,7 @@ class Day:
         self._programs: dict[TaskId, Program] = {}
         self._cluster = Cluster(self._timeline, Random(f"{seed}/cluster"), self._hear)
         for name, gpus in MACHINES.items():
-            devices = tuple(SeenDevice(f"gpu{i}", "H100", i, Mib(80 * 1024), True) for i in range(gpus))
+            devices = tuple(ReportedDevice(f"gpu{i}", "H100", i, Mib(80 * 1024), True) for i in range(gpus))
             chance = Random(f"{seed}/{name}")
             machine = Machine(name, devices, self._programs, self._timeline, chance, self._cluster.deliver)
             self._cluster.machines[NodeName(name)] = machine
@@ -202,7 +202,7 @@ class Day:
         observer = Observer(self._world, POLICY, self._blobs, rules, 65536, {}, self._ticks)
         term = await next_term(self._store, f"leader-{self._terms}")
         self._leader = Leader(
-            tenure=Tenure(term),
+            tenure=LeaderTerm(term),
             ticks=self._ticks,
             world=self._world,
             policy=POLICY,
@@ -225,8 +225,8 @@ class Day:
         fill(world, await self._store.snapshot())
         return world
 
-    def _ticks(self) -> Ticks:
-        return Ticks(self._timeline.now())
+    def _ticks(self) -> MonotonicSeconds:
+        return MonotonicSeconds(self._timeline.now())
 
     def _tick(self) -> None:
         self._wake()
@@ -294,7 +294,7 @@ class Day:
         self._arrive_later()
         arrival = self._workload.arrival(self._timeline.now())
         task = arrival.task
-        devices = [book.device for book in self._world.books.values()]
+        devices = [ledger.device for ledger in self._world.ledgers.values()]
         if check(task.demand, devices, self._world.nodes.values(), POLICY) is not None:
             self._refused += 1
             return

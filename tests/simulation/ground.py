@@ -21,7 +21,7 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     GoOrder,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Order,
     Ready,
     Report,
@@ -38,7 +38,7 @@ from gpubroker_server.core.explain.admission import check, check_priority
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile, take_over
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.lifecycle.silent_nodes import nodes_without_answer
 from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -79,7 +79,7 @@ class Ground:
 
     def submit(self, task: Task) -> bool:
         """Whether it was accepted."""
-        devices = [book.device for book in self.world.books.values()]
+        devices = [ledger.device for ledger in self.world.ledgers.values()]
         nodes = self.world.nodes.values()
         refused = check(task.demand, devices, nodes, self.policy) or check_priority(
             task.demand, task.priority, self.policy
@@ -95,7 +95,7 @@ class Ground:
         if not task.demand.bundles and self.policy.tenant(task.tenant).guaranteed_mb is None:
             return True
         agents = self.agents.values()
-        devices = [book.device for book in self.world.books.values()]
+        devices = [ledger.device for ledger in self.world.ledgers.values()]
         empty = a_world(*(replace(agent.node, ready=True) for agent in agents), *devices)
         submit(empty, replace(task, after=(), awaits=False, not_before=None))
         return bool(plan_cycle(empty, self.policy, NOW).decisions)
@@ -192,7 +192,7 @@ class Ground:
                 self.world.measure(agent.samples(now))
         self._hear()
         since = extend_window(self._watch, now).since
-        lost = react(self.world, nodes_without_answer(self.world, since, now), now, self.policy)
+        lost = apply_reports(self.world, nodes_without_answer(self.world, since, now), now, self.policy)
         self._carry(lost or due(self.world, now, self.policy, self._watch))
         self._watch = extend_window(self._watch, now)
         self._settle()
@@ -204,14 +204,14 @@ class Ground:
             batch = next_batch(self._said)
             for _ in batch:
                 self._said.popleft()
-            if isinstance(batch[0], NodeSeen):
+            if isinstance(batch[0], NodeReport):
                 rules = InventoryRules("test", node_custom=self.world.nodes[batch[0].node.name].custom)
                 self._carry(reconcile(self.world, batch[0], self._instant, self.policy, rules))
                 continue
             for report in batch:
                 if isinstance(report, Gone):
                     self.world.measure(report.samples)
-            self._carry(react(self.world, batch, self._instant, self.policy))
+            self._carry(apply_reports(self.world, batch, self._instant, self.policy))
 
     def _settle(self) -> None:
         awaited = self.world.awaited
@@ -239,7 +239,7 @@ class Ground:
                 naive = Naive(self.world, self.policy, self.now, self._forecasts)
                 if decision.why == "admit" and not freed & nodes_of(decision.tasks[0].task):
                     passed += passings(self.world, naive, decision, ahead)
-                freed |= {self.world.books[w.pledge.device].device.node for w in decision.pledges if w.end}
+                freed |= {self.world.ledgers[w.pledge.device].device.node for w in decision.pledges if w.end}
                 self._check_victims(naive, decision)
                 self._carry([decision])
             cursor = plan.cursor
@@ -333,7 +333,7 @@ class Ground:
             self._said.append(report)
 
     def _announce(self, agent: Agent) -> None:
-        self._said.append(NodeSeen(agent.node, agent.devices, tuple(sorted(agent.told)), self._instant))
+        self._said.append(NodeReport(agent.node, agent.devices, tuple(sorted(agent.told)), self._instant))
         self._said += [report for run in sorted(agent.told) for report in agent.told[run]]
 
     # What must hold
@@ -360,7 +360,7 @@ class Ground:
             check_gang(self.world, self.world.tasks[name])
         for agent in self.agents.values():
             for device, holders in agent.used_mb().items():
-                has = self.world.books[device].device
+                has = self.world.ledgers[device].device
                 assert sum(holders.values()) <= has.physical_mb - has.reserve_mb
 
     def _count_pledges(self, decision: Decision) -> None:

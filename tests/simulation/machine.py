@@ -13,11 +13,11 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     ForgetOrder,
     Gone,
-    NodeSeen,
+    NodeReport,
     Order,
     Report,
+    ReportedDevice,
     Sampled,
-    SeenDevice,
     Started,
     StartOrder,
     StopOrder,
@@ -78,7 +78,7 @@ class Machine:
     def __init__(
         self,
         name: str,
-        devices: tuple[SeenDevice, ...],
+        devices: tuple[ReportedDevice, ...],
         programs: Mapping[TaskId, Program],
         timeline: Timeline,
         chance: Random,
@@ -184,7 +184,7 @@ class Machine:
         node = Node(self.name, 32.0, Mib(128 * 1024), 24, self.incarnation, f"{self.name}-boot-{self._boots}")
         known = sorted(self._runs)
         runs = tuple((task, fence, 0) for task, fence in known)
-        self.reports.send((self._term, NodeSeen(node, self.devices, runs, self._timeline.now())))
+        self.reports.send((self._term, NodeReport(node, self.devices, runs, self._timeline.now())))
         for claim in known:
             for report in self._runs[claim].said:
                 self.reports.send((self._term, report))

@@ -106,7 +106,7 @@ class People:
         """As a gateway finds that knows all nodes; one that knows none would let everything pass."""
         if len(self.world.nodes) < self._nodes:
             return False
-        devices = [book.device for book in self.world.books.values()]
+        devices = [ledger.device for ledger in self.world.ledgers.values()]
         return check(task.demand, devices, self.world.nodes.values(), self._policy) is None
 
     def _send(self, wish: Wish, tries: int) -> None:

@@ -34,7 +34,7 @@ def _failed(pledge: Pledge, decision: Decision, world: World, policy: Policy, no
     """What was to come did not come in time, or a device went with its node."""
     mine = world.pledges[pledge.preemptor]
     if decision.why in ("node_lost", "node_seen"):
-        return any(world.books[device].device.node == decision.subject for device in mine)
+        return any(world.ledgers[device].device.node == decision.subject for device in mine)
     late = max(other.deadline_at for other in mine.values()) + policy.pledge_patience_seconds
     leases = [lease for claim in world.leases.values() for lease in claim.values()]
     stuck = {ls.device for ls in leases if ls.state in (LeaseState.QUARANTINED, LeaseState.RELEASING)}

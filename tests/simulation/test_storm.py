@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 from gpubroker_server.broker.leadership import LeaderCandidate
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 
 from tests.simulation.storm import storm
 
@@ -29,7 +29,7 @@ def test_the_same_seed_is_the_same_storm() -> None:
 def test_a_process_that_goes_on_after_its_stop_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     lead = LeaderCandidate._lead
 
-    async def goes_on(self: LeaderCandidate, tenure: Tenure) -> None:
+    async def goes_on(self: LeaderCandidate, tenure: LeaderTerm) -> None:
         with suppress(asyncio.CancelledError):
             await lead(self, tenure)
 

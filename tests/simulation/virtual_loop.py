@@ -9,7 +9,7 @@ from contextvars import Context
 from random import Random
 from typing import Any
 
-from gpubroker_server.core.domain.units import Ticks
+from gpubroker_server.core.domain.units import MonotonicSeconds
 
 from tests.simulation.timeline import Timeline
 
@@ -32,9 +32,9 @@ class Host:
     def is_asleep(self) -> bool:
         return self._asleep_since is not None
 
-    def ticks(self) -> Ticks:
+    def ticks(self) -> MonotonicSeconds:
         """CLOCK_BOOTTIME: its sleep included."""
-        return Ticks((self._timeline.now() - self._since) * self._rate)
+        return MonotonicSeconds((self._timeline.now() - self._since) * self._rate)
 
     def monotonic(self) -> float:
         """CLOCK_MONOTONIC: without its sleep."""

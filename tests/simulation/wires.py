@@ -7,16 +7,16 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import (
     Gone,
     Heartbeat,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Order,
     Report,
+    ReportedDevice,
     Sampled,
-    SeenDevice,
     StartOrder,
 )
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId, Term
@@ -51,7 +51,7 @@ class Network:
 
     def add(self, name: str, gpus: int, programs: Mapping[TaskId, Program], chance: Random) -> None:
         node = NodeName(name)
-        devices = tuple(SeenDevice(f"gpu{i}", "H100", i, Mib(80 * 1024), True) for i in range(gpus))
+        devices = tuple(ReportedDevice(f"gpu{i}", "H100", i, Mib(80 * 1024), True) for i in range(gpus))
 
         def hear(message: tuple[Term, Report]) -> None:
             self._arrive(node, *message)
@@ -126,7 +126,7 @@ class Network:
     def _arrive(self, node: NodeName, term: Term, report: Report) -> None:
         held = self._held[node]
         run = (term, getattr(report, "task", None), getattr(report, "fence", None))
-        if isinstance(report, NodeSeen):
+        if isinstance(report, NodeReport):
             for late in list(held):
                 self._release(node, late)
         elif run in held:
@@ -158,7 +158,7 @@ class Wire:
     ) -> None:
         self._name, self._process, self._host, self._clock = name, process, host, clock
         self._network, self._chance, self._timeline = network, chance, network.timeline
-        self._tenure: Tenure | None = None
+        self._tenure: LeaderTerm | None = None
         self._said: list[Report] = []
         self._arrived = asyncio.Event()
         self._talks: dict[NodeName, int] = defaultdict(int)
@@ -170,7 +170,7 @@ class Wire:
     async def connect(self) -> None:
         """There is nothing to connect."""
 
-    async def start(self, tenure: Tenure) -> None:
+    async def start(self, tenure: LeaderTerm) -> None:
         self._tenure = tenure
         self._said.clear()
         self._known.clear()
@@ -217,7 +217,7 @@ class Wire:
         """Hear it, if it is for this process; while that is stopped it waits."""
         if self._tenure is None or term != self._tenure.term or not self._network.reaches(self._name, node):
             return
-        if isinstance(report, NodeSeen):
+        if isinstance(report, NodeReport):
             self._known[node] = report.node.incarnation
             self._talks[node] += 1
             self._has_answered = True
@@ -233,7 +233,7 @@ class Wire:
         self._said.append(report)
         self._process.loop.call_soon(self._arrived.set)
 
-    def _post(self, order: Order, tenure: Tenure, done_seconds: float) -> None:
+    def _post(self, order: Order, tenure: LeaderTerm, done_seconds: float) -> None:
         """The driver process looks once more whether the time is over; what has left it arrives some time."""
         is_late = self._network.happens()
         seconds = self._chance.uniform(1.0, 30.0) if is_late else self._chance.uniform(0.001, 0.05)

@@ -10,7 +10,7 @@ import pytest
 from gpubroker_server.adapters.triton.grpc_backend import TritonRpcServer
 from gpubroker_server.adapters.triton.host import TritonHost
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.ports.models import HostFault, HostRefused, Stage
+from gpubroker_server.ports.models import HostFault, HostRefused, ModelState
 
 from tests.e2e.service_process import until
 from tests.patience import PATIENCE_SECONDS
@@ -32,19 +32,19 @@ async def host(own_triton: Triton) -> AsyncIterator[TritonHost]:
     made = TritonHost(TritonRpcServer("main", address), own_triton.repository)
     yield made
     for model in (await made.index(SOON)).models.values():
-        if model.stage is not Stage.ABSENT:
+        if model.stage is not ModelState.ABSENT:
             await made.unload(model.model, SOON)
             await gone(made, model.model)
     await made.close()
 
 
-async def stage_of(host: TritonHost, model: str) -> Stage:
+async def stage_of(host: TritonHost, model: str) -> ModelState:
     return (await host.index(SOON)).models[model].stage
 
 
 async def gone(host: TritonHost, model: str) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while (stage := await stage_of(host, model)) is not Stage.ABSENT:
+    while (stage := await stage_of(host, model)) is not ModelState.ABSENT:
         assert time.monotonic() < deadline, f"{model} is still {stage}"
         await asyncio.sleep(0.02)
 
@@ -52,11 +52,11 @@ async def gone(host: TritonHost, model: str) -> None:
 async def test_a_load_is_over_when_the_index_says_ready_and_an_unload_before_it_says_gone(
     host: TritonHost,
 ) -> None:
-    assert await stage_of(host, "identity_fp32") is Stage.ABSENT
+    assert await stage_of(host, "identity_fp32") is ModelState.ABSENT
     for _ in range(2):
         await host.load("identity_fp32", (), SOON)
     found = (await host.index(SOON)).models["identity_fp32"]
-    assert (found.stage, found.versions, found.reason) == (Stage.READY, ("1",), "")
+    assert (found.stage, found.versions, found.reason) == (ModelState.READY, ("1",), "")
     await host.unload("identity_fp32", SOON)
     await gone(host, "identity_fp32")
     assert (await host.index(SOON)).models["identity_fp32"].reason == ""
@@ -67,7 +67,7 @@ async def test_a_load_is_over_when_the_index_says_ready_and_an_unload_before_it_
 async def test_all_versions_of_a_model_are_one(host: TritonHost) -> None:
     await host.load("two_versions", (), SOON)
     found = (await host.index(SOON)).models["two_versions"]
-    assert (found.stage, found.versions) == (Stage.READY, ("1", "2"))
+    assert (found.stage, found.versions) == (ModelState.READY, ("1", "2"))
     for model in ("two_versions", "echo_bytes"):
         await host.load(model, (), SOON)
         told = await host.describe(model, SOON)
@@ -77,7 +77,7 @@ async def test_all_versions_of_a_model_are_one(host: TritonHost) -> None:
 async def test_an_ensemble_comes_and_goes_with_its_steps(host: TritonHost) -> None:
     assert (await host.describe("chain", SOON)).steps == ("identity_fp32",)
     await host.load("chain", (), SOON)
-    assert await stage_of(host, "identity_fp32") is Stage.READY
+    assert await stage_of(host, "identity_fp32") is ModelState.READY
     await host.unload("chain", SOON)
     await gone(host, "chain")
     await gone(host, "identity_fp32")
@@ -88,7 +88,7 @@ async def test_a_load_that_fails_says_why_and_so_does_the_index(host: TritonHost
         await host.load("fails_at_load", (), SOON)
     assert refused.value.fault is HostFault.OUT_OF_MEMORY
     found = (await host.index(SOON)).models["fails_at_load"]
-    assert found.stage is Stage.ABSENT
+    assert found.stage is ModelState.ABSENT
     assert "cannot allocate 12345 bytes" in found.reason
 
 
@@ -139,9 +139,9 @@ async def test_whether_a_load_that_took_too_long_was_done_is_unknown(
         with pytest.raises(HostRefused) as refused:
             await host.load("slow", (), Seconds(0.3))
         assert refused.value.fault is HostFault.UNKNOWN
-        assert await stage_of(host, "slow") is Stage.LOADING
+        assert await stage_of(host, "slow") is ModelState.LOADING
         await host.load("slow", (), SOON)
-        assert await stage_of(host, "slow") is Stage.READY
+        assert await stage_of(host, "slow") is ModelState.READY
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ async def test_a_model_whose_process_was_killed_is_found_and_cured(
     stub.kill()
     until(lambda: stub.status() == psutil.STATUS_ZOMBIE, "it has ended; its server does not look")
     await host.load("identity_fp32", (), SOON)
-    assert await stage_of(host, "identity_fp32") is Stage.READY
+    assert await stage_of(host, "identity_fp32") is ModelState.READY
     assert not await host.answers("identity_fp32", SOON)
     await host.unload("identity_fp32", SOON)  # which this server never ends, having asked a dead process
     await host.load("identity_fp32", (), SOON)
-    assert await stage_of(host, "identity_fp32") is Stage.READY
+    assert await stage_of(host, "identity_fp32") is ModelState.READY
     assert await host.answers("identity_fp32", SOON)
 
 
@@ -175,7 +175,7 @@ async def test_a_server_that_is_killed_loses_all_and_says_that_it_is_another(
     before = await host.index(SOON)
     with own_triton.slow_to_load(seconds=60):
         loading = asyncio.create_task(host.load("slow", (), SOON))
-        while await stage_of(host, "slow") is not Stage.LOADING:  # noqa: ASYNC110  # only asking tells
+        while await stage_of(host, "slow") is not ModelState.LOADING:  # noqa: ASYNC110  # only asking tells
             await asyncio.sleep(0.02)
         own_triton.kill()
         with pytest.raises(HostRefused) as refused:
@@ -189,7 +189,7 @@ async def test_a_server_that_is_killed_loses_all_and_says_that_it_is_another(
     after = await until_answered(host)
     assert before.incarnation
     assert after.incarnation not in ("", before.incarnation)
-    assert {model.stage for model in after.models.values()} == {Stage.ABSENT}
+    assert {model.stage for model in after.models.values()} == {ModelState.ABSENT}
 
 
 async def until_answered(host: TritonHost) -> object:

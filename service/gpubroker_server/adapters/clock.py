@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Protocol
 
-from gpubroker_server.core.domain.units import Instant, Seconds, Ticks
+from gpubroker_server.core.domain.units import Instant, MonotonicSeconds, Seconds
 from gpubroker_server.ports.store import ReadTicks, StoreUnavailable
 
 # On Linux CLOCK_MONOTONIC stops while the machine sleeps and CLOCK_BOOTTIME does not. macOS lacks the second,
@@ -13,9 +13,9 @@ _BOOT_CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _ANSWERS = 3
 
 
-def boot_seconds() -> Ticks:
+def boot_seconds() -> MonotonicSeconds:
     """Seconds since boot, sleep included. All processes of a machine read the same; it never jumps."""
-    return Ticks(time.clock_gettime(_BOOT_CLOCK))
+    return MonotonicSeconds(time.clock_gettime(_BOOT_CLOCK))
 
 
 class TimeSource(Protocol):

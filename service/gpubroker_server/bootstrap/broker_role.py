@@ -25,7 +25,7 @@ from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import DeskRules, ModelDesk
 from gpubroker_server.broker.observe import Observer
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.events import Event
@@ -121,7 +121,7 @@ class BrokerRole:
         for client in self._clients:
             await client.close()
 
-    def _new_leader(self, tenure: Tenure) -> Leader:
+    def _new_leader(self, tenure: LeaderTerm) -> Leader:
         """A new one for each term, with nothing kept of earlier terms."""
         follower, settings = self._follower, self._settings
         return Leader(

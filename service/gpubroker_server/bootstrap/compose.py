@@ -9,15 +9,15 @@ from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExec
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.core.domain.device import GpuKind
-from gpubroker_server.core.domain.leader_term import UNTIL_PROCESS_EXIT, TenureRules
-from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.leader_term import UNTIL_PROCESS_EXIT, LeaderTermRules
+from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.policy import (
     CustomLimit,
-    Maximum,
+    InferenceServers,
     Policy,
     Pool,
     Retention,
-    Serving,
+    TaskMaximum,
     TenantPolicy,
 )
 from gpubroker_server.core.domain.units import Mib, Seconds
@@ -43,7 +43,7 @@ Number = TypeVar("Number", int, float)
 
 def policy_of(settings: Settings) -> Policy:
     chosen = settings.policy.model_dump()
-    chosen["maximum"] = Maximum(**chosen["maximum"])
+    chosen["maximum"] = TaskMaximum(**chosen["maximum"])
     running = settings.policy.max_running
     del chosen["max_running"], chosen["custom_limits"]
     chosen["streams"] = tuple(sorted(chosen["streams"].items()))
@@ -63,9 +63,9 @@ def policy_of(settings: Settings) -> Policy:
     )
 
 
-def serving_of(given: TritonSettings) -> Serving:
+def serving_of(given: TritonSettings) -> InferenceServers:
     """The servers that answer queued inferences."""
-    return Serving(
+    return InferenceServers(
         ledger=tuple(server.name for server in given.servers if server.node),
         others=tuple(server.name for server in given.servers if not server.node),
         at_once=given.queued_at_once,
@@ -79,9 +79,9 @@ def _pool_of(name: str, given: PoolSettings) -> Pool:
     return Pool(name, kinds=tuple(chosen.pop("kinds")), nodes=nodes, custom=custom, **chosen)
 
 
-def tenure_rules_of(settings: Settings) -> TenureRules:
+def tenure_rules_of(settings: Settings) -> LeaderTermRules:
     """A SQLite file belongs to one process for as long as that lives."""
-    return UNTIL_PROCESS_EXIT if settings.database.startswith("sqlite:") else TenureRules()
+    return UNTIL_PROCESS_EXIT if settings.database.startswith("sqlite:") else LeaderTermRules()
 
 
 def new_executor(settings: Settings, clock: Clock) -> Executor:
@@ -136,9 +136,9 @@ def hosts_of(settings: Settings) -> list[ModelHost]:
     return [TritonHost(rpc_server_of(given), given.repository) for given in managed]
 
 
-def simulated_devices(settings: Settings) -> tuple[SeenDevice, ...]:
+def simulated_devices(settings: Settings) -> tuple[ReportedDevice, ...]:
     """Numbered, with UUIDs that show that they are simulated."""
-    seen: list[SeenDevice] = []
+    seen: list[ReportedDevice] = []
     for given in (device for device in settings.simulated_devices for _ in range(device.count)):
         whole = _simulated(settings, len(seen), given)
         seen.append(whole)
@@ -149,9 +149,9 @@ def simulated_devices(settings: Settings) -> tuple[SeenDevice, ...]:
 
 def _simulated(
     settings: Settings, index: int, given: SimulatedDevice | SimulatedInstance, parent: str = ""
-) -> SeenDevice:
+) -> ReportedDevice:
     uuid = f"{'MIG' if parent else 'GPU'}-sim-{settings.ray.node_name}-{index}"
-    return SeenDevice(uuid, given.kind, index, Mib(given.memory_mb), True, parent)
+    return ReportedDevice(uuid, given.kind, index, Mib(given.memory_mb), True, parent)
 
 
 def inventory_rules_of(settings: Settings) -> InventoryRules:

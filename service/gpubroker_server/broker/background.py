@@ -66,7 +66,9 @@ class Publisher:
         if term != self._term:
             self._term, self._number = term, 0
             self._samples, self._runs = {}, {}
-        samples = {key: book.sample for key, book in self._world.books.items() if book.sample is not None}
+        samples = {
+            key: ledger.sample for key, ledger in self._world.ledgers.items() if ledger.sample is not None
+        }
         runs = dict(self._progress)
         values = LastValues(
             samples=[sample for key, sample in samples.items() if sample is not self._samples.get(key)],

@@ -7,7 +7,7 @@ import structlog
 
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Report
 from gpubroker_server.ports.store import (
     CommitVerdict,
@@ -42,7 +42,7 @@ class Committer:
 
     def __init__(
         self,
-        tenure: Tenure,
+        tenure: LeaderTerm,
         ticks: ReadTicks,
         store: TaskStore,
         dispatcher: Dispatcher,

@@ -9,7 +9,7 @@ import structlog
 from gpubroker_server.broker.inference_dispatch import InferenceDesk
 from gpubroker_server.broker.model_dispatch import Hear, ModelDesk
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder, ModelOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
 from gpubroker_server.core.domain.task import Task
@@ -91,7 +91,7 @@ class Dispatcher:
             await self._executor.send(sendable, payloads)
         return impossible
 
-    async def serve_models(self, tenure: Tenure, hear: Hear) -> None:
+    async def serve_models(self, tenure: LeaderTerm, hear: Hear) -> None:
         """Pass on the reports of model servers, until cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._desk is not None:

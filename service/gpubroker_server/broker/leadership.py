@@ -16,11 +16,11 @@ from gpubroker_server.broker.loop import Leader
 from gpubroker_server.core.domain.leader_term import (
     LeaderRow,
     LeadershipStatus,
+    LeaderTerm,
+    LeaderTermRules,
     ObservedLeader,
-    Tenure,
-    TenureRules,
 )
-from gpubroker_server.core.domain.units import Term, Ticks
+from gpubroker_server.core.domain.units import MonotonicSeconds, Term
 from gpubroker_server.ports.store import (
     Executor,
     ReadTicks,
@@ -55,10 +55,10 @@ class LeaderCandidate:
         name: str,
         store: TaskStore,
         executor: Executor,
-        rules: TenureRules,
+        rules: LeaderTermRules,
         ticks: ReadTicks,
         chance: Callable[[], float],
-        new_leader: Callable[[Tenure], Leader],
+        new_leader: Callable[[LeaderTerm], Leader],
         catch_up: Callable[[], Awaitable[None]],
         resigned: asyncio.Event,
     ) -> None:
@@ -111,7 +111,7 @@ class LeaderCandidate:
         if self.leader is not None:
             await self.leader.wind_up()
 
-    async def _win(self) -> Tenure:
+    async def _win(self) -> LeaderTerm:
         """Returns with a term as soon as no other process has one."""
         watched: ObservedLeader | None = None
         is_away = False
@@ -133,12 +133,12 @@ class LeaderCandidate:
                 async with asyncio.timeout(soonest + (latest - soonest) * self._chance()):
                     await self._resigned.wait()
 
-    async def _take(self, seen: LeaderRow) -> Tenure | None:
+    async def _take(self, seen: LeaderRow) -> LeaderTerm | None:
         asked_at = self._ticks()
         term = await self._store.take_term(self._name, self._rules.ttl_seconds, instead_of=seen)
-        return None if term is None else Tenure(term, self._rules.trusted_until(asked_at))
+        return None if term is None else LeaderTerm(term, self._rules.trusted_until(asked_at))
 
-    async def _lead(self, tenure: Tenure) -> None:
+    async def _lead(self, tenure: LeaderTerm) -> None:
         """Until the term is over. No TaskGroup: while it ends because of one of its tasks, it ignores that it
         is cancelled, and the process would not stop."""
         self._takeovers += 1
@@ -155,7 +155,7 @@ class LeaderCandidate:
         except* StaleTerm as over:
             log.warning("standing back", term=tenure.term, why=_text(over))
 
-    async def _decide(self, tenure: Tenure) -> None:
+    async def _decide(self, tenure: LeaderTerm) -> None:
         await self._catch_up_fully()
         self.leader = self._new_leader(tenure)
         await self.leader.run()
@@ -169,7 +169,7 @@ class LeaderCandidate:
                 log.warning("the log cannot be reached; trying again", fault=str(fault))
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _keep(self, tenure: Tenure) -> None:
+    async def _keep(self, tenure: LeaderTerm) -> None:
         """Renew the term. Raises StaleTerm, and TenureOver if that did not succeed in time."""
         next_at = self._rules.renew_at(tenure.until)
         while True:
@@ -177,7 +177,7 @@ class LeaderCandidate:
             asked_at = self._ticks()
             if tenure.is_over(asked_at):
                 raise TenureOver(f"term {tenure.term} was not renewed in time; stop leading")
-            next_at = Ticks(asked_at + RETRY_SECONDS)
+            next_at = MonotonicSeconds(asked_at + RETRY_SECONDS)
             try:
                 async with asyncio.timeout(tenure.seconds_left(asked_at)):
                     await self._store.renew(tenure.term, self._rules.ttl_seconds)
@@ -189,7 +189,7 @@ class LeaderCandidate:
                 tenure.extend(self._rules.trusted_until(asked_at))
                 next_at = self._rules.renew_at(tenure.until)
 
-    async def _hand_over(self, tenure: Tenure) -> None:
+    async def _hand_over(self, tenure: LeaderTerm) -> None:
         """Resign first, since another candidate may wait. Nothing is committed from here on; agents refuse
         orders of this term once they know the next."""
         await self._resign(tenure)
@@ -198,12 +198,12 @@ class LeaderCandidate:
                 await self._executor.flush()
         await self._executor.stand_back()
 
-    async def _stand_back(self, tenure: Tenure) -> None:
+    async def _stand_back(self, tenure: LeaderTerm) -> None:
         """Send nothing more: another process may have the next term."""
         await self._executor.stand_back()
         await self._resign(tenure)
 
-    async def _resign(self, tenure: Tenure) -> None:
+    async def _resign(self, tenure: LeaderTerm) -> None:
         """So that others need not wait for the lease to end."""
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(RESIGN_SECONDS):

@@ -13,7 +13,7 @@ from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.observe import Inbox, Observer, without_values
 from gpubroker_server.broker.planner import Planner
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName
@@ -56,7 +56,7 @@ class Leader:
     def __init__(
         self,
         *,
-        tenure: Tenure,
+        tenure: LeaderTerm,
         ticks: ReadTicks,
         world: World,
         policy: Policy,

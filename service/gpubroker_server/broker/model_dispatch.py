@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import structlog
 
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.model_orders import (
     CheckOrder,
     LoadOrder,
     ModelOrder,
-    ServerSeen,
-    Stage,
+    ModelState,
+    ServerIndex,
     UnloadOrder,
 )
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Report
@@ -88,9 +88,9 @@ class ModelDesk:
             host.name: _ServerQueue(host, clock, rules or DeskRules(), locks, self._may_send, have_let_go)
             for host in hosts
         }
-        self._tenure: Tenure | None = None
+        self._tenure: LeaderTerm | None = None
 
-    async def run(self, tenure: Tenure, hear: Hear) -> None:
+    async def run(self, tenure: LeaderTerm, hear: Hear) -> None:
         """Until cancelled. `hear` receives the reports."""
         self._tenure, self._hear = tenure, hear
         if self._unheard:
@@ -233,7 +233,7 @@ class _ServerQueue:
         await host.unload(order.model, rules.call_seconds)
         loop = asyncio.get_running_loop()
         until = loop.time() + rules.gone_seconds
-        while _stage_in(await host.index(rules.call_seconds), order.model) is not Stage.ABSENT:
+        while _stage_in(await host.index(rules.call_seconds), order.model) is not ModelState.ABSENT:
             if loop.time() >= until:
                 break  # it may stay UNLOADING, and can be loaded then
             await asyncio.sleep(rules.busy_look_seconds)
@@ -252,7 +252,7 @@ class _ServerQueue:
 
     async def _has(self, model: str) -> bool:
         index = await self._host.index(self._rules.call_seconds)
-        return _stage_in(index, model) is Stage.READY
+        return _stage_in(index, model) is ModelState.READY
 
     def _load_failed(self, order: LoadOrder, refused: HostRefused) -> Report:
         if refused.fault is HostFault.UNREACHABLE:
@@ -267,7 +267,7 @@ class _ServerQueue:
             index = await self._read()
             if index is not None:
                 claims |= self._under_way()  # orders since the call are not in the index yet
-                hear([ServerSeen(self._host.name, self._clock.now(), index.models, claims)])
+                hear([ServerIndex(self._host.name, self._clock.now(), index.models, claims)])
             is_busy = bool(claims) or (index is not None and _moves(index))
             pause = self._rules.busy_look_seconds if is_busy else self._rules.look_seconds
             with suppress(TimeoutError):
@@ -296,14 +296,14 @@ def _claim(order: ModelOrder) -> Claim:
     return order.task, order.fence
 
 
-def _stage_in(index: Index, model: str) -> Stage:
-    return index.models[model].stage if model in index.models else Stage.ABSENT
+def _stage_in(index: Index, model: str) -> ModelState:
+    return index.models[model].stage if model in index.models else ModelState.ABSENT
 
 
 def _moves(index: Index) -> bool:
     """Whether a model is being loaded or unloaded."""
     stages = {model.stage for model in index.models.values()}
-    return bool(stages & {Stage.LOADING, Stage.UNLOADING})
+    return bool(stages & {ModelState.LOADING, ModelState.UNLOADING})
 
 
 def _ended(order: LoadOrder, clock: Clock, ending: Ending, failure: Failure | None) -> Ended:

@@ -10,7 +10,7 @@ import structlog
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome
 from gpubroker_server.core.domain.device import DeviceSample
-from gpubroker_server.core.domain.model_orders import ServerSeen
+from gpubroker_server.core.domain.model_orders import ServerIndex
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -19,7 +19,7 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     Heartbeat,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Progressed,
     Report,
     Sampled,
@@ -67,14 +67,14 @@ def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> N
 
 
 def next_batch(heard: Iterable[Report]) -> list[Report]:
-    """The reports up to the next NodeSeen or ServerSeen, or that one alone.
+    """The reports up to the next NodeReport or ServerIndex, or that one alone.
 
     These two list all runs of an agent, or all models of a server, at one moment: earlier reports must be
     committed when the list is read, and later ones must not.
     """
     batch: list[Report] = []
     for report in heard:
-        if isinstance(report, NodeSeen | ServerSeen):
+        if isinstance(report, NodeReport | ServerIndex):
             return batch or [report]
         batch.append(report)
     return batch
@@ -210,9 +210,9 @@ class Observer:
                     about_runs.append(report)
                 case Progressed():
                     self._on_progress(report)
-                case ServerSeen():
+                case ServerIndex():
                     decisions += model_lifecycle.seen(self._world, report, now, self._policy)
-                case NodeSeen():
+                case NodeReport():
                     decisions += reconcile(self._world, report, now, self._policy, self._inventory)
                 case _:
                     about_runs.append(report)
@@ -225,7 +225,7 @@ class Observer:
     async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
         """Decisions whose bytes are on disk. A report whose bytes are refused is replaced."""
         while True:
-            decisions = learn(self._world, runs.react(self._world, reports, now, self._policy), now)
+            decisions = learn(self._world, runs.apply_reports(self._world, reports, now, self._policy), now)
             try:
                 return [await self._with_blobs(decision, reports) for decision in decisions]
             except _Rejected as refused:
@@ -238,7 +238,7 @@ class Observer:
         for report in reports:
             if isinstance(report, Heartbeat | Sampled):
                 self.heartbeats.heard(report.node, at)
-            elif isinstance(report, NodeSeen):
+            elif isinstance(report, NodeReport):
                 self.heartbeats.heard(report.node.name, at)
 
     def on_requests(self, now: Instant) -> list[Decision]:
@@ -253,7 +253,7 @@ class Observer:
     def on_time(self, now: Instant, *, listening: bool = True) -> list[Decision]:
         """`listening`: whether reports of agents reach this leader, as far as it knows."""
         if lost := self._silent(now, listening=listening):
-            return runs.react(self._world, lost, now, self._policy)
+            return runs.apply_reports(self._world, lost, now, self._policy)
         self.to_ask += self._quarantine_probe.due(self._world, self._ticks())
         decisions = deadlines.due(self._world, now, self._policy, self._watch)
         decisions += quarantine.removed(self._world)

@@ -7,7 +7,7 @@ from math import inf
 import structlog
 
 from gpubroker_server.broker.commit import COMMITTED, Committer
-from gpubroker_server.core.domain.interval import Pace
+from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.planning.consolidation import Consolidation
@@ -45,7 +45,7 @@ class Planner:
         self._cache = PlanCache()
         self._consolidation = Consolidation()
         self.forecast_rounds = ForecastRounds()
-        self._fragmentation_pace = Pace(FRAGMENTATION_SECONDS)
+        self._fragmentation_pace = Interval(FRAGMENTATION_SECONDS)
         self._is_fragmented = False
 
     async def plan(self, stop: Callable[[], bool]) -> None:

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 
 
 class DeviceProbe(Protocol):
     """The devices of this machine and their use."""
 
-    def inventory(self) -> Sequence[SeenDevice]: ...
+    def inventory(self) -> Sequence[ReportedDevice]: ...
 
     def sample(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["MeasuredDevice"]:
         """One entry per device. `holders`: by the key of a run (`mark_of`)."""

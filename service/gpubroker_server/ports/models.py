@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from gpubroker_server.core.domain.model_orders import IndexedModel as IndexedModel
-from gpubroker_server.core.domain.model_orders import Stage as Stage
+from gpubroker_server.core.domain.model_orders import ModelState as ModelState
 from gpubroker_server.core.domain.units import DeviceKey, Seconds
 
 

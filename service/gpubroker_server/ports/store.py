@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.device import Device, Node
-from gpubroker_server.core.domain.estimates import Sketch, Topic
-from gpubroker_server.core.domain.leader_term import LeaderRow, Tenure
+from gpubroker_server.core.domain.estimates import Sketch, SketchKey
+from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.orders import Order, Report
 from gpubroker_server.core.domain.policy import Cutoffs
@@ -20,7 +20,15 @@ from gpubroker_server.core.domain.submission import Submission as Submission
 from gpubroker_server.core.domain.submission import SubmitOutcome as SubmitOutcome
 from gpubroker_server.core.domain.submission import SubmitVerdict as SubmitVerdict
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant, NodeName, Position, Seconds, TaskId, Term, Ticks
+from gpubroker_server.core.domain.units import (
+    Instant,
+    MonotonicSeconds,
+    NodeName,
+    Position,
+    Seconds,
+    TaskId,
+    Term,
+)
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.objects import ObjectRows
@@ -57,13 +65,11 @@ class StoreUnavailable(Exception):
 
 
 class Outgrown(StoreUnavailable):
-    """Newer software has changed the database incompatibly. The process must end; the text says what it
-    found."""
+    """Newer software has changed the database incompatibly. The process must end."""
 
 
 class LogOutgrown(Outgrown):
-    """The log has events that this software cannot read. Rows can be read and inserted, but the process must
-    neither lead nor answer from its World."""
+    """The log has events that this software cannot read: it must neither lead nor answer from its World."""
 
 
 class LogShortened(Exception):
@@ -71,8 +77,7 @@ class LogShortened(Exception):
 
 
 class Unstorable(ValueError):
-    """The database cannot store or look for a value: a NUL in a text, half a surrogate pair, a number out of
-    range. Nothing was written. The client's mistake."""
+    """A value the database cannot hold: a NUL in a text, half a surrogate pair, a number out of range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,6 @@ class TaskRecord:
     task: Task
     spec: RunSpec
     failure: Mapping[str, Any] | None = None
-    has_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +169,12 @@ class Snapshot:
     nodes: Sequence[Node]
     requests: Sequence[Request]
     finished: Mapping[tuple[str, TaskState], int]
-    estimates: Sequence[tuple[Topic, Sketch]]
+    estimates: Sequence[tuple[SketchKey, Sketch]]
     """In the order of learning."""
     usage: Sequence[TenantUsage]
 
 
-ReadTicks = Callable[[], Ticks]
+ReadTicks = Callable[[], MonotonicSeconds]
 """Reads this machine's boot clock."""
 
 EventListener = Callable[[Sequence[Event]], None]
@@ -359,7 +363,7 @@ class Executor(Protocol):
         """Connect, so that `start` has only to announce the term. Sends no orders and receives no reports."""
         ...
 
-    async def start(self, tenure: Tenure) -> None:
+    async def start(self, tenure: LeaderTerm) -> None:
         """Connect and announce the term; agents answer with NodeSeen reports.
 
         Drops reports and orders of earlier terms.

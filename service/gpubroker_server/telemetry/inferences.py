@@ -24,9 +24,9 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def inference_metrics(world: World) -> Iterator[Metric]:
-    answered = world.homes.answered
+    answered = world.models.answered
     queued = sum(len(group) for groups in waiting(world).values() for group in groups)
-    asked = sum(len(world.homes.asking(model)) for model in world.homes.asked())
+    asked = sum(len(world.models.asking(model)) for model in world.models.asked())
     for name, value in ((_WAITING, queued), (_RUNNING, asked)):
         yield GaugeMetricFamily(name, GAUGES[name][0], value=value)
     about, labels = COUNTERS[_FINISHED]

@@ -23,7 +23,7 @@ from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.forecasts.forecast_rounds import accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.fragmentation import Fragmentation, ScatteredDemand
-from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import HeldBack
 from gpubroker_server.telemetry.durations import DurationCollector
@@ -356,12 +356,15 @@ def _tenant_metrics(sources: Sources) -> Iterator[Metric]:
 
 
 def _device_metrics(world: World) -> Iterator[Metric]:
-    books = [world.books[key] for key in sorted(world.books)]
-    labels = {book.device.key: (str(book.device.index), book.device.uuid, book.device.node) for book in books}
-    yield _gauge("gpubroker_gpu_info", [((*labels[b.device.key], b.device.kind), 1) for b in books])
+    ledgers = [world.ledgers[key] for key in sorted(world.ledgers)]
+    labels = {
+        ledger.device.key: (str(ledger.device.index), ledger.device.uuid, ledger.device.node)
+        for ledger in ledgers
+    }
+    yield _gauge("gpubroker_gpu_info", [((*labels[b.device.key], b.device.kind), 1) for b in ledgers])
 
-    def per_device(name: str, read: Callable[[Book], float | None]) -> Metric:
-        values = ((labels[book.device.key], read(book)) for book in books)
+    def per_device(name: str, read: Callable[[DeviceLedger], float | None]) -> Metric:
+        values = ((labels[ledger.device.key], read(ledger)) for ledger in ledgers)
         return _gauge(name, [(at, value) for at, value in values if value is not None])
 
     yield per_device("gpubroker_gpu_memory_capacity_bytes", lambda b: b.device.physical_mb * _MIB)
@@ -379,7 +382,7 @@ def _device_metrics(world: World) -> Iterator[Metric]:
 def _fragmentation_metrics(
     world: World, found: Fragmentation, scattered: ScatteredDemand | None
 ) -> Iterator[Metric]:
-    devices = [(world.books[key].device, of) for key, of in sorted(found.devices.items())]
+    devices = [(world.ledgers[key].device, of) for key, of in sorted(found.devices.items())]
     yield _gauge(
         "gpubroker_gpu_memory_stranded_bytes",
         [((str(d.index), d.uuid, d.node), of.stranded_mb * _MIB) for d, of in devices],
@@ -387,10 +390,10 @@ def _fragmentation_metrics(
     yield _gauge("gpubroker_gpu_memory_scattered", [((), scattered.waiting if scattered else 0)])
 
 
-def _quarantined_mb(book: Book) -> int:
-    leases = (holding.lease for holding in book.holdings.values())
+def _quarantined_mb(ledger: DeviceLedger) -> int:
+    leases = (holding.lease for holding in ledger.holdings.values())
     return sum(lease.mb for lease in leases if lease.state is LeaseState.QUARANTINED)
 
 
-def _utilization(book: Book) -> float | None:
-    return None if book.sample is None else book.sample.utilization
+def _utilization(ledger: DeviceLedger) -> float | None:
+    return None if ledger.sample is None else ledger.sample.utilization

@@ -7,32 +7,32 @@ from gpubroker_server.core.domain.leader_term import (
     NEVER,
     UNTIL_PROCESS_EXIT,
     LeaderRow,
+    LeaderTerm,
+    LeaderTermRules,
     ObservedLeader,
-    Tenure,
-    TenureRules,
 )
-from gpubroker_server.core.domain.units import Instant, Seconds, Term, Ticks
+from gpubroker_server.core.domain.units import Instant, MonotonicSeconds, Seconds, Term
 
 from tests.builders import NOW
 
-RULES = TenureRules(ttl_seconds=Seconds(3.0), margin_seconds=Seconds(0.75), renew_seconds=Seconds(1.0))
+RULES = LeaderTermRules(ttl_seconds=Seconds(3.0), margin_seconds=Seconds(0.75), renew_seconds=Seconds(1.0))
 ROW = LeaderRow(Term(4), "host:1", Instant(NOW + 3.0), Instant(NOW))
 
 
-def a_tenure(asked_at: float = 100.0) -> Tenure:
-    return Tenure(Term(4), RULES.trusted_until(Ticks(asked_at)))
+def a_tenure(asked_at: float = 100.0) -> LeaderTerm:
+    return LeaderTerm(Term(4), RULES.trusted_until(MonotonicSeconds(asked_at)))
 
 
 def test_a_term_counts_from_when_it_was_asked_for_and_ends_before_others_may_take_it() -> None:
     tenure = a_tenure(asked_at=100.0)
-    assert not tenure.is_over(Ticks(102.24))
-    assert tenure.is_over(Ticks(102.25))
+    assert not tenure.is_over(MonotonicSeconds(102.24))
+    assert tenure.is_over(MonotonicSeconds(102.25))
     assert tenure.until < 100.0 + RULES.ttl_seconds
 
 
 def test_there_is_time_for_a_second_renewal_before_a_term_ends() -> None:
-    rules = TenureRules()
-    assert rules.trusted_until(Ticks(0.0)) >= 2 * rules.renew_seconds
+    rules = LeaderTermRules()
+    assert rules.trusted_until(MonotonicSeconds(0.0)) >= 2 * rules.renew_seconds
 
 
 def test_the_next_renewal_is_counted_from_the_last_request_and_not_from_its_answer() -> None:
@@ -41,37 +41,37 @@ def test_the_next_renewal_is_counted_from_the_last_request_and_not_from_its_answ
 
 def test_a_term_that_was_over_once_stays_over_whatever_is_granted_later() -> None:
     tenure = a_tenure()
-    assert tenure.is_over(Ticks(500.0))
-    tenure.extend(Ticks(1000.0))
-    assert tenure.is_over(Ticks(501.0))
-    assert tenure.seconds_left(Ticks(501.0)) == 0.0
+    assert tenure.is_over(MonotonicSeconds(500.0))
+    tenure.extend(MonotonicSeconds(1000.0))
+    assert tenure.is_over(MonotonicSeconds(501.0))
+    assert tenure.seconds_left(MonotonicSeconds(501.0)) == 0.0
     assert tenure.until < 0
 
 
 def test_a_renewal_extends_a_term_and_an_out_of_order_one_does_not_shorten_it() -> None:
     tenure = a_tenure()
-    tenure.extend(Ticks(110.0))
-    tenure.extend(Ticks(105.0))
-    assert tenure.seconds_left(Ticks(107.0)) == 3.0
-    assert not tenure.is_over(Ticks(109.9))
+    tenure.extend(MonotonicSeconds(110.0))
+    tenure.extend(MonotonicSeconds(105.0))
+    assert tenure.seconds_left(MonotonicSeconds(107.0)) == 3.0
+    assert not tenure.is_over(MonotonicSeconds(109.9))
 
 
 def test_a_term_without_a_lease_is_never_over() -> None:
-    assert not Tenure(Term(1)).is_over(Ticks(1e12))
-    assert Tenure(Term(1)).until == NEVER
+    assert not LeaderTerm(Term(1)).is_over(MonotonicSeconds(1e12))
+    assert LeaderTerm(Term(1)).until == NEVER
 
 
 def test_a_candidate_waits_while_the_leader_renews() -> None:
-    watched = ObservedLeader(ROW, Ticks(0.0))
+    watched = ObservedLeader(ROW, MonotonicSeconds(0.0))
     for second in range(1, 10):
         row = replace(ROW, lease_until=Instant(NOW + 3.0 + second), at=Instant(NOW + second))
-        watched = watched.next(row, Ticks(float(second)))
-        assert not watched.may_take(Ticks(float(second)), RULES)
+        watched = watched.next(row, MonotonicSeconds(float(second)))
+        assert not watched.may_take(MonotonicSeconds(float(second)), RULES)
 
 
 def test_a_candidate_takes_over_when_the_lease_is_past_by_the_databases_clock() -> None:
     row = replace(ROW, at=ROW.lease_until)
-    assert ObservedLeader(row, Ticks(0.0)).may_take(Ticks(0.0), RULES)
+    assert ObservedLeader(row, MonotonicSeconds(0.0)).may_take(MonotonicSeconds(0.0), RULES)
 
 
 @pytest.mark.parametrize(("seconds", "may_take"), [(3.0, False), (3.1, True)])
@@ -79,11 +79,13 @@ def test_a_candidate_takes_over_without_renewals_even_if_the_databases_clock_was
     seconds: float, may_take: bool
 ) -> None:
     row = replace(ROW, at=Instant(NOW - 3600.0))
-    watched = ObservedLeader(row, Ticks(0.0)).next(row, Ticks(seconds))
-    assert watched.may_take(Ticks(seconds), RULES) is may_take
+    watched = ObservedLeader(row, MonotonicSeconds(0.0)).next(row, MonotonicSeconds(seconds))
+    assert watched.may_take(MonotonicSeconds(seconds), RULES) is may_take
 
 
 def test_with_an_exclusive_lock_a_term_lasts_until_the_process_ends() -> None:
     row = replace(ROW, lease_until=Instant(NOW + UNTIL_PROCESS_EXIT.ttl_seconds))
-    assert not ObservedLeader(row, Ticks(0.0)).may_take(Ticks(1e6), UNTIL_PROCESS_EXIT)
-    assert ObservedLeader(replace(row, lease_until=Instant(0.0)), Ticks(0.0)).may_take(Ticks(0.0), RULES)
+    assert not ObservedLeader(row, MonotonicSeconds(0.0)).may_take(MonotonicSeconds(1e6), UNTIL_PROCESS_EXIT)
+    assert ObservedLeader(replace(row, lease_until=Instant(0.0)), MonotonicSeconds(0.0)).may_take(
+        MonotonicSeconds(0.0), RULES
+    )

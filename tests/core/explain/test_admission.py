@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Where, need_mb
-from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy
+from gpubroker_server.core.domain.demand import PlacementConstraints, need_mb
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, TaskMaximum
 from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.explain.admission import check, check_priority, check_times
 
@@ -144,7 +144,7 @@ def test_what_a_demand_comes_to_on_a_device_of_100_mib(demand: dict[str, Any], m
     ],
 )
 def test_more_than_one_task_may_have_is_refused_however_much_there_is(field: str, asked: dict[str, Any]):
-    most = Maximum(gpus=2, gpu_mb=4 * GIB, cpu=8.0, memory_mb=8 * GIB)
+    most = TaskMaximum(gpus=2, gpu_mb=4 * GIB, cpu=8.0, memory_mb=8 * GIB)
     refusal = check(a_demand(**asked), DEVICES, NODES, Policy(maximum=most))
     assert refusal is not None
     assert (refusal.code, refusal.field) == ("exceeds-maximum", field)
@@ -155,7 +155,7 @@ def test_more_than_one_task_may_have_is_refused_however_much_there_is(field: str
 
 @pytest.mark.parametrize("asked", [{"gpus": 1}, {"gpu_fraction": 0.1}, {"gpu_mb": GIB, "exclusive": True}])
 def test_where_the_size_per_gpu_is_limited_it_must_be_stated(asked: dict[str, Any]):
-    refusal = check(a_demand(**asked), DEVICES, NODES, Policy(maximum=Maximum(gpu_mb=4 * GIB)))
+    refusal = check(a_demand(**asked), DEVICES, NODES, Policy(maximum=TaskMaximum(gpu_mb=4 * GIB)))
     assert refusal is not None
     assert (refusal.code, refusal.field) == ("exceeds-maximum", "gpu_mb")
     assert "state the size with gpu_mb" in refusal.message
@@ -191,25 +191,31 @@ ZONES = (a_node("n1", labels=(("zone", "a"),)), a_node("n2", labels=(("zone", "b
     ("where", "field", "said"),
     [
         (
-            Where(kinds=("A100", "L40")),
+            PlacementConstraints(kinds=("A100", "L40")),
             "kinds",
             "no GPU matches kinds A100, L40; the GPUs are NVIDIA H100 80GB",
         ),
-        (Where(min_power=2001), "min_power", "no GPU matches power 2001 or more"),
-        (Where(min_device_mb=81 * GIB), "min_device_mb", "no GPU matches memory 81.0 GiB or more"),
+        (PlacementConstraints(min_power=2001), "min_power", "no GPU matches power 2001 or more"),
         (
-            Where(nodes=(("zone", ("c",)),)),
+            PlacementConstraints(min_device_mb=81 * GIB),
+            "min_device_mb",
+            "no GPU matches memory 81.0 GiB or more",
+        ),
+        (
+            PlacementConstraints(nodes=(("zone", ("c",)),)),
             "nodes",
             "no node matches zone c; the nodes are n1 (zone=a), n2 (zone=b)",
         ),
         (
-            Where(kinds=("H100",), nodes=(("zone", ("a",)),)),
+            PlacementConstraints(kinds=("H100",), nodes=(("zone", ("a",)),)),
             "kinds",
             "the GPUs are NVIDIA L40S (power 300,",
         ),
     ],
 )
-def test_what_no_gpu_or_node_is_is_refused_with_what_there_is(where: Where, field: str, said: str):
+def test_what_no_gpu_or_node_is_is_refused_with_what_there_is(
+    where: PlacementConstraints, field: str, said: str
+):
     refusal = check(a_demand(gpus=1, where=where), KNOWN, ZONES, POLICY)
     assert refusal is not None
     assert (refusal.code, refusal.field) == ("no-matching-device", field)
@@ -219,13 +225,15 @@ def test_what_no_gpu_or_node_is_is_refused_with_what_there_is(where: Where, fiel
 @pytest.mark.parametrize(
     "where",
     [
-        Where(kinds=("h100",)),
-        Where(kinds=("A100", "H100 80GB"), min_power=2000, min_device_mb=80 * GIB, nodes=(("zone", ("b",)),)),
-        Where(nodes=(("node", ("n1", "n9")),)),
-        Where(prefer_kinds=("A100",), prefer_nodes=(("zone", ("c",)),)),
+        PlacementConstraints(kinds=("h100",)),
+        PlacementConstraints(
+            kinds=("A100", "H100 80GB"), min_power=2000, min_device_mb=80 * GIB, nodes=(("zone", ("b",)),)
+        ),
+        PlacementConstraints(nodes=(("node", ("n1", "n9")),)),
+        PlacementConstraints(prefer_kinds=("A100",), prefer_nodes=(("zone", ("c",)),)),
     ],
 )
-def test_what_some_gpu_is_is_accepted_and_a_wish_refuses_nothing(where: Where):
+def test_what_some_gpu_is_is_accepted_and_a_wish_refuses_nothing(where: PlacementConstraints):
     assert check(a_demand(gpus=1, where=where), KNOWN, ZONES, POLICY) is None
 
 
@@ -249,7 +257,7 @@ def test_what_a_process_costs_comes_on_top_of_a_stated_size():
     ],
 )
 def test_a_run_may_not_take_repeat_or_linger_longer_than_is_allowed(asked: dict[str, Any], said: str):
-    policy = Policy(maximum=Maximum(timeout_seconds=3600.0, max_retries=3, grace_seconds=60.0))
+    policy = Policy(maximum=TaskMaximum(timeout_seconds=3600.0, max_retries=3, grace_seconds=60.0))
     refusal = check_times(a_task(**asked), policy)
     assert refusal is not None
     assert (refusal.code, refusal.field) == ("exceeds-maximum", next(iter(asked)))
@@ -257,7 +265,7 @@ def test_a_run_may_not_take_repeat_or_linger_longer_than_is_allowed(asked: dict[
 
 
 def test_as_long_as_is_allowed_is_not_too_long_and_no_time_limit_is_no_offence():
-    policy = Policy(maximum=Maximum(timeout_seconds=3600.0, max_retries=3, grace_seconds=60.0))
+    policy = Policy(maximum=TaskMaximum(timeout_seconds=3600.0, max_retries=3, grace_seconds=60.0))
     longest = a_task(timeout_seconds=3600.0, max_retries=3, grace_seconds=60.0)
     assert check_times(longest, policy) is None
     assert check_times(a_task(timeout_seconds=None), policy) is None

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.estimates import Topic, What
+from gpubroker_server.core.domain.estimates import SketchKey, What
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
@@ -84,7 +84,7 @@ def test_runs_of_a_subject_are_expected_to_take_what_such_runs_took():
         run("b", "gpu1", gib=80, subject="resnet"),
         a_task("new", gpus=1),
     )
-    topic = Topic("default", "resnet", "H100", What.SECONDS)
+    topic = SketchKey("default", "resnet", "H100", What.SECONDS)
     world.learned.put(topic, a_sketch([50.0, 200.0, 200.0, 300.0]))
     found = advice(world)
     assert found.start is not None
@@ -98,7 +98,7 @@ def test_runs_of_a_subject_are_expected_to_take_what_such_runs_took():
 
 def test_what_runs_took_on_devices_of_another_kind_tells_nothing():
     world = a_world(run("a", subject="fit"), a_task("new", gpu_mb=60 * GIB))
-    world.learned.put(Topic("default", "fit", "A100", What.SECONDS), a_sketch([300.0] * 9))
+    world.learned.put(SketchKey("default", "fit", "A100", What.SECONDS), a_sketch([300.0] * 9))
     assert advice(world).start is None
 
 
@@ -111,7 +111,7 @@ def test_what_was_admitted_a_moment_ago_is_expected_to_take_its_whole_time():
 def test_what_outlasted_what_was_stated_of_it_goes_by_runs_like_it():
     world = a_world(run("a", left=-10.0, gib=60, subject="resnet"), a_task("new", gpus=1))
     assert advice(world).start is None
-    world.learned.put(Topic("default", "resnet", "H100", What.SECONDS), a_sketch([200.0]))
+    world.learned.put(SketchKey("default", "resnet", "H100", What.SECONDS), a_sketch([200.0]))
     start = advice(world).start
     assert start is not None
     assert (start.p50_at - NOW, start.n) == (pytest.approx(100, rel=0.05), 1)
@@ -307,7 +307,10 @@ def rows(world: World) -> object:
             world.pledges,
             world.requests,
             world.nodes,
-            [(book.device, book.holdings, book.pledges, book.sample) for book in world.books.values()],
+            [
+                (ledger.device, ledger.holdings, ledger.pledges, ledger.sample)
+                for ledger in world.ledgers.values()
+            ],
             [(name, use.cpu, use.memory_mb, use.runs, use.custom) for name, use in world.use.items()],
             world.custom_use,
             world.active,

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.reasons import Reason
@@ -265,7 +265,7 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
         a_pledge(waiting, "n1/gpu3", 80 * GIB),
         a_task("new", gpu_mb=30 * GIB),
     )
-    stale = world.books["test/n1/gpu4"]
+    stale = world.ledgers["test/n1/gpu4"]
     stale.measure(a_sample("n1/gpu4", NOW - 60.0))
     assert some_verdicts(world) == {
         "n1/gpu0": (Verdict.FITS, "fits: 80.0 GiB are free"),
@@ -282,7 +282,7 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
         "n3/gpu0": (Verdict.CORDONED, "its node is cordoned"),
     }
     crowded = explained(world).devices[1]
-    assert [(h.lease.holder, h.lease.priority, h.takes_mb, h.is_leaving) for h in crowded.holders] == [
+    assert [(h.lease.holder, h.lease.priority, h.occupied_mb, h.is_leaving) for h in crowded.holders] == [
         ("low", 10, 70 * GIB, False),
         ("dead", 50, 1 * GIB, True),
     ]
@@ -378,7 +378,7 @@ def test_a_task_lowered_below_the_threshold_of_a_resource_says_so():
 
 
 def test_a_gpu_that_does_not_match_the_demand_says_so():
-    task = a_task("new", gpus=1, where=Where(kinds=("A100",)))
+    task = a_task("new", gpus=1, where=PlacementConstraints(kinds=("A100",)))
     world = a_world(a_device("gpu0", kind="H100"), a_device("gpu1", kind="A100"), task)
     found = explain(world, task.id, POLICY, NOW)
     assert [verdict.verdict for verdict in found.devices] == [Verdict.NOT_WANTED, Verdict.FITS]

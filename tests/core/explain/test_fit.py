@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.lease import LeaseState
-from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, TenantPolicy
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, TaskMaximum, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
@@ -95,7 +95,7 @@ def test_planning_a_fleet_changes_nothing():
     run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0")
     world = a_world(a_device(), run)
     planned(world, a_component("new", gpu_mb=40 * GIB))
-    assert (world.tasks["run"], Draft(world).book(a_device().key).unheld_mb()) == (run.task, 0)
+    assert (world.tasks["run"], Draft(world).ledger(a_device().key).unallocated_mb()) == (run.task, 0)
 
 
 def test_a_component_without_gpus_displaces_no_run():
@@ -115,15 +115,17 @@ def test_roles_that_take_turns_are_counted_together_and_apart():
 def test_a_fleet_that_need_not_exist_has_the_costs_of_the_kinds_that_are_known():
     known = GpuKind("H100", 9, Mib(GIB))
     world = fleet_of([a_machine()], [known], NOW)
-    [book] = world.books.values()
-    assert (book.device.power, book.device.context_mb, book.device.physical_mb) == (9, GIB, 80 * GIB)
+    [ledger] = world.ledgers.values()
+    assert (ledger.device.power, ledger.device.context_mb, ledger.device.physical_mb) == (9, GIB, 80 * GIB)
     assert unplaced(planned(world, a_component("full", gpu_mb=80 * GIB))) == {"full": 1}
     assert planned(world, a_component("rest", gpu_mb=79 * GIB)).fits
 
 
 def test_a_plan_names_the_missing_amounts_and_the_reason_of_the_first_unplaced_task():
     machine = Machine("m1", 8.0, Mib(64 * GIB), (("H100", Mib(80 * GIB)), ("A100", Mib(40 * GIB))))
-    trainer = a_component("trainer", 3, gpus=1, cpu=3.0, memory_mb=30 * GIB, where=Where(kinds=("H100",)))
+    trainer = a_component(
+        "trainer", 3, gpus=1, cpu=3.0, memory_mb=30 * GIB, where=PlacementConstraints(kinds=("H100",))
+    )
     plan = planned(a_fleet(machine), trainer)
     assert plan.missing == Shortage((GpuShortage(("H100",), 2, 0),), 1.0, 26 * GIB)
     [why] = plan.unplaced
@@ -152,8 +154,8 @@ def test_where_only_a_quota_is_in_the_way_nothing_is_missing_and_the_reason_says
 
 def test_demands_with_the_fewest_usable_gpus_take_what_is_left_of_them_first():
     machine = Machine("m1", 0.0, Mib(0), (("H100", Mib(80 * GIB)),) * 2)
-    picky = a_component("picky", gpus=1, cpu=1.0, where=Where(kinds=("H100",)))
-    rare = a_component("rare", gpus=1, cpu=1.0, where=Where(kinds=("B200",)))
+    picky = a_component("picky", gpus=1, cpu=1.0, where=PlacementConstraints(kinds=("H100",)))
+    rare = a_component("rare", gpus=1, cpu=1.0, where=PlacementConstraints(kinds=("B200",)))
     plan = planned(a_fleet(machine), a_component("any", gpus=1, cpu=1.0), picky, rare)
     assert plan.missing == Shortage((GpuShortage(("B200",), 1, 0),), 3.0, 0)
 
@@ -190,7 +192,7 @@ def test_a_gang_displaces_runs_on_all_its_nodes():
 def elastic_fleet() -> Agents:
     """Four ranks of which two will do, on four GPUs that they fill, measured at this moment."""
     gang = at_work()
-    gang.world.measure([a_sample(device, gang.now) for device in gang.world.books])
+    gang.world.measure([a_sample(device, gang.now) for device in gang.world.ledgers])
     return gang
 
 
@@ -233,7 +235,7 @@ def test_runs_under_notice_count_as_gone_and_what_they_free_for_others_is_kept_f
 
 def test_ranks_that_are_leaving_count_as_gone():
     gang = shrunk()
-    gang.world.measure([a_sample(device, gang.now) for device in gang.world.books])
+    gang.world.measure([a_sample(device, gang.now) for device in gang.world.ledgers])
     plan = planned(gang.world, a_component("small", 1, 10, gpu_mb=20 * GIB), now=gang.now)
     assert plan.fits
 
@@ -246,7 +248,9 @@ def test_what_a_run_that_is_over_still_holds_counts_as_free():
 
 
 def test_what_a_submit_refuses_finds_no_place_however_much_is_free():
-    policy = Policy(maximum=Maximum(gpus=1), custom_limits=(CustomLimit("seat", 4.0, priority_threshold=70),))
+    policy = Policy(
+        maximum=TaskMaximum(gpus=1), custom_limits=(CustomLimit("seat", 4.0, priority_threshold=70),)
+    )
     wide = a_component("wide", 2, gpus=2)
     ring = a_component("ring", bundles=bundles(2, gpus=1))
     seated = a_component("seated", priority=69, custom=(("seat", 1.0),))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TenantPolicy
 from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.advice import Advice, advise
@@ -61,7 +61,7 @@ def test_a_strategy_that_is_not_strict_is_a_remedy():
 
 
 def test_wider_kinds_and_nodes_of_all_ranks_are_a_remedy():
-    here = Where(kinds=("H100",), nodes=(("node", ("n1",)),))
+    here = PlacementConstraints(kinds=("H100",), nodes=(("node", ("n1",)),))
     gang = a_gang("new", *bundles(2, gpu_mb=BIG, where=here), a_demand(cpu=1.0))
     devices = a_device("gpu0", "n1"), *(a_device(f"gpu{at}", "n2", kind="A100") for at in (0, 1))
     other = a_world(*devices, run("a", "n1/gpu0", priority=100), gang)

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Demand, Where
-from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
+from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TaskMaximum, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason, Refusal
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.explain.admission import check_demand
@@ -30,7 +30,7 @@ BIG = 60 * GIB
 
 def refused(world: World, *parts: Demand, policy: Policy | None = None, **fields: Any) -> Refusal | None:
     demand = Demand(bundles=parts, **fields)
-    devices = [book.device for book in world.books.values()]
+    devices = [ledger.device for ledger in world.ledgers.values()]
     return check_demand(demand, devices, world.nodes.values(), policy or Policy())
 
 
@@ -46,7 +46,7 @@ def test_a_gang_that_fits_an_empty_cluster_is_let_in() -> None:
 
 def test_a_plain_demand_is_judged_as_it_is() -> None:
     world = a_cluster()
-    devices = [book.device for book in world.books.values()]
+    devices = [ledger.device for ledger in world.ledgers.values()]
     refusal = check_demand(Demand(gpus=3), devices, world.nodes.values(), Policy())
     assert refusal is not None
     assert refusal.field == "gpus"
@@ -84,7 +84,7 @@ def test_a_strategy_that_can_never_be_kept_is_named(strategy: str, says: str) ->
 
 
 def test_the_most_that_a_task_may_have_is_for_all_ranks_together() -> None:
-    policy = Policy(maximum=Maximum(gpus=3))
+    policy = Policy(maximum=TaskMaximum(gpus=3))
     message = why(refused(a_cluster(), *bundles(4, gpus=1), policy=policy))
     assert message.startswith("all ranks together: gpus 4")
 
@@ -100,7 +100,7 @@ def test_a_pool_holds_for_every_rank_and_counts_their_sum() -> None:
     assert isinstance(demand, Demand)
     assert demand.slots == (("pool:lab:gpus", 2.0),)
     assert [bundle.where.kinds for bundle in demand.bundles] == [("H100",), ("H100",), ()]
-    strange = bundles(1, gpus=1, where=Where(kinds=("A100",)))
+    strange = bundles(1, gpus=1, where=PlacementConstraints(kinds=("A100",)))
     wrong = apply_pool(Demand(bundles=strange), "lab", "t", {}, policy)
     assert isinstance(wrong, Refusal)
     assert wrong.field == "bundles"
@@ -171,7 +171,7 @@ def test_a_gang_with_room_waits_for_the_next_cycle() -> None:
 
 def test_a_gang_that_can_no_longer_run_says_why() -> None:
     assert explained(a_world(a_gang("gang", *bundles(2, gpu_mb=BIG)))).reason is Reason.EXCEEDS_CAPACITY
-    strange = a_gang("gang", *bundles(1, gpus=1, where=Where(kinds=("A100",))))
+    strange = a_gang("gang", *bundles(1, gpus=1, where=PlacementConstraints(kinds=("A100",))))
     assert explained(a_world(strange)).reason is Reason.NO_MATCHING_DEVICE
 
 

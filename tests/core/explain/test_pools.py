@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Demand, Where
+from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool
 from gpubroker_server.core.domain.reasons import Reason, Refusal
 from gpubroker_server.core.domain.task import TaskState
@@ -65,11 +65,13 @@ def test_a_pool_has_amounts_of_custom_resources_too():
 
 
 def test_what_a_task_says_and_what_its_pool_says_must_both_hold():
-    demand = settle("lab", gpus=2, cpu=3.0, where=Where(nodes=(("disk", ("ssd",)), ("zone", ("b", "c")))))
-    assert demand.where == Where(kinds=LAB.kinds, nodes=(("disk", ("ssd",)), ("zone", ("b",))))
+    demand = settle(
+        "lab", gpus=2, cpu=3.0, where=PlacementConstraints(nodes=(("disk", ("ssd",)), ("zone", ("b", "c"))))
+    )
+    assert demand.where == PlacementConstraints(kinds=LAB.kinds, nodes=(("disk", ("ssd",)), ("zone", ("b",))))
     assert demand.pool == "lab"
     assert demand.slots == (("pool:lab:cpu", 3.0), ("pool:lab:gpus", 2.0), ("tenant:acme", 1.0))
-    assert settle("lab", gpus=1, where=Where(kinds=("H100",))).where.kinds == ("H100",)
+    assert settle("lab", gpus=1, where=PlacementConstraints(kinds=("H100",))).where.kinds == ("H100",)
     assert settle("share", gpus=2, gpu_mb=GIB).slots[0] == ("pool:share:gpu_mb", 2.0 * GIB)
 
 
@@ -77,10 +79,15 @@ def test_what_a_task_says_and_what_its_pool_says_must_both_hold():
     ("pool", "demand", "field", "said"),
     [
         ("nowhere", {"cpu": 1.0}, "pool", "there is no pool 'nowhere'; configured are: lab, scratch, share"),
-        ("lab", {"gpus": 1, "where": Where(kinds=("L4",))}, "kinds", "has no L4; its kinds are A100, H100"),
         (
             "lab",
-            {"cpu": 1.0, "where": Where(nodes=(("zone", ("c",)),))},
+            {"gpus": 1, "where": PlacementConstraints(kinds=("L4",))},
+            "kinds",
+            "has no L4; its kinds are A100, H100",
+        ),
+        (
+            "lab",
+            {"cpu": 1.0, "where": PlacementConstraints(nodes=(("zone", ("c",)),))},
             "nodes",
             "its nodes are zone a or b",
         ),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.demand import Demand, Where
+from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool
 from gpubroker_server.core.domain.task import Dependency, Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
@@ -154,12 +154,14 @@ def test_fewer_gpus_are_as_many_as_one_node_has():
 def test_wider_kinds_and_wider_nodes_are_separate_remedies():
     busy = holding(a_task("a", priority=100, gpu_mb=80 * GIB), "n1/gpu0")
     parts = (a_device("gpu0", "n1"), a_device("gpu0", "n2", kind="A100"), busy)
-    where = Where(kinds=("H100",), min_power=0, min_device_mb=Mib(1))
+    where = PlacementConstraints(kinds=("H100",), min_power=0, min_device_mb=Mib(1))
     by_kind = a_world(*parts, a_task("new", gpu_mb=40 * GIB, where=where))
     assert changes(by_kind) == [{"kinds": [], "min_device_mb": 0}]
-    by_node = a_world(*parts, a_task("new", gpu_mb=40 * GIB, where=Where(nodes=(("node", ("n1",)),))))
+    by_node = a_world(
+        *parts, a_task("new", gpu_mb=40 * GIB, where=PlacementConstraints(nodes=(("node", ("n1",)),)))
+    )
     assert changes(by_node) == [{"nodes": {}}]
-    both = Where(kinds=("H100",), nodes=(("node", ("n1",)),))
+    both = PlacementConstraints(kinds=("H100",), nodes=(("node", ("n1",)),))
     assert changes(a_world(*parts, a_task("new", gpu_mb=40 * GIB, where=both))) == [
         {"kinds": [], "nodes": {}}
     ]

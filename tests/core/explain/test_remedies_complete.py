@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from gpubroker_server.core.domain.demand import Demand, Where, need_mb
+from gpubroker_server.core.domain.demand import Demand, PlacementConstraints, need_mb
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId
@@ -36,7 +36,7 @@ TENANTS = ("default", "default", "acme", "beta", "solo")
 KINDS = {"big": 80, "small": 40}
 """MiB: so few that each size can be tried."""
 
-BIG_ONLY, ON_N1 = Where(kinds=("big",)), Where(nodes=(("node", ("n1",)),))
+BIG_ONLY, ON_N1 = PlacementConstraints(kinds=("big",)), PlacementConstraints(nodes=(("node", ("n1",)),))
 PLAIN: tuple[dict[str, Any], ...] = (
     {"gpu_mb": 30},
     {"gpu_mb": 60, "cpu": 1.0},
@@ -45,7 +45,7 @@ PLAIN: tuple[dict[str, Any], ...] = (
     {"gpus": 2, "gpu_mb": 30},
     {"gpu_mb": 20, "where": BIG_ONLY},
     {"gpu_mb": 30, "where": ON_N1},
-    {"gpus": 1, "where": Where(kinds=("big",), nodes=(("node", ("n1",)),))},
+    {"gpus": 1, "where": PlacementConstraints(kinds=("big",), nodes=(("node", ("n1",)),))},
     {"gpu_mb": 20, "cpu": 3.0, "memory_mb": 60},
     {"cpu": 4.0},
 )
@@ -114,7 +114,7 @@ def decided(world: World, task: Task, ended: str = "") -> str:
 
 def best(world: World, task: Task, demands: Iterable[tuple[Any, Demand]]) -> Any:
     """The first of these that may be submitted, and with which it starts at once."""
-    devices, nodes = [book.device for book in world.books.values()], world.nodes.values()
+    devices, nodes = [ledger.device for ledger in world.ledgers.values()], world.nodes.values()
     for value, demand in demands:
         may_be = check_demand(demand, devices, nodes, POLICY) is None
         if may_be and decided(world, replace(task, demand=demand)) == "admit":
@@ -161,7 +161,7 @@ def smaller(world: World, demand: Demand) -> Iterator[tuple[int, Demand]]:
 
 
 def needs_of(world: World, part: Demand) -> Iterator[int]:
-    return (need_mb(part, book.device) or 0 for book in world.books.values())
+    return (need_mb(part, ledger.device) or 0 for ledger in world.ledgers.values())
 
 
 def capped(world: World, demand: Demand, mb: int) -> Demand:

@@ -15,7 +15,7 @@ from gpubroker_server.core.lifecycle.deadlines import (
     due,
     extend_window,
 )
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
 
@@ -73,7 +73,7 @@ def test_a_run_past_its_tasks_deadline_gets_notice_and_ends_expired(state: TaskS
     commit(world, decision)
     task = world.tasks[TaskId("task")]
     assert (task.state, task.stop_deadline_at) == (TaskState.STOPPING, NOW + 7.0)
-    (ended,) = react(world, [Gone(task.id, task.fence, NOW, "process_absent")], NOW, POLICY)
+    (ended,) = apply_reports(world, [Gone(task.id, task.fence, NOW, "process_absent")], NOW, POLICY)
     assert ended.tasks[0].task.state is TaskState.EXPIRED
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
@@ -84,14 +84,18 @@ def test_a_run_past_its_tasks_deadline_gets_notice_and_ends_expired(state: TaskS
 def test_a_result_that_arrives_after_the_deadline_and_before_the_confirmation_is_accepted() -> None:
     world = a_world(stopping(reason=StopReason.DEADLINE))
     done = Ended(TaskId("run"), Fence(1), NOW, Ending.SUCCEEDED, result=b"1")
-    (decision,) = react(world, [done, Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, POLICY)
+    (decision,) = apply_reports(
+        world, [done, Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, POLICY
+    )
     assert decision.tasks[0].task.state is TaskState.SUCCEEDED
 
 
 def test_a_run_that_fails_after_its_deadline_is_not_tried_again() -> None:
     world = a_world(stopping(reason=StopReason.DEADLINE, max_retries=5, deadline_at=NOW))
     failed = Ended(TaskId("run"), Fence(1), NOW, Ending.FAILED)
-    (decision,) = react(world, [failed, Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, POLICY)
+    (decision,) = apply_reports(
+        world, [failed, Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, POLICY
+    )
     assert decision.tasks[0].task.state is TaskState.EXPIRED
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
@@ -210,7 +214,7 @@ def test_the_task_of_an_unconfirmed_run_moves_on_and_its_memory_does_not(
     assert [lease.state for lease in decision.leases] == [LeaseState.QUARANTINED]
     commit(world, decision)
     assert not world.active
-    assert sum(book.held_mb() for book in world.books.values()) == 8 * GIB
+    assert sum(ledger.held_mb() for ledger in world.ledgers.values()) == 8 * GIB
 
 
 def test_an_unconfirmed_preempted_run_is_requeued_as_preempted() -> None:
@@ -285,7 +289,7 @@ def after_its_end(ending: Ending = Ending.SUCCEEDED, **task: Any) -> World:
     """`run` held all of gpu0 and ended at NOW; its process is not confirmed gone."""
     run = holding(a_task("run", gpu_mb=80 * GIB, **task), "gpu0")
     world = a_world(a_device(), a_device("gpu1"), run)
-    commit(world, react(world, [Ended(TaskId("run"), Fence(1), NOW, ending)], NOW, POLICY), NOW)
+    commit(world, apply_reports(world, [Ended(TaskId("run"), Fence(1), NOW, ending)], NOW, POLICY), NOW)
     return world
 
 
@@ -317,21 +321,21 @@ def test_memory_in_quarantine_comes_back_with_the_proof_that_its_process_is_gone
     world = after_its_end()
     look(world, NOW + POLICY.kill_patience_seconds)
     gone = Gone(TaskId("run"), Fence(1), Instant(NOW + 60.0), "process_absent")
-    commit(world, react(world, [gone], gone.at, POLICY))
+    commit(world, apply_reports(world, [gone], gone.at, POLICY))
     assert (lease_states(world), world.tasks) == ([], {})
 
 
 def test_a_run_confirmed_gone_in_time_is_not_quarantined() -> None:
     world = after_its_end(Ending.FAILED, max_retries=1)
     gone = Gone(TaskId("run"), Fence(1), Instant(NOW + 1.0), "process_absent")
-    commit(world, react(world, [gone], gone.at, POLICY))
+    commit(world, apply_reports(world, [gone], gone.at, POLICY))
     assert look(world, NOW + 3600.0) == []
 
 
 def test_a_run_under_notice_that_has_ended_is_given_up_at_its_own_deadline() -> None:
     world = a_world(stopping(stop_deadline_at=Instant(NOW + 100.0)))
     ended = Ended(TaskId("run"), Fence(1), NOW, Ending.STOPPED)
-    commit(world, react(world, [ended], NOW, POLICY), NOW)
+    commit(world, apply_reports(world, [ended], NOW, POLICY), NOW)
     assert look(world, NOW + POLICY.kill_patience_seconds) == []
     assert look(world, NOW + 100.0 + POLICY.kill_patience_seconds) == ["unconfirmed"]
 
@@ -364,7 +368,7 @@ def test_a_pledge_does_not_outlive_a_victim_that_finished_and_stays() -> None:
     submit(world, a_task("high", priority=80, gpu_mb=80 * GIB))
     commit(world, plan_cycle(world, POLICY, NOW).decisions, NOW)
     done = Ended(TaskId("low"), Fence(1), NOW, Ending.SUCCEEDED)
-    commit(world, react(world, [done], NOW, POLICY), NOW)
+    commit(world, apply_reports(world, [done], NOW, POLICY), NOW)
     assert look(world, NOW + POLICY.kill_patience_seconds) == ["unconfirmed", "dissolved"]
     assert world.pledges == {}
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request
-from gpubroker_server.core.domain.demand import Demand, Where
+from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     Gone,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Order,
-    SeenDevice,
+    ReportedDevice,
     WatchOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
@@ -22,7 +22,7 @@ from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import due, extend_window
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
 
@@ -58,7 +58,7 @@ def an_asking(id: str = LEASE, *, pid: int | None = None, **fields: Any) -> Task
 
 
 def plan(world: World, seconds: float = 0.0) -> list[Decision]:
-    world.measure([a_sample(device, at(seconds)) for device in world.books])
+    world.measure([a_sample(device, at(seconds)) for device in world.ledgers])
     decisions = list(plan_cycle(world, POLICY, at(seconds)).decisions)
     commit(world, decisions)
     check_ledger(world)
@@ -83,16 +83,16 @@ def pass_time(world: World, seconds: float) -> list[Decision]:
 
 
 def hear(world: World, *reports: Any, seconds: float = 0.0) -> list[Decision]:
-    decisions = react(world, reports, at(seconds), POLICY)
+    decisions = apply_reports(world, reports, at(seconds), POLICY)
     commit(world, decisions)
     return decisions
 
 
 def announce(world: World, *runs: tuple[TaskId, Fence, int], **node: Any) -> list[Order]:
     """What the leader orders when the agent of n1 answers, and everything that this decides is true."""
-    seen = NodeSeen(a_node(**node), (), runs, at(1.0))
-    devices = [book.device for book in world.books.values()]
-    there = tuple(SeenDevice(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in devices)
+    seen = NodeReport(a_node(**node), (), runs, at(1.0))
+    devices = [ledger.device for ledger in world.ledgers.values()]
+    there = tuple(ReportedDevice(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in devices)
     decisions = reconcile(world, replace(seen, devices=there), at(1.0), POLICY, RULES)
     commit(world, decisions)
     return [order for decision in decisions for order in decision.orders]
@@ -130,7 +130,7 @@ def test_the_agent_gets_an_order_to_watch_the_holders_process() -> None:
     world = a_world()
     submit(world, an_asking(pid=PID))
     [decision] = plan(world)
-    [device] = world.books
+    [device] = world.ledgers
     assert decision.orders == (
         WatchOrder(LEASE, Fence(1), NodeName("n1"), "n1-1", PID, ((device, 50 * GIB),)),
     )
@@ -349,16 +349,16 @@ def test_a_holder_without_a_process_is_not_watched() -> None:
 
 def test_use_by_the_holders_process_does_not_count_as_foreign() -> None:
     world = held(pid=PID)
-    [book] = world.books.values()
-    before = book.free_mb()
+    [ledger] = world.ledgers.values()
+    before = ledger.free_mb()
     used = a_sample("gpu0", at(2), used_mb=48 * GIB, foreign_mb=0, by_holder={"lease:1": 48 * GIB})
     world.measure([used])
-    assert book.free_mb() == before
+    assert ledger.free_mb() == before
 
 
 def test_an_external_lease_may_name_its_device() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"))
-    demand = Demand(gpus=1, gpu_mb=50 * GIB, where=Where(devices=("gpu1",)))
+    demand = Demand(gpus=1, gpu_mb=50 * GIB, where=PlacementConstraints(devices=("gpu1",)))
     submit(world, an_asking("one", demand=demand), an_asking("two", demand=demand))
     plan(world)
     assert [lease.device for claim in world.leases.values() for lease in claim.values()] == ["test/n1/gpu1"]

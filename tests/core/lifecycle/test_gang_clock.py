@@ -8,9 +8,9 @@ from gpubroker_server.core.domain.orders import (
     Ending,
     ForgetOrder,
     GoOrder,
-    NodeSeen,
+    NodeReport,
     Order,
-    SeenDevice,
+    ReportedDevice,
     StopOrder,
 )
 from gpubroker_server.core.domain.task import StopReason, TaskState
@@ -75,7 +75,7 @@ def test_a_gang_that_is_never_ready_waits_longer_each_time_and_fails_in_the_end(
         assert gang.task.not_before is not None
         pauses.append(gang.task.not_before - gang.now)
         gang.now = gang.task.not_before
-        gang.world.measure([a_sample(device, gang.now) for device in gang.world.books])
+        gang.world.measure([a_sample(device, gang.now) for device in gang.world.ledgers])
         admit_all(gang.world, now=gang.now)
         gang.fence = gang.task.fence
     assert pauses == [1.0, 2.0, 4.0]
@@ -129,9 +129,9 @@ def test_an_ended_rank_with_a_lasting_process_is_given_up_while_the_others_go_on
 
 def seen(gang: Agents, node: str, *ranks: int, **facts: Any) -> list[Order]:
     """The agent of a node answers that it knows these ranks."""
-    devices = tuple(SeenDevice(f"gpu{index}", "H100", index, Mib(80 * GIB), True) for index in (0, 1))
+    devices = tuple(ReportedDevice(f"gpu{index}", "H100", index, Mib(80 * GIB), True) for index in (0, 1))
     known = tuple((gang.id, gang.fence, rank) for rank in ranks)
-    answer = NodeSeen(a_node(node, **facts), devices, known, gang.now)
+    answer = NodeReport(a_node(node, **facts), devices, known, gang.now)
     decisions = reconcile(gang.world, answer, gang.now, gang.policy, InventoryRules("test"))
     commit(gang.world, decisions)
     return [order for decision in decisions for order in decision.orders]

@@ -18,7 +18,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import MemberState, StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 
 from tests.builders import GIB, NOW, a_task, a_world, commit
 from tests.core.gangs import (
@@ -241,8 +241,8 @@ def test_checkpoints_are_those_of_rank_zero() -> None:
 def test_a_plain_task_has_no_ranks_to_be_ready() -> None:
     world = a_world(a_task("plain", gpu_mb=GIB))
     admit_all(world)
-    commit(world, react(world, [Started(a_task("plain").id, Fence(1), NOW, 1)], NOW, Policy()))
-    assert react(world, [Ready(a_task("plain").id, Fence(1), NOW, "a:1")], NOW, Policy()) == []
+    commit(world, apply_reports(world, [Started(a_task("plain").id, Fence(1), NOW, 1)], NOW, Policy()))
+    assert apply_reports(world, [Ready(a_task("plain").id, Fence(1), NOW, "a:1")], NOW, Policy()) == []
 
 
 @pytest.mark.parametrize("proof", ["boot_changed", "agent_restarted"])

@@ -216,7 +216,7 @@ def test_memory_that_leaving_ranks_hold_counts_as_free_soon() -> None:
 def test_what_a_leaving_rank_holds_is_expected_back_by_its_deadline() -> None:
     gang = shrunk()
     expected_ends = ExpectedEnds(Draft(gang.world), gang.policy, gang.now)
-    holdings = [held for book in gang.world.books.values() for held in book.holdings.values()]
+    holdings = [held for ledger in gang.world.ledgers.values() for held in ledger.holdings.values()]
     assert {held.lease.rank: expected_ends.of_holding(held).p50_at for held in holdings}[2] == LATER + 30.0
 
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request
-from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Lesson, Sketch, Topic, What
+from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Observation, Sketch, SketchKey, What
 from gpubroker_server.core.domain.orders import Ended, Ending, Gone, Report, Started
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.gang_runs import ask_to_leave
+from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.lifecycle.learning import learn
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,8 +35,8 @@ from tests.builders import (
 )
 from tests.core.gangs import Agents, a_gang, admit_all, bundles
 
-SIZE = Topic("default", "resnet", "H100", What.GPU_MB)
-TIME = Topic("default", "resnet", "H100", What.SECONDS)
+SIZE = SketchKey("default", "resnet", "H100", What.GPU_MB)
+TIME = SketchKey("default", "resnet", "H100", What.SECONDS)
 
 
 def a_run(id: str = "run", *devices: str, **fields: Any) -> Holding:
@@ -54,10 +54,10 @@ def ended(id: str = "run", ending: Ending = Ending.SUCCEEDED) -> Ended:
 
 
 def taught(world: World, *reports: Report, most_topics: int = 100) -> list[Decision]:
-    return learn(world, react(world, reports, NOW, Policy()), NOW, most_topics)
+    return learn(world, apply_reports(world, reports, NOW, Policy()), NOW, most_topics)
 
 
-def lessons(decisions: Iterable[Decision]) -> dict[Topic, float]:
+def lessons(decisions: Iterable[Decision]) -> dict[SketchKey, float]:
     return {lesson.topic: lesson.value for decision in decisions for lesson in decision.lessons}
 
 
@@ -175,9 +175,14 @@ def test_with_too_many_topics_the_least_recently_updated_is_dropped():
     world = a_world()
     for name in ("first", "second", "third"):
         topic = replace(TIME, subject=name)
-        commit(world, Decision("x", "ended", lessons=(Lesson(topic, 1.0, world.learned.sketch(topic), NOW),)))
+        commit(
+            world,
+            Decision("x", "ended", lessons=(Observation(topic, 1.0, world.learned.sketch(topic), NOW),)),
+        )
     again = replace(TIME, subject="first")
-    commit(world, Decision("x", "ended", lessons=(Lesson(again, 2.0, world.learned.sketch(again), NOW),)))
+    commit(
+        world, Decision("x", "ended", lessons=(Observation(again, 2.0, world.learned.sketch(again), NOW),))
+    )
     world.add_task(a_run().task)
     for lease in a_run().leases:
         world.add_lease(lease)
@@ -191,7 +196,7 @@ def test_a_peak_is_forgotten_with_its_lease():
     commit(world, taught(world, ended(), Gone(TaskId("run"), Fence(1), NOW, "process_absent")))
     measured(world, 8 * GIB)
     assert world.learned.peaks == {}
-    assert world.books[key("gpu0")].holdings == {}
+    assert world.ledgers[key("gpu0")].holdings == {}
 
 
 def ranks_at_work(*peaks: int, **fields: Any) -> Agents:
@@ -208,7 +213,7 @@ def ranks_at_work(*peaks: int, **fields: Any) -> Agents:
 
 def learned(gang: Agents, *reports: Report) -> list[tuple[str, float]]:
     """What these teach, in order; they are committed."""
-    decisions = learn(gang.world, react(gang.world, reports, gang.now, gang.policy), gang.now)
+    decisions = learn(gang.world, apply_reports(gang.world, reports, gang.now, gang.policy), gang.now)
     commit(gang.world, decisions)
     return [(lesson.topic.what, lesson.value) for each in decisions for lesson in each.lessons]
 
@@ -243,7 +248,7 @@ def test_a_gang_that_is_lost_at_once_teaches_peaks_above_its_leases():
 
 def test_a_rank_that_leaves_a_running_gang_has_not_succeeded():
     gang = ranks_at_work(2 * GIB, 3 * GIB, min_ranks=1)
-    write, _ = ask_to_leave(gang.world, gang.task, [1], TaskId("other"), gang.now)
+    write, _ = stop_ranks(gang.world, gang.task, [1], TaskId("other"), gang.now)
     commit(gang.world, Decision("run", "preempt", tasks=(write,)))
     assert learned(gang, gang.ended(1)) == []
     assert learned(gang, gang.ended(0)) == [("gpu_mb", 2 * GIB), ("seconds", 0.0)]
@@ -256,7 +261,7 @@ ENDS = st.sampled_from([Ending.SUCCEEDED, Ending.FAILED, Ending.STOPPED, Ending.
 @settings(max_examples=50)
 def test_rows_and_log_agree_however_ends_come_together(batches: list[list[tuple[Ending, int]]]):
     world = a_world()
-    rows: dict[Topic, Sketch] = {}
+    rows: dict[SketchKey, Sketch] = {}
     for number, batch in enumerate(batches):
         names = [f"run-{number}-{at}" for at in range(len(batch))]
         for name, (_, gib) in zip(names, batch, strict=True):
@@ -270,6 +275,9 @@ def test_rows_and_log_agree_however_ends_come_together(batches: list[list[tuple[
         commit(world, decisions)
         rows |= {lesson.topic: lesson.sketch for decision in decisions for lesson in decision.lessons}
         for name in names:
-            commit(world, react(world, [Gone(TaskId(name), Fence(1), NOW, "process_absent")], NOW, Policy()))
+            commit(
+                world,
+                apply_reports(world, [Gone(TaskId(name), Fence(1), NOW, "process_absent")], NOW, Policy()),
+            )
     assert rows == world.learned.sketches
     assert world.learned.peaks == {}

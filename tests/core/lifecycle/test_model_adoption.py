@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.model_orders import Stage
+from gpubroker_server.core.domain.model_orders import ModelState
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib
@@ -40,7 +40,7 @@ from tests.core.served import (
     the,
 )
 
-READY = {"llm": Stage.READY}
+READY = {"llm": ModelState.READY}
 
 
 def by_hand(name: str = "llm", **fields: Any) -> Task:
@@ -57,8 +57,8 @@ def used(world: World, gib: int, device: str = "gpu0", seconds: float = 1.0) -> 
 
 
 def free_gib(world: World, device: str = "gpu0") -> int:
-    [book] = [book for book in world.books.values() if book.device.uuid == device]
-    return book.free_mb() // GIB
+    [ledger] = [ledger for ledger in world.ledgers.values() if ledger.device.uuid == device]
+    return ledger.free_mb() // GIB
 
 
 def test_a_model_loaded_by_hand_gets_a_lease() -> None:
@@ -99,7 +99,7 @@ def test_a_model_loaded_by_hand_may_be_unloaded_by_hand_unless_it_is_wanted() ->
 
 def test_no_model_is_adopted_on_an_unmeasured_device() -> None:
     world = a_world()
-    world.books[next(iter(world.books))].measure_anew(at(1.0))
+    world.ledgers[next(iter(world.ledgers))].require_new_sample(at(1.0))
     submit(world, by_hand())
     assert index(world, READY, 2.0) == []
 
@@ -107,7 +107,7 @@ def test_no_model_is_adopted_on_an_unmeasured_device() -> None:
 def test_the_second_of_two_adopted_models_sees_the_leases_of_the_first() -> None:
     world = a_world()
     submit(world, by_hand(), by_hand("other"))
-    both = {"llm": Stage.READY, "other": Stage.READY}
+    both = {"llm": ModelState.READY, "other": ModelState.READY}
     assert [decision.subject for decision in index(world, both, 1.0)] == ["llm"]
     assert index(world, both, 2.0) == [], "50 GiB each, of 80"
     check_ledger(world)
@@ -141,7 +141,7 @@ def test_a_model_without_a_gpu_is_where_its_server_is() -> None:
     index(world, READY, 1.0)
     assert (the(world).state, the(world).node, leases(world)) == (TaskState.RUNNING, "n1", [])
     elsewhere = a_world()
-    submit(elsewhere, by_hand(gpus=0, gpu_mb=None, where=Where(nodes=(("node", ("n9",)),))))
+    submit(elsewhere, by_hand(gpus=0, gpu_mb=None, where=PlacementConstraints(nodes=(("node", ("n9",)),))))
     assert index(elsewhere, READY, 1.0) == []
 
 
@@ -172,10 +172,10 @@ def test_memory_left_by_a_models_earlier_holder_passes_to_the_next_and_counts_on
     index(world, READY, seconds)
     assert the(world, "again").state is TaskState.RUNNING
     assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
-    assert sum(book.held_mb() for book in world.books.values()) == 30 * GIB
-    assert [task.id for task in world.homes.on("main")] == ["again"]
+    assert sum(ledger.held_mb() for ledger in world.ledgers.values()) == 30 * GIB
+    assert [task.id for task in world.models.on("main")] == ["again"]
     check_ledger(world)
-    assert [book.sample for book in world.books.values()] == [None], "nobody has looked since"
+    assert [ledger.sample for ledger in world.ledgers.values()] == [None], "nobody has looked since"
     used(world, 30, seconds=seconds + 1)
     assert free_gib(world) == 50
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.model_orders import LoadOrder, Stage, UnloadOrder
-from gpubroker_server.core.domain.models import Home, ModelTerms
+from gpubroker_server.core.domain.model_orders import LoadOrder, ModelState, UnloadOrder
+from gpubroker_server.core.domain.models import ModelKey, ModelTerms
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.ranks import ranks_of
 from gpubroker_server.core.domain.task import StopReason, TaskState
@@ -57,22 +57,22 @@ def test_a_model_is_running_when_the_index_says_so() -> None:
     world = a_world()
     submit(world, a_model())
     plan(world)
-    index(world, {"llm": Stage.LOADING}, 1.0)
+    index(world, {"llm": ModelState.LOADING}, 1.0)
     assert the(world).state is TaskState.ADMITTED
-    index(world, {"llm": Stage.READY}, 7.0)
+    index(world, {"llm": ModelState.READY}, 7.0)
     task = the(world)
     assert (task.state, task.started_at) == (TaskState.RUNNING, at(7.0))
     assert task.model is not None
     assert task.model.load_seconds == 7.0
     assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
-    assert index(world, {"llm": Stage.READY}, 8.0) == []
+    assert index(world, {"llm": ModelState.READY}, 8.0) == []
 
 
 def test_a_load_that_took_no_time_keeps_the_expected_load_time() -> None:
     world = a_world()
     submit(world, a_model(terms={"load_seconds": Seconds(4.0)}))
     plan(world)
-    index(world, {"llm": Stage.READY})
+    index(world, {"llm": ModelState.READY})
     assert the(world).model == replace(a_model().model or ModelTerms("", ""), load_seconds=Seconds(4.0))
 
 
@@ -92,7 +92,7 @@ def test_a_pending_model_that_is_no_longer_wanted_expires() -> None:
     pass_time(world, WANTED)
     assert the(world, "run").state is TaskState.RUNNING
     assert LLM not in world.tasks
-    assert world.homes.of(Home("main", "llm")) is None
+    assert world.models.of(ModelKey("main", "llm")) is None
 
 
 def test_requests_keep_a_model_wanted_and_raise_its_priority() -> None:
@@ -154,7 +154,7 @@ def test_a_more_urgent_task_gets_a_models_memory_after_its_unload() -> None:
     world = loaded()
     submit(world, a_task("run", priority=95, gpu_mb=60 * GIB))
     assert orders(plan(world, 100.0)) == [UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(10.0))]
-    assert index(world, {"llm": Stage.UNLOADING}, 101.0) == []
+    assert index(world, {"llm": ModelState.UNLOADING}, 101.0) == []
     assert plan(world, 102.0) == []
     index(world, {}, 103.0)
     task = the(world)
@@ -206,8 +206,8 @@ def test_a_shorter_time_to_unload_takes_the_place_of_a_longer_one() -> None:
 def test_a_lost_unload_order_is_repeated_with_the_remaining_time() -> None:
     world = loaded()
     ask(world, "cancel", 2.0)
-    assert index(world, {"llm": Stage.READY}, 3.0, under_way={"llm"}) == []
-    [again] = orders(index(world, {"llm": Stage.READY}, 5.0))
+    assert index(world, {"llm": ModelState.READY}, 3.0, under_way={"llm"}) == []
+    [again] = orders(index(world, {"llm": ModelState.READY}, 5.0))
     assert again == UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(7.0))
     [again] = orders(pass_time(world, 12.5))
     assert again == UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(0.0))
@@ -225,11 +225,11 @@ def test_a_model_that_is_not_unloaded_in_time_counts_until_the_index_says_that_i
     assert stuck.awaits[0] == "unloaded"
     assert stuck.message == "waits until the index of its server says that it is not there"
     assert not is_watched(world, stuck.leases[0])
-    index(world, {"llm": Stage.UNLOADING}, 30.0)
+    index(world, {"llm": ModelState.UNLOADING}, 30.0)
     assert leases(world) == [(HolderKind.MODEL, LeaseState.QUARANTINED)]
     index(world, {}, 40.0)
     assert leases(world) == []
-    assert list(world.homes.on("main")) == []
+    assert list(world.models.on("main")) == []
 
 
 def test_the_next_holder_of_a_model_is_another_task_and_both_copies_count() -> None:
@@ -238,14 +238,14 @@ def test_the_next_holder_of_a_model_is_another_task_and_both_copies_count() -> N
     pass_time(world, 23.0)
     submit(world, replace(a_model("again", gpu_mb=30 * GIB), model=ModelTerms("main", "llm")))
     plan(world, 24.0)
-    held = world.homes.of(Home("main", "llm"))
+    held = world.models.of(ModelKey("main", "llm"))
     assert held is not None
     assert (held.id, held.state) == ("again", TaskState.ADMITTED)
-    assert world.books[key("gpu0")].held_mb() == 60 * GIB
+    assert world.ledgers[key("gpu0")].held_mb() == 60 * GIB
     later = World()
     for task in world.tasks.values():
         later.add_task(task)
-    assert later.homes.of(Home("main", "llm")) == held, "also for who reads the rows anew"
+    assert later.models.of(ModelKey("main", "llm")) == held, "also for who reads the rows anew"
 
 
 @pytest.mark.parametrize(("seconds", "state"), [(10.0, TaskState.PENDING), (WANTED + 1, None)])

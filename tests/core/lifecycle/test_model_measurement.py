@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import What
-from gpubroker_server.core.domain.model_orders import IndexedModel, ServerSeen, Stage
+from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.learning import WARM_SECONDS, ModelMeter, learned_mb, size_accuracies
@@ -44,7 +44,7 @@ class Scene:
     def begin(self, gib: int = 40, versions: tuple[str, ...] = (), **fields: object) -> list[Decision]:
         """It is loaded, and measured since."""
         self.look(1.5)
-        index(self.world, {"llm": Stage.READY}, 5.0, versions=versions)
+        index(self.world, {"llm": ModelState.READY}, 5.0, versions=versions)
         assert self.look(5.5) == [], "it was not measured since"
         self.measure(6.0, gib, **fields)  # type: ignore[arg-type]
         return self.look(6.5)
@@ -95,7 +95,7 @@ def test_when_another_holder_arrives_the_peak_until_then_counts(what: str) -> No
         case "it leaves":
             ask(scene.world, "cancel", 7.0)
         case _:
-            index(scene.world, {"llm": Stage.ABSENT}, 7.0)
+            index(scene.world, {"llm": ModelState.ABSENT}, 7.0)
     scene.measure(8.0, 70)
     assert len(scene.look(8.5)) == 1
     assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
@@ -105,11 +105,11 @@ def test_when_another_holder_arrives_the_peak_until_then_counts(what: str) -> No
 def test_beside_another_model_only_the_load_counts() -> None:
     scene = Scene()
     submit(scene.world, a_model("other", gpu_mb=20 * GIB))
-    index(scene.world, {"llm": Stage.READY}, 2.0)
+    index(scene.world, {"llm": ModelState.READY}, 2.0)
     scene.measure(3.0, 40)
     plan(scene.world, 3.5)
     scene.look(4.0)
-    index(scene.world, {"llm": Stage.READY, "other": Stage.READY}, 5.0)
+    index(scene.world, {"llm": ModelState.READY, "other": ModelState.READY}, 5.0)
     scene.measure(6.0, 55)
     [decision] = scene.look(6.5)
     assert decision.lessons[0].topic.subject == "model other", "their requests are one process's"
@@ -146,7 +146,7 @@ def test_a_run_with_constant_use_does_not_disturb_the_measurement() -> None:
 def test_a_load_during_which_anything_else_changed_teaches_nothing(change: str) -> None:
     scene = Scene(holding(a_task("run", gpu_mb=10 * GIB), "gpu0"))
     scene.look(1.5)
-    index(scene.world, {"llm": Stage.READY}, 5.0)
+    index(scene.world, {"llm": ModelState.READY}, 5.0)
     if change == "came":
         submit(scene.world, a_task("other", gpu_mb=5 * GIB))
         plan(scene.world, 5.5)
@@ -184,7 +184,7 @@ def test_models_on_several_gpus_or_none_teach_nothing() -> None:
 def test_a_failed_load_is_forgotten_and_other_decisions_come_first() -> None:
     scene = Scene()
     scene.look(1.5)
-    index(scene.world, {"llm": Stage.READY}, 5.0)
+    index(scene.world, {"llm": ModelState.READY}, 5.0)
     scene.measure(6.0, 40)
     assert scene.look(WARM, "llm") == []
     assert len(scene.look(WARM + 1)) == 1
@@ -200,7 +200,7 @@ def test_leases_are_compared_with_measured_sizes(took: int, ratio: float, enough
     scene = Scene()
     assert size_accuracies(scene.world) == []
     scene.look(1.5)
-    index(scene.world, {"llm": Stage.READY}, 5.0)
+    index(scene.world, {"llm": ModelState.READY}, 5.0)
     assert size_accuracies(scene.world) == [], "nobody has measured it yet"
     scene.measure(6.0, took)
     scene.look(WARM)
@@ -215,8 +215,8 @@ def test_of_one_model_that_two_servers_loaded_at_once_both_loads_are_learned_fro
     submit(scene.world, replace(a_model("twin"), model=ModelTerms("other", "llm")))
     plan(scene.world, 1.2)
     scene.look(1.5)
-    index(scene.world, {"llm": Stage.READY}, 5.0)
-    there = ServerSeen("other", at(5.0), {"llm": IndexedModel("llm", Stage.READY)})
+    index(scene.world, {"llm": ModelState.READY}, 5.0)
+    there = ServerIndex("other", at(5.0), {"llm": IndexedModel("llm", ModelState.READY)})
     commit(scene.world, seen(scene.world, there, at(5.0), POLICY), at(5.0))
     full = {"used_mb": Mib(60 * GIB), "foreign_mb": Mib(60 * GIB)}
     scene.world.measure([a_sample(gpu, at(6.0), **full) for gpu in ("gpu0", "gpu1")])

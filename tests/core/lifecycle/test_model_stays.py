@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.model_orders import CheckOrder, Stage
+from gpubroker_server.core.domain.model_orders import CheckOrder, ModelState
 from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
 from gpubroker_server.core.domain.orders import NodeLost
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, NodeName, Seconds
 from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
-from gpubroker_server.core.lifecycle.model_lifecycle import in_time
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.model_lifecycle import ready_while_wanted
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning.find_way import Wait
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -128,16 +128,16 @@ def test_a_model_that_would_load_too_late_preempts_nothing() -> None:
 
 
 def test_a_model_without_expiry_is_always_in_time() -> None:
-    assert in_time(a_task("run"), at(1e9))
-    assert in_time(a_model(expires_at=None), at(1e9))
-    assert in_time(a_model(), at(WANTED))
-    assert not in_time(a_model(), at(WANTED + 1))
+    assert ready_while_wanted(a_task("run"), at(1e9))
+    assert ready_while_wanted(a_model(expires_at=None), at(1e9))
+    assert ready_while_wanted(a_model(), at(WANTED))
+    assert not ready_while_wanted(a_model(), at(WANTED + 1))
 
 
 def test_a_model_survives_the_loss_of_its_node() -> None:
     """Its server may be there all the same, and says so itself."""
     world = loaded()
-    commit(world, react(world, [NodeLost(NodeName("n1"), "n1-1", at(2), "silent")], at(2), POLICY))
+    commit(world, apply_reports(world, [NodeLost(NodeName("n1"), "n1-1", at(2), "silent")], at(2), POLICY))
     assert the(world).state is TaskState.RUNNING
     assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
 
@@ -164,8 +164,8 @@ def test_an_index_changes_models_of_its_own_server_only() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"))
     submit(world, a_model(), a_model("other", server="second"))
     plan(world)
-    index(world, {"llm": Stage.READY, "other": Stage.READY}, 1.0)
-    assert [task.id for task in world.homes.live()] == ["llm", "other"]
+    index(world, {"llm": ModelState.READY, "other": ModelState.READY}, 1.0)
+    assert [task.id for task in world.models.live()] == ["llm", "other"]
     assert the(world, "other").state is TaskState.ADMITTED
 
 

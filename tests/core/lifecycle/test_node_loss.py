@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     Gone,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Report,
     Started,
     StopOrder,
@@ -21,7 +21,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
 
@@ -45,7 +45,7 @@ RUN = TaskId("run")
 
 def tell(world: World, *reports: Report) -> list[Decision]:
     """React to one batch and make the decisions true."""
-    decisions = react(world, reports, NOW, Policy())
+    decisions = apply_reports(world, reports, NOW, Policy())
     commit(world, decisions)
     return decisions
 
@@ -166,7 +166,7 @@ def test_a_run_that_was_frozen_with_its_node_ends_nothing_of_the_run_that_took_i
     frozen = (RUN, Fence(1), NOW)
     saved = Checkpointed(*frozen, 5, "digest", b"state", None)
     assert tell(world, Started(*frozen, 7), saved, Ended(*frozen, Ending.SUCCEEDED, result=b"late")) == []
-    back = NodeSeen(a_node("n1", incarnation="n1-2"), (), ((RUN, Fence(1), 0),), NOW)
+    back = NodeReport(a_node("n1", incarnation="n1-2"), (), ((RUN, Fence(1), 0),), NOW)
     decisions = reconcile(world, back, NOW, Policy(), InventoryRules("test"))
     orders = [order for decision in decisions for order in decision.orders]
     assert {(type(order), order.fence) for order in orders} == {(StopOrder, 1), (ForgetOrder, 1)}

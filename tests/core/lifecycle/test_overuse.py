@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.explain.explain import explain
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.world.events import events_of
 from gpubroker_server.core.world.world import World
@@ -65,11 +65,11 @@ def test_a_run_above_its_lease_is_marked_once_with_what_it_used():
 def test_the_mark_changes_nothing_else_of_the_lease_or_the_ledger():
     world = a_world(a_run())
     measured(world, 12)
-    before = world.books[key("gpu0")].free_mb()
+    before = world.ledgers[key("gpu0")].free_mb()
     over(world)
-    [held] = world.books[key("gpu0")].holdings.values()
+    [held] = world.ledgers[key("gpu0")].holdings.values()
     assert (held.lease.state, held.measured_mb, held.lease.version) == (LeaseState.HELD, 12 * GIB, 3)
-    assert world.books[key("gpu0")].free_mb() == before
+    assert world.ledgers[key("gpu0")].free_mb() == before
     check_ledger(world)
 
 
@@ -105,9 +105,9 @@ def test_a_run_that_has_not_begun_or_is_under_notice_is_left_alone(state: TaskSt
 def test_overuse_by_an_ended_claim_is_ignored():
     world = a_world(a_run())
     measured(world, 12)
-    commit(world, react(world, [Ended(TaskId("run"), Fence(1), NOW, Ending.SUCCEEDED)], NOW, STOPS))
+    commit(world, apply_reports(world, [Ended(TaskId("run"), Fence(1), NOW, Ending.SUCCEEDED)], NOW, STOPS))
     assert over(world, STOPS) == []
-    commit(world, react(world, [Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, STOPS))
+    commit(world, apply_reports(world, [Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, STOPS))
     assert world.learned.above == {}
 
 
@@ -123,7 +123,7 @@ def test_by_policy_the_run_is_stopped_and_fails():
     assert decision.outcome.failure.kind == "over_use"
     assert world.tasks[TaskId("run")].state is TaskState.STOPPING
     assert over(world, STOPS) == []
-    gone = react(world, [Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, STOPS)
+    gone = apply_reports(world, [Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, STOPS)
     assert gone[0].tasks[0].task.state is TaskState.FAILED
 
 
@@ -131,7 +131,7 @@ def test_a_run_stopped_for_overuse_fails_for_it_whatever_it_reports():
     world = a_world(a_run())
     measured(world, 12)
     over(world, STOPS)
-    [ended] = react(world, [Ended(TaskId("run"), Fence(1), NOW, Ending.STOPPED)], NOW, STOPS)
+    [ended] = apply_reports(world, [Ended(TaskId("run"), Fence(1), NOW, Ending.STOPPED)], NOW, STOPS)
     assert ended.outcome is not None
     assert ended.outcome.failure is not None
     assert ended.outcome.failure.message == (
@@ -144,7 +144,7 @@ def test_a_result_that_arrives_before_the_end_is_accepted():
     world = a_world(a_run())
     measured(world, 12)
     over(world, STOPS)
-    [ended] = react(world, [Ended(TaskId("run"), Fence(1), NOW, Ending.SUCCEEDED)], NOW, STOPS)
+    [ended] = apply_reports(world, [Ended(TaskId("run"), Fence(1), NOW, Ending.SUCCEEDED)], NOW, STOPS)
     assert ended.tasks[0].task.state is TaskState.SUCCEEDED
 
 

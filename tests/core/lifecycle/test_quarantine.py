@@ -7,14 +7,22 @@ import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Proof, quarantine
-from gpubroker_server.core.domain.orders import Ended, Ending, Gone, NodeLost, NodeSeen, SeenDevice, Started
+from gpubroker_server.core.domain.orders import (
+    Ended,
+    Ending,
+    Gone,
+    NodeLost,
+    NodeReport,
+    ReportedDevice,
+    Started,
+)
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import ExternalTerms, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.quarantine import quarantined, removed
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.places import Places
 from gpubroker_server.core.world.event_codec import lease_change
@@ -30,7 +38,7 @@ RULES = InventoryRules(cluster="local")
 def lost(world: World, node: str = "n1", at: float = NOW) -> None:
     name, now = NodeName(node), Instant(at)
     report = NodeLost(name, world.nodes[name].incarnation, now, "no beat")
-    commit(world, react(world, [report], now, Policy()), now)
+    commit(world, apply_reports(world, [report], now, Policy()), now)
 
 
 def a_lost_run(**fields: Any) -> World:
@@ -52,9 +60,9 @@ def statement(world: World, *keys: str, at: float = LATER) -> Decision:
     return carry_out(world, request, Instant(at), Policy())
 
 
-def answer(incarnation: str, **node: Any) -> NodeSeen:
-    there = (SeenDevice("gpu0", "sim-80g", 0, Mib(80 * GIB), True),)
-    return NodeSeen(replace(a_node("n1"), incarnation=incarnation, **node), there, (), LATER)
+def answer(incarnation: str, **node: Any) -> NodeReport:
+    there = (ReportedDevice("gpu0", "sim-80g", 0, Mib(80 * GIB), True),)
+    return NodeReport(replace(a_node("n1"), incarnation=incarnation, **node), there, (), LATER)
 
 
 def hear(world: World, *decisions: Decision) -> list[str]:
@@ -75,7 +83,7 @@ def is_free(world: World) -> bool:
 def test_a_process_that_its_agent_found_gone_ends_its_quarantine() -> None:
     world = a_lost_run()
     gone = Gone(RUN, Fence(1), LATER, "process_absent")
-    assert hear(world, *react(world, [gone], LATER, Policy())) == [Proof.PROCESS_ABSENT]
+    assert hear(world, *apply_reports(world, [gone], LATER, Policy())) == [Proof.PROCESS_ABSENT]
     assert leases(world) == []
 
 
@@ -87,7 +95,9 @@ def test_a_process_that_its_agent_found_gone_ends_its_quarantine() -> None:
     ],
     ids=["a later agent of the same boot", "another boot"],
 )
-def test_an_agent_that_answers_and_does_not_know_it_ends_its_quarantine(seen: NodeSeen, proof: Proof) -> None:
+def test_an_agent_that_answers_and_does_not_know_it_ends_its_quarantine(
+    seen: NodeReport, proof: Proof
+) -> None:
     world = a_lost_run()
     assert hear(world, *reconcile(world, seen, LATER, Policy(), RULES)) == [proof]
     assert leases(world) == []
@@ -105,11 +115,11 @@ def test_a_device_that_left_its_machine_ends_the_quarantine_of_what_was_on_it_an
     world = a_world(a_device("gpu0"), a_device("gpu1"), holding(task, "gpu0", "gpu1"))
     lost(world)
     assert removed(world) == []
-    gone = replace(world.books[a_device("gpu0").key].device, present=False, version=2)
+    gone = replace(world.ledgers[a_device("gpu0").key].device, present=False, version=2)
     commit(world, Decision("n1", "node_seen", devices=(gone,)))
     assert hear(world, *removed(world)) == [Proof.DEVICE_REMOVED]
     assert [lease.device for lease in leases(world)] == [a_device("gpu1").key]
-    assert gone.key not in world.books, "nothing holds it any more"
+    assert gone.key not in world.ledgers, "nothing holds it any more"
     assert removed(world) == []
 
 
@@ -130,8 +140,8 @@ def test_the_memory_of_a_statement_is_free_with_the_next_measurement_and_not_bef
     world = a_lost_run()
     commit(world, Decision("n1", "node_seen", nodes=(replace(world.nodes[NodeName("n1")], ready=True),)))
     commit(world, statement(world), LATER)
-    book = world.books[a_device("gpu0").key]
-    assert book.sample is None
+    ledger = world.ledgers[a_device("gpu0").key]
+    assert ledger.sample is None
     assert not is_free(world)
     world.measure([a_sample("gpu0", LATER - 1.0)])
     assert not is_free(world), "measured before the statement"
@@ -143,7 +153,7 @@ def test_a_measurement_that_is_younger_than_the_statement_stays_in_force() -> No
     world = a_lost_run()
     world.measure([a_sample("gpu0", LATER + 1.0)])
     commit(world, statement(world), LATER)
-    assert world.books[a_device("gpu0").key].sample is not None
+    assert world.ledgers[a_device("gpu0").key].sample is not None
 
 
 def test_what_is_measured_after_a_statement_is_believed_more_than_the_statement() -> None:
@@ -203,7 +213,7 @@ def test_a_task_that_has_ended_is_forgotten_once_its_memory_is_stated_to_be_free
 def test_a_proof_that_comes_after_the_statement_changes_nothing() -> None:
     world = a_lost_run()
     commit(world, statement(world), LATER)
-    assert react(world, [Gone(RUN, Fence(1), LATER, "process_absent")], LATER, Policy()) == []
+    assert apply_reports(world, [Gone(RUN, Fence(1), LATER, "process_absent")], LATER, Policy()) == []
 
 
 # Messages
@@ -266,4 +276,4 @@ def test_a_run_that_was_never_in_quarantine_leaves_no_proof_in_the_log() -> None
     world = a_world(holding(a_task("run", gpu_mb=8 * GIB), "gpu0"))
     ended = Ended(RUN, Fence(1), NOW, Ending.SUCCEEDED, result=b"1")
     reports = [Started(RUN, Fence(1), NOW, 7), ended, Gone(RUN, Fence(1), NOW, "process_absent")]
-    assert hear(world, *react(world, reports, NOW, Policy())) == []
+    assert hear(world, *apply_reports(world, reports, NOW, Policy())) == []

@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof, release
 from gpubroker_server.core.domain.task import ExternalTerms, TaskState
-from gpubroker_server.core.domain.units import Fence, Mib, NodeName, Seconds, Ticks
+from gpubroker_server.core.domain.units import Fence, Mib, MonotonicSeconds, NodeName, Seconds
 from gpubroker_server.core.lifecycle.quarantine import PROBE_SECONDS, QuarantineProbe
 from gpubroker_server.core.world.world import World
 
@@ -24,7 +24,7 @@ class Asked:
 
     def after(self, seconds: float) -> list[NodeName]:
         self.seconds += seconds
-        return self._probe.due(self.world, Ticks(self.seconds))
+        return self._probe.due(self.world, MonotonicSeconds(self.seconds))
 
 
 def in_quarantine(id: str = "run", node: str = "n1") -> list[Part]:

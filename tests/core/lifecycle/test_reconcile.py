@@ -7,7 +7,7 @@ import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.device import Device, GpuKind, Node
 from gpubroker_server.core.domain.lease import LeaseState
-from gpubroker_server.core.domain.orders import ForgetOrder, NodeSeen, SeenDevice, StopOrder
+from gpubroker_server.core.domain.orders import ForgetOrder, NodeReport, ReportedDevice, StopOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId
@@ -35,9 +35,9 @@ N1 = NodeName("n1")
 
 def hear(world: World, *runs: Claim, uuids: tuple[str, ...] = ("gpu0",), **node: Any) -> list[Decision]:
     """The agent of n1 answers that it knows these runs; what follows is made true."""
-    devices = tuple(SeenDevice(uuid, "H100", i, Mib(80 * GIB), True) for i, uuid in enumerate(uuids))
+    devices = tuple(ReportedDevice(uuid, "H100", i, Mib(80 * GIB), True) for i, uuid in enumerate(uuids))
     known = tuple((TaskId(task), Fence(fence), 0) for task, fence in runs)
-    seen = NodeSeen(a_node(**node), devices, known, NOW)
+    seen = NodeReport(a_node(**node), devices, known, NOW)
     decisions = reconcile(world, seen, NOW, Policy(), InventoryRules("test"))
     commit(world, decisions)
     return decisions
@@ -70,7 +70,7 @@ def the(world: World, task: str = "run") -> Task:
 
 
 def held_mb(world: World) -> int:
-    return sum(book.held_mb() for book in world.books.values())
+    return sum(ledger.held_mb() for ledger in world.ledgers.values())
 
 
 def orders(decisions: list[Decision]) -> list[Any]:
@@ -81,7 +81,7 @@ def test_a_new_node_is_added_with_its_devices() -> None:
     world = World()
     hear(world, uuids=("gpu0", "gpu1"))
     assert world.nodes[N1] == a_node()
-    assert [world.books[k].device for k in world.by_node[N1]] == [
+    assert [world.ledgers[k].device for k in world.by_node[N1]] == [
         a_device("gpu0", simulated=True),
         a_device("gpu1", simulated=True),
     ]
@@ -99,15 +99,15 @@ def test_an_answer_makes_the_node_ready_and_keeps_it_cordoned() -> None:
 
 def the_device(world: World, **rules: Any) -> Device:
     """A device of 1000 MiB as it is entered under these rules."""
-    seen = NodeSeen(a_node(), (SeenDevice("gpu0", "H100", 0, Mib(1000), False),), (), NOW)
+    seen = NodeReport(a_node(), (ReportedDevice("gpu0", "H100", 0, Mib(1000), False),), (), NOW)
     commit(world, reconcile(world, seen, NOW, Policy(), InventoryRules("test", **rules)))
-    return world.books[key("gpu0")].device
+    return world.ledgers[key("gpu0")].device
 
 
 def test_a_changed_device_is_written() -> None:
     world = a_world(a_device(mb=40 * GIB, version=2))
     hear(world)
-    device = world.books[key("gpu0")].device
+    device = world.ledgers[key("gpu0")].device
     assert (device.physical_mb, device.version) == (80 * GIB, 3)
 
 
@@ -133,7 +133,7 @@ def test_a_new_declaration_replaces_the_old_one() -> None:
 def test_a_device_that_left_its_machine_is_forgotten() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"))
     hear(world)
-    assert list(world.books) == [key("gpu0")]
+    assert list(world.ledgers) == [key("gpu0")]
     assert world.by_node[N1] == [key("gpu0")]
     assert hear(world) == [], "it is said once"
 
@@ -142,18 +142,18 @@ def test_a_device_that_came_back_counts_again() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"))
     hear(world)
     hear(world, uuids=("gpu0", "gpu1"))
-    assert world.books[key("gpu1")].device.present
+    assert world.ledgers[key("gpu1")].device.present
 
 
 def test_leases_on_a_removed_device_stay_until_their_holder_is_gone() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"), holding(a_task("run", gpu_mb=8 * GIB), "gpu1"))
     hear(world, ("run", 1))
-    book = world.books[key("gpu1")]
-    assert (book.device.present, book.device.allocatable_mb, book.leased_mb()) == (False, 0, 8 * GIB)
-    assert book.free_mb() < 0
+    ledger = world.ledgers[key("gpu1")]
+    assert (ledger.device.present, ledger.device.allocatable_mb, ledger.leased_mb()) == (False, 0, 8 * GIB)
+    assert ledger.free_mb() < 0
 
     hear(world)
-    assert list(world.books) == [key("gpu0")], "nobody holds anything of it any more"
+    assert list(world.ledgers) == [key("gpu0")], "nobody holds anything of it any more"
 
 
 def test_pledges_on_a_removed_device_are_dissolved() -> None:
@@ -161,7 +161,7 @@ def test_pledges_on_a_removed_device_are_dissolved() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"), waiting, a_pledge(waiting, "gpu1", mb=8 * GIB))
     hear(world)
     assert world.pledges == {}
-    assert list(world.books) == [key("gpu0")]
+    assert list(world.ledgers) == [key("gpu0")]
 
 
 @pytest.mark.parametrize("state", [TaskState.ADMITTED, TaskState.RUNNING])
@@ -287,7 +287,7 @@ def test_a_victim_that_is_not_there_gives_its_bytes_to_the_pledge() -> None:
     pledge = a_pledge(high, "gpu0", 8 * GIB)
     world = an_open_world(a_stopping_run(StopReason.PREEMPT, freeing_for=high.id), high, pledge)
     hear(world)
-    assert world.books[key("gpu0")].kept_free_mb(pledge) == 8 * GIB
+    assert world.ledgers[key("gpu0")].reserved_free_mb(pledge) == 8 * GIB
 
 
 def test_a_new_term_waits_for_every_agent() -> None:
@@ -320,7 +320,7 @@ def test_a_device_is_entered_with_the_rank_and_the_cost_of_its_kind() -> None:
 def test_the_operators_labels_win_over_the_agents() -> None:
     world = World()
     agents = a_node(labels=(("disk", "ssd"), ("zone", "a")))
-    seen = NodeSeen(agents, (), (), NOW)
+    seen = NodeReport(agents, (), (), NOW)
     rules = InventoryRules("test", node_labels={"n1": {"zone": "b"}, "n2": {"zone": "c"}})
     commit(world, reconcile(world, seen, NOW, Policy(), rules))
     assert world.nodes[N1].labels == (("disk", "ssd"), ("zone", "b"))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.model_orders import Stage
+from gpubroker_server.core.domain.model_orders import ModelState
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.lifecycle.model_adoption import give_up_removed_servers
@@ -59,7 +59,7 @@ def test_the_base_cost_of_a_removed_server_is_released() -> None:
     world = a_world()
     base = replace(a_model("base", gpu_mb=2 * GIB, held=True), model=ModelTerms("main", ""))
     submit(world, replace(base, expires_at=None))
-    index(world, {"any": Stage.ABSENT}, 1.0)
+    index(world, {"any": ModelState.ABSENT}, 1.0)
     assert leases(world) == [(HolderKind.SERVER, LeaseState.HELD)]
     removed(world)
     assert (leases(world), "base" in world.tasks) == ([], False)

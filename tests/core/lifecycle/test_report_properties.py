@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Gon
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TERMINAL, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,7 +106,7 @@ def rows(world: World) -> tuple[dict[str, Task], dict[str, Lease]]:
 
 
 def tell(world: World, reports: list[Report]) -> None:
-    decisions = react(world, reports, NOW, POLICY)
+    decisions = apply_reports(world, reports, NOW, POLICY)
     subjects = [decision.subject for decision in decisions]
     assert len(subjects) == len(set(subjects))
     assert all(len(decision.tasks) <= 1 for decision in decisions)

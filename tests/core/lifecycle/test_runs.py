@@ -20,7 +20,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -70,7 +70,7 @@ def a_stopping_run(reason: StopReason, **fields: Any) -> Holding:
 
 def tell(world: World, *reports: Report) -> list[Decision]:
     """React to one batch and make the decisions true."""
-    decisions = react(world, reports, NOW, POLICY)
+    decisions = apply_reports(world, reports, NOW, POLICY)
     commit(world, decisions)
     return decisions
 
@@ -238,10 +238,10 @@ def test_a_victims_proof_leaves_the_pledge_and_gives_it_the_bytes() -> None:
     high = a_task("high", gpu_mb=8 * GIB)
     pledge = a_pledge(high, "gpu0", 8 * GIB)
     world = a_world(a_stopping_run(StopReason.PREEMPT, freeing_for=high.id), high, pledge)
-    (book,) = world.books.values()
-    assert book.kept_free_mb(pledge) == 0
+    (ledger,) = world.ledgers.values()
+    assert ledger.reserved_free_mb(pledge) == 0
     tell(world, gone())
-    assert book.kept_free_mb(pledge) == 8 * GIB
+    assert ledger.reserved_free_mb(pledge) == 8 * GIB
 
 
 def test_a_result_that_beats_the_stop_is_accepted() -> None:

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.lifecycle.silent_nodes import (
     NODE_PATIENCE_SECONDS,
     RECENT_SECONDS,
@@ -63,7 +63,7 @@ class Cluster:
     def take(self, lost: list[NodeLost]) -> None:
         self.lost |= {report.node: self.at for report in lost}
         self.why |= {report.node: report.why for report in lost}
-        commit(self.world, react(self.world, lost, Instant(self.at), Policy()))
+        commit(self.world, apply_reports(self.world, lost, Instant(self.at), Policy()))
 
     def told(self, *nodes: str) -> list[str]:
         """The cluster says that these are dead: those that are given up at once."""

@@ -5,8 +5,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from gpubroker_server.core.domain.demand import Where
-from gpubroker_server.core.domain.estimates import Topic, What
+from gpubroker_server.core.domain.demand import PlacementConstraints
+from gpubroker_server.core.domain.estimates import SketchKey, What
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import ExternalTerms, Placement, Task, TaskState
@@ -91,7 +91,7 @@ def test_a_forecast_names_the_first_moment_at_which_all_devices_are_free():
 def test_a_forecast_from_past_runs_tells_of_how_many():
     learned = a_sketch([200.0] * 5 + [1000.0] * 4)
     world = a_world(a_device(), holding(a_task("one", gpu_mb=80 * GIB, subject="fit"), "gpu0"))
-    world.learned.put(Topic("default", "fit", "H100", What.SECONDS), learned)
+    world.learned.put(SketchKey("default", "fit", "H100", What.SECONDS), learned)
     submit(world, a_task("next", gpu_mb=80 * GIB))
     [forecast] = foreseen(world)
     assert (forecast.basis, forecast.n) == (Basis.LEARNED, 9)
@@ -325,7 +325,7 @@ def test_once_the_backfill_depth_is_reached_tasks_still_start_on_unreserved_node
     small = [a_device("gpu0", "n2", mb=40 * GIB)]
     world = a_world(*gpus(), *small, a_run("one", "gpu0", left=HOUR), a_wide_task())
     submit(world, a_task("kept", gpu_mb=60 * GIB))
-    there = Where(prefer_nodes=(("node", ("n1",)),))
+    there = PlacementConstraints(prefer_nodes=(("node", ("n1",)),))
     submit(world, a_task("next", gpu_mb=GIB, expected_seconds=Seconds(60.0), where=there))
     assert admitted(world, replace(POLICY, backfill_depth=2)) == {"next": ["n1/gpu1"]}
     assert admitted(world, replace(POLICY, backfill_depth=1)) == {"next": ["n2/gpu0"]}

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.orders import Checkpointed, Gone, Report, Started
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Task, TaskState
@@ -13,7 +13,7 @@ from gpubroker_server.core.explain.diagnosis import diagnose
 from gpubroker_server.core.explain.preemption_verdict import Protection
 from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.explain.what_if import WhatIf
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -133,7 +133,12 @@ def test_what_a_borrower_may_not_do_is_remembered_until_others_borrow_as_well():
     policy = Policy(tenants=(*TWO, TenantPolicy("away", "lab", Mib(60))))
     runs = a_run("mine", "owner", 20), a_run("theirs", "guest", 20, priority=60)
     world = a_world(a_device("gpu0", mb=40), a_device("gpu1", mb=40), *runs)
-    submit(world, a_task("urgent", tenant="guest", gpu_mb=20, priority=60, where=Where(devices=("gpu0",))))
+    submit(
+        world,
+        a_task(
+            "urgent", tenant="guest", gpu_mb=20, priority=60, where=PlacementConstraints(devices=("gpu0",))
+        ),
+    )
     cache = PlanCache()
     assert plan_cycle(world, policy, NOW, cache=cache).decisions == ()
     assert plan_cycle(world, policy, NOW, cache=cache).decisions == ()
@@ -180,14 +185,14 @@ def test_no_run_is_preempted_twice_for_the_same_task(crowd: tuple[World, Policy]
     now, stopped = NOW, Counter[tuple[str, str]]()
     for _ in range(40):
         now = Instant(now + 5.0)
-        world.measure([a_sample(device, now) for device in world.books])
+        world.measure([a_sample(device, now) for device in world.ledgers])
         for decision in plan_cycle(world, policy, now).decisions:
             commit(world, [decision], now)
             if decision.why == "preempt":
                 stopped.update((decision.subject, write.task.id) for write in decision.tasks)
         reports = [report for task in list(world.tasks.values()) for report in _heard_of(task, now)]
         for report in reports:
-            commit(world, react(world, [report], now, policy), now)
+            commit(world, apply_reports(world, [report], now, policy), now)
     assert all(count == 1 for count in stopped.values())
 
 

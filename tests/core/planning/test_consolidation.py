@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request, write_move
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Move, Placement, StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
@@ -197,7 +197,7 @@ def test_no_run_is_moved_for_a_task_without_gpus_or_beyond_a_limit():
     world = a_world(a_device(mb=80), a_device("gpu1", mb=80), *runs, a_task("large", cpu=100.0))
     assert next_move(world) is None
     assert found(*runs, custom={"licence": 1.0}) == []
-    assert found(*runs, where=Where(min_power=9)) == []
+    assert found(*runs, where=PlacementConstraints(min_power=9)) == []
 
 
 def test_what_a_forecast_ahead_keeps_is_left_alone():
@@ -375,7 +375,7 @@ def test_a_run_not_confirmed_gone_keeps_the_place_to_which_it_moves(patience: fl
         if world.tasks[TaskId("fresh")].state is TaskState.PENDING:
             break
     assert list(world.pledges) == ["fresh"]
-    world.measure([a_sample(device, now) for device in world.books])
+    world.measure([a_sample(device, now) for device in world.ledgers])
     commit(world, plan_cycle(world, policy, now).decisions, now)
     assert world.tasks[TaskId("fresh")].state is TaskState.ADMITTED
 
@@ -385,7 +385,7 @@ def test_limits_and_quotas_count_a_moving_run_once():
     tenants = (TenantPolicy("default", guaranteed_mb=Mib(240)),)
     policy = replace(POLICY, custom_limits=limits, tenants=tenants)
     slots = {"slots": (("label:team=a", 1.0),)}
-    here = Where(nodes=(("node", ("n1",)),))
+    here = PlacementConstraints(nodes=(("node", ("n1",)),))
     world = two_halves(a_run("old", saved=30.0), a_run("fresh", "gpu1", **slots), where=here)
     commit(world, consolidate(world, policy, NOW) or [])
     world.add_node(a_node("n2"))

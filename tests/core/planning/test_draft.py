@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision, withdrawn
+from gpubroker_server.core.domain.decisions import Decision, withdraw_pledges
 from gpubroker_server.core.domain.errors import Overcommitted
 from gpubroker_server.core.domain.policy import CustomLimit
 from gpubroker_server.core.domain.units import NodeName
@@ -18,9 +18,9 @@ def test_a_lease_that_does_not_fit_is_a_mistake_and_changes_nothing():
     draft = Draft(a_world(a_device(), holding(a_task("run", gpu_mb=60 * GIB), "gpu0")))
     with pytest.raises(Overcommitted, match="do not fit"):
         draft.put_lease(a_lease(a_task("new"), "gpu0", 21 * GIB))
-    assert draft.book(key("gpu0")).free_mb() == 20 * GIB
+    assert draft.ledger(key("gpu0")).free_mb() == 20 * GIB
     draft.put_lease(a_lease(a_task("new"), "gpu0", 20 * GIB))
-    assert draft.book(key("gpu0")).free_mb() == 0
+    assert draft.ledger(key("gpu0")).free_mb() == 0
 
 
 def test_what_changes_in_a_draft_stays_there():
@@ -50,7 +50,7 @@ def test_a_pledge_that_ends_beside_a_draft_stays_in_it():
     high = a_task("high", priority=80, gpu_mb=20 * GIB, cpu=2.0)
     world = a_world(a_node(cpu=8.0), a_device(), high, a_pledge(high, "gpu0", 20 * GIB))
     draft = Draft(world)
-    commit(world, Decision("high", "story", pledges=withdrawn(world.pledges[high.id])))
+    commit(world, Decision("high", "story", pledges=withdraw_pledges(world.pledges[high.id])))
     assert draft.headroom(NodeName("n1"), priority=50).cpu == 6.0
 
 

@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
@@ -53,7 +53,7 @@ class Leader:
     def turn(self, *reports: Report) -> None:
         """Hear, look at the clock, plan."""
         now = Instant(self.now)
-        self._make_true(react(self.world, reports, now, self.policy))
+        self._make_true(apply_reports(self.world, reports, now, self.policy))
         self._make_true(due(self.world, now, self.policy, self.watch))
         self.watch = extend_window(self.watch, now)
         *_, self.forecasts = make_forecasts(self.world, self.policy, now, self.forecasts)
@@ -72,7 +72,7 @@ class Leader:
         until = self.now + seconds
         while self.now < until:
             self.now = min(until, self.now + every)
-            samples = (book.sample for book in self.world.books.values())
+            samples = (ledger.sample for ledger in self.world.ledgers.values())
             self.world.measure([replace(sample, at=Instant(self.now)) for sample in samples if sample])
             self.turn()
 
@@ -178,8 +178,8 @@ def test_parts_of_devices_are_no_device():
     tasks = [a_task(f"t{i:02}", gpu_fraction=0.18) for i in range(81)]
     leader = Leader(a_world(*devices, *tasks))
     leader.turn()
-    assert [len(book.holdings) for book in leader.world.books.values()] == [5] * 16
-    free_mb = sum(book.free_mb() for book in leader.world.books.values())
+    assert [len(ledger.holdings) for ledger in leader.world.ledgers.values()] == [5] * 16
+    free_mb = sum(ledger.free_mb() for ledger in leader.world.ledgers.values())
     assert free_mb > 1.5 * 80 * GIB
     assert leader.state("t80") is TaskState.PENDING
 
@@ -216,7 +216,7 @@ def test_nobody_waits_for_ever_for_a_victim_that_does_not_leave():
     assert leader.notices() == ["low", "other"]
     leader.leaves("other")
     assert leader.admitted() == ["high"]
-    assert world.books[key("gpu0")].free_mb() == 0
+    assert world.ledgers[key("gpu0")].free_mb() == 0
 
 
 def test_nobody_is_stopped_for_what_would_still_not_fit():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.estimates import Topic, What
+from gpubroker_server.core.domain.estimates import SketchKey, What
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -62,7 +62,7 @@ def test_who_starts_on_its_pledges_while_forecasts_are_made_counts_once():
 def admitted_at(world: World, seconds: float, policy: Any = POLICY) -> list[str]:
     """Who starts so long after forecasts were made."""
     forecasts, now = foreseen(world, policy), Instant(NOW + seconds)
-    world.measure(replace(book.sample, at=now) for book in world.books.values() if book.sample)
+    world.measure(replace(ledger.sample, at=now) for ledger in world.ledgers.values() if ledger.sample)
     return [d.subject for d in plan_cycle(world, policy, now, forecasts=forecasts).decisions]
 
 
@@ -93,7 +93,7 @@ def test_what_was_learned_of_a_run_is_asked_as_of_the_forecast_too():
     """Those of its likes count that took longer than it has: they are fewer, and longer, each moment."""
     world = a_full_node(cpu=12.0, subject="fit")
     spread = a_sketch([float(10 * number) for number in range(1, 100)])
-    world.learned.put(Topic("default", "fit", "", What.SECONDS), spread)
+    world.learned.put(SketchKey("default", "fit", "", What.SECONDS), spread)
     submit(world, a_task("one", cpu=1.0))
     assert foreseen(world)[0].basis is Basis.LEARNED
     assert admitted_at(world, 20.0) == ["one"]

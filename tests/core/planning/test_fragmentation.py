@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.planning.fragmentation import (
@@ -11,7 +11,7 @@ from gpubroker_server.core.planning.fragmentation import (
     find_scattered_demand,
     fragmentation,
 )
-from gpubroker_server.core.world.placement_scores import Mix
+from gpubroker_server.core.world.placement_scores import DemandMix
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_task, a_world, holding, submit
@@ -28,7 +28,7 @@ def on(*gib_held: int, node: str = "n1") -> list[Any]:
 
 
 def stranded(world: World, *usual: dict[str, Any]) -> dict[str, FreeMemory]:
-    world.mix = Mix()
+    world.mix = DemandMix()
     for fields in usual:
         world.mix.add(a_demand(**fields))
     found = fragmentation(world, Policy(), NOW)
@@ -114,7 +114,7 @@ def test_tasks_without_devices_wait_for_no_pieces():
 
 
 def test_pieces_on_nodes_that_a_task_may_not_use_do_not_count():
-    here = Where(nodes=(("node", ("n1",)),))
+    here = PlacementConstraints(nodes=(("node", ("n1",)),))
     assert waits(a_world(*on(60, 50), *on(0, node="n2")), gpu_mb=50 * GIB, where=here) is not None
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.core.lifecycle.gang_runs import ask_to_leave
+from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.world.world import World
@@ -186,9 +186,9 @@ def test_a_rank_under_notice_is_in_the_way_until_its_own_deadline_though_its_gan
     admit_all(world)
     agents = Agents(world)
     agents.run()
-    task, orders = ask_to_leave(world, agents.task, [1], TaskId("nobody"), NOW)
+    task, orders = stop_ranks(world, agents.task, [1], TaskId("nobody"), NOW)
     commit(world, Decision(agents.id, "preempt", tasks=(task,), orders=orders))
-    on_gpu0 = Where(devices=("gpu0",))
+    on_gpu0 = PlacementConstraints(devices=("gpu0",))
     submit(world, a_task("wanted", gpu_mb=60 * GIB, where=on_gpu0, submitted_at=NOW - 5))
     submit(world, a_task("long", gpu_mb=20 * GIB, where=on_gpu0))
     assert [(f.task, f.start_at - NOW) for f in foreseen(world)] == [("wanted", 5.0), ("long", 30.0)]

@@ -6,9 +6,9 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Where, may_use_node, need_mb
+from gpubroker_server.core.domain.demand import PlacementConstraints, may_use_node, need_mb
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import part_of
+from gpubroker_server.core.domain.ranks import rank_task
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Mib, NodeName
 from gpubroker_server.core.planning.fragmentation import fragmentation
@@ -17,7 +17,7 @@ from gpubroker_server.core.planning.gangs.gang_nodes import gang_nodes_of
 from gpubroker_server.core.planning.gangs.gang_search import Gang, fill, place_gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.places import scores_of
-from gpubroker_server.core.world.placement_scores import Mix
+from gpubroker_server.core.world.placement_scores import DemandMix
 from gpubroker_server.core.world.world import World
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ BIG = 60 * GIB
 
 def placed(world: World, task: Task, *usual: dict[str, Any]) -> Gang | None:
     """`usual`: the demands by which places are judged; without any, by room left."""
-    world.mix = Mix()
+    world.mix = DemandMix()
     for fields in usual:
         world.mix.add(a_demand(**fields))
     worth = scores_of(world, Policy())
@@ -110,7 +110,7 @@ def test_what_others_hold_is_no_room() -> None:
 
 
 def test_a_preferred_node_is_taken_first() -> None:
-    wanted = Where(prefer_nodes=(("node", ("n2",)),))
+    wanted = PlacementConstraints(prefer_nodes=(("node", ("n2",)),))
     found = placed(a_cluster(2, 2), a_gang("gang", *bundles(2, gpu_mb=BIG, where=wanted)))
     assert nodes(found) == ["n2"] * 2
 
@@ -172,7 +172,7 @@ def test_a_gang_that_is_planned_leaves_less_stranded_than_by_room_alone() -> Non
     left = {}
     for placement in ("best_fit", "stranded"):
         world = held(0, 0, 60, 60)
-        world.mix = Mix()
+        world.mix = DemandMix()
         for _ in range(9):
             world.mix.add(a_demand(**WHOLE))
         submit(world, a_gang("gang", *bundles(2, gpu_mb=10 * GIB), strategy="strict_spread"))
@@ -235,7 +235,7 @@ def ways(world: World, task: Task) -> Iterator[Gang]:
     for bundle in task.demand.bundles:
         mine = [] if bundle.gpus else [Placement(name) for name in world.nodes]
         for name, keys in world.by_node.items() if bundle.gpus else ():
-            usable = [(key, need_mb(bundle, world.books[key].device)) for key in keys]
+            usable = [(key, need_mb(bundle, world.ledgers[key].device)) for key in keys]
             fit = [(key, need) for key, need in usable if need is not None]
             mine += [Placement(name, tuple(some)) for some in combinations(fit, bundle.gpus)]
         options.append(mine)
@@ -256,7 +256,7 @@ def holds(world: World, task: Task, places: Sequence[Placement]) -> bool:
         for key, mb in place.devices:
             taken[key] = taken.get(key, 0) + mb
     return (
-        all(mb <= world.books[key].device.allocatable_mb for key, mb in taken.items())
+        all(mb <= world.ledgers[key].device.allocatable_mb for key, mb in taken.items())
         and all(used <= world.nodes[name].cpu for name, used in cpu.items())
         and all(names.count(name) <= world.nodes[name].max_runs for name in names)
         and all(may_use_node(b, world.nodes[n]) for b, n in zip(task.demand.bundles, names, strict=True))
@@ -312,7 +312,7 @@ def test_ranks_that_are_alike_lie_where_the_search_would_put_them(
 @pytest.mark.parametrize("promised", [1, 3])
 def test_nodes_that_take_fewer_than_was_counted_are_left_as_they_were(strategy: str, promised: int) -> None:
     world = a_cluster(1)
-    part = part_of(a_gang("gang", *bundles(3, gpu_mb=60 * GIB)), 0)
+    part = rank_task(a_gang("gang", *bundles(3, gpu_mb=60 * GIB)), 0)
     [gang_node] = gang_nodes_of(Draft(world), part, Policy(), NOW)
     before = dict(gang_node.free)
     assert fill(strategy, part, 3, [gang_node], {gang_node.node.name: promised}) is None

@@ -221,7 +221,7 @@ def crowded(draw: st.DrawFn) -> World:
 
 def copy_without(world: World, gone: set[str]) -> World:
     """As if these runs had never been, and nobody else could be stopped."""
-    parts: list[Any] = [*world.nodes.values(), *(book.device for book in world.books.values())]
+    parts: list[Any] = [*world.nodes.values(), *(ledger.device for ledger in world.ledgers.values())]
     for task in world.tasks.values():
         if task.id in gone:
             continue

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
@@ -118,8 +118,10 @@ def test_a_gang_refused_by_a_reservation_reclaims_what_is_lent_later():
     policy, cache = replace(POLICY, tenants=lab), PlanCache()
     whole: dict[str, Any] = {"gpus": 1, "exclusive": True}
     held = holding(a_task("held", tenant="beta", priority=60, **whole), "n2/gpu0", mb=80 * GIB)
-    more = a_task("more", tenant="beta", priority=50, where=Where(kinds=("B100",)), **whole)
-    gang = a_gang("gang", *bundles(1, where=Where(kinds=("H100",)), **whole), tenant="acme", priority=60)
+    more = a_task("more", tenant="beta", priority=50, where=PlacementConstraints(kinds=("B100",)), **whole)
+    gang = a_gang(
+        "gang", *bundles(1, where=PlacementConstraints(kinds=("H100",)), **whole), tenant="acme", priority=60
+    )
     fleet = a_device("gpu0", "n1"), a_device("gpu1", "n1"), a_device("gpu0", "n2")
     fleet = *fleet, a_device("gpu0", "n3", kind="B100")
     wide = replace(FIRST, tenant="acme", demand=replace(FIRST.demand, cpu=1000.0))

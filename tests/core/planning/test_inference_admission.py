@@ -4,15 +4,20 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.model_orders import CheckOrder, DropOrder, InferOrder, Stage
+from gpubroker_server.core.domain.model_orders import CheckOrder, DropOrder, InferOrder, ModelState
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone
-from gpubroker_server.core.domain.policy import CustomLimit, Policy, Serving
+from gpubroker_server.core.domain.policy import CustomLimit, InferenceServers, Policy
 from gpubroker_server.core.domain.ranks import ranks_of
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, Seconds, TaskId
 from gpubroker_server.core.explain.explain import explain
-from gpubroker_server.core.lifecycle.runs import AGAIN_MOST_SECONDS, INFERENCE_REFUSED, LOST_RETRIES, react
+from gpubroker_server.core.lifecycle.runs import (
+    AGAIN_MOST_SECONDS,
+    INFERENCE_REFUSED,
+    LOST_RETRIES,
+    apply_reports,
+)
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.inferences import (
     admissions,
@@ -28,8 +33,8 @@ from gpubroker_server.core.world.world import World
 from tests.builders import GIB, a_task, a_world, commit, key, submit
 from tests.core.served import LLM, WANTED, a_model, an_inference, ask, at, index, loaded, pass_time, plan, the
 
-POLICY = Policy(serving=Serving(ledger=("main",), at_once=2))
-OPEN = Policy(serving=Serving(others=("lab",), at_once=2))
+POLICY = Policy(serving=InferenceServers(ledger=("main",), at_once=2))
+OPEN = Policy(serving=InferenceServers(others=("lab",), at_once=2))
 NO_SUCH_INPUT = Failure(INFERENCE_REFUSED, "no such input")
 BROKE_OFF = Failure("model_server_lost", "reset by peer")
 
@@ -46,7 +51,7 @@ def end(
 ) -> list[Decision]:  # fmt: skip
     result = b"answer" if ending is Ending.SUCCEEDED else None
     report = Ended(TaskId(id), Fence(fence), at(seconds), ending, result, "tensors", failure)
-    decisions = react(world, [report], at(seconds), POLICY)
+    decisions = apply_reports(world, [report], at(seconds), POLICY)
     commit(world, decisions, at(seconds))
     return decisions
 
@@ -64,7 +69,7 @@ def test_an_inference_runs_as_soon_as_its_model_is_there_and_needs_no_node() -> 
     submit(world, a_model(), an_inference())
     assert admit(world) == []
     plan(world)
-    index(world, {"llm": Stage.READY})
+    index(world, {"llm": ModelState.READY})
     [decision] = admissions(world, POLICY, at(5))
     assert decision.orders == (InferOrder(TaskId("ask"), Fence(1), "main", "llm"),)
     commit(world, decision)
@@ -136,9 +141,9 @@ def test_one_that_is_held_or_delayed_waits_though_its_model_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "says"), [(None, "it waits for room"), (Stage.LOADING, "it is being loaded")]
+    ("stage", "says"), [(None, "it waits for room"), (ModelState.LOADING, "it is being loaded")]
 )
-def test_the_reason_why_the_model_waits_is_shown(stage: Stage | None, says: str) -> None:
+def test_the_reason_why_the_model_waits_is_shown(stage: ModelState | None, says: str) -> None:
     world = a_world()
     submit(world, a_model(), an_inference())
     if stage is not None:
@@ -227,7 +232,7 @@ def test_an_answer_ends_the_inference_and_is_its_result() -> None:
     assert TaskId("ask") not in world.tasks
     assert decision.outcome is not None
     assert (decision.outcome.result, decision.outcome.result_format) == (b"answer", "tensors")
-    assert world.homes.asked() == []
+    assert world.models.asked() == []
 
 
 def test_an_answer_of_an_earlier_claim_changes_nothing() -> None:
@@ -343,10 +348,10 @@ def test_an_inference_comes_back_from_its_event_as_it_was() -> None:
 def test_an_inference_whose_request_cannot_be_read_now_is_retried() -> None:
     world = asked()
     unread = Gone(TaskId("ask"), Fence(1), at(6), "never_started")
-    commit(world, react(world, [unread, replace(unread, fence=Fence(0))], at(6), POLICY), at(6))
+    commit(world, apply_reports(world, [unread, replace(unread, fence=Fence(0))], at(6), POLICY), at(6))
     task = the(world, "ask")
     assert (task.state, task.failures, task.not_before) == (TaskState.PENDING, 0, at(7.5))
-    assert react(world, [unread], at(7), POLICY) == []
+    assert apply_reports(world, [unread], at(7), POLICY) == []
 
 
 def test_one_that_waited_too_long_for_its_model_says_so() -> None:

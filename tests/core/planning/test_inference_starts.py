@@ -1,7 +1,7 @@
 """When a queued inference is expected to be sent, and that nothing is told where nobody can tell."""
 
-from gpubroker_server.core.domain.model_orders import Stage
-from gpubroker_server.core.domain.policy import Policy, Serving
+from gpubroker_server.core.domain.model_orders import ModelState
+from gpubroker_server.core.domain.policy import InferenceServers, Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.explain.blockers import expected_send_at
@@ -13,7 +13,7 @@ from gpubroker_server.core.world.world import World
 from tests.builders import a_world, commit, submit
 from tests.core.served import LLM, a_model, an_inference, at, index, plan, the
 
-POLICY = Policy(serving=Serving(ledger=("main",), at_once=2))
+POLICY = Policy(serving=InferenceServers(ledger=("main",), at_once=2))
 
 
 def a_timed_model() -> Task:
@@ -47,7 +47,7 @@ def test_inferences_that_wait_for_answers_have_no_expected_start() -> None:
     submit(world, a_timed_model(), *(an_inference(f"ask{number}") for number in range(3)))
     plan(world, 5.0)
     assert start(world, 6.0, task="ask0") is None, "two are sent at once, and three wait"
-    index(world, {"llm": Stage.READY})
+    index(world, {"llm": ModelState.READY})
     commit(world, admissions(world, POLICY, at(7)), at(7))
     assert start(world, 8.0, task="ask2") is None, "its model is there, and busy"
 

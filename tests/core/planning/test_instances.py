@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gpubroker_server.core.domain.orders import NodeSeen, SeenDevice
+from gpubroker_server.core.domain.orders import NodeReport, ReportedDevice
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
@@ -12,16 +12,16 @@ from gpubroker_server.core.world.world import World
 from tests.builders import GIB, NOW, a_node, a_sample, a_task, a_world, commit, submit
 
 SEEN = (
-    SeenDevice("gpu0", "H100", 0, Mib(80 * GIB), True),
-    SeenDevice("mig0", "H100 MIG", 1, Mib(40 * GIB), True, parent="gpu0"),
-    SeenDevice("mig1", "H100 MIG", 2, Mib(40 * GIB), True, parent="gpu0"),
+    ReportedDevice("gpu0", "H100", 0, Mib(80 * GIB), True),
+    ReportedDevice("mig0", "H100 MIG", 1, Mib(40 * GIB), True, parent="gpu0"),
+    ReportedDevice("mig1", "H100 MIG", 2, Mib(40 * GIB), True, parent="gpu0"),
 )
 
 
 def a_split_gpu() -> World:
     world = a_world()
     rules = InventoryRules("test")
-    commit(world, reconcile(world, NodeSeen(a_node(), SEEN, (), NOW), NOW, Policy(), rules))
+    commit(world, reconcile(world, NodeReport(a_node(), SEEN, (), NOW), NOW, Policy(), rules))
     for uuid in ("gpu0", "mig0", "mig1"):
         world.measure([a_sample(uuid, foreign_mb=None)])
     return world
@@ -45,7 +45,7 @@ def test_a_process_sees_one_instance_so_nobody_gets_several():
 
 def test_what_is_split_and_has_no_instance_yet_is_not_leased():
     world = a_world()
-    seen = NodeSeen(a_node(), (replace(SEEN[0], split=True),), (), NOW)
+    seen = NodeReport(a_node(), (replace(SEEN[0], split=True),), (), NOW)
     commit(world, reconcile(world, seen, NOW, Policy(), InventoryRules("test")))
     world.measure([a_sample("gpu0", foreign_mb=None)])
     assert places(world, gpu_mb=GIB) == []
@@ -54,5 +54,7 @@ def test_what_is_split_and_has_no_instance_yet_is_not_leased():
 def test_a_gpu_that_is_whole_again_can_be_leased_again():
     world = a_split_gpu()
     whole = (SEEN[0],)
-    commit(world, reconcile(world, NodeSeen(a_node(), whole, (), NOW), NOW, Policy(), InventoryRules("test")))
+    commit(
+        world, reconcile(world, NodeReport(a_node(), whole, (), NOW), NOW, Policy(), InventoryRules("test"))
+    )
     assert places(world, gpu_mb=60 * GIB) == ["gpu0"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.lease import LeaseState, move_lease
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason
@@ -206,7 +206,9 @@ def test_a_limit_that_is_gone_or_kept_for_higher_priorities_never_opens(limits: 
 def test_the_basis_of_a_forecast_for_a_limit_is_that_of_runs_that_use_the_limit():
     guessed = a_run("guessed", "gpu0"), a_task("first", gpus=1, expected_seconds=Seconds(50.0))
     running = a_run("one", "n2/gpu0", left=600.0, custom=LICENCE)
-    waits = a_task("waits", gpu_mb=GIB, custom=LICENCE, where=Where(nodes=(("node", ("n2",)),)))
+    waits = a_task(
+        "waits", gpu_mb=GIB, custom=LICENCE, where=PlacementConstraints(nodes=(("node", ("n2",)),))
+    )
     made = foreseen(a_world(*gpus(1), *gpus(1, "n2"), *guessed, running, waits), LICENSED)
     told = [(f.task, f.start_at - NOW, f.p90_at - NOW, f.basis) for f in made]
     assert told == [("first", 100, 900, Basis.GUESS), ("waits", 600, 600, Basis.STATED)]

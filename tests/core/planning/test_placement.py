@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.reasons import Reason
@@ -15,7 +15,7 @@ from gpubroker_server.core.planning.budget import finish
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.places import Places, PlaceTables
-from gpubroker_server.core.world.revisions import Changes
+from gpubroker_server.core.world.revisions import RevisionLog
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -248,30 +248,38 @@ KINDS = (
 @pytest.mark.parametrize(
     ("where", "device"),
     [
-        (Where(kinds=("H100",)), "n2/gpu0"),
-        (Where(min_power=625), "n2/gpu0"),
-        (Where(nodes=(("node", ("n3",)),)), "n3/gpu0"),
-        (Where(nodes=(("zone", ("b",)),), prefer_kinds=("L40S",)), "n3/gpu0"),
-        (Where(prefer_kinds=("B200", "H100", "A100")), "n2/gpu0"),
-        (Where(prefer_nodes=(("zone", ("b",)),)), "n2/gpu0"),
+        (PlacementConstraints(kinds=("H100",)), "n2/gpu0"),
+        (PlacementConstraints(min_power=625), "n2/gpu0"),
+        (PlacementConstraints(nodes=(("node", ("n3",)),)), "n3/gpu0"),
+        (PlacementConstraints(nodes=(("zone", ("b",)),), prefer_kinds=("L40S",)), "n3/gpu0"),
+        (PlacementConstraints(prefer_kinds=("B200", "H100", "A100")), "n2/gpu0"),
+        (PlacementConstraints(prefer_nodes=(("zone", ("b",)),)), "n2/gpu0"),
     ],
 )
-def test_a_task_goes_where_it_may_and_rather_where_it_wants(where: Where, device: str):
+def test_a_task_goes_where_it_may_and_rather_where_it_wants(where: PlacementConstraints, device: str):
     assert devices(a_world(*KINDS), gpu_mb=10 * GIB, where=where) == [device]
 
 
 def test_a_wish_keeps_nobody_waiting():
     taken = holding(a_task("run", gpu_mb=80 * GIB), "n2/gpu0")
-    assert devices(a_world(*KINDS, taken), gpus=1, where=Where(prefer_kinds=("H100",))) == ["n1/gpu0"]
+    assert devices(a_world(*KINDS, taken), gpus=1, where=PlacementConstraints(prefer_kinds=("H100",))) == [
+        "n1/gpu0"
+    ]
 
 
 def test_a_task_waits_for_what_it_insists_on():
     taken = holding(a_task("run", gpu_mb=80 * GIB), "n2/gpu0")
-    assert reason(a_world(*KINDS, taken), gpus=1, where=Where(kinds=("H100",))) is Reason.WAITING_FOR_MEMORY
+    assert (
+        reason(a_world(*KINDS, taken), gpus=1, where=PlacementConstraints(kinds=("H100",)))
+        is Reason.WAITING_FOR_MEMORY
+    )
 
 
 def test_what_is_of_no_kind_that_is_asked_for_is_no_match():
-    assert reason(a_world(*KINDS), gpus=1, where=Where(kinds=("B200",))) is Reason.NO_MATCHING_DEVICE
+    assert (
+        reason(a_world(*KINDS), gpus=1, where=PlacementConstraints(kinds=("B200",)))
+        is Reason.NO_MATCHING_DEVICE
+    )
 
 
 def test_a_task_that_is_spread_takes_nothing_that_is_kept_for_others():
@@ -281,7 +289,7 @@ def test_a_task_that_is_spread_takes_nothing_that_is_kept_for_others():
 
 
 def test_a_node_that_is_cordoned_leaves_the_table_of_places():
-    world, changes, tables = a_world(a_node(), a_device()), Changes(), PlaceTables()
+    world, changes, tables = a_world(a_node(), a_device()), RevisionLog(), PlaceTables()
     for cordoned, places in ((False, ["n1"]), (True, [])):
         world.add_node(a_node(cordoned=cordoned))
         changes.mark(NodeName("n1"))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision, withdrawn, write_move
+from gpubroker_server.core.domain.decisions import Decision, withdraw_pledges, write_move
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
@@ -190,7 +190,7 @@ def cancels(world: World, *names: str) -> Callable[[], None]:
     def cancel() -> None:
         for name in names:
             write = write_move(world.tasks[TaskId(name)], Move.CANCELLED, finished_at=NOW)
-            pledges = withdrawn(world.pledges.get(TaskId(name), {}))
+            pledges = withdraw_pledges(world.pledges.get(TaskId(name), {}))
             commit(world, Decision(name, "cancel", tasks=(write,), pledges=pledges))
 
     return cancel

@@ -64,9 +64,11 @@ def foreseen(world: World, now: float, before: Sequence[Forecast] = ()) -> list[
 
 def check_pledges(world: World) -> None:
     """Every pledge is covered by what is free and what is leaving, so its preemptor will get its room."""
-    for book in world.books.values():
-        stuck = any(h.lease.state is LeaseState.QUARANTINED for h in book.holdings.values())
-        assert stuck or book.soon_mb() >= 0, f"{book.device.key} has promised more than it will have"
+    for ledger in world.ledgers.values():
+        stuck = any(h.lease.state is LeaseState.QUARANTINED for h in ledger.holdings.values())
+        assert stuck or ledger.free_after_releases_mb() >= 0, (
+            f"{ledger.device.key} has promised more than it will have"
+        )
 
 
 @given(clusters(), stories, st.sampled_from(("stranded", "stranded", "fgd", "best_fit", "spread")))

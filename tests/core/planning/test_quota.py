@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.units import Mib, TaskId
@@ -205,4 +205,4 @@ def test_what_demands_count_is_forgotten_when_there_are_too_many_of_them(monkeyp
 def test_a_task_that_names_its_gpus_counts_as_much_as_others():
     world = a_world(a_device("gpu0", mb=80), a_device("gpu1", mb=80), a_device("gpu2", mb=80))
     for uuid in ("gpu0", "gpu1", "gpu2"):
-        assert QuotaNeeds().of(world, a_demand(gpu_mb=20, where=Where(devices=(uuid,)))) == 20
+        assert QuotaNeeds().of(world, a_demand(gpu_mb=20, where=PlacementConstraints(devices=(uuid,)))) == 20

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.demand import need_mb
-from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Sketch, Topic, What
+from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Sketch, SketchKey, What
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
@@ -26,15 +26,15 @@ POLICY = Policy()
 SMALL, LARGE = a_device("gpu0", kind="L4", mb=24 * GIB), a_device("gpu1", kind="H100", mb=80 * GIB)
 
 
-def sizes(*gib: float, kind: str = "H100", subject: str = "resnet") -> dict[Topic, Sketch]:
-    return {Topic("default", subject, kind, What.GPU_MB): a_sketch(size * GIB for size in gib)}
+def sizes(*gib: float, kind: str = "H100", subject: str = "resnet") -> dict[SketchKey, Sketch]:
+    return {SketchKey("default", subject, kind, What.GPU_MB): a_sketch(size * GIB for size in gib)}
 
 
-def times(*seconds: float, kind: str = "") -> dict[Topic, Sketch]:
-    return {Topic("default", "resnet", kind, What.SECONDS): a_sketch(seconds)}
+def times(*seconds: float, kind: str = "") -> dict[SketchKey, Sketch]:
+    return {SketchKey("default", "resnet", kind, What.SECONDS): a_sketch(seconds)}
 
 
-def size_of(sketches: dict[Topic, Sketch], subject: str = "resnet", **policy: Any) -> Size:
+def size_of(sketches: dict[SketchKey, Sketch], subject: str = "resnet", **policy: Any) -> Size:
     return learned_size(sketches, "default", subject, [SMALL, LARGE], Policy(**policy))
 
 

@@ -17,7 +17,7 @@ from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnd
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import NodeRooms
 from gpubroker_server.core.planning.plan_cache import PlanCache
-from gpubroker_server.core.world.revisions import Changes
+from gpubroker_server.core.world.revisions import RevisionLog
 
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, let_go, submit
 from tests.core.plans import eviction_for
@@ -129,7 +129,7 @@ def test_a_search_under_way_is_finished_before_its_slice_ends():
 def test_a_place_that_was_given_is_taken_from_what_is_known_of_its_node():
     low = holding(a_task("low", priority=10, gpu_mb=30 * GIB), "gpu0")
     new = a_task("new", gpu_mb=20 * GIB, cpu=1.0)
-    draft = Draft(a_world(a_node(), a_device(), low, new), Changes())
+    draft = Draft(a_world(a_node(), a_device(), low, new), RevisionLog())
     node, place = NodeName("n1"), Placement(NodeName("n1"), ((key("gpu0"), Mib(20 * GIB)),))
     known = NodeRooms(draft, POLICY, NOW, NOW, {})
     before = known.most(node, 80), known.now(node, 80)
@@ -149,7 +149,7 @@ def test_a_place_that_was_given_is_taken_from_what_the_node_will_have_unless_it_
     short = holding(a_task("short", gpu_mb=10 * GIB, expected_seconds=Seconds(9.0)), "gpu0")
     new = a_task("new", gpu_mb=20 * GIB, cpu=1.0, expected_seconds=Seconds(lasts))
     wide = a_task("wide", gpu_mb=50 * GIB)
-    draft = Draft(a_world(a_node(), a_device(), long, short, new, wide), Changes())
+    draft = Draft(a_world(a_node(), a_device(), long, short, new, wide), RevisionLog())
     node, place, at = NodeName("n1"), Placement(NodeName("n1"), ((key("gpu0"), Mib(20 * GIB)),)), NOW + 60.0
     capacity = FutureCapacity(ExpectedEnds(draft, POLICY, NOW), for_plans=False)
     later, unasked = capacity.capacity_at(node, wide, at), capacity.capacity_at(node, wide, at + 1.0)

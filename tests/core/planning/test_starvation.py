@@ -56,7 +56,7 @@ class Hours:
         self.world.measure(replace(b.sample, at=Instant(self.now)) for b in self._books() if b.sample)
 
     def _books(self) -> Iterable[Any]:
-        return self.world.books.values()
+        return self.world.ledgers.values()
 
     def _runs(self, name: str) -> bool:
         row = self.world.tasks.get(TaskId(name))
@@ -90,7 +90,7 @@ def a_stream_of_small_tasks(hours: Hours, *, state: bool) -> float:
         until = hours.now + 100.0
         while True:
             hours.turn()
-            shares.append(sum(book.leased_mb() for book in hours.world.books.values()) / (160 * GIB))
+            shares.append(sum(ledger.leased_mb() for ledger in hours.world.ledgers.values()) / (160 * GIB))
             if hours.now >= until:
                 break
             hours.let_time_pass(until)

@@ -1,6 +1,6 @@
 """A server that fails several times in a row gets no requests for a while."""
 
-from gpubroker_server.core.domain.units import Seconds, Ticks
+from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 from gpubroker_server.core.serving.circuit_breaker import Breaker, BreakerRules
 
 RULES = BreakerRules(3, Seconds(1.0), Seconds(4.0), Seconds(60.0))
@@ -9,26 +9,31 @@ RULES = BreakerRules(3, Seconds(1.0), Seconds(4.0), Seconds(60.0))
 def a_breaker(*faults_at: float) -> Breaker:
     breaker = Breaker(RULES)
     for at in faults_at:
-        breaker.failed(Ticks(at), "no connection")
+        breaker.failed(MonotonicSeconds(at), "no connection")
     return breaker
 
 
 def test_faults_in_a_row_open_it_unless_an_answer_comes_in_between() -> None:
     breaker = a_breaker(0.0, 0.1)
     assert not breaker.is_open
-    assert not breaker.answered(Ticks(0.2))
+    assert not breaker.answered(MonotonicSeconds(0.2))
     assert breaker.fault == ""
-    assert [breaker.failed(Ticks(at), "gone") for at in (0.3, 0.4, 0.5, 0.6)] == [False, False, True, False]
+    assert [breaker.failed(MonotonicSeconds(at), "gone") for at in (0.3, 0.4, 0.5, 0.6)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert (breaker.is_open, breaker.fault) == (True, "gone")
 
 
 def test_the_first_answer_after_the_pause_closes_it() -> None:
     breaker = a_breaker(0.0, 0.0, 0.0)
-    assert not breaker.answered(Ticks(0.9))
+    assert not breaker.answered(MonotonicSeconds(0.9))
     assert breaker.is_open
-    assert breaker.answered(Ticks(1.0))
+    assert breaker.answered(MonotonicSeconds(1.0))
     assert (breaker.is_open, breaker.fault) == (False, "")
-    assert not breaker.answered(Ticks(1.1))
+    assert not breaker.answered(MonotonicSeconds(1.1))
 
 
 def pauses(breaker: Breaker, at: float, count: int) -> tuple[list[float], float]:
@@ -36,9 +41,9 @@ def pauses(breaker: Breaker, at: float, count: int) -> tuple[list[float], float]
     found = []
     for _ in range(count):
         for _ in range(3):
-            breaker.failed(Ticks(at), "gone")
+            breaker.failed(MonotonicSeconds(at), "gone")
         opened = at
-        while not breaker.answered(Ticks(at)):
+        while not breaker.answered(MonotonicSeconds(at)):
             at += 0.5
         found.append(at - opened)
     return found, at
@@ -53,5 +58,5 @@ def test_the_pause_grows_for_a_server_that_answers_and_fails_in_turn() -> None:
 
 def test_it_has_default_rules() -> None:
     breaker = Breaker()
-    opened = [breaker.failed(Ticks(0.0), "gone") for _ in range(3)]
+    opened = [breaker.failed(MonotonicSeconds(0.0), "gone") for _ in range(3)]
     assert opened == [False, False, True]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 import pytest
-from gpubroker_server.core.domain.units import Ticks
+from gpubroker_server.core.domain.units import MonotonicSeconds
 from gpubroker_server.core.serving.slots import FIRST_LIMIT, MOST, HillClimb
 
 Lasts = Callable[[random.Random], float]
@@ -43,7 +43,7 @@ class Model:
             heappush(self._free, ends)
             heappush(self._flying, ends)
         self._now = heappop(self._flying)
-        self.climb.answered(Ticks(self._now), is_queued=True)
+        self.climb.answered(MonotonicSeconds(self._now), is_queued=True)
         return self.climb.limit
 
 
@@ -72,14 +72,14 @@ def test_the_limit_has_bounds() -> None:
 def test_it_learns_nothing_while_no_request_is_queued() -> None:
     climb = HillClimb()
     for moment in range(1000):
-        climb.answered(Ticks(moment), is_queued=False)
+        climb.answered(MonotonicSeconds(moment), is_queued=False)
     assert climb.limit == FIRST_LIMIT
 
 
 def test_answers_that_arrive_at_the_same_time_give_no_rate() -> None:
     climb = HillClimb()
     for _ in range(1000):
-        climb.answered(Ticks(5.0), is_queued=True)
+        climb.answered(MonotonicSeconds(5.0), is_queued=True)
     assert climb.limit == FIRST_LIMIT
 
 

@@ -1,11 +1,11 @@
 """The queue in front of one model."""
 
-from gpubroker_server.core.domain.units import Ticks
+from gpubroker_server.core.domain.units import MonotonicSeconds
 from gpubroker_server.core.serving.lane import LaneFull, LaneRules, ModelLane, Place, Queued, QueueEstimate
 from hypothesis import given
 from hypothesis import strategies as st
 
-NOW = Ticks(1000.0)
+NOW = MonotonicSeconds(1000.0)
 
 
 def a_lane(slots: int = 1, *, places: int = 8, tenant_share: float = 0.75, busy: str = "") -> ModelLane:
@@ -154,7 +154,7 @@ def test_a_lane_without_a_number_of_slots_finds_one() -> None:
         assert lane.try_start(tenant)
     for moment in range(20):
         waits(lane)
-        lane.finish("a", 1.0, Ticks(moment))
+        lane.finish("a", 1.0, MonotonicSeconds(moment))
         assert lane.start_next() is not None
     assert lane.slots > first
 

@@ -2,13 +2,15 @@
 
 import json
 
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.world.event_codec import demand_fields, demand_from, task_fields, task_from
 
 from tests.builders import NOW, a_demand, a_task
 
-WHERE = Where(kinds=("H100",), min_power=5, nodes=(("zone", ("a", "b")),), prefer_nodes=(("node", ("n1",)),))
+WHERE = PlacementConstraints(
+    kinds=("H100",), min_power=5, nodes=(("zone", ("a", "b")),), prefer_nodes=(("node", ("n1",)),)
+)
 DEMAND = a_demand(
     gpu_mb=2048,
     cpu=1.0,

@@ -28,7 +28,7 @@ def change(world: World, task: str, **changes: Any) -> None:
 
 
 def standing(world: World, task: str) -> int:
-    return world.queue.standing_of(world.tasks[TaskId(task)])
+    return world.queue.effective_priority_of(world.tasks[TaskId(task)])
 
 
 def source(world: World, task: str) -> str | None:
@@ -132,7 +132,7 @@ def test_after_any_course_each_task_has_the_place_that_a_naive_computation_gives
             for task in world.tasks.values():
                 if task.state is not TaskState.PENDING:
                     continue
-                assert world.queue.standing_of(task) == naive.standing(task)
+                assert world.queue.effective_priority_of(task) == naive.standing(task)
                 assert (task.id not in world.queue) or (
                     world.queue.group_of(task.id).standing == naive.standing(task)
                 )

@@ -1,12 +1,12 @@
 """Places by what they leave over for the demands that are usual."""
 
 import pytest
-from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.places import scores_of
 from gpubroker_server.core.world import placement_scores as mixes
-from gpubroker_server.core.world.placement_scores import Mix, rows
+from gpubroker_server.core.world.placement_scores import DemandMix, rows
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -48,7 +48,7 @@ def two_devices() -> World:
         holding(a_task("a", gpu_mb=50 * GIB), "gpu0"),
         holding(a_task("b", gpu_mb=32 * GIB), "gpu1"),
     )
-    world.mix = Mix()
+    world.mix = DemandMix()
     return world
 
 
@@ -89,7 +89,7 @@ def test_rare_devices_are_left_to_those_that_need_them():
     usual(
         world,
         any=(5, {"gpus": 1}),
-        picky=(5, {"gpus": 1, "where": Where(kinds=("H100",))}),
+        picky=(5, {"gpus": 1, "where": PlacementConstraints(kinds=("H100",))}),
     )
     assert goes_to(world, gpus=1) == "n2/gpu2"
 
@@ -103,7 +103,7 @@ def test_on_a_node_with_several_device_classes_all_are_scored():
 def test_preferences_come_before_fragmentation():
     world = a_world(a_device("gpu0", mb=80 * GIB), a_device("gpu1", mb=24 * GIB, kind="4090"))
     usual(world, small=(5, {"gpu_mb": 20 * GIB}), large=(5, {"gpu_mb": 80 * GIB}))
-    assert goes_to(world, gpu_mb=20 * GIB, where=Where(prefer_kinds=("H100",))) == "n1/gpu0"
+    assert goes_to(world, gpu_mb=20 * GIB, where=PlacementConstraints(prefer_kinds=("H100",))) == "n1/gpu0"
 
 
 def test_several_devices_of_several_classes_are_the_fullest_ones():
@@ -150,7 +150,7 @@ def test_a_placement_needs_as_many_devices_with_room_as_are_asked_for(kind: str)
     usual(world, any=(1, {"gpu_mb": GIB}))
     worth = scores_of(world, Policy())
     assert worth is not None
-    node = rows([(world.books[key(name)].device, mb) for name, mb in (("gpu0", 9), ("gpu1", 5))], 8.0)
+    node = rows([(world.ledgers[key(name)].device, mb) for name, mb in (("gpu0", 9), ("gpu1", 5))], 8.0)
     assert worth.spot(a_demand(gpus=2, gpu_mb=7), node) is None
     spot = worth.spot(a_demand(gpus=2, gpu_mb=5), node)
     assert spot is not None
@@ -170,7 +170,7 @@ def test_no_demand_is_typical_if_none_could_run_here():
 
 
 def test_old_demands_are_forgotten():
-    mix = Mix()
+    mix = DemandMix()
     for _ in range(mixes.MAX_COUNTED):
         mix.add(a_demand(gpu_mb=GIB))
     for _ in range(3 * mixes.MAX_COUNTED):
@@ -181,7 +181,7 @@ def test_old_demands_are_forgotten():
 
 def test_the_number_of_counted_demands_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mixes, "MAX_DEMANDS", 10)
-    mix = Mix()
+    mix = DemandMix()
     for size in range(1, 100):
         mix.add(a_demand(gpus=1))
         mix.add(a_demand(gpu_mb=size))
@@ -190,8 +190,8 @@ def test_the_number_of_counted_demands_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_demands_that_differ_only_beside_devices_count_as_one():
-    mix = Mix()
+    mix = DemandMix()
     mix.add(a_demand(gpu_mb=GIB, memory_mb=5, custom={"licence": 1.0}, slots=(("tenant:a", 1.0),), pool="p"))
-    mix.add(a_demand(gpu_mb=GIB, placement="spread", where=Where(prefer_kinds=("H100",))))
+    mix.add(a_demand(gpu_mb=GIB, placement="spread", where=PlacementConstraints(prefer_kinds=("H100",))))
     mix.add(a_demand(cpu=1.0))
     assert mix.edition == {a_demand(gpu_mb=GIB): 2}

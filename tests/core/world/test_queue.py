@@ -4,7 +4,7 @@ import pytest
 from gpubroker_server.core.domain.policy import BAND_NAMES, Policy, band_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.world.queue import EVEN, Group, PendingQueue, order_key, own_key
+from gpubroker_server.core.world.queue import EVEN, PendingQueue, QueueGroup, order_key, order_within_tenant
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +15,9 @@ POLICY = Policy(ageing_seconds_per_point=60.0)
 
 def in_order(*tasks: Task, now: float = NOW) -> list[str]:
     def place(task: Task) -> object:
-        return own_key(task.priority, task.stream, task.submitted_at, task.id, Instant(now), POLICY)
+        return order_within_tenant(
+            task.priority, task.stream, task.submitted_at, task.id, Instant(now), POLICY
+        )
 
     return [task.id for task in sorted(tasks, key=place)]
 
@@ -25,8 +27,8 @@ def test_a_higher_band_goes_first_however_long_the_other_has_waited():
     assert in_order(old, a_task("new", priority=70)) == ["new", "old"]
 
 
-def aged(priority: int, waited_seconds: float) -> int:
-    return -own_key(priority, "", Instant(NOW - waited_seconds), TaskId("t"), NOW, POLICY)[1]
+def aged_priority(priority: int, waited_seconds: float) -> int:
+    return -order_within_tenant(priority, "", Instant(NOW - waited_seconds), TaskId("t"), NOW, POLICY)[1]
 
 
 def test_within_a_band_waiting_makes_up_for_priority():
@@ -35,11 +37,11 @@ def test_within_a_band_waiting_makes_up_for_priority():
 
 
 def test_ageing_ends_at_the_top_of_the_band():
-    assert aged(50, 1e9) == 69
+    assert aged_priority(50, 1e9) == 69
 
 
 def test_a_task_from_the_future_has_not_aged():
-    assert aged(50, -1e9) == 50
+    assert aged_priority(50, -1e9) == 50
 
 
 def test_equal_priorities_go_by_submission_and_then_by_id():
@@ -70,7 +72,7 @@ members = st.tuples(st.integers(0, 20).map(float), st.text("abc", min_size=1, ma
 
 @given(st.lists(st.tuples(st.booleans(), members), max_size=200))
 def test_a_group_stays_sorted_whatever_is_added_and_removed(changes: list[tuple[bool, tuple[float, TaskId]]]):
-    group, plain = Group(("default", 50, a_demand(), "", 50)), []
+    group, plain = QueueGroup(("default", 50, a_demand(), "", 50)), []
     for comes, member in changes:
         if comes and member not in plain:
             group.add(member)
@@ -82,7 +84,7 @@ def test_a_group_stays_sorted_whatever_is_added_and_removed(changes: list[tuple[
 
 
 def test_a_group_drops_its_removed_members():
-    group = Group(("default", 50, a_demand(), "", 50))
+    group = QueueGroup(("default", 50, a_demand(), "", 50))
     for number in range(500):
         group.add((float(number), TaskId("t")))
     for number in range(400):
@@ -92,15 +94,15 @@ def test_a_group_drops_its_removed_members():
 
 
 def test_a_group_counts_its_members_before_a_place():
-    group = Group(("default", 50, a_demand(), "", 50))
+    group = QueueGroup(("default", 50, a_demand(), "", 50))
     for number in range(10):
         group.add((NOW - 10.0 * number, TaskId(f"t{number}")))
-    third = own_key(50, "", Instant(NOW - 70.0), TaskId("t7"), NOW, POLICY)
+    third = order_within_tenant(50, "", Instant(NOW - 70.0), TaskId("t7"), NOW, POLICY)
     assert group.count_own(third, NOW, POLICY) == 3
     assert group.count_until(order_key(third, EVEN), EVEN, NOW, POLICY) == 3
     assert group.count_until(order_key(third, EVEN), (1, 0), NOW, POLICY) == 0
     assert group.count_until(order_key(third, (1, 0)), EVEN, NOW, POLICY) == 10
-    higher = own_key(95, "", NOW, TaskId("x"), NOW, POLICY)
+    higher = order_within_tenant(95, "", NOW, TaskId("x"), NOW, POLICY)
     assert group.count_until(order_key(higher, EVEN), EVEN, NOW, POLICY) == 0
 
 

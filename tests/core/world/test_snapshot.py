@@ -65,12 +65,12 @@ def test_a_snapshot_does_not_see_later_events():
     gang = at_work()
     world = gang.world
     before = world.snapshot()
-    books = {key: book.taken() for key, book in before.books.items()}
+    ledgers = {key: ledger.taken() for key, ledger in before.ledgers.items()}
     comes(gang)
     submit(world, a_task("late", cpu=1.0))
     admit_all(world, now=gang.now)
     assert before.tasks.keys() == {"gang"}
     assert all(member.takes_part for member in before.tasks["gang"].members)
-    assert {key: book.taken() for key, book in before.books.items()} == books
+    assert {key: ledger.taken() for key, ledger in before.ledgers.items()} == ledgers
     assert [Draft(before).use(node).cpu for node in sorted(before.nodes)] == [2.0, 2.0]
     assert (before.pledges, world.pledges.keys()) == ({}, {"urgent"})

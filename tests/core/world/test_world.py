@@ -46,9 +46,9 @@ def picture(world: World) -> dict[str, object]:
         "runs": {node: runs for node, runs in world.runs.items() if runs},
         "use": {node: (use.cpu, use.memory_mb, use.runs) for node, use in world.use.items()},
         "custom": {name: amount for name, amount in world.custom_use.items() if amount},
-        "books": {
-            key: (book.holdings, book.pledges, book.free_mb(), book.soon_mb())
-            for key, book in world.books.items()
+        "ledgers": {
+            key: (ledger.holdings, ledger.pledges, ledger.free_mb(), ledger.free_after_releases_mb())
+            for key, ledger in world.ledgers.items()
         },
     }
 
@@ -114,7 +114,7 @@ def test_nodes_devices_and_requests_come_from_the_log():
     ]
     for number, (kind, name, fields) in enumerate(rows, start=1):
         world.apply([Event(Position(number), NOW, kind, name, 1, "", fields)])
-    assert world.books[key("gpu0")].free_mb() == 80 * GIB
+    assert world.ledgers[key("gpu0")].free_mb() == 80 * GIB
     assert world.requests == {"r1": request}
     commit(world, Decision("t", "cancel", requests_done=("r1",)))
     assert world.requests == {}
@@ -123,7 +123,7 @@ def test_nodes_devices_and_requests_come_from_the_log():
 def test_a_device_that_is_reported_again_keeps_its_ledger():
     world = a_world(a_device(), holding(a_task("run", gpu_mb=60 * GIB), "gpu0"))
     world.add_device(a_device(mb=90 * GIB))
-    assert world.books[key("gpu0")].free_mb() == 30 * GIB
+    assert world.ledgers[key("gpu0")].free_mb() == 30 * GIB
     assert world.by_node["n1"] == [key("gpu0")]
 
 
@@ -137,7 +137,7 @@ def test_a_lease_on_an_unknown_device_raises():
 def test_an_older_sample_and_one_of_an_unknown_device_change_nothing():
     world = a_world()
     world.measure([a_sample("gpu0", NOW - 1.0, foreign_mb=5 * GIB), a_sample("gpu7", foreign_mb=5 * GIB)])
-    assert world.books[key("gpu0")].free_mb() == 80 * GIB
+    assert world.ledgers[key("gpu0")].free_mb() == 80 * GIB
 
 
 def test_a_run_under_notice_frees_its_memory_for_its_preemptor_until_it_is_released():
@@ -146,15 +146,15 @@ def test_a_run_under_notice_frees_its_memory_for_its_preemptor_until_it_is_relea
         a_task("high", priority=80, gpu_mb=70 * GIB),
     )
     commit(world, plan_cycle(world, POLICY, NOW).decisions)
-    book = world.books[key("gpu0")]
-    assert book.yet_to_come_mb(TaskId("high")) == 60 * GIB
+    ledger = world.ledgers[key("gpu0")]
+    assert ledger.releasing_mb(TaskId("high")) == 60 * GIB
     low = world.tasks["low"]
     ended = write_move(low, Move.SUCCEEDED, finished_at=NOW)
     leases = tuple(move_lease(lease, LeaseState.RELEASING) for lease in world.leases_of(low))
     commit(world, Decision("low", "ended", tasks=(ended,), leases=leases))
-    assert book.yet_to_come_mb(TaskId("high")) == 60 * GIB
+    assert ledger.releasing_mb(TaskId("high")) == 60 * GIB
     let_go(world, "low")
-    assert book.yet_to_come_mb(TaskId("high")) == 0
+    assert ledger.releasing_mb(TaskId("high")) == 0
 
 
 def test_a_finished_task_stays_until_its_last_lease_is_released_and_is_counted_once():
@@ -186,9 +186,9 @@ def test_a_lease_without_a_run_is_added_and_removed_by_the_log():
     world = a_world()
     lease = replace(a_lease(a_task("m", fence=1), "gpu0", 30 * GIB, version=1), holder_kind=HolderKind.WORKER)
     commit(world, Decision("m", "load", leases=(lease,)))
-    assert world.books[key("gpu0")].free_mb() == 50 * GIB
+    assert world.ledgers[key("gpu0")].free_mb() == 50 * GIB
     commit(world, Decision("m", "unload", leases=(move_lease(lease, LeaseState.RELEASED),)))
-    assert (world.books[key("gpu0")].free_mb(), world.leases) == (80 * GIB, {})
+    assert (world.ledgers[key("gpu0")].free_mb(), world.leases) == (80 * GIB, {})
 
 
 def test_an_event_of_an_unknown_kind_only_moves_the_position():
@@ -215,4 +215,4 @@ def test_a_pledge_is_removed_at_its_end():
     world = a_world(a_device(), high, a_pledge(high, "gpu0", 40 * GIB))
     commit(world, plan_cycle(world, POLICY, NOW).decisions)
     assert world.pledges == {}
-    assert world.books[key("gpu0")].pledges == {}
+    assert world.ledgers[key("gpu0")].pledges == {}

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Gone, NodeSeen, Ready, Started
+from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Gone, NodeReport, Ready, Started
 
 from tests.contracts.executor_bench import Run
 from tests.e2e.ray_lab import Lab, agents_of, is_there, marked_with
@@ -108,7 +108,7 @@ async def test_waiting_ranks_outlive_the_agent_and_begin_under_the_next(lab: Lab
     before = len(lab.nodes)
     [agent] = agents_of(lab.head)
     os.kill(agent, signal.SIGKILL)
-    await lab.until(lambda: [node for node in lab.nodes[before:] if isinstance(node, NodeSeen)])
+    await lab.until(lambda: [node for node in lab.nodes[before:] if isinstance(node, NodeReport)])
     await lab.until(lambda: all("Ready" in rank.order_of_kinds()[2:] for rank in ranks))
     await let_go(ranks)
     assert [await rank.result() for rank in ranks] == [3.0, 3.0]

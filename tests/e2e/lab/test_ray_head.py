@@ -16,8 +16,8 @@ import pytest
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.head.head import HeadState, read_state, write_state
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.core.domain.leader_term import Tenure
-from gpubroker_server.core.domain.orders import Ended, Gone, NodeLost, NodeSeen, Started
+from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.orders import Ended, Gone, NodeLost, NodeReport, Started
 from gpubroker_server.core.domain.units import Term
 
 from tests.e2e.ray_lab import Lab, SystemClock, agents_of, eventually, is_there, lab_options
@@ -95,7 +95,7 @@ async def test_a_killed_head_is_replaced_and_its_runs_are_reported_gone(open_lab
     os.kill(head.pid, signal.SIGKILL)
     lost = await lab.until(lambda: [node for node in lab.nodes[before:] if isinstance(node, NodeLost)])
     assert lost[0].why == "the local Ray head ended"
-    seen = await lab.until(lambda: [node for node in lab.nodes[before:] if isinstance(node, NodeSeen)])
+    seen = await lab.until(lambda: [node for node in lab.nodes[before:] if isinstance(node, NodeReport)])
     assert (run.order.task, 1, 0) in seen[-1].runs
     assert (await run.first(Gone)).proof == "agent_restarted"
     assert not is_there(pid)
@@ -131,7 +131,7 @@ async def test_a_head_stays_while_it_is_used_and_stops_by_itself_later(open_lab:
 async def test_a_head_of_another_release_is_neither_adopted_nor_killed(lab: Lab, tmp_path: Path) -> None:
     write_state(tmp_path, replace(lab.head, ray="1.0.0"))
     executor = RayExecutor(lab_options(tmp_path), SystemClock())
-    starting = asyncio.create_task(executor.start(Tenure(Term(1))))
+    starting = asyncio.create_task(executor.start(LeaderTerm(Term(1))))
     await eventually(lambda: executor.status()["state"] == "failed")
     assert "a Ray 1.0.0 head" in executor.status()["message"]
     starting.cancel()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpubroker_server.adapters.ray.driver import link as driver_link
-from gpubroker_server.core.domain.orders import Ended, Ending, Gone, NodeLost, NodeSeen, Started
+from gpubroker_server.core.domain.orders import Ended, Ending, Gone, NodeLost, NodeReport, Started
 
 from tests.contracts.executor_bench import Run
 from tests.contracts.proxy import a_proxy
@@ -27,8 +27,8 @@ async def a_waiting_run(lab: Lab, tmp_path: Path) -> tuple[Run, Path]:
     return run, gate
 
 
-async def next_answer(lab: Lab, before: int) -> NodeSeen:
-    seen = await lab.until(lambda: [n for n in lab.nodes[before:] if isinstance(n, NodeSeen)])
+async def next_answer(lab: Lab, before: int) -> NodeReport:
+    seen = await lab.until(lambda: [n for n in lab.nodes[before:] if isinstance(n, NodeReport)])
     return seen[-1]
 
 

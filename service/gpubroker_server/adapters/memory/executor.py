@@ -8,7 +8,7 @@ from typing import Any
 
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.core.domain.device import DeviceSample, Node
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
@@ -16,13 +16,13 @@ from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     Gone,
     GoOrder,
-    NodeSeen,
+    NodeReport,
     Order,
     Ready,
     Report,
+    ReportedDevice,
     RunId,
     Sampled,
-    SeenDevice,
     Started,
     StartOrder,
     StopOrder,
@@ -42,7 +42,7 @@ class SimulatedNode:
     cpu: float
     memory_mb: int
     max_runs: int
-    devices: tuple[SeenDevice, ...]
+    devices: tuple[ReportedDevice, ...]
 
 
 REMEMBERED_FENCES = 100_000
@@ -75,7 +75,7 @@ class WaitingExecutor:
         self._clock = clock
         self._period_seconds = sample_period_seconds
         self._ticks = ticks
-        self._tenure: Tenure | None = None
+        self._tenure: LeaderTerm | None = None
         """None while another process leads."""
         self._incarnation = ""
         self._runs: dict[RunId, _Run] = {}
@@ -94,7 +94,7 @@ class WaitingExecutor:
     async def connect(self) -> None:
         """There is no process to connect to."""
 
-    async def start(self, tenure: Tenure) -> None:
+    async def start(self, tenure: LeaderTerm) -> None:
         self._tenure = tenure
         self._pending = []
         self._incarnation = f"simulated-{tenure.term}"
@@ -111,7 +111,7 @@ class WaitingExecutor:
             incarnation=self._incarnation,
             boot_id="simulated",
         )
-        self._report(NodeSeen(node, self._node.devices, (*self._runs, *self._watched), self._clock.now()))
+        self._report(NodeReport(node, self._node.devices, (*self._runs, *self._watched), self._clock.now()))
         for run in self._runs.values():
             for report in run.reports:
                 self._report(report)

@@ -12,7 +12,7 @@ from gpubroker_server.ports.models import (
     Index,
     IndexedModel,
     ModelHost,
-    Stage,
+    ModelState,
 )
 
 MIB_BYTES = 2**20
@@ -38,7 +38,7 @@ class SimulatedModel:
 
 @dataclass(slots=True)
 class _Residency:
-    stage: Stage = Stage.ABSENT
+    stage: ModelState = ModelState.ABSENT
     reason: str = ""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     load: asyncio.TimerHandle | None = None
@@ -64,12 +64,16 @@ class SimulatedHost(ModelHost):
 
     @property
     def ready(self) -> list[str]:
-        return sorted(name for name, residency in self._residencies.items() if residency.stage is Stage.READY)
+        return sorted(
+            name for name, residency in self._residencies.items() if residency.stage is ModelState.READY
+        )
 
     @property
     def used_mb(self) -> int:
         """The size of all models that are not absent."""
-        here = (name for name, residency in self._residencies.items() if residency.stage is not Stage.ABSENT)
+        here = (
+            name for name, residency in self._residencies.items() if residency.stage is not ModelState.ABSENT
+        )
         return sum(self.models[name].size_mb for name in here)
 
     def restart(self) -> None:
@@ -90,7 +94,7 @@ class SimulatedHost(ModelHost):
     def let_go(self, model: str) -> None:
         """The request that held up an unload ends."""
         self.models[model].stuck = False
-        if self._residency(model).stage is Stage.UNLOADING:
+        if self._residency(model).stage is ModelState.UNLOADING:
             self._leave(model)
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
@@ -108,9 +112,9 @@ class SimulatedHost(ModelHost):
             return
         for name in (model, *self.models[model].steps):
             residency = self._residency(name)
-            if residency.stage is Stage.READY and self.models[name].stuck:
-                residency.stage = Stage.UNLOADING
-            elif residency.stage is Stage.READY:
+            if residency.stage is ModelState.READY and self.models[name].stuck:
+                residency.stage = ModelState.UNLOADING
+            elif residency.stage is ModelState.READY:
                 self._leave(name)
 
     async def index(self, within_seconds: Seconds) -> Index:  # noqa: ARG002
@@ -126,7 +130,7 @@ class SimulatedHost(ModelHost):
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:  # noqa: ARG002
         self._reach()
-        if self._residency(model).stage is not Stage.READY:
+        if self._residency(model).stage is not ModelState.READY:
             raise HostRefused(HostFault.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
         return not self.models[model].dead
 
@@ -138,13 +142,13 @@ class SimulatedHost(ModelHost):
     async def _bring(self, model: str, within_seconds: Seconds) -> None:
         """Joins a load that is under way."""
         residency, known = self._residency(model), self._known(model)
-        if residency.stage is Stage.READY:
+        if residency.stage is ModelState.READY:
             return
         if known.fails is not None:
             residency.reason = str(known.fails)
             raise known.fails
-        if residency.stage is not Stage.LOADING:
-            residency.stage, residency.reason = Stage.LOADING, ""
+        if residency.stage is not ModelState.LOADING:
+            residency.stage, residency.reason = ModelState.LOADING, ""
             residency.ready.clear()
             residency.load = asyncio.get_running_loop().call_later(known.load_seconds, self._arrive, model)
         try:
@@ -152,17 +156,17 @@ class SimulatedHost(ModelHost):
                 await residency.ready.wait()
         except TimeoutError:
             raise HostRefused(HostFault.UNKNOWN, f"{model} was not ready in {within_seconds:g} s") from None
-        if residency.stage is not Stage.READY:
+        if residency.stage is not ModelState.READY:
             raise HostRefused(HostFault.UNKNOWN, f"the server ended while it loaded {model}")
 
     def _arrive(self, model: str) -> None:
         residency = self._residency(model)
-        residency.stage, residency.load = Stage.READY, None
+        residency.stage, residency.load = ModelState.READY, None
         residency.ready.set()
 
     def _leave(self, model: str) -> None:
         residency = self._residency(model)
-        residency.stage, residency.reason = Stage.ABSENT, ""
+        residency.stage, residency.reason = ModelState.ABSENT, ""
         self.models[model].dead = False
 
     def _residency(self, model: str) -> _Residency:
@@ -175,7 +179,7 @@ class SimulatedHost(ModelHost):
 
     def _indexed(self, model: str) -> IndexedModel:
         residency = self._residencies.get(model, _Residency())
-        versions = ("1",) if residency.stage is Stage.READY else ()
+        versions = ("1",) if residency.stage is ModelState.READY else ()
         return IndexedModel(model, residency.stage, versions, residency.reason)
 
     def _reach(self) -> None:

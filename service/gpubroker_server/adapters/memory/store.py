@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.decisions import (
     tenant_delta_mb,
 )
 from gpubroker_server.core.domain.device import Device, Node
-from gpubroker_server.core.domain.estimates import Sketch, Topic
+from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
@@ -73,7 +73,7 @@ class MemoryStore(TokensAndObjects):
         self._outcomes: dict[TaskId, Outcome] = {}
         self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
         self._finished: Counter[tuple[str, TaskState]] = Counter()
-        self._estimates: dict[Topic, Sketch] = {}
+        self._estimates: dict[SketchKey, Sketch] = {}
         self._usage = Accounts(usage_half_life_seconds)
         self._pruned = 0
         """How many of the first events were removed."""
@@ -327,8 +327,7 @@ class MemoryStore(TokensAndObjects):
         if outcome is None:
             return TaskRecord(task, self._specs[task.id])
         failure = None if outcome.failure is None else asdict(outcome.failure)
-        has_result = outcome.result is not None or outcome.result_digest is not None
-        return TaskRecord(task, self._specs[task.id], failure, has_result)
+        return TaskRecord(task, self._specs[task.id], failure)
 
     async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, StoredState]:
         rows = (self._tasks[task] for task in tasks if task in self._tasks)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import DeviceProbe, MeasuredDevice, ProcessGroup
 
@@ -28,7 +28,7 @@ def load_nvml() -> Any | None:
     return pynvml
 
 
-def new_probe(simulated: Sequence[SeenDevice] | None) -> DeviceProbe:
+def new_probe(simulated: Sequence[ReportedDevice] | None) -> DeviceProbe:
     """Simulated devices if the configuration has a list of them (even an empty one), else those of NVML."""
     from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
 
@@ -63,7 +63,7 @@ class NvmlProbe:
         self._handles: dict[str, Any] = {}
         self._instances: set[str] = set()
         """UUIDs of instances of a GPU (MIG)."""
-        self._devices: list[SeenDevice] = []
+        self._devices: list[ReportedDevice] = []
         whole = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         for handle in whole:
             self._enter(handle)
@@ -78,7 +78,7 @@ class NvmlProbe:
         if parent:
             self._instances.add(uuid)
         self._devices.append(
-            SeenDevice(
+            ReportedDevice(
                 uuid=uuid,
                 kind=_text(self._nvml.nvmlDeviceGetName(handle)),
                 index=len(self._devices),
@@ -99,7 +99,7 @@ class NvmlProbe:
             except self._nvml.NVMLError:
                 continue
 
-    def inventory(self) -> Sequence[SeenDevice]:
+    def inventory(self) -> Sequence[ReportedDevice]:
         return self._devices
 
     def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
@@ -194,7 +194,7 @@ class DeviceMeter:
         self._probe = probe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meter")
 
-    def inventory(self) -> Sequence[SeenDevice]:
+    def inventory(self) -> Sequence[ReportedDevice]:
         return self._probe.inventory()
 
     async def measure(

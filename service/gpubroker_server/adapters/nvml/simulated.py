@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import MeasuredDevice, ProcessGroup
 
@@ -15,11 +15,11 @@ class SimulatedProbe:
     """A DeviceProbe. A run uses its lease while a process of it lives. If the environment of a process
     names another amount, the run uses that until its last process ends."""
 
-    def __init__(self, devices: Sequence[SeenDevice]) -> None:
+    def __init__(self, devices: Sequence[ReportedDevice]) -> None:
         self._devices = tuple(devices)
         self._declared_mb: dict[str, Mib] = {}
 
-    def inventory(self) -> Sequence[SeenDevice]:
+    def inventory(self) -> Sequence[ReportedDevice]:
         return self._devices
 
     def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:

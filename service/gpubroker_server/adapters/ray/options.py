@@ -12,7 +12,7 @@ from typing import Any
 
 from gpubroker.runtime.messages import known_fields
 
-from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 
 
@@ -26,7 +26,7 @@ class RayOptions:
     node_name: str = "local"
     """The only node of a local head. Nodes of a joined cluster have names of their own."""
     cluster: str = "local"
-    devices: tuple[SeenDevice, ...] | None = None
+    devices: tuple[ReportedDevice, ...] | None = None
     """Simulated devices, the same on every node; None asks NVML."""
     spares: int = 2
     warm_runners: int = 1
@@ -143,10 +143,10 @@ class AgentConfig:
         return cls(**{**given, **lists})
 
     @property
-    def simulated(self) -> tuple[SeenDevice, ...] | None:
+    def simulated(self) -> tuple[ReportedDevice, ...] | None:
         if self.devices is None:
             return None
         return tuple(
-            SeenDevice(uuid, kind, index, Mib(mb), True, parent)
+            ReportedDevice(uuid, kind, index, Mib(mb), True, parent)
             for uuid, kind, index, mb, parent in self.devices
         )

@@ -8,13 +8,13 @@ import msgpack
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 
-from gpubroker_server.core.domain.model_orders import ServerSeen
+from gpubroker_server.core.domain.model_orders import ServerIndex
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
     Heartbeat,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Order,
     Report,
     RunId,
@@ -137,6 +137,6 @@ def write_reports(
 
 def run_of(report: Report) -> RunId | None:
     """The run that a report is about; None for one about a node or a server."""
-    if isinstance(report, NodeSeen | NodeLost | Heartbeat | Sampled | ServerSeen):
+    if isinstance(report, NodeReport | NodeLost | Heartbeat | Sampled | ServerIndex):
         return None
     return report.task, report.fence, report.rank

@@ -27,7 +27,7 @@ from gpubroker_server.adapters.sql.session import (
     SetStatement,
 )
 from gpubroker_server.core.domain.decisions import Decision, Request, device_delta_mb, tenant_delta_mb
-from gpubroker_server.core.domain.estimates import Lesson, Topic
+from gpubroker_server.core.domain.estimates import Observation, SketchKey
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event, NewEvent, events_of, requested, submitted
@@ -55,7 +55,7 @@ class Unit(ABC):
     finished: Sequence[tuple[str, TaskState]] = ()
     taken: Mapping[str, int] = {}
     """Tenant -> change of the MiB that it holds."""
-    lessons: Sequence[Lesson] = ()
+    lessons: Sequence[Observation] = ()
     weight = 1
     """How much of a group's size it takes."""
 
@@ -272,7 +272,7 @@ def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, Rows]:
     rows: dict[SetStatement, Rows] = defaultdict(Rows)
     memory: Counter[str] = Counter()
     finished: Counter[tuple[str, TaskState]] = Counter()
-    lessons: dict[Topic, Lesson] = {}
+    lessons: dict[SketchKey, Observation] = {}
     for unit in units:
         unit.put_rows(rows)
         memory.update(unit.memory)
@@ -296,8 +296,8 @@ def answer_known(session: Session, units: Sequence[Unit]) -> list[Unit]:
     keys = [new.key for new in submitted_units if new.key[1] is not None]
     by_key = {(row[0], row[1]): (row[2], row[3]) for row in session.fetch(sql.known_keys, keys)}
     ids = {row[0] for row in session.fetch(sql.known_ids, [(new.first,) for new in submitted_units])}
-    homes = [(new.home,) for new in submitted_units if new.home is not None]
-    by_home = {row[0]: row[1] for row in session.fetch(sql.known_homes, homes)} if homes else {}
+    models = [(new.home,) for new in submitted_units if new.home is not None]
+    by_home = {row[0]: row[1] for row in session.fetch(sql.known_homes, models)} if models else {}
     left: list[Unit] = []
     for unit in units:
         if isinstance(unit, NewTasks) and unit.key in by_key:

@@ -64,7 +64,6 @@ _SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # it is 
 ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
 _ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
 _USAGE = select(*(tables.usage.c[name] for name in TenantUsage._fields)).order_by(tables.usage.c.tenant)
-_HAS_RESULT = or_(_outcome.c.result.isnot(None), _outcome.c.result_digest.isnot(None)).label("has_result")
 
 
 _chosen, _other = _task.alias("chosen"), _outcome.alias("other")
@@ -72,7 +71,7 @@ _newest = select(func.max(_other.c.fence)).where(_other.c.task == _chosen.c.id).
 
 # Statements with parameters, made once: to build one costs more than to run it.
 _RECORDS = (
-    select(*(_chosen.c[column.name] for column in TASK), *_SPEC, _outcome.c.failure, _HAS_RESULT)
+    select(*(_chosen.c[column.name] for column in TASK), *_SPEC, _outcome.c.failure)
     .join(_spec, _spec.c.task == _chosen.c.id)
     .outerjoin(_outcome, and_(_outcome.c.task == _chosen.c.id, _outcome.c.fence == _newest))
     .order_by(_chosen.c.id.desc())
@@ -304,7 +303,6 @@ def _record_of(row: Mapping[str, Any]) -> TaskRecord:
         task=rows.task_of_row(row[name] for name in _TASK_NAMES),
         spec=rows.spec_of_row(row),
         failure=None if failure is None else from_json(failure),
-        has_result=bool(row["has_result"]),
     )
 
 

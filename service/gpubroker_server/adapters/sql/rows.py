@@ -16,7 +16,7 @@ from gpubroker_server.adapters.sql.system_tables import check_reader
 from gpubroker_server.core.domain.decisions import Decision, Fields, Outcome, Request
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Node
-from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
+from gpubroker_server.core.domain.estimates import Observation, Sketch, SketchKey, What
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.orders import Checkpointed
 from gpubroker_server.core.domain.task import (
@@ -220,16 +220,16 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.FORGET_ESTIMATES, (topic.tenant, topic.subject, topic.kind, topic.what.value)
 
 
-def estimate_row(lesson: Lesson) -> Row:
+def estimate_row(lesson: Observation) -> Row:
     topic, counts = lesson.topic, json_text(lesson.sketch.counts)
     return (topic.tenant, topic.subject, topic.kind, topic.what.value, lesson.at, counts)
 
 
-def estimate_of_row(row: Sequence[Any]) -> tuple[Topic, Sketch]:
+def estimate_of_row(row: Sequence[Any]) -> tuple[SketchKey, Sketch]:
     """`row` has the columns of `reads.ESTIMATE`."""
     tenant, subject, kind, what, counts = row
     pairs = tuple((bucket, count) for bucket, count in from_json(counts))
-    return Topic(tenant, subject, kind, What(what)), Sketch(pairs)
+    return SketchKey(tenant, subject, kind, What(what)), Sketch(pairs)
 
 
 _hot_values = attrgetter(*HOT_FIELDS)

@@ -126,7 +126,7 @@ class RecentTasks:
             return None
         row, outcome = entry.ended
         failure = None if outcome.failure is None else asdict(outcome.failure)
-        return TaskRecord(row, entry.spec, failure, has_result=outcome.result is not None)
+        return TaskRecord(row, entry.spec, failure)
 
     def result(self, task: TaskId) -> StoredResult | None:
         entry = self._entries.get(task)

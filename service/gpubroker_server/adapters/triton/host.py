@@ -23,14 +23,14 @@ from gpubroker_server.ports.models import (
     Index,
     IndexedModel,
     ModelHost,
-    Stage,
+    ModelState,
 )
 from gpubroker_server.ports.triton_messages import messages
 
 _SERVICE: Final = "/inference.GRPCInferenceService/"
 
-_STAGES: Final = {"READY": Stage.READY, "UNLOADING": Stage.UNLOADING, "LOADING": Stage.LOADING}
-_NEAREST: Final = (Stage.READY, Stage.UNLOADING, Stage.LOADING, Stage.ABSENT)
+_STAGES: Final = {"READY": ModelState.READY, "UNLOADING": ModelState.UNLOADING, "LOADING": ModelState.LOADING}
+_NEAREST: Final = (ModelState.READY, ModelState.UNLOADING, ModelState.LOADING, ModelState.ABSENT)
 """The first of these that a version of a model has is the model's."""
 
 _UNLOADED: Final = "unloaded"
@@ -191,9 +191,9 @@ def _indexed(rows: Any) -> dict[str, IndexedModel]:
     """By model; an index has a row for each version."""
     models: dict[str, IndexedModel] = {}
     for row in rows:
-        stage = _STAGES.get(row.state, Stage.ABSENT)
-        known = models.get(row.name, IndexedModel(row.name, Stage.ABSENT))
-        versions = (row.version,) if stage is Stage.READY else ()
+        stage = _STAGES.get(row.state, ModelState.ABSENT)
+        known = models.get(row.name, IndexedModel(row.name, ModelState.ABSENT))
+        versions = (row.version,) if stage is ModelState.READY else ()
         models[row.name] = IndexedModel(
             row.name,
             min(known.stage, stage, key=_NEAREST.index),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpubroker_server.core.domain.device import Device, Node
-from gpubroker_server.core.domain.estimates import Lesson, Topic
+from gpubroker_server.core.domain.estimates import Observation, SketchKey
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge, PledgeEnd
 from gpubroker_server.core.domain.model_orders import InferenceOrder, ModelOrder
 from gpubroker_server.core.domain.orders import Checkpointed, Failure, Order
@@ -43,7 +43,7 @@ class PledgeWrite:
     end: PledgeEnd | None = None
 
 
-def withdrawn(pledges: Mapping[DeviceKey, Pledge]) -> tuple[PledgeWrite, ...]:
+def withdraw_pledges(pledges: Mapping[DeviceKey, Pledge]) -> tuple[PledgeWrite, ...]:
     return tuple(PledgeWrite(pledges[device], PledgeEnd.WITHDRAWN) for device in sorted(pledges))
 
 
@@ -97,8 +97,8 @@ class Decision:
     checkpoint: Checkpointed | None = None
     requests_done: tuple[str, ...] = ()
     orders: tuple[AnyOrder, ...] = ()
-    lessons: tuple[Lesson, ...] = ()
-    forgotten: tuple[Topic, ...] = ()
+    lessons: tuple[Observation, ...] = ()
+    forgotten: tuple[SketchKey, ...] = ()
     audit: tuple[AuditNote, ...] = ()
 
     def is_empty(self) -> bool:
@@ -146,7 +146,7 @@ def _lease_delta_mb(decision: Decision, field: str) -> dict[str, int]:
     return delta
 
 
-def given_mb(decision: Decision) -> int:
+def granted_mb(decision: Decision) -> int:
     """MiB that a planned decision gives its task beyond what was pledged to it before; at least 0."""
     given: int = sum(lease.mb for lease in decision.leases)
     for written in decision.pledges:

@@ -14,7 +14,7 @@ Labels = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @value
-class Where:
+class PlacementConstraints:
     """Constraints on devices and nodes, all of which must hold, and preferences."""
 
     kinds: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Where:
     prefer_nodes: Labels = ()
 
 
-ANYWHERE = Where()
+NO_CONSTRAINTS = PlacementConstraints()
 
 
 @value
@@ -48,7 +48,7 @@ class Demand:
     memory_mb: Mib = Mib(0)
     custom: tuple[tuple[str, float], ...] = ()
     placement: str = "pack"
-    where: Where = ANYWHERE
+    where: PlacementConstraints = NO_CONSTRAINTS
     pool: str = ""
     slots: tuple[tuple[str, float], ...] = ()
     """Amounts that count against limits shared by many tasks, sorted by name."""
@@ -124,7 +124,7 @@ def may_use_node(demand: Demand, node: Node) -> bool:
     return not demand.where.nodes or not _unmet(demand.where.nodes, node)
 
 
-def unwanted_device(demand: Demand, device: Device) -> int:
+def device_preference_rank(demand: Demand, device: Device) -> int:
     """Index of its kind in the preferred kinds; 0 is best, and also means no preference."""
     preferred = demand.where.prefer_kinds
     for place, name in enumerate(preferred):
@@ -133,7 +133,7 @@ def unwanted_device(demand: Demand, device: Device) -> int:
     return len(preferred)
 
 
-def unwanted_node(demand: Demand, node: Node) -> int:
+def node_preference_rank(demand: Demand, node: Node) -> int:
     return len(_unmet(demand.where.prefer_nodes, node)) if demand.where.prefer_nodes else 0
 
 
@@ -142,7 +142,7 @@ def _unmet(wanted: Labels, node: Node) -> list[str]:
     return [label for label, values in wanted if has.get(label) not in values]
 
 
-class Ceiling(NamedTuple):
+class NodeUpperBound(NamedTuple):
     """An upper bound of what one node offers, for a quick test."""
 
     amounts: tuple[int, ...]
@@ -158,8 +158,8 @@ class Ceiling(NamedTuple):
         return not demand.gpus or self.amounts[demand.gpus - 1] >= (demand.gpu_mb or 1)
 
 
-def ceiling(offered: Iterable[tuple[Device, int]]) -> Ceiling:
+def ceiling(offered: Iterable[tuple[Device, int]]) -> NodeUpperBound:
     """`offered`: (device, MiB that could be leased there)."""
     found = list(offered)
     amounts = sorted((mb for _, mb in found), reverse=True)
-    return Ceiling(tuple(amounts), sum(mb >= device.allocatable_mb for device, mb in found))
+    return NodeUpperBound(tuple(amounts), sum(mb >= device.allocatable_mb for device, mb in found))

@@ -80,7 +80,7 @@ class What(StrEnum):
 
 
 @value
-class Topic:
+class SketchKey:
     tenant: str
     subject: str
     """As `Task.subject`: runs of one subject are taken to be alike."""
@@ -90,10 +90,10 @@ class Topic:
 
 
 @value
-class Lesson:
+class Observation:
     """A value that the end of a run adds to a sketch."""
 
-    topic: Topic
+    topic: SketchKey
     value: float
     sketch: Sketch
     """Including this value; becomes the row of the topic."""

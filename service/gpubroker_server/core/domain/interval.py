@@ -5,7 +5,7 @@ from math import inf
 from gpubroker_server.core.domain.units import Instant, Seconds
 
 
-class Pace:
+class Interval:
     """A clock that is set back does not delay the work."""
 
     def __init__(self, every_seconds: Seconds) -> None:

@@ -10,11 +10,11 @@ long its process was suspended, as long as the two clocks' rates differ by less 
 from dataclasses import dataclass
 from math import inf
 
-from gpubroker_server.core.domain.units import Instant, Seconds, Term, Ticks
+from gpubroker_server.core.domain.units import Instant, MonotonicSeconds, Seconds, Term
 
 
 @dataclass(frozen=True, slots=True)
-class TenureRules:
+class LeaderTermRules:
     """`renew_seconds` leaves time for more than one retry before the term ends."""
 
     ttl_seconds: Seconds = Seconds(3.0)
@@ -23,46 +23,46 @@ class TenureRules:
     """The holder stops relying on its term this much earlier."""
     renew_seconds: Seconds = Seconds(1.0)
 
-    def trusted_until(self, asked_at: Ticks) -> Ticks:
-        return Ticks(asked_at + self.ttl_seconds - self.margin_seconds)
+    def trusted_until(self, asked_at: MonotonicSeconds) -> MonotonicSeconds:
+        return MonotonicSeconds(asked_at + self.ttl_seconds - self.margin_seconds)
 
-    def renew_at(self, until: Ticks) -> Ticks:
+    def renew_at(self, until: MonotonicSeconds) -> MonotonicSeconds:
         """When to renew a lease that is trusted until then: counted from when it was asked for, not from the
         answer."""
-        return Ticks(until - self.ttl_seconds + self.margin_seconds + self.renew_seconds)
+        return MonotonicSeconds(until - self.ttl_seconds + self.margin_seconds + self.renew_seconds)
 
 
 _DECADES = Seconds(1e9)
-UNTIL_PROCESS_EXIT = TenureRules(_DECADES, Seconds(0.0), _DECADES)
+UNTIL_PROCESS_EXIT = LeaderTermRules(_DECADES, Seconds(0.0), _DECADES)
 """Where a stronger lock keeps others out: the lock on a SQLite file ends with its process."""
 
 
-NEVER = Ticks(inf)
+NEVER = MonotonicSeconds(inf)
 
 
-class Tenure:
+class LeaderTerm:
     """One term, as its holder may rely on it. Once over it stays over: only a new term makes the process lead
     again."""
 
-    def __init__(self, term: Term, until: Ticks = NEVER) -> None:
+    def __init__(self, term: Term, until: MonotonicSeconds = NEVER) -> None:
         self.term = term
         self._until = until
         self._is_over = False
 
     @property
-    def until(self) -> Ticks:
+    def until(self) -> MonotonicSeconds:
         """The instant after which orders of this term must not be carried out."""
-        return Ticks(-inf) if self._is_over else self._until
+        return MonotonicSeconds(-inf) if self._is_over else self._until
 
-    def extend(self, until: Ticks) -> None:
+    def extend(self, until: MonotonicSeconds) -> None:
         """Extend after a renewal; an out-of-order renewal changes nothing."""
         self._until = max(self._until, until)
 
-    def is_over(self, now: Ticks) -> bool:
+    def is_over(self, now: MonotonicSeconds) -> bool:
         self._is_over = self._is_over or now >= self._until
         return self._is_over
 
-    def seconds_left(self, now: Ticks) -> Seconds:
+    def seconds_left(self, now: MonotonicSeconds) -> Seconds:
         return Seconds(max(0.0, self.until - now))
 
 
@@ -91,13 +91,13 @@ class ObservedLeader:
     """A leader row, and when a candidate first saw it on its own clock."""
 
     row: LeaderRow
-    since: Ticks
+    since: MonotonicSeconds
 
-    def next(self, row: LeaderRow, now: Ticks) -> "ObservedLeader":
+    def next(self, row: LeaderRow, now: MonotonicSeconds) -> "ObservedLeader":
         same = (row.term, row.lease_until) == (self.row.term, self.row.lease_until)
         return ObservedLeader(row, self.since if same else now)
 
-    def may_take(self, now: Ticks, rules: TenureRules) -> bool:
+    def may_take(self, now: MonotonicSeconds, rules: LeaderTermRules) -> bool:
         """Whether the lease has expired by the database's clock, or was not renewed for its whole duration by
         ours. The second rule matters if the database's clock was set back, which makes a lease look longer
         than it is."""

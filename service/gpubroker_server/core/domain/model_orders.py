@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds, TaskId
 
 
-class Stage(StrEnum):
+class ModelState(StrEnum):
     ABSENT = "absent"
     """Never loaded, unloaded, or its last load failed: as far as the server knows, it holds nothing."""
     LOADING = "loading"
@@ -27,7 +27,7 @@ class IndexedModel:
     one is in."""
 
     model: str
-    stage: Stage
+    stage: ModelState
     versions: tuple[str, ...] = ()
     reason: str = ""
     """Why it is not loaded, in the server's words; empty if it was never loaded or was unloaded."""
@@ -65,7 +65,7 @@ ModelOrder = LoadOrder | UnloadOrder | CheckOrder
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSeen:
+class ServerIndex:
     """The index of a server. Reports of one server arrive in the order in which they were read."""
 
     server: str
@@ -74,11 +74,11 @@ class ServerSeen:
     under_way: frozenset[tuple[TaskId, Fence]] = frozenset()
     """Claims with an unanswered order: the index says nothing about those."""
 
-    def stage_of(self, model: str) -> Stage:
+    def stage_of(self, model: str) -> ModelState:
         """The server itself (no model) is READY: it has answered."""
         if not model:
-            return Stage.READY
-        return self.models[model].stage if model in self.models else Stage.ABSENT
+            return ModelState.READY
+        return self.models[model].stage if model in self.models else ModelState.ABSENT
 
     def versions_of(self, model: str) -> tuple[str, ...]:
         return self.models[model].versions if model in self.models else ()

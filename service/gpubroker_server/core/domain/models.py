@@ -77,7 +77,7 @@ def expected_seconds(load_seconds: Seconds, usage: ModelUsage, now: Instant) -> 
     return Seconds(load_seconds * usage.chance(now))
 
 
-class Home(NamedTuple):
+class ModelKey(NamedTuple):
     """A model on a server; one holder at a time. An empty model is the server itself, with its base cost."""
 
     server: str
@@ -106,8 +106,8 @@ class ModelTerms:
     """The versions loaded when it was last ready, sorted; empty if unknown."""
 
     @property
-    def home(self) -> Home:
-        return Home(self.server, self.model)
+    def home(self) -> ModelKey:
+        return ModelKey(self.server, self.model)
 
 
 FILE_FACTOR = 1.25

@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import TaskId
 
 
-class NodeUse:
+class NodeUsage:
     """What the active runs of one node use of its CPU, host memory, run slots and custom resources."""
 
     __slots__ = ("cpu", "custom", "memory_mb", "priorities", "runs", "stopping")
@@ -22,8 +22,8 @@ class NodeUse:
         """Priority -> number of runs."""
         self.stopping: frozenset[TaskId] = frozenset()
 
-    def copy(self) -> "NodeUse":
-        twin = NodeUse(self.cpu, self.memory_mb, self.runs)
+    def copy(self) -> "NodeUsage":
+        twin = NodeUsage(self.cpu, self.memory_mb, self.runs)
         twin.custom = dict(self.custom)
         twin.priorities = dict(self.priorities)
         twin.stopping = self.stopping
@@ -47,7 +47,7 @@ def count_custom(use: dict[str, float], task: Task, sign: int) -> None:
         use[name] = round(use.get(name, 0.0) + sign * amount, 6)
 
 
-class Headroom(NamedTuple):
+class NodeHeadroom(NamedTuple):
     """Free CPU, host memory in MiB, run slots and custom resources of one node."""
 
     cpu: float
@@ -74,7 +74,7 @@ class Headroom(NamedTuple):
         asked = dict(task.demand.custom)
         return [name for name, left in self.custom if asked.get(name, 0.0) > max(0.0, left)]
 
-    def with_room_of(self, *tasks: Task, sign: int = 1) -> "Headroom":
+    def with_room_of(self, *tasks: Task, sign: int = 1) -> "NodeHeadroom":
         """As if these tasks had left (or, with sign -1, arrived)."""
         cpu, memory_mb, custom = self.cpu, self.memory_mb, self.custom
         for task in tasks:
@@ -84,10 +84,10 @@ class Headroom(NamedTuple):
             if custom and demand.custom:
                 took = dict(demand.custom)
                 custom = tuple((name, round(left + sign * took.get(name, 0.0), 6)) for name, left in custom)
-        return Headroom(round(cpu, 6), memory_mb, self.runs + sign * len(tasks), custom, self.node)
+        return NodeHeadroom(round(cpu, 6), memory_mb, self.runs + sign * len(tasks), custom, self.node)
 
-    def at_most(self, other: "Headroom") -> "Headroom":
+    def at_most(self, other: "NodeHeadroom") -> "NodeHeadroom":
         """The smaller of two views of the same node, resource by resource."""
         custom = tuple((name, min(a, b)) for (name, a), (_, b) in zip(self.custom, other.custom, strict=True))
         cpu, memory_mb = min(self.cpu, other.cpu), min(self.memory_mb, other.memory_mb)
-        return Headroom(cpu, memory_mb, min(self.runs, other.runs), custom, self.node)
+        return NodeHeadroom(cpu, memory_mb, min(self.runs, other.runs), custom, self.node)

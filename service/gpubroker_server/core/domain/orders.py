@@ -8,7 +8,7 @@ it has already started.
 from enum import StrEnum
 
 from gpubroker_server.core.domain.device import DeviceSample, Node
-from gpubroker_server.core.domain.model_orders import ServerSeen
+from gpubroker_server.core.domain.model_orders import ServerIndex
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.domain.values import value
@@ -179,7 +179,7 @@ class Gone(_RunReport):
 
 
 @value
-class NodeSeen:
+class NodeReport:
     """An agent answered this leader's term: its node, its devices, and every run that it knows.
 
     A run that is not named is proven absent. So the agent answers only after it has handled every earlier
@@ -188,7 +188,7 @@ class NodeSeen:
     """
 
     node: Node
-    devices: tuple["SeenDevice", ...]
+    devices: tuple["ReportedDevice", ...]
     runs: tuple[RunId, ...]
     at: Instant
     release: str = ""
@@ -196,7 +196,7 @@ class NodeSeen:
 
 
 @value
-class SeenDevice:
+class ReportedDevice:
     uuid: str
     kind: str
     index: int
@@ -242,10 +242,10 @@ Report = (
     | Checkpointed
     | Ended
     | Gone
-    | NodeSeen
+    | NodeReport
     | NodeLost
     | Heartbeat
     | Sampled
-    | ServerSeen
+    | ServerIndex
 )
 """`task`, `fence` and `rank` of the first six name the run; a report with a stale fence changes nothing."""

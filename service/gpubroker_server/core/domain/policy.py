@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, Mib, Position, Seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class InferenceServers:
     """The model servers that answer queued inferences, by name, in the order of the settings."""
 
     ledger: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Serving:
         return bool(self.ledger or self.others)
 
 
-NO_SERVERS = Serving()
+NO_SERVERS = InferenceServers()
 
 
 HALF_LIFE_SECONDS = Seconds(86_400.0)
@@ -86,7 +86,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Maximum:
+class TaskMaximum:
     """The most that one task may ask for, whatever the cluster has; None is no limit."""
 
     gpus: int | None = None
@@ -171,8 +171,8 @@ class Policy:
     """(name, weight) of work streams: of tasks with equal aged priority the heavier stream goes first."""
     min_run_seconds: Seconds = Seconds(0.0)
     """A run is not preempted for this long after its start, except by critical tasks."""
-    maximum: Maximum = Maximum()  # frozen
-    serving: Serving = NO_SERVERS
+    maximum: TaskMaximum = TaskMaximum()  # frozen
+    serving: InferenceServers = NO_SERVERS
 
     has_quotas: bool = field(init=False, repr=False, compare=False)
     _by_name: dict[str, TenantPolicy] = field(init=False, repr=False, compare=False)
@@ -204,10 +204,10 @@ class Policy:
 
     def limit_of(self, slot: str) -> float | None:
         found = self._limits.get(slot)
-        return self._limits.get(each_of(slot)) if found is None else found
+        return self._limits.get(wildcard_limit(slot)) if found is None else found
 
 
-def each_of(slot: str) -> str:
+def wildcard_limit(slot: str) -> str:
     """The name of the limit that applies to each tenant, or each value of a label, by itself."""
     sign = "=" if "=" in slot else ":"
     return slot.partition(sign)[0] + sign + "*"

@@ -20,27 +20,27 @@ def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
     return ((0, task.node),)
 
 
-def parts_of(task: Task) -> tuple[tuple[NodeName, Task], ...]:
+def rank_tasks(task: Task) -> tuple[tuple[NodeName, Task], ...]:
     """(node, task) of each run, each rank as a task of its own. External holders and models are where they
     hold memory; inferences are nowhere."""
     if task.is_inference:
         return ()
     if task.members:
-        return tuple((node, part_of(task, rank)) for rank, node in ranks_of(task))
+        return tuple((node, rank_task(task, rank)) for rank, node in ranks_of(task))
     assert task.node is not None, "an active task has a node"
     return ((task.node, task),)
 
 
-def parts_on(task: Task, node: NodeName) -> Iterator[Task]:
+def rank_tasks_on(task: Task, node: NodeName) -> Iterator[Task]:
     """Its parts on one node, on which it has some."""
     if not task.members:
         yield task
     for rank, there in ranks_of(task) if task.members else ():
         if there == node:
-            yield part_of(task, rank)
+            yield rank_task(task, rank)
 
 
-def part_of(task: Task, rank: int) -> Task:
+def rank_task(task: Task, rank: int) -> Task:
     """One rank of a gang as a task of its own with the same id: STOPPING if the rank is to leave."""
     part = replace(task, demand=task.demand.bundles[rank], members=()) if task.demand.bundles else task
     if not task.members or (member := task.members[rank]).takes_part:
@@ -56,7 +56,7 @@ def stop_deadline_of(task: Task, rank: int) -> Instant | None:
     return task.stop_deadline_at
 
 
-def surplus_of(task: Task) -> tuple[int, ...]:
+def removable_ranks(task: Task) -> tuple[int, ...]:
     """The ranks that a running elastic gang can lose."""
     if task.state is not TaskState.RUNNING or not task.members:
         return ()
@@ -64,7 +64,7 @@ def surplus_of(task: Task) -> tuple[int, ...]:
     return tuple(member.rank for member in beyond if member.takes_part and not member.has_ended)
 
 
-def leavers_of(task: Task) -> tuple[Member, ...]:
+def leaving_members(task: Task) -> tuple[Member, ...]:
     """The ranks that were asked to leave a running gang and are not gone yet."""
     if task.state is not TaskState.RUNNING:
         return ()
@@ -77,7 +77,7 @@ def may_be_late_at(task: Task) -> Instant:
     if task.state is TaskState.STOPPING:
         return Instant(inf) if task.stop_deadline_at is None else task.stop_deadline_at
     claimed_at = task.admitted_at or Instant(0.0)
-    limits = [member.stop_deadline_at or claimed_at for member in leavers_of(task)]
+    limits = [member.stop_deadline_at or claimed_at for member in leaving_members(task)]
     if task.timeout_seconds is not None:
         limits.append(Instant((task.started_at or claimed_at) + task.timeout_seconds))
     if task.deadline_at is not None:
@@ -111,6 +111,6 @@ def gpus_of(task: Task) -> int:
     return sum(task.demand.bundles[rank].gpus for rank, _ in ranks_of(task))
 
 
-def asks_for_gpus(demand: Demand) -> bool:
+def needs_gpus(demand: Demand) -> bool:
     """Of a gang: whether any of its ranks does."""
     return demand.gpus > 0 or any(bundle.gpus for bundle in demand.bundles)

@@ -298,15 +298,15 @@ Notice = tuple[TaskId | None, bool]
 """(the preemptor that the run's memory is freed for, whether the run is asked to stop)"""
 
 
-def notice_of(task: Task, rank: int = 0) -> Notice:
+def stop_notice(task: Task, rank: int = 0) -> Notice:
     """The notice of one rank; a rank may leave a gang that goes on."""
     if task.members and not (member := task.members[rank]).takes_part:
         return member.freeing_for, True
     return task.freeing_for, task.state is TaskState.STOPPING
 
 
-def notices_of(task: Task) -> list[Notice]:
-    return [notice_of(task, rank) for rank in range(max(1, len(task.members)))]
+def stop_notices(task: Task) -> list[Notice]:
+    return [stop_notice(task, rank) for rank in range(max(1, len(task.members)))]
 
 
 def move(task: Task, what: Move, **changes: Any) -> Task:

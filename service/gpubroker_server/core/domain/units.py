@@ -8,7 +8,7 @@ Seconds = NewType("Seconds", float)
 Instant = NewType("Instant", float)
 """Seconds since 1970-01-01T00:00:00Z by the database's clock."""
 
-Ticks = NewType("Ticks", float)
+MonotonicSeconds = NewType("MonotonicSeconds", float)
 """Seconds by one machine's CLOCK_BOOTTIME: it never jumps and runs while the machine sleeps."""
 
 TaskId = NewType("TaskId", str)

@@ -226,7 +226,7 @@ STRATEGY_TEXT = {
 
 def check_task(task: Task, world: World, policy: Policy) -> Refusal | None:
     """Why this task could never run on the World's nodes, or never at its priority; or None."""
-    devices = [book.device for book in world.books.values()]
+    devices = [ledger.device for ledger in world.ledgers.values()]
     refusal = check_demand(task.demand, devices, world.nodes.values(), policy)
     return refusal or check_priority(task.demand, task.priority, policy)
 

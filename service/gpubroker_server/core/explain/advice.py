@@ -18,7 +18,7 @@ from gpubroker_server.core.planning.forecasts.forecasts import forecast_alone
 from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnds
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
-from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.ledger import DeviceLedger
 
 MAX_NODES = 8
 """Nodes for which a start is forecast, those that have room first."""
@@ -63,25 +63,27 @@ def _free_in(survey: Survey, expected_ends: ExpectedEnds) -> dict[DeviceKey, Rem
         for node in survey.nodes:
             for device in node.open_devices:
                 missing_mb = (device.need_mb or 0) - device.free_mb
-                end = _end_of_need(device.book, missing_mb, survey.task.id, expected_ends)
+                end = _end_of_need(device.ledger, missing_mb, survey.task.id, expected_ends)
                 if end is not None:
-                    found[device.book.device.key] = end
+                    found[device.ledger.device.key] = end
     return found
 
 
-def _end_of_need(book: Book, missing_mb: int, task: TaskId, expected_ends: ExpectedEnds) -> Remaining | None:
+def _end_of_need(
+    ledger: DeviceLedger, missing_mb: int, task: TaskId, expected_ends: ExpectedEnds
+) -> Remaining | None:
     """When `missing_mb` more will be free on a device, without what is being freed for others."""
     within = Remaining(Seconds(0.0), Seconds(0.0), 0)
     if missing_mb <= 0:
         return within
-    if book.held_mb() < missing_mb:
+    if ledger.held_mb() < missing_mb:
         return None
     ends: list[tuple[Remaining, int]] = []
-    for held in book.holdings.values():
+    for held in ledger.holdings.values():
         if held.freeing_for is None or held.freeing_for == task:
             end = expected_ends.of_holding(held).within(expected_ends.now)
             if end is not None:
-                ends.append((end, held.takes_mb))
+                ends.append((end, held.occupied_mb))
     ends.sort(key=lambda one: one[0].p50_seconds)
     for end, mb in ends:
         if missing_mb <= 0:
@@ -120,7 +122,7 @@ def _nodes(survey: Survey, free_in: dict[DeviceKey, Remaining]) -> list[NodeName
     gpus, found = survey.task.demand.gpus, []
     for node in survey.nodes:
         if node.is_usable and node.is_large_enough:
-            keys = (device.book.device.key for device in node.devices)
+            keys = (device.ledger.device.key for device in node.devices)
             ends = sorted(free_in[key].p50_seconds for key in keys if key in free_in)
             if len(ends) >= gpus:
                 found.append((ends[gpus - 1] if gpus else 0.0, node.node.name))

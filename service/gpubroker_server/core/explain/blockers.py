@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import Task, TaskState, notices_of
+from gpubroker_server.core.domain.task import Task, TaskState, stop_notices
 from gpubroker_server.core.domain.units import Instant, TaskId, in_gib
 from gpubroker_server.core.explain.admission import check, check_priority, slot_text
 from gpubroker_server.core.explain.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
@@ -13,7 +13,7 @@ from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedSta
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.inferences import holders, servers_of, waiting
 from gpubroker_server.core.planning.tenants.quota import Allowance, Quotas
-from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
 _SETTLED_BY_PLEDGES = frozenset({Reason.FRAGMENTED, Reason.WAITING_FOR_MEMORY, Reason.BEHIND_HIGHER_PRIORITY})
@@ -44,7 +44,7 @@ def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
         why = inference_blockers(survey.draft.world, survey.task, survey.policy)
         return [*limit_blockers(survey), *(Blocker(reason, message) for reason, message in why)]
     demand, world = survey.task.demand, survey.draft.world
-    devices = [book.device for book in world.books.values()]
+    devices = [ledger.device for ledger in world.ledgers.values()]
     refusal = check(demand, devices, world.nodes.values(), survey.policy)
     if refusal is not None and refusal.code == "no-matching-device":
         return [Blocker(Reason.NO_MATCHING_DEVICE, refusal.message)]
@@ -154,7 +154,7 @@ def waiting_for_preemption(survey: Survey) -> Blocker:
     runs = map(draft.task, sorted(draft.world.active))
     victims = [task_label(run.id, run.tenant, task) for run in runs if _frees_for(run, task)]
     size = in_gib(sum(pledge.mb for pledge in pledges.values()))
-    where = _some(draft.book(device).device.label for device in sorted(pledges))
+    where = _some(draft.ledger(device).device.label for device in sorted(pledges))
     event = f"{_some(victims)} to stop" if victims else "their memory to be released"
     left = max(pledge.deadline_at for pledge in pledges.values()) - survey.now
     when = f"within {left:.0f} s" if left > 0 else f"due {-left:.0f} s ago"
@@ -165,7 +165,7 @@ def waiting_for_preemption(survey: Survey) -> Blocker:
 
 def _frees_for(run: Task, task: Task) -> bool:
     """Whether the run, or one of its ranks, was asked to stop for that task."""
-    return any(preemptor == task.id for preemptor, _ in notices_of(run))
+    return any(preemptor == task.id for preemptor, _ in stop_notices(run))
 
 
 def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
@@ -177,8 +177,8 @@ def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
     devices = [finding for node in nodes for finding in node.open_devices]
     smallest = min(finding.need_mb or 0 for finding in devices)
     total = sum(finding.free_mb for finding in devices)
-    largest = max(devices, key=lambda finding: (finding.free_mb, finding.book.device.key))
-    block = f"{in_gib(largest.free_mb)} ({largest.book.device.label})"
+    largest = max(devices, key=lambda finding: (finding.free_mb, finding.ledger.device.key))
+    block = f"{in_gib(largest.free_mb)} ({largest.ledger.device.label})"
     needs = _needs(survey, smallest) + _coming(survey, devices) + _not_whole(survey, devices)
     reason = Reason.WAITING_FOR_MEMORY if total < gpus * smallest else Reason.FRAGMENTED
     if gpus > 1:
@@ -191,7 +191,7 @@ def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
 def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
     """How near the best node comes to a demand of several devices: one large block does not help."""
     best = max(nodes, key=lambda node: (node.count(Verdict.FITS), node.node.name))
-    fitting = [one.book.device.label for one in best.devices if one.verdict is Verdict.FITS]
+    fitting = [one.ledger.device.label for one in best.devices if one.verdict is Verdict.FITS]
     where = f" ({_some(fitting)})" if fitting else ""
     free = "empty" if task.demand.takes_whole_devices else "with that much free"
     return f"no node has {f'more than {len(fitting)}' if fitting else 'one'} {free}{where}"
@@ -200,8 +200,8 @@ def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
 def _kept_for_others(task: Task, node: NodeFinding) -> Blocker:
     """The room on this node is pledged to tasks of the same or higher priority."""
     kept = [finding for finding in node.devices if finding.verdict is Verdict.KEPT_FOR_OTHERS]
-    pledges = {pledge.preemptor: pledge for finding in kept for pledge in finding.book.pledges.values()}
-    where = _some(finding.book.device.label for finding in kept)
+    pledges = {pledge.preemptor: pledge for finding in kept for pledge in finding.ledger.pledges.values()}
+    where = _some(finding.ledger.device.label for finding in kept)
     owners = _some(
         f"{task_label(pledge.preemptor, pledge.tenant, task)} (priority {pledge.priority})"
         for pledge in sorted(pledges.values(), key=lambda p: (-p.priority, p.preemptor))
@@ -221,9 +221,9 @@ def _coming(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
     """Names a device that is releasing enough memory, so that no run is preempted."""
     if survey.task.demand.gpus == 1:
         for finding in devices:
-            soon = finding.book.soon_mb(task=survey.task.id, priority=survey.task.priority)
+            soon = finding.ledger.free_after_releases_mb(task=survey.task.id, priority=survey.task.priority)
             if soon >= (finding.need_mb or 0):
-                return f", which is being released on {finding.book.device.label}"
+                return f", which is being released on {finding.ledger.device.label}"
     return ""
 
 
@@ -231,20 +231,20 @@ def _not_whole(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
     """Use without a lease that keeps the task from a whole GPU."""
     if survey.task.demand.takes_whole_devices:
         for finding in devices:
-            others = used_without_lease(finding.book)
-            if others and finding.verdict is Verdict.NO_ROOM and not finding.book.holdings:
-                where = finding.book.device.label
+            others = used_without_lease(finding.ledger)
+            if others and finding.verdict is Verdict.NO_ROOM and not finding.ledger.holdings:
+                where = finding.ledger.device.label
                 return f", and of {where} {others}: end or declare them, or ask for a size (gpu_mb)"
     return ""
 
 
-def used_without_lease(book: Book) -> str:
+def used_without_lease(ledger: DeviceLedger) -> str:
     """What of a device is used without a lease; empty if nothing is."""
     parts = []
-    if book.foreign_mb:
-        parts.append(f"{in_gib(book.foreign_mb)} are used by processes outside gpubroker")
-    if book.unexplained_mb:
-        parts.append(f"{in_gib(book.unexplained_mb)} are used by unknown processes")
+    if ledger.foreign_mb:
+        parts.append(f"{in_gib(ledger.foreign_mb)} are used by processes outside gpubroker")
+    if ledger.unexplained_mb:
+        parts.append(f"{in_gib(ledger.unexplained_mb)} are used by unknown processes")
     return " and ".join(parts)
 
 
@@ -312,7 +312,7 @@ def inference_blockers(world: World, task: Task, policy: Policy) -> list[tuple[R
         held = holders(world, policy, model)
         does = _MODEL_STATES[held[0].state] if held else _NOT_LOADED
         return [(Reason.MODEL_LOADING, f"model {model} is not in memory: {does}")]
-    if len(world.homes.asking(model)) >= serving.at_once:
+    if len(world.models.asking(model)) >= serving.at_once:
         message = f"model {model} is answering {serving.at_once} inferences, the most at once"
         return [(Reason.CONCURRENCY_LIMITED, message)]
     return []

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil, floor
 from typing import Any
 
-from gpubroker_server.core.domain.demand import Demand, Where, may_use_device, need_mb
+from gpubroker_server.core.domain.demand import Demand, PlacementConstraints, may_use_device, need_mb
 from gpubroker_server.core.domain.units import Mib, NodeName, in_gib
 from gpubroker_server.core.explain.blockers import quota_of
 from gpubroker_server.core.explain.pools import without_pool
@@ -44,8 +44,8 @@ def asked_mb(planner: RemedyPlanner, demand: Demand) -> int:
     """Per device; for whole devices and shares, on the largest device."""
     if not demand.gpus or demand.gpu_mb is not None:
         return demand.gpu_mb or 0
-    books = planner.draft.world.books.values()
-    return max((need_mb(demand, book.device) or 0 for book in books), default=0)
+    ledgers = planner.draft.world.ledgers.values()
+    return max((need_mb(demand, ledger.device) or 0 for ledger in ledgers), default=0)
 
 
 def _most_on(planner: RemedyPlanner, node: NodeName) -> int:
@@ -55,9 +55,10 @@ def _most_on(planner: RemedyPlanner, node: NodeName) -> int:
         return 0
     free = sorted(
         (
-            min(book.free_mb(task=task.id, priority=task.priority), book.unheld_mb()) - book.device.context_mb
-            for book in planner.draft.usable_books(node, survey.policy, survey.now)
-            if may_use_device(task.demand, book.device)
+            min(ledger.free_mb(task=task.id, priority=task.priority), ledger.unallocated_mb())
+            - ledger.device.context_mb
+            for ledger in planner.draft.usable_ledgers(node, survey.policy, survey.now)
+            if may_use_device(task.demand, ledger.device)
         ),
         reverse=True,
     )
@@ -67,8 +68,10 @@ def _most_on(planner: RemedyPlanner, node: NodeName) -> int:
 
 def _costliest_mb(planner: RemedyPlanner, demand: Demand) -> int:
     """The largest context of a process on a device that it may use: quotas count it."""
-    books = planner.draft.world.books.values()
-    usable = (book.device for book in books if book.device.present and may_use_device(demand, book.device))
+    ledgers = planner.draft.world.ledgers.values()
+    usable = (
+        ledger.device for ledger in ledgers if ledger.device.present and may_use_device(demand, ledger.device)
+    )
     return max((device.context_mb for device in usable), default=0)
 
 
@@ -90,10 +93,10 @@ def cheaper_kind(planner: RemedyPlanner) -> Remedy | None:
         return None
     parts = task.demand.bundles or (task.demand,)
     counts: dict[str, int] = {}
-    for book in planner.draft.world.books.values():
-        needs = [need_mb(part, book.device) or 0 for part in parts if part.gpus]
-        if min(needs) and book.device.present:
-            counts[book.device.kind] = max(*needs, counts.get(book.device.kind, 0))
+    for ledger in planner.draft.world.ledgers.values():
+        needs = [need_mb(part, ledger.device) or 0 for part in parts if part.gpus]
+        if min(needs) and ledger.device.present:
+            counts[ledger.device.kind] = max(*needs, counts.get(ledger.device.kind, 0))
     for kind in sorted(counts, key=lambda kind: (-counts[kind], kind)):
         change, narrower = with_constraints(task.demand, {"kinds": [kind]}, kinds=(kind,))
         if (found := planner.placed(change, narrower, f"on {kind} only")) is not None:
@@ -132,7 +135,7 @@ def with_constraints(demand: Demand, change: dict[str, Any], **where: Any) -> tu
     return {"bundles": change}, replace(demand, bundles=bundles)
 
 
-def _of_rank(part: Demand, where: dict[str, Any]) -> Where:
+def _of_rank(part: Demand, where: dict[str, Any]) -> PlacementConstraints:
     """A rank without a GPU has no kind to change."""
     return replace(part.where, **(where if part.gpus else {k: v for k, v in where.items() if k == "nodes"}))
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.ranks import part_of
+from gpubroker_server.core.domain.ranks import rank_task
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Placement
 from gpubroker_server.core.explain.admission import STRATEGY_TEXT, check_task
@@ -73,7 +73,7 @@ def diagnose(survey: Survey) -> Diagnosis:
 
 
 def _rank_survey(survey: Survey, rank: int, draft: Draft) -> Survey:
-    return survey_nodes(draft, part_of(survey.task, rank), survey.policy, survey.now)
+    return survey_nodes(draft, rank_task(survey.task, rank), survey.policy, survey.now)
 
 
 class _Gang:

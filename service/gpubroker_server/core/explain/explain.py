@@ -24,7 +24,7 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.ledger import Holding
-from gpubroker_server.core.world.queue import order_key, own_key
+from gpubroker_server.core.world.queue import order_key, order_within_tenant
 from gpubroker_server.core.world.world import World
 
 MAX_NAMED = 3
@@ -124,7 +124,9 @@ def position_of(
     if task.id not in world.queue and not (is_new and not is_deferred(task)):
         return None
     shares = FairShares(world, policy, now) if shares is None else shares
-    own = own_key(world.queue.standing_of(task), task.stream, task.submitted_at, task.id, now, policy)
+    own = order_within_tenant(
+        world.queue.effective_priority_of(task), task.stream, task.submitted_at, task.id, now, policy
+    )
     key = order_key(own, shares.rank(task.tenant))
     return is_new + world.queue.count_until(key, shares.rank, now, policy)
 
@@ -208,7 +210,7 @@ def _whereabouts(task: Task) -> str:
 def _overuse(world: World, task: Task) -> str:
     over = [lease for lease in world.leases_of(task) if lease.overused_mb]
     return "".join(
-        f"; it used {in_gib(lease.overused_mb)} of {world.books[lease.device].device.label}, "
+        f"; it used {in_gib(lease.overused_mb)} of {world.ledgers[lease.device].device.label}, "
         f"of which it leased {in_gib(lease.mb)}"
         for lease in over
     )
@@ -224,9 +226,9 @@ def _preemptor(world: World, task: Task) -> str:
 
 
 def _verdict(finding: DeviceFinding, task: Task) -> DeviceVerdict:
-    book = finding.book
-    device = book.device
-    holders = sorted(book.holdings.values(), key=lambda held: (-held.takes_mb, held.lease.holder))
+    ledger = finding.ledger
+    device = ledger.device
+    holders = sorted(ledger.holdings.values(), key=lambda held: (-held.occupied_mb, held.lease.holder))
     return DeviceVerdict(
         device.key,
         device.node,
@@ -242,7 +244,7 @@ def _verdict(finding: DeviceFinding, task: Task) -> DeviceVerdict:
 
 
 def _why(finding: DeviceFinding, task: Task) -> str:
-    free, size = in_gib(finding.free_mb), in_gib(finding.book.device.allocatable_mb)
+    free, size = in_gib(finding.free_mb), in_gib(finding.ledger.device.allocatable_mb)
     match finding.verdict:
         case Verdict.GONE:
             return "its node no longer has it"
@@ -259,10 +261,10 @@ def _why(finding: DeviceFinding, task: Task) -> str:
         case Verdict.FITS:
             return f"fits: {free} are free"
         case Verdict.KEPT_FOR_OTHERS:
-            pledges = finding.book.pledges
+            pledges = finding.ledger.pledges
             names = sorted(task_label(name, pledges[name].tenant, task) for name in pledges)
             return f"the free memory is pledged to {', '.join(names)}"
-    others = used_without_lease(finding.book)
+    others = used_without_lease(finding.ledger)
     more = f", {others}" if others else ""
     if task.demand.takes_whole_devices:
         return f"not empty: {free} of {size} are free{more}"

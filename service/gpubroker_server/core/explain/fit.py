@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpubroker_server.core.domain.demand import Demand, may_use_device, need_mb
 from gpubroker_server.core.domain.device import Device, DeviceSample, GpuKind, Node, kind_of
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import leavers_of
+from gpubroker_server.core.domain.ranks import leaving_members
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, device_key
@@ -171,7 +171,7 @@ def _receive_all(draft: Draft) -> None:
         run = world.tasks[name]
         if run.state is TaskState.STOPPING:
             draft.remove_run(run)
-        elif leavers := leavers_of(run):
+        elif leavers := leaving_members(run):
             draft.remove_run(run, [member.rank for member in leavers])
     for node in world.nodes:
         draft.release_ended(node)
@@ -262,16 +262,16 @@ def free_capacity(draft: Draft) -> FreeCapacity:
         room = draft.headroom(node)
         cpu += max(0.0, room.cpu)
         memory_mb += max(0, room.memory_mb)
-        for book in draft.books_on(node):
-            if book.device.offers and (free := book.free_mb()) > 0:
-                devices.append((book.device.key, Mib(free)))
+        for ledger in draft.ledgers_on(node):
+            if ledger.device.offers and (free := ledger.free_mb()) > 0:
+                devices.append((ledger.device.key, Mib(free)))
     return FreeCapacity(tuple(devices), round(cpu, 6), memory_mb)
 
 
 def shortage_of(unplaced: Iterable[tuple[Demand, int]], left: FreeCapacity, world: World) -> Shortage:
     """The least that would have to be added, however it is spread over nodes."""
     wanted = _parts(unplaced)
-    known = [book.device for book in world.books.values()]
+    known = [ledger.device for ledger in world.ledgers.values()]
     usable = {part: [one for one in known if may_use_device(part, one)] for part in wanted if part.gpus}
     free = dict(left.devices)
     gpus: dict[tuple[str, ...], tuple[int, int]] = {}

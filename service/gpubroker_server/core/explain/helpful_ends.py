@@ -17,7 +17,7 @@ from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
-from gpubroker_server.core.world.queue import Kin, OrderKey, order_key, own_key
+from gpubroker_server.core.world.queue import EquivalenceClass, OrderKey, order_key, order_within_tenant
 
 MAX_RUNS = 64
 """Runs that are tried, those that end first."""
@@ -91,11 +91,11 @@ def _large_enough_runs(survey: Survey, one: NodeFinding) -> Iterator[Task]:
     for device in one.devices:
         missing_mb = (device.need_mb or 0) - device.free_mb
         is_full = device.verdict is Verdict.NO_ROOM or device.verdict is Verdict.KEPT_FOR_OTHERS
-        if is_full and device.book.held_mb() >= missing_mb:
+        if is_full and device.ledger.held_mb() >= missing_mb:
             held: dict[str, int] = {}
-            for holding in device.book.holdings.values():
+            for holding in device.ledger.holdings.values():
                 holder = holding.lease.holder
-                held[holder] = held.get(holder, 0) + holding.takes_mb
+                held[holder] = held.get(holder, 0) + holding.occupied_mb
             for holder, mb in held.items():
                 if mb >= missing_mb:
                     given[holder] = given.get(holder, 0) + 1
@@ -126,8 +126,8 @@ class _TasksAhead:
             task, now, policy = self._survey.task, self._survey.now, self._survey.policy
             self._shares = FairShares(self._survey.draft.world, policy, now)
             world = self._survey.draft.world
-            standing = world.queue.standing_of(task)
-            own = own_key(standing, task.stream, task.submitted_at, task.id, now, policy)
+            standing = world.queue.effective_priority_of(task)
+            own = order_within_tenant(standing, task.stream, task.submitted_at, task.id, now, policy)
             key = order_key(own, self._shares.rank(task.tenant))
             to_place = (kin for kin in world.queue.kin.values() if not kin.demand.answered_by)
             found = [one for kin in to_place for one in self._of(kin, key)]
@@ -135,14 +135,14 @@ class _TasksAhead:
             self._ahead = [other for other in found if other.id != task.id]
         return self._ahead
 
-    def _of(self, kin: Kin, key: OrderKey) -> Iterator[Task]:
+    def _of(self, kin: EquivalenceClass, key: OrderKey) -> Iterator[Task]:
         """The first task ahead with this demand; with quotas, of each tenant."""
         found = set[str]()
         world, now, policy = self._survey.draft.world, self._survey.now, self._survey.policy
         groups = [group for by in kin.bands.values() for likes in by.values() for group in likes.values()]
         for group in sorted(groups, key=lambda group: -group.priority):
             first = group.member(0)
-            own = group.own_key(first, now, policy)
+            own = group.order_within_tenant(first, now, policy)
             # The end of a run may change the order between tenants.
             is_other = group.tenant != self._survey.task.tenant
             tenant = group.tenant if policy.has_quotas else ""

@@ -72,7 +72,7 @@ class RemedyPlanner:
 
     def _refuses(self, demand: Demand) -> bool:
         world = self.draft.world
-        devices = [book.device for book in world.books.values()]
+        devices = [ledger.device for ledger in world.ledgers.values()]
         return check_demand(demand, devices, world.nodes.values(), self.survey.policy) is not None
 
     def remedy(self, change: Change, task: Task, way: Way, text: str) -> Remedy | None:
@@ -85,7 +85,7 @@ class RemedyPlanner:
         victims = way.eviction.victims
         seconds = way.eviction.deadline_at - self.survey.now
         runs = "1 run" if len(victims) == 1 else f"{len(victims)} runs"
-        nodes = {self.draft.book(device).device.node for device, _ in way.eviction.devices}
+        nodes = {self.draft.ledger(device).device.node for device, _ in way.eviction.devices}
         where = f"on {' and '.join(sorted(nodes))} within {seconds:.0f} s"
         message = f"{text}, it preempts {runs} and starts {where}"
         return Remedy(change, task, message, victims=victims)

@@ -15,7 +15,7 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import Known
 from gpubroker_server.core.planning.places import scores_of
 from gpubroker_server.core.planning.plan_cache import PlanCache
-from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
 
@@ -42,7 +42,7 @@ OPEN = frozenset({Verdict.FITS, Verdict.KEPT_FOR_OTHERS, Verdict.NO_ROOM})
 
 
 class DeviceFinding(NamedTuple):
-    book: Book
+    ledger: DeviceLedger
     verdict: Verdict
     need_mb: Mib | None
     """None if it is too small, or not wanted."""
@@ -125,8 +125,8 @@ def _judge(
     demand, period = task.demand, policy.sample_period_seconds
     is_open = may_use_node(demand, node)
     devices = tuple(
-        _judge_device(book, task, node, needs, is_open=is_open, is_stale=book.is_stale(now, period))
-        for book in draft.books_on(node.name)
+        _judge_device(ledger, task, node, needs, is_open=is_open, is_stale=ledger.is_stale(now, period))
+        for ledger in draft.ledgers_on(node.name)
     )
     matching = sum(finding.need_mb is not None for finding in devices)
     return NodeFinding(
@@ -141,12 +141,12 @@ def _judge(
 
 
 def _judge_device(
-    book: Book, task: Task, node: Node, needs: _DeviceNeeds, *, is_open: bool, is_stale: bool
+    ledger: DeviceLedger, task: Task, node: Node, needs: _DeviceNeeds, *, is_open: bool, is_stale: bool
 ) -> DeviceFinding:
     """`is_open`: whether the task may use the node."""
-    may_use, need = needs.of(book.device)
-    free = Mib(max(0, book.free_mb(task=task.id, priority=task.priority)))
-    if not book.device.present:
+    may_use, need = needs.of(ledger.device)
+    free = Mib(max(0, ledger.free_mb(task=task.id, priority=task.priority)))
+    if not ledger.device.present:
         verdict = Verdict.GONE
     elif not (is_open and may_use):
         verdict = Verdict.NOT_WANTED
@@ -161,8 +161,8 @@ def _judge_device(
     elif need <= free:
         verdict = Verdict.FITS
     else:
-        verdict = Verdict.KEPT_FOR_OTHERS if need <= book.unheld_mb() else Verdict.NO_ROOM
-    return DeviceFinding(book, verdict, need, free)
+        verdict = Verdict.KEPT_FOR_OTHERS if need <= ledger.unallocated_mb() else Verdict.NO_ROOM
+    return DeviceFinding(ledger, verdict, need, free)
 
 
 class SurveyCache:

@@ -31,7 +31,7 @@ from gpubroker_server.core.planning.preemption.eviction import could_make_room, 
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
-from gpubroker_server.core.world.queue import OrderKey, order_key, own_key
+from gpubroker_server.core.world.queue import OrderKey, order_key, order_within_tenant
 
 
 class WhatIf:
@@ -165,7 +165,7 @@ def places_text(draft: Draft, places: Gang) -> str:
     """`n1`, `n1/gpu0,3`, `n1/gpu0 and n2/gpu0`."""
     found: dict[NodeName, set[int]] = {}
     for one in places:
-        indexes = {draft.book(device).device.index for device, _ in one.devices}
+        indexes = {draft.ledger(device).device.index for device, _ in one.devices}
         found.setdefault(one.node, set()).update(indexes)
     return " and ".join(
         f"{node}/gpu{','.join(map(str, sorted(indexes)))}" if indexes else str(node)
@@ -184,8 +184,8 @@ class _LazyShares:
         self._known: FairShares | None = None
 
     def key_of(self, task: Task) -> OrderKey:
-        standing = self._world.queue.standing_of(task)
-        own = own_key(standing, task.stream, task.submitted_at, task.id, self._now, self._policy)
+        standing = self._world.queue.effective_priority_of(task)
+        own = order_within_tenant(standing, task.stream, task.submitted_at, task.id, self._now, self._policy)
         return order_key(own, self._shares().rank(task.tenant))
 
     def count_ahead(self, task: Task) -> int:

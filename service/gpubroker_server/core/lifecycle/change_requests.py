@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request, withdrawn, write_move
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request, withdraw_pledges, write_move
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
@@ -54,7 +54,7 @@ def _cancel(
 ) -> Decision:
     if task.state is TaskState.PENDING:
         write = write_move(task, Move.CANCELLED, finished_at=now)
-        return replace(done, tasks=(write,), pledges=withdrawn(world.pledges.get(task.id, {})))
+        return replace(done, tasks=(write,), pledges=withdraw_pledges(world.pledges.get(task.id, {})))
     if task.state is TaskState.STOPPING:
         return _cancel_stopping(world, task, grace_seconds, now, done)
     grace = task.grace_seconds if grace_seconds is None else grace_seconds
@@ -102,7 +102,7 @@ def _change(world: World, task: Task, request: Request, now: Instant, done: Deci
     return replace(
         done,
         tasks=(write_move(task, Move.CHANGED, **changes),),
-        pledges=withdrawn(world.pledges.get(task.id, {})) if gives_up_its_turn else (),
+        pledges=withdraw_pledges(world.pledges.get(task.id, {})) if gives_up_its_turn else (),
     )
 
 

@@ -4,11 +4,17 @@ from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
 from math import inf
 
-from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite, withdrawn, write_move
+from gpubroker_server.core.domain.decisions import (
+    Decision,
+    Outcome,
+    PledgeWrite,
+    withdraw_pledges,
+    write_move,
+)
 from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, quarantine
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import leavers_of
+from gpubroker_server.core.domain.ranks import leaving_members
 from gpubroker_server.core.domain.task import (
     Member,
     MemberState,
@@ -16,7 +22,7 @@ from gpubroker_server.core.domain.task import (
     StopReason,
     Task,
     TaskState,
-    notice_of,
+    stop_notice,
 )
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.lifecycle import gang_runs
@@ -92,12 +98,12 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
     for (holder, fence, rank), ended_at in world.unconfirmed.releasing.items():
         run = world.holder(holder, fence)
         # A run that is asked to stop has a deadline, checked above.
-        has_notice = run is not None and run.is_active and notice_of(run, rank)[1]
+        has_notice = run is not None and run.is_active and stop_notice(run, rank)[1]
         if not has_notice and _is_over(ended_at, policy.kill_patience_seconds, since, now):
             decisions.append(_quarantine(world, holder, fence, rank, now))
             if run is not None:
                 moved.add(run.id)
-                abandoned.add(notice_of(run, rank)[0])
+                abandoned.add(stop_notice(run, rank)[0])
     expiring = world.expiring.due(now)
     for preemptor, pledges in world.pledges.items():
         if preemptor in expiring:
@@ -121,7 +127,7 @@ def _late_leavers(
     """Running gangs with ranks that should have left by now, and those ranks."""
     for name in sorted(set(world.active.due(now)) - {task.id for task in but_not}):
         task = world.tasks[name]
-        late = [member for member in leavers_of(task) if now >= (member.stop_deadline_at or now)]
+        late = [member for member in leaving_members(task) if now >= (member.stop_deadline_at or now)]
         if late:
             yield task, late
 
@@ -212,7 +218,7 @@ def _expire(world: World, task: Task, now: Instant) -> Decision:
         task.id,
         "expire",
         tasks=(write_move(task, Move.EXPIRED, finished_at=now),),
-        pledges=withdrawn(world.pledges.get(task.id, {})),
+        pledges=withdraw_pledges(world.pledges.get(task.id, {})),
         outcome=Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=missed),
     )
 

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.decisions import (
     Decision,
     Outcome,
     Request,
-    withdrawn,
+    withdraw_pledges,
     write_move,
 )
 from gpubroker_server.core.domain.lease import HolderKind, Lease, Proof
@@ -43,7 +43,7 @@ def watch_orders(world: World, task: Task, leases: list[Lease]) -> tuple[WatchOr
 
 def holders_on(world: World, node: NodeName) -> list[Task]:
     """Holders with memory there, also those that should have left; ordered by id."""
-    leases = (h.lease for key in world.by_node.get(node, ()) for h in world.books[key].holdings.values())
+    leases = (h.lease for key in world.by_node.get(node, ()) for h in world.ledgers[key].holdings.values())
     names = {lease.holder for lease in leases if lease.holder_kind is HolderKind.EXTERNAL}
     return [world.tasks[TaskId(name)] for name in sorted(names)]
 
@@ -88,7 +88,7 @@ def release(world: World, task: Task, request: Request, now: Instant, done: Deci
         return done
     if task.state is TaskState.PENDING:
         write = write_move(task, Move.CANCELLED, finished_at=now)
-        return replace(done, tasks=(write,), pledges=withdrawn(world.pledges.get(task.id, {})))
+        return replace(done, tasks=(write,), pledges=withdraw_pledges(world.pledges.get(task.id, {})))
     leases = tuple(leave(lease, Proof.HOLDER) for lease in world.leases_of(task))
     notes = tuple(
         AuditNote(now, task.tenant, str(request.fields.get("by", "")), "lease.release", lease.key, "")

@@ -212,7 +212,7 @@ def _of_rank(outcome: Outcome, rank: int) -> Outcome:
     return replace(outcome, failure=replace(failure, message=f"rank {rank}: {failure.message}"))
 
 
-def ask_to_leave(
+def stop_ranks(
     world: World, task: Task, ranks: Collection[int], preemptor: TaskId, now: Instant
 ) -> tuple[TaskWrite, tuple[Order, ...]]:
     """Ask ranks that a running gang can lose to stop, and send the others the list of those that remain."""

@@ -11,12 +11,12 @@ from math import ceil
 from statistics import median
 
 from gpubroker_server.core.domain.decisions import Decision, TaskWrite, write_move
-from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
+from gpubroker_server.core.domain.estimates import Observation, Sketch, SketchKey, What
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, HolderKind, LeaseState
 from gpubroker_server.core.domain.task import MemberState, Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.domain.values import changed
-from gpubroker_server.core.world.ledger import NOISE_DIVISOR, Book
+from gpubroker_server.core.world.ledger import NOISE_DIVISOR, DeviceLedger
 from gpubroker_server.core.world.world import World
 
 MAX_TOPICS = 10_000
@@ -34,15 +34,15 @@ def learn(
     earlier work. One that ended otherwise teaches its peak only where that exceeded its lease: otherwise no
     later run would lease enough. Each rank of a gang teaches its use when it ends, the gang its duration.
     """
-    known: dict[Topic, Sketch] = {}
+    known: dict[SketchKey, Sketch] = {}
     taught: list[Decision] = []
     for decision in decisions:
-        lessons: list[Lesson] = []
+        lessons: list[Observation] = []
         for write in decision.tasks:
             for topic, value in _values(world, write):
                 sketch = known.get(topic) or world.learned.sketch(topic)
                 known[topic] = sketch.add(value)
-                lessons.append(Lesson(topic, value, known[topic], now))
+                lessons.append(Observation(topic, value, known[topic], now))
         taught.append(changed(decision, lessons=tuple(lessons)) if lessons else decision)
     if known and (forgotten := _too_many(world, known, most_topics)):
         last = max(at for at, decision in enumerate(taught) if decision.lessons)
@@ -50,22 +50,22 @@ def learn(
     return taught
 
 
-def _values(world: World, write: TaskWrite) -> Iterator[tuple[Topic, float]]:
+def _values(world: World, write: TaskWrite) -> Iterator[tuple[SketchKey, float]]:
     before, after = world.tasks.get(write.task.id), write.task
     if before is None or not before.subject or not before.is_active:
         return
     for rank, succeeded in _ends(before, write):
         peaks: dict[str, int] = {}
         for lease in world.leases_of(before):
-            kind = world.books[lease.device].device.kind
+            kind = world.ledgers[lease.device].device.kind
             peak = world.learned.peaks.get(lease.key, 0)
             if lease.rank == rank and (succeeded or peak > lease.mb):
                 peaks[kind] = max(peak, peaks.get(kind, 0))
         for kind in sorted(peaks):
             if peaks[kind] > 0:  # else the run was over before its device was measured
-                yield Topic(before.tenant, before.subject, kind, What.GPU_MB), peaks[kind]
+                yield SketchKey(before.tenant, before.subject, kind, What.GPU_MB), peaks[kind]
     if write.what is Move.SUCCEEDED and (seconds := _run_seconds(after)) is not None:
-        yield Topic(before.tenant, before.subject, kind_of_run(world, before), What.SECONDS), seconds
+        yield SketchKey(before.tenant, before.subject, kind_of_run(world, before), What.SECONDS), seconds
 
 
 def _ends(before: Task, write: TaskWrite) -> Iterator[tuple[int, bool]]:
@@ -89,7 +89,7 @@ def _ends(before: Task, write: TaskWrite) -> Iterator[tuple[int, bool]]:
 
 def kind_of_run(world: World, task: Task) -> str:
     """The kind of its devices, by which durations are kept; empty if it has none."""
-    return min((world.books[lease.device].device.kind for lease in world.leases_of(task)), default="")
+    return min((world.ledgers[lease.device].device.kind for lease in world.leases_of(task)), default="")
 
 
 def _run_seconds(task: Task) -> float | None:
@@ -100,7 +100,7 @@ def _run_seconds(task: Task) -> float | None:
     return None if resumed else round(task.finished_at - task.started_at, 3)
 
 
-def _too_many(world: World, learning: dict[Topic, Sketch], most_topics: int) -> tuple[Topic, ...]:
+def _too_many(world: World, learning: dict[SketchKey, Sketch], most_topics: int) -> tuple[SketchKey, ...]:
     known = world.learned.sketches
     excess = len(known) + sum(topic not in known for topic in learning) - most_topics
     idle = (topic for topic in known if topic not in learning)
@@ -115,11 +115,11 @@ _DISTINGUISHABLE = HOLDERS_WITH_RUNS | {HolderKind.SERVER}
 grows only with its models."""
 
 
-def topic_of(tenant: str, model: str, kind: str, versions: Sequence[str] = ()) -> Topic:
+def topic_of(tenant: str, model: str, kind: str, versions: Sequence[str] = ()) -> SketchKey:
     """The topic of these versions of a model, loaded together, on a kind of device. Model names have no
     slash: a model is a folder to its server."""
     subject = f"model {model}/{','.join(versions)}" if versions else f"model {model}"
-    return Topic(tenant, subject, kind, What.GPU_MB)
+    return SketchKey(tenant, subject, kind, What.GPU_MB)
 
 
 def learned_mb(
@@ -137,7 +137,7 @@ def learned_mb(
     return Mib(ceil((1 + margin) * max(sizes))) if sizes else None
 
 
-def _sketch(world: World, topic: Topic) -> Sketch:
+def _sketch(world: World, topic: SketchKey) -> Sketch:
     """The sketch of the topic, else of the versions of the model that were measured last."""
     known = world.learned.sketches
     if topic in known:
@@ -147,7 +147,7 @@ def _sketch(world: World, topic: Topic) -> Sketch:
     return next((sketch for other, sketch in last_first if _of_any_version(other) == model), Sketch())
 
 
-def _of_any_version(topic: Topic) -> tuple[str, ...]:
+def _of_any_version(topic: SketchKey) -> tuple[str, ...]:
     return topic.tenant, topic.subject.partition("/")[0], topic.kind, topic.what
 
 
@@ -163,11 +163,11 @@ class SizeAccuracy:
 def size_accuracies(world: World) -> list[SizeAccuracy]:
     """By server. A model's size is the median of its loads."""
     ratios: dict[str, list[float]] = {}
-    for task in world.homes.live():
+    for task in world.models.live():
         leases = world.leases_of(task)
         if task.state is not TaskState.RUNNING or task.model is None or len(leases) != 1:
             continue
-        kind = world.books[leases[0].device].device.kind
+        kind = world.ledgers[leases[0].device].device.kind
         topic = topic_of(task.tenant, task.model.model, kind, task.model.versions)
         measured_mb = world.learned.sketch(topic).quantile(0.5)
         if measured_mb:
@@ -201,8 +201,8 @@ class ModelMeter:
         """Decisions with what was learned since; `excluded`: tasks with other decisions in this batch."""
         known, self._watches = self._watches, {}
         decisions: list[Decision] = []
-        sketches: dict[Topic, Sketch] = {}
-        for task in world.homes.live():
+        sketches: dict[SketchKey, Sketch] = {}
+        for task in world.models.live():
             watch = known.get(task.id)
             if watch is None or watch.fence != task.fence:
                 watch = _before(world, task)
@@ -221,16 +221,16 @@ def _before(world: World, task: Task) -> _Watch | None:
     leases = world.leases_of(task)
     if task.state is not TaskState.ADMITTED or len(leases) != 1 or task.admitted_at is None:
         return None
-    book = world.books[leases[0].device]
-    others = _others(book, task)
-    if book.sample is None or book.sample.at > task.admitted_at or others is None:
+    ledger = world.ledgers[leases[0].device]
+    others = _others(ledger, task)
+    if ledger.sample is None or ledger.sample.at > task.admitted_at or others is None:
         return None
-    return _Watch(task.fence, leases[0].device, book.sample.used_mb, others)
+    return _Watch(task.fence, leases[0].device, ledger.sample.used_mb, others)
 
 
-def _others(book: Book, task: Task) -> dict[str, int] | None:
+def _others(ledger: DeviceLedger, task: Task) -> dict[str, int] | None:
     """Measured use of each; None unless all are there to stay."""
-    others = {key: one for key, one in book.holdings.items() if one.lease.holder != task.id}
+    others = {key: one for key, one in ledger.holdings.items() if one.lease.holder != task.id}
     if any(one.lease.state is not LeaseState.HELD or one.is_leaving for one in others.values()):
         return None
     return {key: one.measured_mb for key, one in others.items()}
@@ -241,40 +241,40 @@ def _updated(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
         return watch
     if task.state is not TaskState.RUNNING or task.started_at is None:
         return replace(watch, is_over=True)
-    book = world.books[watch.device]
-    if book.sample is None or book.sample.at <= task.started_at:
+    ledger = world.ledgers[watch.device]
+    if ledger.sample is None or ledger.sample.at <= task.started_at:
         return watch
-    if not _is_alone(book, task, watch):
+    if not _is_alone(ledger, task, watch):
         return replace(watch, is_over=True)
-    peak_mb = max(watch.peak_mb, book.sample.used_mb - watch.used_mb)
-    kinds = {book.holdings[key].lease.holder_kind for key in watch.others}
+    peak_mb = max(watch.peak_mb, ledger.sample.used_mb - watch.used_mb)
+    kinds = {ledger.holdings[key].lease.holder_kind for key in watch.others}
     is_warm = now >= task.started_at + WARM_SECONDS
     return replace(watch, peak_mb=peak_mb, is_over=is_warm or not kinds <= _DISTINGUISHABLE)
 
 
-def _is_alone(book: Book, task: Task, watch: _Watch) -> bool:
-    others = _others(book, task)
+def _is_alone(ledger: DeviceLedger, task: Task, watch: _Watch) -> bool:
+    others = _others(ledger, task)
     if others is None or others.keys() != watch.others.keys():
         return False
-    if others and (book.sample is None or book.sample.foreign_mb is None):
+    if others and (ledger.sample is None or ledger.sample.foreign_mb is None):
         return False  # the growth cannot be attributed
     changes_mb = (abs(others[key] - mb) for key, mb in watch.others.items())
-    return max(changes_mb, default=0) <= _noise_mb(book)
+    return max(changes_mb, default=0) <= _noise_mb(ledger)
 
 
-def _noise_mb(book: Book) -> int:
-    return book.device.physical_mb // NOISE_DIVISOR
+def _noise_mb(ledger: DeviceLedger) -> int:
+    return ledger.device.physical_mb // NOISE_DIVISOR
 
 
 def _lessons(
-    world: World, task: Task, watch: _Watch, sketches: dict[Topic, Sketch], now: Instant
+    world: World, task: Task, watch: _Watch, sketches: dict[SketchKey, Sketch], now: Instant
 ) -> list[Decision]:
     """`sketches`: updated by the decisions of this look; the last row of each topic stays."""
-    book = world.books[watch.device]
+    ledger = world.ledgers[watch.device]
     assert task.model is not None
-    if watch.peak_mb <= _noise_mb(book):
+    if watch.peak_mb <= _noise_mb(ledger):
         return []
-    topic = topic_of(task.tenant, task.model.model, book.device.kind, task.model.versions)
+    topic = topic_of(task.tenant, task.model.model, ledger.device.kind, task.model.versions)
     sketches[topic] = (sketches.get(topic) or world.learned.sketch(topic)).add(watch.peak_mb)
-    lesson = Lesson(topic, watch.peak_mb, sketches[topic], now)
+    lesson = Observation(topic, watch.peak_mb, sketches[topic], now)
     return [Decision(task.id, "measured", tasks=(write_move(task, Move.CHANGED),), lessons=(lesson,))]

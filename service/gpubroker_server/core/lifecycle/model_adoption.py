@@ -7,7 +7,7 @@ earlier holder of the same model left there without confirmation becomes its own
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import Decision, Outcome, withdrawn, write_move
+from gpubroker_server.core.domain.decisions import Decision, Outcome, withdraw_pledges, write_move
 from gpubroker_server.core.domain.demand import context_mb, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Proof, quarantine, release
@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
-from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
 
@@ -28,12 +28,14 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
     known = {device: Mib(0) for device in sorted({lease.device for lease in left})}
     for lease in left:
         known[lease.device] = max(known[lease.device], lease.mb)
-    leases = [_lease(task, fence, kind, world.books[key].device, known[key], priority, now) for key in known]
-    for book, mb in _rooms(world, task) if task.demand.gpus and not leases else ():
-        lease = _lease(task, fence, kind, book.device, mb, priority, now)
-        if len(leases) < task.demand.gpus and _fits(book, lease, task):
+    leases = [
+        _lease(task, fence, kind, world.ledgers[key].device, known[key], priority, now) for key in known
+    ]
+    for ledger, mb in _rooms(world, task) if task.demand.gpus and not leases else ():
+        lease = _lease(task, fence, kind, ledger.device, mb, priority, now)
+        if len(leases) < task.demand.gpus and _fits(ledger, lease, task):
             leases.append(lease)
-    nodes = [world.books[lease.device].device.node for lease in leases]
+    nodes = [world.ledgers[lease.device].device.node for lease in leases]
     if not task.demand.gpus:
         nodes = [node.name for node in world.nodes.values() if may_use_node(task.demand, node)]
     if (len(leases) < task.demand.gpus and not left) or not nodes:
@@ -42,7 +44,7 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
     if task.held and task.expires_at is not None:
         begun["expires_at"] = now  # not wanted by a request: once it leaves, it is not loaded again
     write = write_move(task, Move.STARTED, fence=fence, priority=priority, held=False, **begun)
-    pledges = withdrawn(world.pledges.get(task.id, {}))
+    pledges = withdraw_pledges(world.pledges.get(task.id, {}))
     given_back = (release(lease, Proof.HELD_ANEW) for lease in left)
     return Decision(task.id, "adopted", tasks=(write,), leases=(*given_back, *leases), pledges=pledges)
 
@@ -51,22 +53,22 @@ def _left_there(world: World, task: Task) -> Iterator[Lease]:
     """Unconfirmed leases of earlier claims on the model at this server: the memory is still in use, as the
     index says, and counts once."""
     assert task.model is not None
-    for other in world.homes.on(task.model.server):
+    for other in world.models.on(task.model.server):
         if other.model is None or other.model.model != task.model.model:
             continue
         for fence in sorted(world.unconfirmed.claims_of(other.id)):
             claim = world.leases.get((other.id, fence), {})
-            yield from (claim[key] for key in sorted(claim) if claim[key].device in world.books)
+            yield from (claim[key] for key in sorted(claim) if claim[key].device in world.ledgers)
 
 
-def _rooms(world: World, task: Task) -> list[tuple[Book, Mib]]:
+def _rooms(world: World, task: Task) -> list[tuple[DeviceLedger, Mib]]:
     """The devices that it may be on, with the MiB to lease there; those with most foreign use first."""
     found = [
-        (book, mb)
-        for book in world.books.values()
-        if book.sample is not None
-        and may_use_node(task.demand, world.nodes[book.device.node])
-        and (mb := need_mb(task.demand, book.device)) is not None
+        (ledger, mb)
+        for ledger in world.ledgers.values()
+        if ledger.sample is not None
+        and may_use_node(task.demand, world.nodes[ledger.device.node])
+        and (mb := need_mb(task.demand, ledger.device)) is not None
     ]
     return sorted(found, key=lambda one: (-one[0].foreign_mb, one[0].device.key))
 
@@ -88,19 +90,19 @@ def _lease(
     )
 
 
-def _fits(book: Book, lease: Lease, task: Task) -> bool:
+def _fits(ledger: DeviceLedger, lease: Lease, task: Task) -> bool:
     """Whether the lease fits once its use no longer counts as foreign, without taking what is pledged to
     others."""
-    after = book.copy()
+    after = ledger.copy()
     after.put(lease)
-    return after.free_mb(task=task.id) >= 0 and after.leased_mb() <= book.device.allocatable_mb
+    return after.free_mb(task=task.id) >= 0 and after.leased_mb() <= ledger.device.allocatable_mb
 
 
 def give_up_removed_servers(world: World, servers: Collection[str], now: Instant) -> list[Decision]:
     """`servers`: those in the settings. A model of another server may still be in memory: it counts until an
     operator says that it is gone, or the server is back and does."""
     decisions = []
-    for task in world.homes.live():
+    for task in world.models.live():
         assert task.model is not None
         if task.model.server in servers or task.state is TaskState.STOPPING:
             continue
@@ -132,6 +134,6 @@ def _given_up(world: World, task: Task, server: str, now: Instant) -> Decision:
         "server_removed",
         tasks=(write_move(task, Move.FAILED, finished_at=now),),
         leases=tuple(quarantine(lease, now) for lease in held if task.is_active),
-        pledges=withdrawn(world.pledges.get(task.id, {})),
+        pledges=withdraw_pledges(world.pledges.get(task.id, {})),
         outcome=Outcome(task.id, task.fence, Ending.LOST, now, failure=Failure("server_removed", message)),
     )

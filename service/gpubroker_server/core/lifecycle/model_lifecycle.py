@@ -12,8 +12,8 @@ from gpubroker_server.core.domain.decisions import AuditNote, Decision, Outcome,
 from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.model_orders import (
     ModelOrder,
-    ServerSeen,
-    Stage,
+    ModelState,
+    ServerIndex,
     check_order,
     load_order,
     unload_order,
@@ -24,7 +24,7 @@ from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.model_adoption import adopt
-from gpubroker_server.core.lifecycle.stopping import after_failure, after_stop, off_the_nodes
+from gpubroker_server.core.lifecycle.stopping import after_failure, after_stop, requeued_fields
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
@@ -75,7 +75,7 @@ def standing(task: Task, now: Instant) -> int:
     return task.model.asked_priority if is_wanted(task, now) else 0
 
 
-def in_time(task: Task, room_by: Instant) -> bool:
+def ready_while_wanted(task: Task, room_by: Instant) -> bool:
     """Whether a model that gets its memory by then would be loaded while it is wanted; always true for
     others."""
     if task.model is None or task.expires_at is None:
@@ -87,7 +87,7 @@ def due(world: World, now: Instant) -> list[Decision]:
     """Priority changes of models that are no longer wanted, or pinned. And cancelled base costs of
     servers, which end at their operator's word."""
     decisions: list[Decision] = []
-    for task in world.homes.live():
+    for task in world.models.live():
         assert task.model is not None
         if task.state is TaskState.STOPPING and not task.model.model:
             update = TaskUpdate(world, task.id, now)
@@ -100,23 +100,23 @@ def due(world: World, now: Instant) -> list[Decision]:
     return decisions
 
 
-def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[Decision]:
+def seen(world: World, index: ServerIndex, now: Instant, policy: Policy) -> list[Decision]:
     """Apply a server's index to its models, with one decision per changed model."""
     decisions: list[Decision] = []
     is_adopting = False
-    for task in world.homes.on(index.server):
+    for task in world.models.on(index.server):
         if (task.id, task.fence) in index.under_way:
             continue
         assert task.model is not None
         update = TaskUpdate(world, task.id, now)
         stage = index.stage_of(task.model.model)
-        if task.state is TaskState.PENDING and stage is Stage.READY:
+        if task.state is TaskState.PENDING and stage is ModelState.READY:
             # One at a time, so that the next one sees the leases of this one.
             adopted = None if is_adopting else adopt(world, task, standing(task, now), now)
             is_adopting = is_adopting or adopted is not None
             decisions += filter(None, [adopted])
             continue
-        if stage is Stage.ABSENT:
+        if stage is ModelState.ABSENT:
             for fence in _claims(world, task):
                 update.release_leases(fence, 0, Proof.UNLOADED)
         _follow(update, task, index, now, policy)
@@ -133,10 +133,10 @@ def _claims(world: World, task: Task) -> set[Fence]:
     )
 
 
-def _follow(update: TaskUpdate, task: Task, index: ServerSeen, now: Instant, policy: Policy) -> None:
+def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, policy: Policy) -> None:
     assert task.model is not None
     match task.state, index.stage_of(task.model.model):
-        case TaskState.ADMITTED, Stage.READY:
+        case TaskState.ADMITTED, ModelState.READY:
             took_seconds = Seconds(round(now - (task.admitted_at or now), 3))
             terms = replace(
                 task.model,
@@ -146,15 +146,15 @@ def _follow(update: TaskUpdate, task: Task, index: ServerSeen, now: Instant, pol
             priority = standing(task, now)
             update.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
             update.move_leases(task.fence, 0, LeaseState.HELD)
-        case TaskState.PENDING, Stage.ABSENT if task.held:
+        case TaskState.PENDING, ModelState.ABSENT if task.held:
             update.outcome = Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=_VANISHED)
             update.move(Move.EXPIRED, "vanished", finished_at=now)
-        case TaskState.RUNNING, Stage.ABSENT if is_wanted(task, now):
+        case TaskState.RUNNING, ModelState.ABSENT if is_wanted(task, now):
             update.move(Move.REQUEUED, "vanished", **back_in_queue(task))
-        case TaskState.RUNNING, Stage.ABSENT:
+        case TaskState.RUNNING, ModelState.ABSENT:
             update.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_VANISHED)
             update.move(Move.FAILED, "vanished", finished_at=now)
-        case TaskState.STOPPING, Stage.ABSENT:
+        case TaskState.STOPPING, ModelState.ABSENT:
             what, changes = after_stop(task, now, policy)
             update.move(what, "unloaded", **changes)
         case _:
@@ -166,18 +166,18 @@ _VANISHED = Failure(
 )
 
 
-def _orders_again(world: World, task: Task, stage: Stage, now: Instant) -> Iterator[ModelOrder]:
+def _orders_again(world: World, task: Task, stage: ModelState, now: Instant) -> Iterator[ModelOrder]:
     """Load and unload orders may have been lost with an earlier leader."""
-    if task.state is TaskState.ADMITTED and stage is Stage.ABSENT:
+    if task.state is TaskState.ADMITTED and stage is ModelState.ABSENT:
         yield load_order(task, _room_of(world, task))
-    elif task.state is TaskState.STOPPING and stage is Stage.READY:
+    elif task.state is TaskState.STOPPING and stage is ModelState.READY:
         yield unload_order(task, Seconds(max(0.0, (task.stop_deadline_at or now) - now)))
 
 
 def back_in_queue(task: Task, **changes: Any) -> dict[str, Any]:
     """Requeue it with the priority of its requests."""
     assert task.model is not None
-    return off_the_nodes(task, priority=task.model.asked_priority, **changes)
+    return requeued_fields(task, priority=task.model.asked_priority, **changes)
 
 
 def ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: Policy) -> None:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, HolderKind, Lease, Proof, release
-from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, Ticks
+from gpubroker_server.core.domain.units import Fence, Instant, MonotonicSeconds, NodeName, Seconds
 from gpubroker_server.core.world.world import World
 
 
@@ -39,7 +39,7 @@ def _runs(world: World, leases: Iterable[Lease]) -> Iterator[Quarantined]:
     for (attempt, rank), group in groupby(sorted(leases, key=_place), key=lambda ls: (ls.fence, ls.rank)):
         held = tuple(group)
         first = held[0]
-        device = world.books[first.device].device
+        device = world.ledgers[first.device].device
         awaits, message = _awaited(world, first, device.node)
         yield Quarantined(
             first.holder_kind,
@@ -99,7 +99,7 @@ def removed(world: World) -> list[Decision]:
     """End quarantine on removed devices: nothing can be held there."""
     decisions = []
     for holder, leases in sorted(world.unconfirmed.quarantined.items()):
-        gone = [leases[key] for key in sorted(leases) if not world.books[leases[key].device].device.present]
+        gone = [leases[key] for key in sorted(leases) if not world.ledgers[leases[key].device].device.present]
         if gone:
             left = tuple(release(lease, Proof.DEVICE_REMOVED) for lease in gone)
             decisions.append(Decision(holder, "device_removed", leases=left))
@@ -111,12 +111,12 @@ def seen_in_use(world: World, lease: Lease, now: Instant, period_seconds: Second
 
     What an agent measured before it fell silent says nothing about its node since.
     """
-    book = world.books[lease.device]
-    if book.sample is None or book.is_stale(now, period_seconds):
+    ledger = world.ledgers[lease.device]
+    if ledger.sample is None or ledger.is_stale(now, period_seconds):
         return 0
-    if book.sample.at < (lease.quarantined_at or lease.since) and not world.nodes[book.device.node].ready:
+    if ledger.sample.at < (lease.quarantined_at or lease.since) and not world.nodes[ledger.device.node].ready:
         return 0
-    return book.holdings[lease.key].measured_mb
+    return ledger.holdings[lease.key].measured_mb
 
 
 def attest(world: World, request: Request, now: Instant, period_seconds: Seconds, done: Decision) -> Decision:
@@ -146,10 +146,10 @@ class QuarantineProbe:
     In one leader's memory; `at` is in seconds by a monotonic clock."""
 
     def __init__(self) -> None:
-        self._since: dict[NodeName, Ticks] = {}
+        self._since: dict[NodeName, MonotonicSeconds] = {}
         """When a node with such leases was first noticed, or last asked."""
 
-    def due(self, world: World, at: Ticks) -> list[NodeName]:
+    def due(self, world: World, at: MonotonicSeconds) -> list[NodeName]:
         """The nodes to ask now, if their agents answer; the others are reconciled when an agent answers
         again."""
         self._since = {node: self._since.get(node, at) for node in _in_doubt(world)}
@@ -161,5 +161,5 @@ class QuarantineProbe:
 def _in_doubt(world: World) -> set[NodeName]:
     holders = world.unconfirmed.quarantined.values()
     quarantined = [lease for leases in holders for lease in leases.values()]
-    nodes = {world.books[lease.device].device.node for lease in quarantined if is_watched(world, lease)}
+    nodes = {world.ledgers[lease.device].device.node for lease in quarantined if is_watched(world, lease)}
     return {node for node in nodes if answers(world, node)}

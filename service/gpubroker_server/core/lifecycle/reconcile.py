@@ -9,10 +9,10 @@ from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     Gone,
-    NodeSeen,
+    NodeReport,
     Order,
+    ReportedDevice,
     RunId,
-    SeenDevice,
     StopOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
@@ -21,7 +21,7 @@ from gpubroker_server.core.domain.task import Member, MemberState, StopReason, T
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, device_key
 from gpubroker_server.core.lifecycle import external_leases
 from gpubroker_server.core.lifecycle.gang_runs import go_order, stop_order, world_orders
-from gpubroker_server.core.lifecycle.runs import dissolved_pledges, react
+from gpubroker_server.core.lifecycle.runs import apply_reports, dissolved_pledges
 from gpubroker_server.core.lifecycle.stopping import stop_orders
 from gpubroker_server.core.world.world import World
 
@@ -51,7 +51,7 @@ class InventoryRules:
 
 
 def reconcile(
-    world: World, seen: NodeSeen, now: Instant, policy: Policy, rules: InventoryRules
+    world: World, seen: NodeReport, now: Instant, policy: Policy, rules: InventoryRules
 ) -> list[Decision]:
     """First the node and its devices, then one decision per task with a missing run, then orders.
 
@@ -64,7 +64,7 @@ def reconcile(
         gone = [device.key for device in devices if not device.present]
         pledges = dissolved_pledges(world, gone)
         decisions.append(Decision(seen.node.name, "node_seen", pledges=pledges, nodes=nodes, devices=devices))
-    absent = (replace(d, orders=()) for d in react(world, _absences(world, seen), now, policy))
+    absent = (replace(d, orders=()) for d in apply_reports(world, _absences(world, seen), now, policy))
     decisions += [decision for decision in absent if not decision.is_empty()]
     again = (replace(o, incarnation=seen.node.incarnation) for o in _orders_again(world, seen, now))
     orders = (*again, *_unwanted(world, seen))
@@ -73,7 +73,7 @@ def reconcile(
     return decisions
 
 
-def _node_row(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[Node, ...]:
+def _node_row(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[Node, ...]:
     """The operator, not the agent, says whether it is cordoned."""
     known = world.nodes.get(seen.node.name)
     labels = {**dict(seen.node.labels), **rules.node_labels.get(seen.node.name, {})}
@@ -86,30 +86,30 @@ def _node_row(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[Node
     return () if row == known else (replace(row, version=known.version + 1),)
 
 
-def _device_rows(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[Device, ...]:
+def _device_rows(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[Device, ...]:
     rows = []
     for device in seen.devices:
         row = _device(seen, device, rules)
-        book = world.books.get(row.key)
-        if book is not None:
-            row = replace(row, version=book.device.version)
-            if row == book.device:
+        ledger = world.ledgers.get(row.key)
+        if ledger is not None:
+            row = replace(row, version=ledger.device.version)
+            if row == ledger.device:
                 continue
             row = replace(row, version=row.version + 1)
         rows.append(row)
     return (*rows, *_gone_devices(world, seen))
 
 
-def _gone_devices(world: World, seen: NodeSeen) -> Iterator[Device]:
+def _gone_devices(world: World, seen: NodeReport) -> Iterator[Device]:
     """Devices in the rows of this node that its agent no longer finds."""
     found = {device.uuid for device in seen.devices}
     for key in world.by_node.get(seen.node.name, ()):
-        device = world.books[key].device
+        device = world.ledgers[key].device
         if device.present and device.uuid not in found:
             yield replace(device, present=False, version=device.version + 1)
 
 
-def _device(seen: NodeSeen, device: SeenDevice, rules: InventoryRules) -> Device:
+def _device(seen: NodeReport, device: ReportedDevice, rules: InventoryRules) -> Device:
     node = seen.node.name
     declared = rules.declared_foreign_mb
     kind = kind_of(device.kind, rules.kinds)
@@ -130,7 +130,7 @@ def _device(seen: NodeSeen, device: SeenDevice, rules: InventoryRules) -> Device
     )
 
 
-def _absences(world: World, seen: NodeSeen) -> Iterator[Gone]:
+def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
     """A Gone for each claim in the rows of this node that its agent does not know."""
     known = world.nodes.get(seen.node.name)
     if known is None:
@@ -169,21 +169,21 @@ def _has_begun(task: Task, rank: int) -> bool:
     )
 
 
-def _active_on(world: World, seen: NodeSeen) -> list[tuple[Task, int]]:
+def _active_on(world: World, seen: NodeReport) -> list[tuple[Task, int]]:
     name = seen.node.name
     tasks = (world.tasks[task] for task in sorted(world.runs.get(name, ())))
     return [(task, rank) for task in tasks for rank, node in ranks_of(task) if node == name]
 
 
-def _claims_on(world: World, seen: NodeSeen) -> list[RunId]:
+def _claims_on(world: World, seen: NodeReport) -> list[RunId]:
     """Claims with memory on this node, also of tasks that have moved on or ended."""
-    books = (world.books[key] for key in world.by_node.get(seen.node.name, ()))
-    leases = (holding.lease for book in books for holding in book.holdings.values())
+    ledgers = (world.ledgers[key] for key in world.by_node.get(seen.node.name, ()))
+    leases = (holding.lease for ledger in ledgers for holding in ledger.holdings.values())
     runs = (lease for lease in leases if lease.holder_kind in HOLDERS_WITH_RUNS)
     return sorted({(TaskId(lease.holder), lease.fence, lease.rank) for lease in runs})
 
 
-def _orders_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order]:
+def _orders_again(world: World, seen: NodeReport, now: Instant) -> Iterator[Order]:
     """Stop, go and watch orders may have been lost with the leader or the agent."""
     there = set(seen.runs)
     for watch in external_leases.watched_on(world, seen.node.name):
@@ -210,7 +210,7 @@ def _gang_orders_again(world: World, task: Task, member: Member, now: Instant) -
         yield from (order for order in world_orders(world, task) if order.rank == member.rank)
 
 
-def _unwanted(world: World, seen: NodeSeen) -> Iterator[Order]:
+def _unwanted(world: World, seen: NodeReport) -> Iterator[Order]:
     """Kill runs of tasks that ended, moved on or are unknown: their outcome is not accepted."""
     name, incarnation = seen.node.name, seen.node.incarnation
     wanted = {(task.id, task.fence, rank) for task, rank in _active_on(world, seen)}

@@ -7,7 +7,7 @@ from typing import Any, assert_never
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd
-from gpubroker_server.core.domain.model_orders import ServerSeen
+from gpubroker_server.core.domain.model_orders import ServerIndex
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     Heartbeat,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Progressed,
     Ready,
     Report,
@@ -32,8 +32,8 @@ from gpubroker_server.core.lifecycle.stopping import (
     after_failure,
     after_stop,
     forget_order,
-    off_the_nodes,
     overuse_failure,
+    requeued_fields,
     timeout_failure,
 )
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate, TaskUpdates
@@ -62,12 +62,12 @@ AGAIN_MOST_SECONDS = 30.0
 AGAIN_MOST_SECONDS."""
 
 
-def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy) -> list[Decision]:
+def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy: Policy) -> list[Decision]:
     """At most one decision per task, in order of its first report, then one per lost node.
 
     Reports of one run must be in the order in which its agent made them. A report with a (task, fence) that
     is not the task's active claim never touches the task; its Gone still releases that claim's leases.
-    NodeSeen and ServerSeen are handled elsewhere, in their place between the reports.
+    NodeReport and ServerIndex are handled elsewhere, in their place between the reports.
     """
     updates = TaskUpdates(world, now)
     nodes: dict[NodeName, Decision] = {}
@@ -88,7 +88,7 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
                 if node is not None and node.incarnation == report.incarnation:
                     _give_up_runs(world, node, updates, now, policy)
                     nodes |= _close(world, node)
-            case NodeSeen() | ServerSeen() | Heartbeat() | Sampled() | Progressed():
+            case NodeReport() | ServerIndex() | Heartbeat() | Sampled() | Progressed():
                 pass
             case _:
                 assert_never(report)
@@ -199,7 +199,7 @@ def _fail(update: TaskUpdate, task: Task, at: Instant, now: Instant, policy: Pol
 
 def _requeue(update: TaskUpdate, why: str, **changes: Any) -> None:
     assert update.task is not None
-    update.move(Move.REQUEUED, why, **off_the_nodes(update.task, **changes))
+    update.move(Move.REQUEUED, why, **requeued_fields(update.task, **changes))
 
 
 def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, policy: Policy) -> None:
@@ -208,7 +208,7 @@ def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, 
     External holders release their leases themselves, and a model server's index says what it still holds.
     """
     for key in world.by_node.get(node.name, ()):
-        for holding in world.books[key].holdings.values():
+        for holding in world.ledgers[key].holdings.values():
             lease = holding.lease
             if lease.holder_kind not in HOLDERS_WITH_RUNS:
                 continue
@@ -238,7 +238,7 @@ def _close(world: World, node: Node) -> dict[NodeName, Decision]:
 
 def dissolved_pledges(world: World, devices: Iterable[DeviceKey]) -> tuple[PledgeWrite, ...]:
     """The end of all pledges of every task that waits for memory of these devices."""
-    waiting = {preemptor for key in devices for preemptor in world.books[key].pledges}
+    waiting = {preemptor for key in devices for preemptor in world.ledgers[key].pledges}
     return tuple(
         PledgeWrite(pledge, PledgeEnd.DISSOLVED)
         for preemptor in sorted(waiting)
@@ -290,7 +290,7 @@ def _inference_ended(update: TaskUpdate, task: Task, report: Ended, now: Instant
         update.move(what, "stopped", **changes)
     elif report.ending is Ending.NEVER_STARTED:
         update.move(
-            Move.REQUEUED, "not_taken", **off_the_nodes(task, not_before=_again_at(task, now, policy))
+            Move.REQUEUED, "not_taken", **requeued_fields(task, not_before=_again_at(task, now, policy))
         )
     else:
         update.outcome = outcome

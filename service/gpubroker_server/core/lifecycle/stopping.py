@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.model_orders import DropOrder, UnloadOrder, un
 from gpubroker_server.core.domain.orders import Ending, Failure, ForgetOrder, StopOrder
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.ranks import node_of, ranks_of
-from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, notice_of
+from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, stop_notice
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId, in_gib
 from gpubroker_server.core.world.world import World
 
@@ -32,7 +32,7 @@ START_RETRIES = 3
 """A gang that was not ready in time is started again this often, even if it has fewer retries."""
 
 
-def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:
+def requeued_fields(task: Task, **changes: Any) -> dict[str, Any]:
     """The changes of a task that is requeued. Its fence and its checkpoint stay."""
     ranks = {"members": ()} if task.members else {}
     return {**_OFF_THE_NODE, **ranks, **changes}
@@ -59,12 +59,12 @@ def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str
         return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
     match task.stop_reason:
         case StopReason.PREEMPT:
-            return Move.REQUEUED, off_the_nodes(task, preemptions=task.preemptions + 1)
+            return Move.REQUEUED, requeued_fields(task, preemptions=task.preemptions + 1)
         case StopReason.MOVE:
             moved = {"preemptions": task.preemptions + 1, "stop_reason": StopReason.MOVE}
-            return Move.REQUEUED, off_the_nodes(task, **moved)
+            return Move.REQUEUED, requeued_fields(task, **moved)
         case StopReason.RANK_LOST:
-            return Move.REQUEUED, off_the_nodes(task, not_before=next_retry_at(1, now, policy))
+            return Move.REQUEUED, requeued_fields(task, not_before=next_retry_at(1, now, policy))
         case StopReason.RANK_FAILED | StopReason.START_TIMEOUT:
             return after_failure(task, now, now, policy)
         case StopReason.CANCEL:
@@ -81,7 +81,7 @@ def _after_unload(task: Task, now: Instant) -> tuple[Move, dict[str, Any]]:
         return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
     if task.expires_at is None or now < task.expires_at:
         again = {"preemptions": task.preemptions + 1, "priority": task.model.asked_priority}
-        return Move.REQUEUED, off_the_nodes(task, **again)
+        return Move.REQUEUED, requeued_fields(task, **again)
     return Move.SUCCEEDED, {"finished_at": now, "freeing_for": None}
 
 
@@ -91,7 +91,7 @@ def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tupl
     if failures > _retries_of(task):
         return Move.FAILED, {"failures": failures, "finished_at": at, "freeing_for": None}
     not_before = next_retry_at(failures, now, policy)
-    return Move.REQUEUED, off_the_nodes(task, failures=failures, not_before=not_before)
+    return Move.REQUEUED, requeued_fields(task, failures=failures, not_before=not_before)
 
 
 def will_requeue(task: Task) -> bool:
@@ -174,7 +174,7 @@ def overuse_decisions(world: World, now: Instant, policy: Policy) -> list[Decisi
 
 
 def _is_at_work(task: Task, rank: int) -> bool:
-    return task.model is None and task.state is TaskState.RUNNING and not notice_of(task, rank)[1]
+    return task.model is None and task.state is TaskState.RUNNING and not stop_notice(task, rank)[1]
 
 
 def _decision(world: World, task: Task, keys: list[str], now: Instant, policy: Policy) -> Decision:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand, need_mb
-from gpubroker_server.core.domain.interval import Pace
+from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
@@ -48,7 +48,7 @@ class Consolidation:
     """Owned by the leader. A new leader does not know how many runs were moved in the last hour."""
 
     def __init__(self) -> None:
-        self._pace = Pace(EVERY_SECONDS)
+        self._pace = Interval(EVERY_SECONDS)
         self._moved: list[Instant] = []
         """Instants of the moves in the last hour."""
 
@@ -151,11 +151,11 @@ class _Search:
             return False
         free_mb, needs = 0, []
         for node in self._offers.nodes:
-            for book in self.draft.usable_books(node, self._policy, self._now):
-                need = need_mb(task.demand, book.device)
+            for ledger in self.draft.usable_ledgers(node, self._policy, self._now):
+                need = need_mb(task.demand, ledger.device)
                 if need is not None:
                     needs.append(need)
-                    free_mb += max(0, book.free_mb(priority=_LOWEST_PRIORITY))
+                    free_mb += max(0, ledger.free_mb(priority=_LOWEST_PRIORITY))
         return bool(needs) and free_mb >= task.demand.gpus * min(needs)
 
     def _movable(self, node: NodeName, task: Task) -> list[PossibleVictim]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from gpubroker_server.core.domain.decisions import Decision, given_mb
+from gpubroker_server.core.domain.decisions import Decision, granted_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.task import Task
@@ -23,7 +23,7 @@ from gpubroker_server.core.planning.refusal_cache import RefusalCache
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
-from gpubroker_server.core.world.placement_scores import Worth
+from gpubroker_server.core.world.placement_scores import PlacementScorer
 from gpubroker_server.core.world.queue import OrderKey
 from gpubroker_server.core.world.world import World
 
@@ -39,7 +39,7 @@ class Cursor:
     """Ageing stands still during a cycle, so that every task is examined once."""
     shares: FairShares
     """What the tenants have by now; not to be changed."""
-    scores: Worth | None = None
+    scores: PlacementScorer | None = None
     """Of places, as they were when the cycle began."""
     after: OrderKey | None = None
     forecasts: tuple[Forecast, ...] = ()
@@ -214,7 +214,7 @@ class Slice:
             return
         decision = self._admit(task, way) if isinstance(way, Start) else self._evict(task, way)
         self._decisions.append(decision)
-        self._order.charge(task, given_mb(decision))
+        self._order.charge(task, granted_mb(decision))
         if self._cache.revisions.growth.revision > grown or self._is_awaited(decision):
             self._order.requeue_inadmissible()
 

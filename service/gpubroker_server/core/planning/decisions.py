@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.orders import StartOrder
 from gpubroker_server.core.domain.task import Member, Move, Placement, StopReason, Task
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle import external_leases
-from gpubroker_server.core.lifecycle.gang_runs import ask_to_leave
+from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.lifecycle.stopping import orders_to_leave
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.preemption.eviction import Eviction
@@ -84,7 +84,7 @@ def _leases(draft: Draft, task: Task, rank: int, place: Placement) -> Iterator[L
             since=task.admitted_at,
             state=state,
             rank=rank,
-            context_mb=context_mb(demand, draft.book(device).device),
+            context_mb=context_mb(demand, draft.ledger(device).device),
         )
 
 
@@ -161,7 +161,7 @@ def _stop(
 ) -> tuple[TaskWrite, tuple[AnyOrder, ...]]:
     ranks = eviction.surplus.get(victim.id)
     if ranks is not None:
-        write, orders = ask_to_leave(draft.world, victim, ranks, preemptor, now)
+        write, orders = stop_ranks(draft.world, victim, ranks, preemptor, now)
         draft.replace_task(victim, write.task)
         return write, orders
     write = write_move(
@@ -188,9 +188,9 @@ def _overtake(draft: Draft, devices: set[DeviceKey]) -> list[PledgeWrite]:
     """
     taken: list[PledgeWrite] = []
     for device in sorted(devices):
-        by_rank = sorted(draft.book(device).pledges.values(), key=lambda p: (p.priority, p.preemptor))
+        by_rank = sorted(draft.ledger(device).pledges.values(), key=lambda p: (p.priority, p.preemptor))
         for pledge in by_rank:
-            if draft.book(device).soon_mb() >= 0:
+            if draft.ledger(device).free_after_releases_mb() >= 0:
                 break
             taken += (PledgeWrite(p, PledgeEnd.TAKEN) for p in draft.end_pledges(pledge.preemptor))
     return taken

@@ -7,10 +7,10 @@ from itertools import islice
 from typing import ClassVar
 
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import part_of
+from gpubroker_server.core.domain.ranks import rank_task
 from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.core.lifecycle.model_lifecycle import in_time
+from gpubroker_server.core.lifecycle.model_lifecycle import ready_while_wanted
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps, finish
 from gpubroker_server.core.planning.forecasts.limits import LimitReservations
 from gpubroker_server.core.planning.forecasts.reservations import Reservations
@@ -130,7 +130,7 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
 def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Steps[Way]:
     """The same, yielding whenever the view's budget calls for a pause."""
     way = yield from _climb(task, view, nodes)
-    if isinstance(way, Evict) and not in_time(task, way.eviction.deadline_at):
+    if isinstance(way, Evict) and not ready_while_wanted(task, way.eviction.deadline_at):
         return Wait(WaitReason.TOO_LATE)
     return way
 
@@ -270,7 +270,7 @@ def _preempt_for_gang(task: Task, view: View, *, by_tenant: bool) -> Way:
     by_tenant = by_tenant or rule is not None
     if isinstance(found, Coming):
         return Wait(WaitReason.COMING, found.nodes, by_tenant)
-    ranks = {bundle: part_of(task, rank) for rank, bundle in enumerate(task.demand.bundles)}
+    ranks = {bundle: rank_task(task, rank) for rank, bundle in enumerate(task.demand.bundles)}
     if any(could_make_room(offers, rank, node) for rank in ranks.values() for node in closed):
         return Wait(WaitReason.RESERVED, by_tenant=by_tenant)
     return Wait(WaitReason.NO_ROOM if rule is None else WaitReason.GUARANTEE, by_tenant=by_tenant)

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.placement_scores import rows
 from gpubroker_server.core.world.world import World
 
@@ -65,12 +65,12 @@ class ScatteredDemand:
 
 
 def fragmentation(world: World, policy: Policy, now: Instant) -> Fragmentation:
-    worth = world.mix.worth(world.books, world.inventory_version, "stranded")
+    worth = world.mix.worth(world.ledgers, world.inventory_version, "stranded")
     devices: dict[DeviceKey, FreeMemory] = {}
     kinds: dict[str, FreeMemory] = {}
     draft = Draft(world)
     for node in draft.usable_nodes():
-        left = [(book.device, book.free_mb()) for book in draft.usable_books(node, policy, now)]
+        left = [(ledger.device, ledger.free_mb()) for ledger in draft.usable_ledgers(node, policy, now)]
         for row in rows(left, draft.headroom(node).cpu) if left else ():
             stranded = (0,) * len(row.devices) if worth is None else worth.stranded(row.room)
             for device, free_mb, stranded_mb in zip(row.devices, row.room.left, stranded, strict=True):
@@ -109,11 +109,11 @@ def _pieces(draft: Draft, demand: Demand, policy: Policy, now: Instant) -> Itera
     """Every device that could host the demand."""
     for node in draft.usable_nodes():
         if may_use_node(demand, draft.world.nodes[node]):
-            for book in draft.usable_books(node, policy, now):
-                need = need_mb(demand, book.device)
+            for ledger in draft.usable_ledgers(node, policy, now):
+                need = need_mb(demand, ledger.device)
                 if need is not None:
-                    yield _Piece(node, _free_mb(book), need)
+                    yield _Piece(node, _free_mb(ledger), need)
 
 
-def _free_mb(book: Book) -> int:
-    return max(0, book.free_mb())
+def _free_mb(ledger: DeviceLedger) -> int:
+    return max(0, ledger.free_mb())

@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.decisions import Decision, Request, write_move
 from gpubroker_server.core.domain.model_orders import InferOrder
-from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.orders import Ended, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle import model_lifecycle
-from gpubroker_server.core.lifecycle.stopping import after_stop, off_the_nodes
+from gpubroker_server.core.lifecycle.stopping import after_stop, requeued_fields
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
-from gpubroker_server.core.world.queue import Group, Member, OwnKey, Rank
+from gpubroker_server.core.world.queue import Member, QueueGroup, Rank, TenantOrderKey
 from gpubroker_server.core.world.world import World
 
 PROCESS_GONE = "model_process_gone"
@@ -38,13 +38,13 @@ def servers_of(world: World, policy: Policy, model: str) -> tuple[str, ...]:
 
 def holders(world: World, policy: Policy, model: str) -> list[Task]:
     """The tasks that hold the model, or wait to load it, on all servers."""
-    found = (world.homes.of(Home(server, model)) for server in policy.serving.ledger)
+    found = (world.models.of(ModelKey(server, model)) for server in policy.serving.ledger)
     return [task for task in found if task is not None]
 
 
-def waiting(world: World) -> dict[str, list[Group]]:
+def waiting(world: World) -> dict[str, list[QueueGroup]]:
     """Queued inferences that may be sent, by model."""
-    by_model: dict[str, list[Group]] = {}
+    by_model: dict[str, list[QueueGroup]] = {}
     for kin in world.queue.kin.values():
         if kin.demand.answered_by:
             likes = (likes for band in kin.bands.values() for likes in band.values())
@@ -62,7 +62,7 @@ def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
     decisions: list[Decision] = []
     for model in sorted(by_model):
         servers = servers_of(world, policy, model)
-        left = policy.serving.at_once - len(world.homes.asking(model))
+        left = policy.serving.at_once - len(world.models.asking(model))
         if not servers or left <= 0:
             continue
         line = _ModelQueue(world, model, by_model[model], shares, policy, now)
@@ -79,19 +79,25 @@ def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
 
 
 class _QueueHead(NamedTuple):
-    place: tuple[int, Rank, int, OwnKey]
+    place: tuple[int, Rank, int, TenantOrderKey]
     """1. higher band 2. rank of the tenant 3. fewer of the tenant's running 4. its own queue order"""
     member: Member
-    group: Group
+    group: QueueGroup
 
 
 class _ModelQueue:
     """The inferences that wait for one model, in order, while some of them start."""
 
     def __init__(
-        self, world: World, model: str, groups: list[Group], shares: FairShares, policy: Policy, now: Instant
+        self,
+        world: World,
+        model: str,
+        groups: list[QueueGroup],
+        shares: FairShares,
+        policy: Policy,
+        now: Instant,
     ) -> None:
-        self._given = Counter(task.tenant for task in world.homes.asking(model).values())
+        self._given = Counter(task.tenant for task in world.models.asking(model).values())
         self._shares = shares
         self._policy = policy
         self._now = now
@@ -114,8 +120,8 @@ class _ModelQueue:
         if behind is not None:
             heappush(self._heads, self._head(head.group, behind))
 
-    def _head(self, group: Group, member: Member) -> _QueueHead:
-        own, tenant = group.own_key(member, self._now, self._policy), group.tenant
+    def _head(self, group: QueueGroup, member: Member) -> _QueueHead:
+        own, tenant = group.order_within_tenant(member, self._now, self._policy), group.tenant
         return _QueueHead((own[0], self._shares.rank(tenant), self._given[tenant], own), member, group)
 
 
@@ -134,8 +140,8 @@ def keep_models_wanted(world: World, policy: Policy, now: Instant) -> list[Decis
     if not policy.serving.ledger:
         return []
     urgency = {
-        model: max(task.priority for task in world.homes.asking(model).values())
-        for model in world.homes.asked()
+        model: max(task.priority for task in world.models.asking(model).values())
+        for model in world.models.asked()
     }
     for model, groups in waiting(world).items():
         urgency[model] = max(urgency.get(model, 0), *(group.standing for group in groups))
@@ -172,7 +178,7 @@ def check_failed_models(
 
 def claims_at_takeover(world: World) -> frozenset[tuple[TaskId, Fence]]:
     """Running inferences that a new leader finds: their answers went to the previous leader."""
-    active = (task for model in world.homes.asked() for task in world.homes.asking(model).values())
+    active = (task for model in world.models.asked() for task in world.models.asking(model).values())
     return frozenset((task.id, task.fence) for task in active)
 
 
@@ -185,7 +191,7 @@ def requeue_claims(
         task = world.holder(name, fence)
         if task is None or not task.is_active:
             continue
-        what, changes = Move.REQUEUED, off_the_nodes(task)
+        what, changes = Move.REQUEUED, requeued_fields(task)
         if task.state is TaskState.STOPPING:
             what, changes = after_stop(task, now, policy)
         decisions.append(Decision(name, "left_behind", tasks=(write_move(task, what, **changes),)))

@@ -6,7 +6,7 @@ from heapq import nsmallest
 from math import inf
 from types import MappingProxyType
 
-from gpubroker_server.core.domain.demand import Demand, need_mb, unwanted_device, unwanted_node
+from gpubroker_server.core.domain.demand import Demand, device_preference_rank, need_mb, node_preference_rank
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId
@@ -17,7 +17,7 @@ from gpubroker_server.core.planning.gangs.gang_search import Gang, place_gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import NodeRooms, Room
 from gpubroker_server.core.planning.tenants.quota import Quotas
-from gpubroker_server.core.world.placement_scores import Row, Worth, rows
+from gpubroker_server.core.world.placement_scores import PlacementScorer, Row, rows
 from gpubroker_server.core.world.world import World
 
 Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
@@ -36,9 +36,9 @@ FAR_MB = 2**40
 """Added for each unmet preference: more than any device has left."""
 
 
-def scores_of(world: World, policy: Policy) -> Worth | None:
+def scores_of(world: World, policy: Policy) -> PlacementScorer | None:
     """Placement scores as of now; None if the policy does not ask for them or no demand is known."""
-    return world.mix.worth(world.books, world.inventory_version, policy.placement)
+    return world.mix.worth(world.ledgers, world.inventory_version, policy.placement)
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Places:
         policy: Policy,
         now: Instant,
         *,
-        scores: Worth | None = None,
+        scores: PlacementScorer | None = None,
         budget: ProbeBudget | None = None,
         rooms: NodeRooms | None = None,
         tables: PlaceTables | None = None,
@@ -122,7 +122,7 @@ class Places:
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
         mine = self._draft.pledges_of(task.id)
-        node = self._draft.book(min(mine)).device.node
+        node = self._draft.ledger(min(mine)).device.node
         found = self.on(node, task, lambda device, _mb: device in mine)
         return None if found is None else found[1]
 
@@ -181,7 +181,7 @@ class Places:
         if not room.may_fit(task):
             return None
         self._budget.spent += CLOSE_LOOK
-        far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
+        far = FAR_MB * node_preference_rank(demand, self._draft.world.nodes[node])
         if self._scores is None or demand.placement == "spread" or demand.where.devices:
             return self._by_room(node, task, room.beside.cpu, far, allows)
         if allows:
@@ -206,7 +206,7 @@ class Places:
         return (far + sum(left for left, _, _ in chosen), sign * cpu, names), Placement(node, devices)
 
     def _by_worth(
-        self, node: NodeName, task: Task, far: int, worth: Worth, there: tuple[Row, ...]
+        self, node: NodeName, task: Task, far: int, worth: PlacementScorer, there: tuple[Row, ...]
     ) -> Found | None:
         before = worth.worked_out
         spot = worth.spot(task.demand, there)
@@ -215,7 +215,7 @@ class Places:
             return None
         devices = []
         for key in spot.devices:
-            need = need_mb(task.demand, self._draft.book(key).device)
+            need = need_mb(task.demand, self._draft.ledger(key).device)
             assert need is not None, "it was found to fit"
             devices.append((key, need))
         rank = far + FAR_MB * spot.unwanted - spot.score
@@ -224,16 +224,16 @@ class Places:
     def _is_kept_for(self, node: NodeName, task: Task) -> bool:
         """Whether room on the node is pledged to this task."""
         pledges = self._draft.pledges_of(task.id)
-        return any(self._draft.book(device).device.node == node for device in pledges)
+        return any(self._draft.ledger(device).device.node == node for device in pledges)
 
     def _devices(self, node: NodeName, task: Task, sign: int) -> Iterator[Option]:
-        for book in self._draft.usable_books(node, self._policy, self._now):
-            need = need_mb(task.demand, book.device)
-            if need is not None and need <= book.unheld_mb():
-                left = book.free_mb(task=task.id, priority=task.priority) - need
+        for ledger in self._draft.usable_ledgers(node, self._policy, self._now):
+            need = need_mb(task.demand, ledger.device)
+            if need is not None and need <= ledger.unallocated_mb():
+                left = ledger.free_mb(task=task.id, priority=task.priority) - need
                 if left >= 0:
-                    far = FAR_MB * unwanted_device(task.demand, book.device)
-                    yield sign * left + far, book.device.key, need
+                    far = FAR_MB * device_preference_rank(task.demand, ledger.device)
+                    yield sign * left + far, ledger.device.key, need
 
 
 def _allowed(room: Room, task: Task, allows: Allows) -> tuple[Row, ...]:

@@ -12,7 +12,7 @@ from gpubroker_server.core.planning.places import PlaceTables
 from gpubroker_server.core.planning.queue_order import QueueOrder
 from gpubroker_server.core.planning.refusal_cache import Refusals
 from gpubroker_server.core.planning.tenants.quota import QuotaNeeds
-from gpubroker_server.core.world.placement_scores import Worth
+from gpubroker_server.core.world.placement_scores import PlacementScorer
 from gpubroker_server.core.world.world import World
 
 MOST_UNASKED = 10_000
@@ -32,7 +32,7 @@ class PlanCache:
     def _forget(self, world: World, policy: Policy) -> None:
         self._world = world
         self._cycle_at: Instant | None = None
-        self._scores: Worth | None = None
+        self._scores: PlacementScorer | None = None
         self.revisions = NodeRevisions(world, policy)
         self.rooms: Known = {}
         self.offers: Offered = {}
@@ -45,7 +45,7 @@ class PlanCache:
         """A refusal may no longer hold: a node grew, or one changed on which a task waits for room."""
 
     def open(
-        self, world: World, policy: Policy, now: Instant, cycle_at: Instant, scores: Worth | None
+        self, world: World, policy: Policy, now: Instant, cycle_at: Instant, scores: PlacementScorer | None
     ) -> None:
         """Begin a slice. `cycle_at` and `scores`: of the cycle."""
         if not self.revisions.are_of(world, policy, now):

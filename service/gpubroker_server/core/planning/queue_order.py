@@ -10,15 +10,23 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.budget import PROBE_KNOWN, PROBE_SIFTED, ProbeBudget
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.dependencies import NO_PRIORITY
-from gpubroker_server.core.world.queue import Group, Kin, Member, OrderKey, OwnKey, order_key, own_key
+from gpubroker_server.core.world.queue import (
+    EquivalenceClass,
+    Member,
+    OrderKey,
+    QueueGroup,
+    TenantOrderKey,
+    order_key,
+    order_within_tenant,
+)
 from gpubroker_server.core.world.world import World
 
-BEFORE_ALL: OwnKey = (-101, 0, 0.0, 0.0, TaskId(""))
+BEFORE_ALL: TenantOrderKey = (-101, 0, 0.0, 0.0, TaskId(""))
 
-Equals = tuple[Group, ...]
+Equals = tuple[QueueGroup, ...]
 """Groups of one demand and one priority: without quotas, what holds for one of them holds for all."""
 
-Entry = tuple[OrderKey, TaskId, Group | None]
+Entry = tuple[OrderKey, TaskId, QueueGroup | None]
 """The next task of a group, or (without a group) a task with pledges. The key is unique."""
 
 
@@ -29,7 +37,7 @@ class Head(NamedTuple):
     is_merged: bool
     """False: stands for all groups of its demand in this band, none of which has an earlier task."""
     task: TaskId
-    group: Group | None
+    group: QueueGroup | None
     behind: list[Entry]
     """A heap of the other groups."""
 
@@ -39,11 +47,11 @@ class AdmissionFilter(Protocol):
 
     budget: ProbeBudget
 
-    def inadmissible(self, kins: Iterable[Kin], band: int) -> Iterable[Kin]:
+    def inadmissible(self, kins: Iterable[EquivalenceClass], band: int) -> Iterable[EquivalenceClass]:
         """The demands of which each task in this band, and each equal one of lower priority, is refused."""
         ...
 
-    def is_refused(self, group: Group) -> bool:
+    def is_refused(self, group: QueueGroup) -> bool:
         """Whether each of its tasks is refused."""
         ...
 
@@ -68,12 +76,12 @@ class QueueOrder:
         """Top priority of the band that is open."""
         self._bands = [top for _, _, top in reversed(BANDS) if after is None or -top >= after[0]]
         """Bands to open, the highest last."""
-        self._arriving: list[Kin | Equals] = []
+        self._arriving: list[EquivalenceClass | Equals] = []
         """Of the open band, not merged yet."""
         self._is_sifted = True
         """Whether inadmissible demands have been taken out of `_arriving`."""
         self._inadmissible: list[Equals] = []
-        self._inadmissible_up_to: dict[Kin, int] = {}
+        self._inadmissible_up_to: dict[EquivalenceClass, int] = {}
         """Demand -> priority up to which no group is admissible, in the open band and below."""
         self._heads: list[Head] = []
 
@@ -162,7 +170,7 @@ class QueueOrder:
                     self._heads.append(Head(key, True, name, None, []))
         heapify(self._heads)
 
-    def _may_be_admissible(self, kin: Kin, top: int) -> bool:
+    def _may_be_admissible(self, kin: EquivalenceClass, top: int) -> bool:
         """In a lower band a group may have a higher priority of its own: it inherited none."""
         if kin.highest[top] <= self._inadmissible_up_to.get(kin, NO_PRIORITY):
             return False
@@ -172,14 +180,16 @@ class QueueOrder:
     def _sift(self, admission: AdmissionFilter) -> None:
         self._is_sifted = True
         admission.budget.spent += PROBE_SIFTED * len(self._arriving)
-        kins = [one for one in self._arriving if isinstance(one, Kin) and self._band in one.bands]
+        kins = [
+            one for one in self._arriving if isinstance(one, EquivalenceClass) and self._band in one.bands
+        ]
         refused = {kin: kin.highest[self._band] for kin in admission.inadmissible(kins, self._band)}
         self._inadmissible_up_to |= refused
         self._arriving = [one for one in self._arriving if one not in refused]
 
-    def _merge(self, arriving: Kin | Equals, admission: AdmissionFilter) -> None:
+    def _merge(self, arriving: EquivalenceClass | Equals, admission: AdmissionFilter) -> None:
         admission.budget.spent += PROBE_KNOWN
-        if not isinstance(arriving, Kin):
+        if not isinstance(arriving, EquivalenceClass):
             self._merge_equals([group for group in arriving if group], admission)
         elif self._band in arriving.bands:
             now, policy, rank = self._ordered_at, self._policy, self.shares.rank
@@ -187,11 +197,11 @@ class QueueOrder:
             first = min((rank(group.tenant), group.first_key(now, policy), group) for group in groups)
             heappush(self._heads, Head(order_key(first[1], first[0]), False, first[1][-1], first[2], []))
 
-    def _groups_of(self, kin: Kin) -> Iterator[Group]:
+    def _groups_of(self, kin: EquivalenceClass) -> Iterator[QueueGroup]:
         """Those of the open band."""
         return (group for equals in kin.bands[self._band].values() for group in equals.values())
 
-    def _merge_groups(self, kin: Kin, admission: AdmissionFilter) -> None:
+    def _merge_groups(self, kin: EquivalenceClass, admission: AdmissionFilter) -> None:
         """The earliest task of this demand is next: merge its groups, if it is still admissible."""
         if self._band not in kin.bands:
             return
@@ -201,7 +211,7 @@ class QueueOrder:
         for equals in list(kin.bands[self._band].values()):
             self._merge_equals(list(equals.values()), admission)
 
-    def _merge_equals(self, equals: Sequence[Group], admission: AdmissionFilter) -> None:
+    def _merge_equals(self, equals: Sequence[QueueGroup], admission: AdmissionFilter) -> None:
         """Behind one head; with quotas, which tell tenants apart, each group by itself."""
         admission.budget.spent += PROBE_KNOWN * len(equals)
         for groups in [(group,) for group in equals] if self._policy.has_quotas else [tuple(equals)]:
@@ -215,7 +225,7 @@ class QueueOrder:
                     self._push_entry(entries, group, group.member(passed))
             self._push_head(entries)
 
-    def _count_passed(self, group: Group) -> int:
+    def _count_passed(self, group: QueueGroup) -> int:
         """How many of its tasks were examined in this cycle."""
         if self._after is None:
             return 0
@@ -224,12 +234,12 @@ class QueueOrder:
         own = self.shares.passed.get(group.tenant)
         return passed if own is None else max(passed, group.count_own(own, self._ordered_at, self._policy))
 
-    def _push_entry(self, entries: list[Entry], group: Group, member: Member | None) -> None:
+    def _push_entry(self, entries: list[Entry], group: QueueGroup, member: Member | None) -> None:
         """Add this task of the group, or the next one without pledges."""
         while member is not None and member[1] in self._pledged:
             member = group.after(member)
         if member is not None:
-            own = group.own_key(member, self._ordered_at, self._policy)
+            own = group.order_within_tenant(member, self._ordered_at, self._policy)
             key = order_key(own, self.shares.rank(group.tenant))
             heappush(entries, (key, member[1], group))
 
@@ -249,6 +259,8 @@ class QueueOrder:
         self._push_head(head.behind)
         return True
 
-    def _own_key(self, task: Task) -> OwnKey:
-        standing = self._world.queue.standing_of(task)
-        return own_key(standing, task.stream, task.submitted_at, task.id, self._ordered_at, self._policy)
+    def _own_key(self, task: Task) -> TenantOrderKey:
+        standing = self._world.queue.effective_priority_of(task)
+        return order_within_tenant(
+            standing, task.stream, task.submitted_at, task.id, self._ordered_at, self._policy
+        )

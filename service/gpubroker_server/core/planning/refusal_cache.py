@@ -12,7 +12,7 @@ from gpubroker_server.core.planning.find_way import View, Wait, WaitReason
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.node_revisions import NodeRevisions
 from gpubroker_server.core.planning.nodes.node_room import Room
-from gpubroker_server.core.world.queue import Group, Kin
+from gpubroker_server.core.world.queue import EquivalenceClass, QueueGroup
 
 OWN = frozenset({WaitReason.LIMIT, WaitReason.PLEDGED, WaitReason.TOO_LATE})
 """Reasons that concern one task alone: nothing is remembered of them."""
@@ -20,7 +20,7 @@ OWN = frozenset({WaitReason.LIMIT, WaitReason.PLEDGED, WaitReason.TOO_LATE})
 SHARED = frozenset({WaitReason.NO_ROOM, WaitReason.COMING})
 """Reasons that hold for every equal task, whatever its tenant and its place in the queue."""
 
-Likes = tuple[Kin, int]
+Likes = tuple[EquivalenceClass, int]
 """(demand, priority)"""
 
 Key = tuple[str, int, Demand]
@@ -66,7 +66,7 @@ class _RuledOut:
 class _Ruled:
     """What is known of single tasks on a set of nodes."""
 
-    out: dict[Kin, _RuledOut]
+    out: dict[EquivalenceClass, _RuledOut]
     coming: dict[Likes, _Coming]
     """Those for which room is being given back on a node."""
 
@@ -113,7 +113,7 @@ class RefusalCache:
             revisions.growth.mark(node)
         known.reserved_nodes = frozenset(reservations.on)
 
-    def inadmissible(self, kins: Iterable[Kin], band: int) -> Iterator[Kin]:
+    def inadmissible(self, kins: Iterable[EquivalenceClass], band: int) -> Iterator[EquivalenceClass]:
         """Those demands of which every task in a band is refused, and every equal one of a lower priority.
 
         None with quotas, for then it depends on what other tenants are given before.
@@ -130,7 +130,7 @@ class RefusalCache:
             ):
                 yield kin
 
-    def is_refused(self, group: Group) -> bool:
+    def is_refused(self, group: QueueGroup) -> bool:
         """Whether each of its tasks is refused. False if one of them must be examined."""
         if self._view.policy.has_quotas:
             refused = self._is_refused_by_right(group)
@@ -214,7 +214,7 @@ class RefusalCache:
             return answer.changed == changes.revision
         return all(changes.at(node) <= answer.changed for node in answer.watches)
 
-    def _is_refused_by_right(self, group: Group) -> bool | None:
+    def _is_refused_by_right(self, group: QueueGroup) -> bool | None:
         """By its tenant's quota; None if that leaves it to what all such tasks find."""
         tenant, priority, demand = group.tenant, group.priority, group.demand
         answer = self._known.answers.get((tenant, priority, demand))
@@ -241,11 +241,11 @@ class RefusalCache:
         tenant = task.tenant if self._view.policy.has_quotas else ""
         return tenant, task.priority, task.demand, *self._view.reservations.equivalence_key(task)
 
-    def _is_short(self, group: Group) -> bool:
+    def _is_short(self, group: QueueGroup) -> bool:
         """Whether a limit of the whole cluster has too little left for such a task without pledges."""
         return self._view.is_short_of_limits(replace(self._probe(group), id=TaskId("")))
 
-    def _is_ruled_out(self, ruled: _Ruled, kin: Kin, priority: int) -> bool:
+    def _is_ruled_out(self, ruled: _Ruled, kin: EquivalenceClass, priority: int) -> bool:
         """Whether the nodes that grew since then have nothing for such a task either."""
         known, now = ruled.out.get(kin), self._revisions.growth.revision
         if known is None or known.at.get(priority) == now:
@@ -283,7 +283,7 @@ class RefusalCache:
         nodes = self._view.offers.nodes
         return [node for node in self._revisions.growth.since(since) if node in nodes]
 
-    def _is_coming(self, ruled: _Ruled, group: Group) -> bool:
+    def _is_coming(self, ruled: _Ruled, group: QueueGroup) -> bool:
         """Whether the room that is being given back will still do, and there is none before."""
         likes = (group.kin, group.priority)
         coming = ruled.coming.get(likes)
@@ -314,6 +314,6 @@ class RefusalCache:
             ruled.coming.pop((kin, task.priority), None)
             ruled.out.setdefault(kin, _RuledOut(task)).at[task.priority] = grown
 
-    def _probe(self, group: Group) -> Task:
+    def _probe(self, group: QueueGroup) -> Task:
         """One of its tasks; which one makes no difference to a node."""
         return self._view.draft.world.tasks[group.member(0)[1]]

@@ -3,7 +3,7 @@
 
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.units import Seconds, Ticks
+from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 
 
 class BreakerRules(NamedTuple):
@@ -29,10 +29,10 @@ class Breaker:
         self._rules = rules or BreakerRules()
         self._faults = 0
         """Since the last answer."""
-        self._changed_at = Ticks(float("-inf"))
+        self._changed_at = MonotonicSeconds(float("-inf"))
         self._pause_seconds = Seconds(0.0)
 
-    def failed(self, now: Ticks, why: str) -> bool:
+    def failed(self, now: MonotonicSeconds, why: str) -> bool:
         """Whether this has opened it."""
         self._faults += 1
         self.fault = why
@@ -43,7 +43,7 @@ class Breaker:
         self.is_open = True
         return True
 
-    def answered(self, now: Ticks) -> bool:
+    def answered(self, now: MonotonicSeconds) -> bool:
         """Whether this has closed it."""
         if self.is_open and now < self._changed_at + self._pause_seconds:
             return False
@@ -55,7 +55,7 @@ class Breaker:
             self._changed_at = now
         return was_open
 
-    def _next_pause(self, now: Ticks) -> Seconds:
+    def _next_pause(self, now: MonotonicSeconds) -> Seconds:
         rules = self._rules
         is_calm = now >= self._changed_at + rules.calm_seconds
         longer = max(rules.pause_seconds, 2 * self._pause_seconds)

@@ -9,7 +9,7 @@ from collections import Counter
 from math import ceil
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.units import Seconds, Ticks
+from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 from gpubroker_server.core.serving.slots import HillClimb
 
 _WEIGHT = 0.125
@@ -135,7 +135,7 @@ class ModelLane:
         self._held[place.tenant] += 1
         return place
 
-    def finish(self, tenant: str, held_seconds: float, now: Ticks) -> None:
+    def finish(self, tenant: str, held_seconds: float, now: MonotonicSeconds) -> None:
         """One of the tenant's requests is over, and its slot is free."""
         self.in_flight -= 1
         self._held[tenant] -= 1

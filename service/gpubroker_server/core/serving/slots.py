@@ -8,7 +8,7 @@ may still be using. `now` and `at` are by the clock of the database.
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from gpubroker_server.core.domain.units import Instant, Seconds, Ticks
+from gpubroker_server.core.domain.units import Instant, MonotonicSeconds, Seconds
 
 FRESH_SECONDS: Final = Seconds(3.0)
 """Gateways ignore shares that the leader gave longer ago."""
@@ -129,14 +129,14 @@ class HillClimb:
         self._answers = 0
         """Since the rate is taken; negative while answers of requests come that were sent under another
         limit."""
-        self._since = Ticks(0.0)
+        self._since = MonotonicSeconds(0.0)
         self._before: _Tried | None = None
         """What the present limit is compared with."""
         self._is_upwards = True
         self._is_fast = True
         """Nothing has been too much yet: the limit doubles."""
 
-    def answered(self, now: Ticks, *, is_queued: bool) -> None:
+    def answered(self, now: MonotonicSeconds, *, is_queued: bool) -> None:
         if not is_queued:
             self._answers = -self.limit
             return

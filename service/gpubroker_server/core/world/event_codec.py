@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Fields, Request, TaskWrite
-from gpubroker_server.core.domain.demand import ANYWHERE, Demand, Where, interned
+from gpubroker_server.core.domain.demand import NO_CONSTRAINTS, Demand, PlacementConstraints, interned
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.lease import (
     HolderKind,
@@ -34,7 +34,7 @@ from gpubroker_server.core.domain.values import changed
 
 _DEMAND_DEFAULTS = Demand()
 _DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))
-_WHERE_NAMES = tuple(f.name for f in dataclass_fields(Where))
+_WHERE_NAMES = tuple(f.name for f in dataclass_fields(PlacementConstraints))
 _TASK_NAMES = tuple(f.name for f in dataclass_fields(Task))
 _TASK_DEFAULTS = tuple(f.default for f in dataclass_fields(Task))
 """MISSING, which equals no value, for a field without a default."""
@@ -56,7 +56,9 @@ def demand_fields(demand: Demand) -> dict[str, Any]:
     }
     if "where" in row:
         where = demand.where
-        row["where"] = _row(where, [n for n in _WHERE_NAMES if getattr(where, n) != getattr(ANYWHERE, n)])
+        row["where"] = _row(
+            where, [n for n in _WHERE_NAMES if getattr(where, n) != getattr(NO_CONSTRAINTS, n)]
+        )
     if "bundles" in row:
         row["bundles"] = [demand_fields(bundle) for bundle in demand.bundles]
     return row
@@ -74,8 +76,8 @@ def demand_from(fields: Fields) -> Demand:
     return interned(Demand(**row))
 
 
-def _where_from(fields: Fields) -> Where:
-    return Where(**{name: _as_tuples(value) for name, value in fields.items()})
+def _where_from(fields: Fields) -> PlacementConstraints:
+    return PlacementConstraints(**{name: _as_tuples(value) for name, value in fields.items()})
 
 
 def _row(value: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from gpubroker_server.core.domain.decisions import Decision, Fields, Request
 from gpubroker_server.core.domain.errors import OutOfSync
-from gpubroker_server.core.domain.estimates import Topic
+from gpubroker_server.core.domain.estimates import SketchKey
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
@@ -124,7 +124,7 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
     yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
 
 
-def _estimates(what: str, topics: Iterable[tuple[Topic, float | None]]) -> Iterator[NewEvent]:
+def _estimates(what: str, topics: Iterable[tuple[SketchKey, float | None]]) -> Iterator[NewEvent]:
     """One event for what one run teaches. It holds values, never a sketch."""
     for (tenant, subject), group in groupby(topics, key=lambda pair: (pair[0].tenant, pair[0].subject)):
         values = [[topic.kind, topic.what.value, value] for topic, value in group]

@@ -25,7 +25,7 @@ class Holding:
     stopping: bool = False
 
     @property
-    def takes_mb(self) -> Mib:
+    def occupied_mb(self) -> Mib:
         return max(self.lease.mb, self.measured_mb)
 
     @property
@@ -38,7 +38,7 @@ class Holding:
 class LedgerTotals(NamedTuple):
     leased_mb: int = 0
     held_mb: int = 0
-    """Sum of `takes_mb`."""
+    """Sum of `occupied_mb`."""
     begun_mb: int = 0
     """Leases of runs that may use memory."""
     measured_mb: int = 0
@@ -50,7 +50,7 @@ class LedgerTotals(NamedTuple):
         begun_mb = 0 if lease.state is LeaseState.RESERVED else sign * lease.mb
         return LedgerTotals(
             self.leased_mb + sign * lease.mb,
-            self.held_mb + sign * holding.takes_mb,
+            self.held_mb + sign * holding.occupied_mb,
             self.begun_mb + begun_mb,
             self.measured_mb + sign * holding.measured_mb,
             self.loaded_mb + (begun_mb if lease.holder_kind in HOLDERS_ON_SERVERS else 0),
@@ -60,7 +60,7 @@ class LedgerTotals(NamedTuple):
 NO_HOLDINGS = LedgerTotals()
 
 
-class Book:
+class DeviceLedger:
     """The mutable ledger of one device; owned by one World, or copied into one Draft.
 
     free = physical - reserve - foreign - unexplained - sum of max(lease, measured) - pledged and freed
@@ -84,8 +84,8 @@ class Book:
         self._sums = NO_HOLDINGS
         self._leaving: dict[str, Holding] = {}
 
-    def copy(self) -> "Book":
-        twin = Book(self.device)
+    def copy(self) -> "DeviceLedger":
+        twin = DeviceLedger(self.device)
         twin.holdings = dict(self.holdings)
         twin._sums, twin._leaving = self._sums, dict(self._leaving)
         twin.pledges = dict(self.pledges)
@@ -137,7 +137,7 @@ class Book:
         else:
             self._enter(lease.key, Holding(lease, self._measured_mb(lease), freeing_for, stopping))
 
-    def vacate(self, lease: str) -> None:
+    def assume_released(self, lease: str) -> None:
         """As if the holder had left, and a sample had shown it."""
         holding = self.holdings[lease]
         self._enter(lease, None)
@@ -162,7 +162,7 @@ class Book:
     def takes(self, sample: DeviceSample) -> bool:
         return sample.at > self._since and (self.sample is None or sample.at >= self.sample.at)
 
-    def measure_anew(self, since: Instant) -> None:
+    def require_new_sample(self, since: Instant) -> None:
         """Take nothing new before a sample after this instant."""
         self._since, self._unheld_mb = since, None
         if self.sample is not None and self.sample.at <= since:
@@ -176,9 +176,9 @@ class Book:
 
     def taken(self) -> tuple[int, list[Mib]]:
         """What plans depend on of its samples: (free MiB, MiB of each holding)."""
-        return self.unheld_mb(), [holding.takes_mb for holding in self.holdings.values()]
+        return self.unallocated_mb(), [holding.occupied_mb for holding in self.holdings.values()]
 
-    def unheld_mb(self) -> int:
+    def unallocated_mb(self) -> int:
         """MiB that are neither held nor used, pledged or not; negative if over-used."""
         if self._unheld_mb is None:
             device = self.device
@@ -186,39 +186,39 @@ class Book:
             self._unheld_mb = usable - self.foreign_mb - self.unexplained_mb - self.held_mb()
         return self._unheld_mb
 
-    def yet_to_come_mb(self, preemptor: TaskId) -> int:
+    def releasing_mb(self, preemptor: TaskId) -> int:
         """What the runs being stopped for this preemptor still hold here."""
-        return sum(holding.takes_mb for holding in self.leaving() if holding.freeing_for == preemptor)
+        return sum(holding.occupied_mb for holding in self.leaving() if holding.freeing_for == preemptor)
 
-    def claim_mb(self, pledge: Pledge) -> int:
+    def pledge_claim_mb(self, pledge: Pledge) -> int:
         """What others must leave free for this preemptor: its pledge without what its victims still hold."""
-        return max(0, pledge.mb - self.yet_to_come_mb(pledge.preemptor))
+        return max(0, pledge.mb - self.releasing_mb(pledge.preemptor))
 
-    def kept_free_mb(self, pledge: Pledge) -> int:
+    def reserved_free_mb(self, pledge: Pledge) -> int:
         """The free part of a pledge's claim; claims of higher priority come first."""
-        left = max(0, self.unheld_mb())
+        left = max(0, self.unallocated_mb())
         for other in self.pledges.values():
             if (-other.priority, other.preemptor) < (-pledge.priority, pledge.preemptor):
-                left -= self.claim_mb(other)
-        return max(0, min(left, self.claim_mb(pledge)))
+                left -= self.pledge_claim_mb(other)
+        return max(0, min(left, self.pledge_claim_mb(pledge)))
 
     def free_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
         """MiB that a task of this id and priority could take now; negative if over-used or over-pledged.
 
         Its own pledge counts as free, and so do pledges of strictly lower priority.
         """
-        free = self.unheld_mb()
+        free = self.unallocated_mb()
         for pledge in self.pledges.values():
             if pledge.preemptor != task and pledge.priority >= priority:
-                free -= self.claim_mb(pledge)
+                free -= self.pledge_claim_mb(pledge)
         return free
 
     def leaving(self) -> Iterator[Holding]:
         return iter(self._leaving.values())
 
-    def soon_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
+    def free_after_releases_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
         """`free_mb` once every holding that is being freed is gone; negative if too much is pledged."""
-        soon = self.unheld_mb() + sum(holding.takes_mb for holding in self.leaving())
+        soon = self.unallocated_mb() + sum(holding.occupied_mb for holding in self.leaving())
         for pledge in self.pledges.values():
             if pledge.preemptor != task and pledge.priority >= priority:
                 soon -= pledge.mb

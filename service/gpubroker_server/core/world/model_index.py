@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
-from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import TaskId
 
@@ -40,7 +40,7 @@ class InferenceCounts:
 
 class ModelIndex:
     def __init__(self) -> None:
-        self._live: dict[Home, Task] = {}
+        self._live: dict[ModelKey, Task] = {}
         self._known: dict[TaskId, Task] = {}
         """Ended ones too, as long as they may hold memory."""
         self._asking: dict[str, dict[TaskId, Task]] = {}
@@ -78,7 +78,7 @@ class ModelIndex:
             if not self._asking[model]:
                 del self._asking[model]
 
-    def of(self, home: Home) -> Task | None:
+    def of(self, home: ModelKey) -> Task | None:
         return self._live.get(home)
 
     def on(self, server: str) -> Iterator[Task]:

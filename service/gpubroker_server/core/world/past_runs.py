@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gpubroker_server.core.domain.estimates import Sketch, Topic, What
+from gpubroker_server.core.domain.estimates import Sketch, SketchKey, What
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.ledger import Holding
@@ -15,23 +15,23 @@ class RunHistory:
     """
 
     def __init__(self) -> None:
-        self.sketches: dict[Topic, Sketch] = {}
+        self.sketches: dict[SketchKey, Sketch] = {}
         """Least recently updated first."""
         self.peaks: dict[str, Mib] = {}
         """Lease key -> peak use of its device."""
         self.above: dict[str, Holding] = {}
         """Lease key -> holding, where the last measurement exceeds the lease."""
 
-    def put(self, topic: Topic, sketch: Sketch) -> None:
+    def put(self, topic: SketchKey, sketch: Sketch) -> None:
         self.sketches.pop(topic, None)
         self.sketches[topic] = sketch
 
-    def sketch(self, topic: Topic) -> Sketch:
+    def sketch(self, topic: SketchKey) -> Sketch:
         return self.sketches.get(topic, Sketch())
 
     def apply(self, event: Event, what: str) -> None:
         for kind, about, value in event.fields["values"]:
-            topic = Topic(event.tenant, event.key, kind, What(about))
+            topic = SketchKey(event.tenant, event.key, kind, What(about))
             if what == "learned":
                 self.put(topic, self.sketch(topic).add(value))
             else:

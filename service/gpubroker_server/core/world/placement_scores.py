@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import fsum
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.demand import Demand, Where, need_mb, unwanted_device
+from gpubroker_server.core.domain.demand import Demand, PlacementConstraints, device_preference_rank, need_mb
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.core.world.fragmentation_gradient import (
@@ -20,7 +20,7 @@ from gpubroker_server.core.world.fragmentation_gradient import (
     tasks_lost,
     typical_shapes,
 )
-from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.ledger import DeviceLedger
 
 MAX_TYPICAL = 64
 """The most shapes that count as typical: each is evaluated on each state of a node."""
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     """In key order; `room.left` says what is left of each."""
 
 
-class Spot(NamedTuple):
+class ScoredPlacement(NamedTuple):
     unwanted: int
     score: int
     """0..100; 50 or more means that nothing new is stranded."""
@@ -69,7 +69,7 @@ def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
     )
 
 
-class Worth:
+class PlacementScorer:
     """Scores placements. Answers are cached; they depend on the arguments alone."""
 
     def __init__(self, edition: Mapping[Demand, int], alike: DeviceClasses, policy: str) -> None:
@@ -81,7 +81,7 @@ class Worth:
         stock: Inventory = {name: (count, device.allocatable_mb) for name, (count, device) in alike.items()}
         self._measure = fgd(self.usual, _mean(stock)) if policy == "fgd" else tasks_lost(self.usual, stock)
 
-    def spot(self, demand: Demand, node: tuple[Row, ...]) -> Spot | None:
+    def spot(self, demand: Demand, node: tuple[Row, ...]) -> ScoredPlacement | None:
         """Where on this node the demand strands the least; None if its devices do not suffice.
 
         Of equally preferred devices the highest score wins, then the lowest device. For several devices per
@@ -89,7 +89,7 @@ class Worth:
         """
         if not demand.gpus:
             rooms = [row.room for row in node]
-            return Spot(
+            return ScoredPlacement(
                 0,
                 self._score(rooms, [remaining_after(room, self.shape(demand), (), 0) for room in rooms]),
                 (),
@@ -151,21 +151,21 @@ class Worth:
             dict(sorted(mix.items(), key=lambda kept: (kept[1], kept[0]), reverse=True)[:MAX_TYPICAL])
         )
 
-    def _on_alike(self, demand: Demand, row: Row) -> Spot | None:
+    def _on_alike(self, demand: Demand, row: Row) -> ScoredPlacement | None:
         spot = self._measure.spot(self.shape(demand), row.room)
         if spot is None:
             return None
-        unwanted = demand.gpus * unwanted_device(demand, row.devices[0])
-        return Spot(unwanted, spot.score, tuple(row.devices[place].key for place in spot.devices))
+        unwanted = demand.gpus * device_preference_rank(demand, row.devices[0])
+        return ScoredPlacement(unwanted, spot.score, tuple(row.devices[place].key for place in spot.devices))
 
-    def _on_mixed(self, demand: Demand, node: tuple[Row, ...]) -> Spot | None:
+    def _on_mixed(self, demand: Demand, node: tuple[Row, ...]) -> ScoredPlacement | None:
         amounts = dict(self.shape(demand).amounts)
         found: list[_Option] = []
         for number, (room, devices) in enumerate(node):
             amount = amounts.get(room.kind)
             for place, left in enumerate(room.left):
                 if amount is not None and amount <= left:
-                    far = unwanted_device(demand, devices[place])
+                    far = device_preference_rank(demand, devices[place])
                     found.append(_Option(far, left - amount, devices[place].key, number, place))
         if len(found) < demand.gpus:
             return None
@@ -177,7 +177,7 @@ class Worth:
 
     def _taking(
         self, demand: Demand, rooms: list[Remainder], beside: list[Remainder], chosen: list["_Option"]
-    ) -> Spot:
+    ) -> ScoredPlacement:
         """`beside`: what is left of the rows from which it takes no device."""
         amounts, behind = dict(self.shape(demand).amounts), list(beside)
         for number in {option.row for option in chosen}:
@@ -185,7 +185,9 @@ class Worth:
             places = tuple(option.place for option in chosen if option.row == number)
             behind[number] = remaining_after(room, self.shape(demand), places, amounts[room.kind])
         unwanted = sum(option.unwanted for option in chosen)
-        return Spot(unwanted, self._score(rooms, behind), tuple(sorted(option.key for option in chosen)))
+        return ScoredPlacement(
+            unwanted, self._score(rooms, behind), tuple(sorted(option.key for option in chosen))
+        )
 
     def _score(self, before: Iterable[Remainder], behind: Iterable[Remainder]) -> int:
         lost = self._measure.lost
@@ -214,7 +216,7 @@ FRESH_SHARE = 0.125
 """With this share of new submissions a new edition is published."""
 
 
-class Mix:
+class DemandMix:
     """How often each demand was submitted. Depends on the submissions and their order alone."""
 
     def __init__(self, edition: Mapping[Demand, int] | None = None) -> None:
@@ -223,7 +225,7 @@ class Mix:
         self._counts: dict[Demand, int] = {}
         self._total = 0
         self._fresh = 0
-        self._worths: dict[str, Worth | None] = {}
+        self._worths: dict[str, PlacementScorer | None] = {}
         """By policy, for this edition and these devices."""
         self._alike: DeviceClasses = {}
         self._inventory_version = -1
@@ -246,7 +248,9 @@ class Mix:
             self._worths.clear()
             self._fresh = 0
 
-    def worth(self, books: Mapping[DeviceKey, Book], version: int, policy: str) -> Worth | None:
+    def worth(
+        self, ledgers: Mapping[DeviceKey, DeviceLedger], version: int, policy: str
+    ) -> PlacementScorer | None:
         """The scorer for these devices; None while no demand is typical.
 
         The same object until the edition or the devices change. `version`: of the devices.
@@ -255,12 +259,12 @@ class Mix:
             return None
         if version != self._inventory_version:
             self._inventory_version = version
-            alike = device_classes(book.device for book in books.values())
+            alike = device_classes(ledger.device for ledger in ledgers.values())
             if alike != self._alike:
                 self._alike = alike
                 self._worths.clear()
         if policy not in self._worths:
-            found = Worth(self.edition, self._alike, policy)
+            found = PlacementScorer(self.edition, self._alike, policy)
             self._worths[policy] = found if found.usual else None
         return self._worths[policy]
 
@@ -269,5 +273,7 @@ class Mix:
 def _plain(demand: Demand) -> Demand:
     """The parts that decide on which devices it fits, and the CPU that it needs."""
     where = demand.where
-    kinds = Where(kinds=where.kinds, min_power=where.min_power, min_device_mb=where.min_device_mb)
+    kinds = PlacementConstraints(
+        kinds=where.kinds, min_power=where.min_power, min_device_mb=where.min_device_mb
+    )
     return replace(demand, memory_mb=Mib(0), custom=(), slots=(), pool="", placement="pack", where=kinds)

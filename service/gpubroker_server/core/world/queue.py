@@ -23,21 +23,21 @@ Rank = tuple[int, int]
 EVEN: Rank = (0, 0)
 """For all tenants where none is ranked."""
 
-OwnKey = tuple[int, int, float, float, TaskId]
+TenantOrderKey = tuple[int, int, float, float, TaskId]
 
 OrderKey = tuple[int, int, int, int, float, float, TaskId]
 """A task's place in the queue: smallest first, never equal to another's."""
 
 
-def aged(priority: int, top: int, waited_seconds: float, policy: Policy) -> int:
+def aged_priority(priority: int, top: int, waited_seconds: float, policy: Policy) -> int:
     """One point more per `ageing_seconds_per_point`, at most up to the top of its band."""
     points = int(waited_seconds / policy.ageing_seconds_per_point) if waited_seconds > 0 else 0
     return min(top, priority + points)
 
 
-def own_key(
+def order_within_tenant(
     standing: int, stream: str, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
-) -> OwnKey:
+) -> TenantOrderKey:
     """Smallest first. Total, so that no plan depends on chance:
 
     1. higher band
@@ -47,11 +47,11 @@ def own_key(
     5. smaller id
     """
     top = band_of(standing)[2]
-    points = aged(standing, top, now - submitted_at, policy)
+    points = aged_priority(standing, top, now - submitted_at, policy)
     return (-top, -points, -policy.weight_of(stream), submitted_at, task)
 
 
-def order_key(own: OwnKey, rank: Rank) -> OrderKey:
+def order_key(own: TenantOrderKey, rank: Rank) -> OrderKey:
     """Among all tasks: the tenant's rank comes right after the band."""
     return (own[0], *rank, *own[1:])
 
@@ -67,28 +67,28 @@ def reserves_before(first: OrderKey, other: OrderKey) -> bool:
     return first < other or (is_aged and (*first[:2], *first[3:]) < (*other[:2], *other[3:]))
 
 
-class Kin:
+class EquivalenceClass:
     """The groups of one demand. Compares by identity."""
 
     __slots__ = ("bands", "demand", "highest")
 
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
-        self.bands: dict[int, dict[int, dict[GroupKey, Group]]] = {}
+        self.bands: dict[int, dict[int, dict[GroupKey, QueueGroup]]] = {}
         """Top of the band -> priority -> groups; none is empty."""
         self.highest: dict[int, int] = {}
         """Top of the band -> the highest priority of its groups."""
 
-    def most_urgent_of(self, top: int) -> "Group":
+    def most_urgent_of(self, top: int) -> "QueueGroup":
         """A group of the highest priority in a band that has groups."""
         return next(iter(self.bands[top][self.highest[top]].values()))
 
-    def put(self, group: "Group") -> None:
+    def put(self, group: "QueueGroup") -> None:
         top = band_of(group.standing)[2]
         self.bands.setdefault(top, {}).setdefault(group.priority, {})[group.key] = group
         self.highest[top] = max(group.priority, self.highest.get(top, -1))
 
-    def drop(self, group: "Group") -> None:
+    def drop(self, group: "QueueGroup") -> None:
         top = band_of(group.standing)[2]
         alike = self.bands[top][group.priority]
         del alike[group.key]
@@ -100,17 +100,17 @@ class Kin:
             del self.bands[top], self.highest[top]
 
 
-class Group:
+class QueueGroup:
     """Pending tasks of one key in order of submission. Removal at the head is the common case, and cheap."""
 
     __slots__ = ("_first", "_first_key", "_members", "key", "kin")
 
-    def __init__(self, key: GroupKey, kin: Kin | None = None) -> None:
+    def __init__(self, key: GroupKey, kin: EquivalenceClass | None = None) -> None:
         self.key = key
-        self.kin = Kin(key[2]) if kin is None else kin
+        self.kin = EquivalenceClass(key[2]) if kin is None else kin
         self._members: list[Member] = []
         self._first = 0
-        self._first_key: tuple[Member, Policy, float, float, OwnKey] | None = None
+        self._first_key: tuple[Member, Policy, float, float, TenantOrderKey] | None = None
         """(first member, policy, valid from, valid until, its key)"""
 
     @property
@@ -138,15 +138,15 @@ class Group:
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members[self._first :])
 
-    def own_key(self, member: Member, now: Instant, policy: Policy) -> OwnKey:
+    def order_within_tenant(self, member: Member, now: Instant, policy: Policy) -> TenantOrderKey:
         submitted_at, task = member
-        return own_key(self.standing, self.key[3], Instant(submitted_at), task, now, policy)
+        return order_within_tenant(self.standing, self.key[3], Instant(submitted_at), task, now, policy)
 
-    def first_key(self, now: Instant, policy: Policy) -> OwnKey:
+    def first_key(self, now: Instant, policy: Policy) -> TenantOrderKey:
         """The key of the first member; cached until that changes or ages."""
         first, known = self._members[self._first], self._first_key
         if known is None or known[0] is not first or known[1] is not policy or not known[2] <= now < known[3]:
-            key = self.own_key(first, now, policy)
+            key = self.order_within_tenant(first, now, policy)
             points, per_point = -key[1] - self.standing, policy.ageing_seconds_per_point
             # A little early: rounding must not matter.
             ages_at = inf if key[1] == key[0] else first[0] + (points + 1) * per_point - 0.001
@@ -160,14 +160,20 @@ class Group:
             return 0 if key[:3] < mine else len(self)
         return self.count_own((key[0], *key[3:]), now, policy)
 
-    def count_own(self, key: OwnKey, now: Instant, policy: Policy) -> int:
+    def count_own(self, key: TenantOrderKey, now: Instant, policy: Policy) -> int:
         """How many members are at or before this place among their tenant's tasks. Within a group the order
         of submission is the order of the queue, so this is a binary search."""
         standing, top, weight = self.standing, band_of(self.standing)[2], policy.weight_of(self.key[3])
 
-        def place(index: int) -> OwnKey:
+        def place(index: int) -> TenantOrderKey:
             submitted_at, task = self._members[self._first + index]
-            return -top, -aged(standing, top, now - submitted_at, policy), -weight, submitted_at, task
+            return (
+                -top,
+                -aged_priority(standing, top, now - submitted_at, policy),
+                -weight,
+                submitted_at,
+                task,
+            )
 
         if not self or place(len(self) - 1) <= key:  # all, or else none, of most groups
             return len(self)
@@ -201,8 +207,8 @@ class PendingQueue:
     def __init__(self, inherited: Mapping[TaskId, int]) -> None:
         """`inherited`: task -> the highest priority of its dependents."""
         self._inherited = inherited
-        self.groups: dict[GroupKey, Group] = {}
-        self.kin: dict[Demand, Kin] = {}
+        self.groups: dict[GroupKey, QueueGroup] = {}
+        self.kin: dict[Demand, EquivalenceClass] = {}
         self.tenants: Counter[str] = Counter()
         self.delayed = DueTimes()
         self.held: set[TaskId] = set()
@@ -237,14 +243,14 @@ class PendingQueue:
                 count += group.count_own(own, now, policy)
         return count
 
-    def holds(self, task: TaskId, group: Group) -> bool:
+    def holds(self, task: TaskId, group: QueueGroup) -> bool:
         return self._where.get(task) == group.key
 
-    def standing_of(self, task: Task) -> int:
+    def effective_priority_of(self, task: Task) -> int:
         """Its priority in the queue: its own, or an inherited one."""
         return max(task.priority, self._inherited.get(task.id, task.priority))
 
-    def group_of(self, task: TaskId) -> Group:
+    def group_of(self, task: TaskId) -> QueueGroup:
         """Raises KeyError unless it may be planned now."""
         return self.groups[self._where[task]]
 
@@ -263,11 +269,11 @@ class PendingQueue:
         del self.delayed[task.id]
         self._let_in(task)
 
-    def stand_anew(self, changed: set[TaskId], tasks: Mapping[TaskId, Task]) -> None:
+    def reposition(self, changed: set[TaskId], tasks: Mapping[TaskId, Task]) -> None:
         """Move tasks with a changed inherited priority, and clear the set."""
         for name in sorted(changed):
             key = self._where.get(name)
-            if key is not None and key[4] != self.standing_of(tasks[name]):
+            if key is not None and key[4] != self.effective_priority_of(tasks[name]):
                 self.remove(tasks[name])
                 self._let_in(tasks[name])
         changed.clear()
@@ -275,18 +281,18 @@ class PendingQueue:
     def _let_in(self, task: Task) -> None:
         kin = self.kin.get(task.demand)
         if kin is None:
-            kin = self.kin[task.demand] = Kin(task.demand)
-        standing = self.standing_of(task)
+            kin = self.kin[task.demand] = EquivalenceClass(task.demand)
+        standing = self.effective_priority_of(task)
         key = (task.tenant, task.priority, kin.demand, task.stream, standing)  # one demand for all equal ones
         group = self.groups.get(key)
         if group is None:
-            group = self.groups[key] = Group(key, kin)
+            group = self.groups[key] = QueueGroup(key, kin)
             kin.put(group)
             self.tenants[task.tenant] += 1
         group.add((task.submitted_at, task.id))
         self._where[task.id] = key
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, group: QueueGroup) -> None:
         del self.groups[group.key]
         group.kin.drop(group)
         self.tenants -= Counter((group.tenant,))

@@ -3,7 +3,7 @@
 from gpubroker_server.core.domain.units import NodeName
 
 
-class Changes:
+class RevisionLog:
     """Numbers the changes of nodes; its size is the number of nodes."""
 
     __slots__ = ("_at", "revision")
@@ -34,12 +34,12 @@ class Changes:
         return found
 
 
-class Marks:
+class WorldRevisions:
     __slots__ = ("changes", "growth")
 
     def __init__(self) -> None:
-        self.changes = Changes()
-        self.growth = Changes()
+        self.changes = RevisionLog()
+        self.growth = RevisionLog()
         """Changes after which a task may find room that it did not find before."""
 
     def mark(self, node: NodeName, *, grows: bool = True) -> None:

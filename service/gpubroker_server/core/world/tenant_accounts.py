@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.ledger import DeviceLedger
 
 
 class TenantUsage(NamedTuple):
@@ -94,10 +94,10 @@ class Accounts:
         account = self._known.get(tenant)
         return 0.0 if account is None else self._used(account, now)
 
-    def whole_mb(self, books: Iterable[Book], version: int) -> int:
+    def whole_mb(self, ledgers: Iterable[DeviceLedger], version: int) -> int:
         """The MiB that all devices together can lease. `version`: of the devices."""
         if self._whole[0] != version:
-            self._whole = version, sum(book.device.allocatable_mb for book in books)
+            self._whole = version, sum(ledger.device.allocatable_mb for ledger in ledgers)
         return self._whole[1]
 
     def _used(self, account: Account, now: Instant) -> float:

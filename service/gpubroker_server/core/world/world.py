@@ -7,10 +7,10 @@ from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
-from gpubroker_server.core.domain.node_capacity import NodeUse, count_custom
+from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
-from gpubroker_server.core.domain.ranks import may_be_late_at, parts_of, surplus_of
-from gpubroker_server.core.domain.task import Task, TaskState, notice_of, notices_of
+from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks
+from gpubroker_server.core.domain.task import Task, TaskState, stop_notice, stop_notices
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
 from gpubroker_server.core.world.dependencies import DependencyIndex
 from gpubroker_server.core.world.due_times import DueTimes
@@ -25,12 +25,12 @@ from gpubroker_server.core.world.event_codec import (
     task_from,
 )
 from gpubroker_server.core.world.events import Event, consecutive
-from gpubroker_server.core.world.ledger import Book, UnconfirmedHolders
+from gpubroker_server.core.world.ledger import DeviceLedger, UnconfirmedHolders
 from gpubroker_server.core.world.model_index import ModelIndex
 from gpubroker_server.core.world.past_runs import RunHistory
-from gpubroker_server.core.world.placement_scores import Mix
+from gpubroker_server.core.world.placement_scores import DemandMix
 from gpubroker_server.core.world.queue import PendingQueue
-from gpubroker_server.core.world.revisions import Marks
+from gpubroker_server.core.world.revisions import WorldRevisions
 from gpubroker_server.core.world.tenant_accounts import Accounts
 
 Claim = tuple[str, int]
@@ -52,10 +52,10 @@ class World:
         self.awaited = DependencyIndex()
         self.queue = PendingQueue(self.awaited.inheritance.priorities)
         self.expiring = DueTimes()
-        self.marks = Marks()
+        self.marks = WorldRevisions()
         """Nodes on which anything changed that a plan depends on, time apart."""
         self.nodes: dict[NodeName, Node] = {}
-        self.books: dict[DeviceKey, Book] = {}
+        self.ledgers: dict[DeviceKey, DeviceLedger] = {}
         self.inventory_version = 0
         """Rises with every new or changed node or device row."""
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
@@ -64,16 +64,16 @@ class World:
         self.unconfirmed = UnconfirmedHolders()
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
-        self.use: dict[NodeName, NodeUse] = {}
+        self.use: dict[NodeName, NodeUsage] = {}
         self.custom_use: dict[str, float] = {}
         self.active = DueTimes()
         """Active tasks, with the earliest instant at which a limit of theirs, or of a rank, can pass."""
         self.runs: dict[NodeName, set[TaskId]] = {}
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many tasks ever ended so; survives pruning."""
-        self.homes = ModelIndex()
+        self.models = ModelIndex()
         self.learned = RunHistory()
-        self.mix = Mix()
+        self.mix = DemandMix()
         self.accounts = Accounts(usage_half_life_seconds)
 
     def apply(self, events: Iterable[Event]) -> None:
@@ -96,13 +96,13 @@ class World:
     def measure(self, samples: Iterable[DeviceSample]) -> None:
         """Take over device samples; unknown devices are ignored."""
         for sample in samples:
-            book = self.books.get(sample.device)
-            if book is not None and book.takes(sample):
-                before = book.sampled_at, book.taken()
-                book.measure(sample)
-                if before[0] is None or before[1] != book.taken():
-                    self.marks.mark(book.device.node)
-                self.learned.measure(book.holdings)
+            ledger = self.ledgers.get(sample.device)
+            if ledger is not None and ledger.takes(sample):
+                before = ledger.sampled_at, ledger.taken()
+                ledger.measure(sample)
+                if before[0] is None or before[1] != ledger.taken():
+                    self.marks.mark(ledger.device.node)
+                self.learned.measure(ledger.holdings)
 
     def add_task(self, task: Task) -> None:
         """Add a task row, from a database snapshot or from its first event."""
@@ -110,7 +110,7 @@ class World:
         self.mix.add(task.demand)
         self._count_in(task)
         self.awaited.enter(task, self.tasks)
-        self.queue.stand_anew(self.awaited.inheritance.changed, self.tasks)
+        self.queue.reposition(self.awaited.inheritance.changed, self.tasks)
 
     def add_lease(self, lease: Lease) -> None:
         self._enter(lease)
@@ -120,19 +120,19 @@ class World:
 
     def add_pledge(self, pledge: Pledge) -> None:
         self.pledges.setdefault(pledge.preemptor, {})[pledge.device] = pledge
-        book = self.books[pledge.device]
-        book.pledges[pledge.preemptor] = pledge
-        self.marks.mark(book.device.node, grows=False)
+        ledger = self.ledgers[pledge.device]
+        ledger.pledges[pledge.preemptor] = pledge
+        self.marks.mark(ledger.device.node, grows=False)
 
     def add_device(self, device: Device) -> None:
         self.inventory_version += 1
         self.marks.mark(device.node)
-        known = self.books.get(device.key)
+        known = self.ledgers.get(device.key)
         if known is not None:
             known.register(device)
             self._drop_if_gone(known)
             return
-        self.books[device.key] = Book(device)
+        self.ledgers[device.key] = DeviceLedger(device)
         keys = self.by_node.setdefault(device.node, [])
         keys.append(device.key)
         keys.sort()
@@ -141,7 +141,7 @@ class World:
         self.inventory_version += 1
         self.marks.mark(node.name)
         self.nodes[node.name] = node
-        self.use.setdefault(node.name, NodeUse())
+        self.use.setdefault(node.name, NodeUsage())
 
     def add_request(self, request: Request) -> None:
         self.requests[request.id] = request
@@ -171,7 +171,7 @@ class World:
         twin.nodes, twin.tasks = dict(self.nodes), dict(self.tasks)
         twin.active, twin.custom_use = self.active.copy(), dict(self.custom_use)
         twin.by_node = {node: list(keys) for node, keys in self.by_node.items()}
-        twin.books = {key: book.copy() for key, book in self.books.items()}
+        twin.ledgers = {key: ledger.copy() for key, ledger in self.ledgers.items()}
         twin.use = {node: use.copy() for node, use in self.use.items()}
         twin.runs = {node: set(names) for node, names in self.runs.items()}
         twin.leases = {claim: dict(leases) for claim, leases in self.leases.items()}
@@ -179,7 +179,7 @@ class World:
         twin.queue = PendingQueue(dict(self.awaited.inheritance.priorities))
         twin.queue.tenants = Counter(self.queue.tenants)
         twin.learned.sketches = dict(self.learned.sketches)
-        twin.mix = Mix(self.mix.edition)
+        twin.mix = DemandMix(self.mix.edition)
         twin.accounts = self.accounts.copy()
         return twin
 
@@ -212,16 +212,16 @@ class World:
             return
         after = event.task or changed_task(before, event.version, event.fields)
         begins = (before.state, after.state) == (TaskState.ADMITTED, TaskState.RUNNING)
-        grows = before.is_active and (not begins or bool(surplus_of(after)))
+        grows = before.is_active and (not begins or bool(removable_ranks(after)))
         self._count_out(before, grows=grows)
         self.tasks[after.id] = after
         self._count_in(after, grows=grows)
         self.awaited.update(after)
-        self.homes.answered.note(before, after)
-        self.queue.stand_anew(self.awaited.inheritance.changed, self.tasks)
+        self.models.answered.note(before, after)
+        self.queue.reposition(self.awaited.inheritance.changed, self.tasks)
         for device in self.pledges.get(after.id, ()):
-            self.marks.mark(self.books[device].device.node)
-        if notices_of(before) != notices_of(after):
+            self.marks.mark(self.ledgers[device].device.node)
+        if stop_notices(before) != stop_notices(after):
             for lease in self.leases_of(after):
                 self._enter(lease)
         if after.is_terminal:
@@ -241,7 +241,7 @@ class World:
         self._enter(after)
         self.unconfirmed.note(after, event.at)
         if is_unproven(after):
-            self.books[after.device].measure_anew(event.at)
+            self.ledgers[after.device].require_new_sample(event.at)
         if after.state is not LeaseState.RELEASED:
             run[event.key] = after
             return
@@ -262,25 +262,27 @@ class World:
         mine.pop(pledge.device, None)
         if not mine:
             self.pledges.pop(pledge.preemptor, None)
-        book = self.books[pledge.device]
-        book.pledges.pop(pledge.preemptor, None)
-        self.marks.mark(book.device.node)
-        self._drop_if_gone(book)
+        ledger = self.ledgers[pledge.device]
+        ledger.pledges.pop(pledge.preemptor, None)
+        self.marks.mark(ledger.device.node)
+        self._drop_if_gone(ledger)
 
     def _enter(self, lease: Lease) -> None:
         """Enter a lease in its device's ledger, with its run's stop notice. Raises KeyError for an unknown
         device."""
         task = self.holder(lease.holder, lease.fence)
-        freeing_for, stopping = (None, False) if task is None else notice_of(task, lease.rank)
-        book = self.books[lease.device]
-        unheld_mb = book.unheld_mb()
-        book.put(lease, freeing_for, stopping=stopping)
-        grows = lease.version > 1 and (lease.state is not LeaseState.HELD or book.unheld_mb() > unheld_mb)
-        self.marks.mark(book.device.node, grows=grows)
-        self._drop_if_gone(book)
+        freeing_for, stopping = (None, False) if task is None else stop_notice(task, lease.rank)
+        ledger = self.ledgers[lease.device]
+        unallocated_mb = ledger.unallocated_mb()
+        ledger.put(lease, freeing_for, stopping=stopping)
+        grows = lease.version > 1 and (
+            lease.state is not LeaseState.HELD or ledger.unallocated_mb() > unallocated_mb
+        )
+        self.marks.mark(ledger.device.node, grows=grows)
+        self._drop_if_gone(ledger)
 
     def _count_in(self, task: Task, *, grows: bool = True) -> None:
-        self.homes.note(task)
+        self.models.note(task)
         if task.state is TaskState.PENDING:
             self.queue.add(task)
             if task.waits_until is not None:
@@ -298,23 +300,23 @@ class World:
             self.active.pop(task.id, None)
 
     def _count_active(self, task: Task, sign: int, *, grows: bool) -> None:
-        for node, part in parts_of(task):
+        for node, part in rank_tasks(task):
             self.marks.mark(node, grows=grows)
-            self.use.setdefault(node, NodeUse()).count(part, sign)
+            self.use.setdefault(node, NodeUsage()).count(part, sign)
             runs = self.runs.setdefault(node, set())
             (runs.add if sign > 0 else runs.discard)(task.id)
         count_custom(self.custom_use, task, sign)
 
-    def _drop_if_gone(self, book: Book) -> None:
+    def _drop_if_gone(self, ledger: DeviceLedger) -> None:
         """A removed device is forgotten once nothing on it is held or pledged."""
-        device = book.device
-        if not (device.present or book.holdings or book.pledges):
+        device = ledger.device
+        if not (device.present or ledger.holdings or ledger.pledges):
             self.inventory_version += 1
-            del self.books[device.key]
+            del self.ledgers[device.key]
             self.by_node[device.node].remove(device.key)
 
     def _drop_if_done(self, task: TaskId) -> None:
         row = self.tasks.get(task)
         if row is not None and row.is_terminal and (task, row.fence) not in self.leases:
-            self.homes.drop(row)
+            self.models.drop(row)
             del self.tasks[task]

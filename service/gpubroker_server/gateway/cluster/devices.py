@@ -8,11 +8,11 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.device import Node
-from gpubroker_server.core.domain.node_capacity import NodeUse
+from gpubroker_server.core.domain.node_capacity import NodeUsage
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.fragmentation import FreeMemory, fragmentation
-from gpubroker_server.core.world.ledger import Book, Holding
+from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.identity import Identity, Scope
@@ -144,26 +144,26 @@ async def list_gpus(call: Call, parts: Parts) -> Response:
     awaited = awaited_by_lease(world)
     sums = fragmentation(world, parts.policy, parts.clock.now()).devices
     items: list[GpuView] = []
-    for key in sorted(world.books):
-        book, sample = world.books[key], world.books[key].sample
+    for key in sorted(world.ledgers):
+        ledger, sample = world.ledgers[key], world.ledgers[key].sample
         items.append(
             {
-                **view_of(DeviceView, book.device),
-                "leased_mb": book.leased_mb(),
+                **view_of(DeviceView, ledger.device),
+                "leased_mb": ledger.leased_mb(),
                 "used_mb": None if sample is None else sample.used_mb,
-                "foreign_mb": book.foreign_mb,
-                "unaccounted_mb": book.unexplained_mb,
-                "pledged_mb": sum(pledge.mb for pledge in book.pledges.values()),
-                "free_mb": max(0, book.free_mb()),
+                "foreign_mb": ledger.foreign_mb,
+                "unaccounted_mb": ledger.unexplained_mb,
+                "pledged_mb": sum(pledge.mb for pledge in ledger.pledges.values()),
+                "free_mb": max(0, ledger.free_mb()),
                 "stranded_mb": sums.get(key, FreeMemory()).stranded_mb,
                 "utilization": None if sample is None else sample.utilization,
-                "sampled_at": rfc3339_or_none(book.sampled_at),
-                "stale": book.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
+                "sampled_at": rfc3339_or_none(ledger.sampled_at),
+                "stale": ledger.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
                 "holders": [
-                    _holder_view(world, book.holdings[holding], call.identity, awaited)
-                    for holding in sorted(book.holdings)
+                    _holder_view(world, ledger.holdings[holding], call.identity, awaited)
+                    for holding in sorted(ledger.holdings)
                 ],
-                "pledges": _pledge_views(book, call.identity),
+                "pledges": _pledge_views(ledger, call.identity),
             }
         )
     view: GpuList = {**as_of, "items": items}
@@ -194,16 +194,16 @@ def _holder_view(
     }
 
 
-def _pledge_views(book: Book, viewer: Identity) -> list[PledgeView]:
+def _pledge_views(ledger: DeviceLedger, viewer: Identity) -> list[PledgeView]:
     return [
         {
             "task": pledge.preemptor if viewer.may_see(pledge.tenant) else None,
             "gpu_mb": pledge.mb,
-            "arrived_mb": book.kept_free_mb(pledge),
+            "arrived_mb": ledger.reserved_free_mb(pledge),
             "priority": pledge.priority,
             "deadline_at": rfc3339(pledge.deadline_at),
         }
-        for _preemptor, pledge in sorted(book.pledges.items())
+        for _preemptor, pledge in sorted(ledger.pledges.items())
     ]
 
 
@@ -221,7 +221,7 @@ async def list_nodes(parts: Parts) -> Response:
 
 def _node_view(world: World, node: Node, agent: AgentView | None, silent_since: Instant | None) -> NodeView:
     """`agent` as the leader knows it."""
-    use = world.use.get(node.name, NodeUse())
+    use = world.use.get(node.name, NodeUsage())
     return {
         "name": node.name,
         "ready": node.ready,

@@ -120,7 +120,7 @@ def _stated_leases(call: Call, parts: Parts, holder_id: str, body: ReleaseQuaran
     for lease in leases:
         used_mb = seen_in_use(world, lease, parts.clock.now(), parts.policy.sample_period_seconds)
         if used_mb:
-            device = world.books[lease.device].device
+            device = world.ledgers[lease.device].device
             raise Problem(
                 "still-in-use",
                 attempt=lease.fence,
@@ -146,7 +146,7 @@ def _may_release(viewer: Identity, tenant: str) -> bool:
 
 
 def _uuid(parts: Parts, lease: Lease) -> str:
-    return parts.world.books[lease.device].device.uuid
+    return parts.world.ledgers[lease.device].device.uuid
 
 
 SUBJECT = "detection"

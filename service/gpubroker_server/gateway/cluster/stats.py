@@ -173,14 +173,14 @@ async def get_stats(parts: Parts) -> Response:
 
 
 def _gpu_totals(world: World) -> GpuTotals:
-    books = list(world.books.values())
-    samples = [book.sample for book in books if book.sample is not None and book.device.offers]
+    ledgers = list(world.ledgers.values())
+    samples = [ledger.sample for ledger in ledgers if ledger.sample is not None and ledger.device.offers]
     measured = [sample.utilization for sample in samples if sample.utilization is not None]
     return {
-        "total_mb": sum(book.device.physical_mb for book in books if book.device.offers),
-        "leased_mb": sum(book.leased_mb() for book in books),
+        "total_mb": sum(ledger.device.physical_mb for ledger in ledgers if ledger.device.offers),
+        "leased_mb": sum(ledger.leased_mb() for ledger in ledgers),
         "used_mb": sum(sample.used_mb for sample in samples),
-        "free_mb": sum(max(0, book.free_mb()) for book in books),
+        "free_mb": sum(max(0, ledger.free_mb()) for ledger in ledgers),
         "utilization": sum(measured) / len(measured) if measured else None,
     }
 

@@ -122,7 +122,8 @@ def place_views(world: World, places: Gang | None) -> list[PlacementView]:
         {
             "node": one.node,
             "devices": [
-                {"key": key, "index": world.books[key].device.index, "gpu_mb": mb} for key, mb in one.devices
+                {"key": key, "index": world.ledgers[key].device.index, "gpu_mb": mb}
+                for key, mb in one.devices
             ],
         }
         for one in places or ()

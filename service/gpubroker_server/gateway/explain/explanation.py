@@ -220,7 +220,7 @@ def _holder_view(
         "name": None if task is None else task.name,
         "priority": priority,
         "band": band_of(priority)[0],
-        "gpu_mb": holding.takes_mb,
+        "gpu_mb": holding.occupied_mb,
         "stopping": holding.is_leaving,
         "quarantine": awaited_by_lease(world).get(lease.key) if is_quarantined else None,
         "ends": expected_or_none(advice.expected_ends.of_holding(holding).within(now), now),

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.core.domain.demand import Demand, Where
+from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.task import ExternalTerms, Task, TaskState
@@ -148,7 +148,7 @@ def demand_of_lease(body: AskLease) -> Demand:
     return Demand(
         gpus=body.gpus,
         gpu_mb=None if body.gpu_mb is None else Mib(body.gpu_mb),
-        where=Where(
+        where=PlacementConstraints(
             kinds=tuple(body.kinds),
             devices=tuple(sorted(set(body.devices))),
             nodes=() if body.node is None else (("node", (body.node,)),),
@@ -187,13 +187,15 @@ def check_node(body: AskLease, world: World, *, names_nodes: bool) -> None:
         return
     nodes = {name for name in world.nodes if body.node in (None, name)}
     if body.devices:
-        nodes &= {book.device.node for book in world.books.values() if book.device.uuid in body.devices}
+        nodes &= {
+            ledger.device.node for ledger in world.ledgers.values() if ledger.device.uuid in body.devices
+        }
     if len(nodes) > 1:
         detail = f"process {body.pid} could be on any of {len(nodes)} nodes; name the node, or devices"
         raise invalid(Fault(pointer="/node", detail=detail, code="missing"))
 
 
-def standing_of(task: Task, live: Live) -> LeaseStanding:
+def effective_priority_of(task: Task, live: Live) -> LeaseStanding:
     if task.is_terminal:
         held = any(lease.state is not LeaseState.RELEASED for lease in live.leases)
         return LeaseStanding.QUARANTINED if held else LeaseStanding.ENDED
@@ -208,7 +210,7 @@ def lease_view(record: TaskRecord, live: Live) -> LeaseView:
         "id": task.id,
         "holder": task.name,
         "tenant": task.tenant,
-        "state": standing_of(task, live).value,
+        "state": effective_priority_of(task, live).value,
         "priority": task.priority,
         "band": band_of(task.priority)[0],
         "gpus": demand.gpus,

@@ -11,7 +11,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from gpubroker_server.core.domain.policy import BAND_NAMES
-from gpubroker_server.core.domain.units import Seconds, Ticks
+from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 from gpubroker_server.core.serving.lane import LaneFull, LaneRules, ModelLane, Place
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.problems import Problem
@@ -273,7 +273,7 @@ class Lanes:
     def end(self, lane: ModelLane, tenant: str, ended: LaneEntry) -> None:
         now = self.now()
         self._started[lane].discard(ended)
-        lane.finish(tenant, now - ended.since, Ticks(now))
+        lane.finish(tenant, now - ended.since, MonotonicSeconds(now))
         self._start_waiting(lane)
 
     def forget(self, lane: ModelLane, place: Place) -> None:

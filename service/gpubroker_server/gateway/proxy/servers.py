@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from gpubroker_server.core.domain.units import Ticks
+from gpubroker_server.core.domain.units import MonotonicSeconds
 from gpubroker_server.core.serving.circuit_breaker import Breaker, BreakerRules
 from gpubroker_server.gateway.proxy.operations import Target
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
@@ -60,7 +60,7 @@ class Endpoint:
             return
         self.faults += 1
         self.check_wanted.set()
-        if self.breaker.failed(Ticks(self._now()), why):
+        if self.breaker.failed(MonotonicSeconds(self._now()), why):
             log.warning("a model server does not answer", server=self._server, way=self.protocol, fault=why)
 
     def call_failed(self, failed: CallFailed) -> None:
@@ -74,7 +74,7 @@ class Endpoint:
 
     def answered(self) -> None:
         breaker = self.breaker
-        if breaker.fault and breaker.answered(Ticks(self._now())):
+        if breaker.fault and breaker.answered(MonotonicSeconds(self._now())):
             log.info("a model server answers again", server=self._server, way=self.protocol)
 
 

@@ -50,7 +50,7 @@ class QuarantinedView(AwaitedView):
 
 def quarantined_view(world: World, one: Quarantined, *, named: bool = True) -> QuarantinedView:
     task = world.tasks.get(TaskId(one.holder))
-    holdings = [world.books[lease.device].holdings[lease.key] for lease in one.leases]
+    holdings = [world.ledgers[lease.device].holdings[lease.key] for lease in one.leases]
     return {
         "id": one.holder if named else None,
         "name": task.name if task is not None and named else None,
@@ -63,8 +63,8 @@ def quarantined_view(world: World, one: Quarantined, *, named: bool = True) -> Q
         "gpu_mb": sum(lease.mb for lease in one.leases),
         "devices": [
             {
-                "uuid": world.books[held.lease.device].device.uuid,
-                "index": world.books[held.lease.device].device.index,
+                "uuid": world.ledgers[held.lease.device].device.uuid,
+                "index": world.ledgers[held.lease.device].device.index,
                 "gpu_mb": held.lease.mb,
                 "measured_mb": held.measured_mb,
             }

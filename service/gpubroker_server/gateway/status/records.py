@@ -112,7 +112,7 @@ class TaskRecords:
         waits = explained and task.state is TaskState.PENDING
         return Live(
             leases=[leases[key] for key in sorted(leases)],
-            uuids={lease.device: world.books[lease.device].device.uuid for lease in leases.values()},
+            uuids={lease.device: world.ledgers[lease.device].device.uuid for lease in leases.values()},
             progress=self.follower.progress.get(task.id) if task.is_active else None,
             eta=self._eta(task),
             pending=self.pending.of(task, self.follower.clock.now()) if waits else None,

@@ -75,7 +75,7 @@ class Capacity:
         try:
             return self._refusals[demand]
         except KeyError:
-            devices = [book.device for book in world.books.values()]
+            devices = [ledger.device for ledger in world.ledgers.values()]
             refusal = check_demand(demand, devices, world.nodes.values(), self._policy)
             self._refusals[demand] = refusal
             return refusal

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from gpubroker_server.core.domain.demand import ANYWHERE, Demand, Labels, Where
+from gpubroker_server.core.domain.demand import NO_CONSTRAINTS, Demand, Labels, PlacementConstraints
 from gpubroker_server.core.domain.policy import BAND_NAMES
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.planning.forecasts.run_estimates import Size
@@ -14,7 +14,7 @@ LearnSize = Callable[[Demand], Size]
 """What earlier runs used of the devices that a demand may use."""
 
 
-_WHERE_FIELDS = tuple(field.name for field in fields(Where))
+_WHERE_FIELDS = tuple(field.name for field in fields(PlacementConstraints))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def demand_of(body: SubmitTask, defaults: Defaults, learn: LearnSize | None = No
 def _gang_demand(body: SubmitTask, defaults: Defaults, learn: LearnSize | None) -> Demand:
     """One demand per rank. Restrictions beside the bundles hold for each rank that has none of its own."""
     resources = body.resources
-    common = _where_of(resources, ANYWHERE)
+    common = _where_of(resources, NO_CONSTRAINTS)
     ranks: list[Demand] = []
     for bundle in resources.bundles:
         rank = _demand(bundle, _rank_gpu_mb(bundle, body, defaults), body, defaults, learn, common)
@@ -106,7 +106,7 @@ def _demand(
     body: SubmitTask,
     defaults: Defaults,
     learn: LearnSize | None,
-    common: Where = ANYWHERE,
+    common: PlacementConstraints = NO_CONSTRAINTS,
 ) -> Demand:
     """Of a task, or of one rank. `common` holds where `asked` has no restriction of its own."""
     usual = defaults.of_type(body)
@@ -127,10 +127,10 @@ def _demand(
     return demand if gpu_mb != LEARNED or learn is None else replace(demand, gpu_mb=learn(demand).gpu_mb)
 
 
-def _where_of(asked: Amounts, common: Where) -> Where:
+def _where_of(asked: Amounts, common: PlacementConstraints) -> PlacementConstraints:
     if asked.model_fields_set.isdisjoint(_WHERE_FIELDS):
         return common
-    own = Where(
+    own = PlacementConstraints(
         kinds=tuple(asked.kinds),
         min_power=asked.min_power,
         min_device_mb=Mib(asked.min_device_mb),

@@ -197,7 +197,9 @@ class Submissions:
 
     def _learned_size(self, demand: Demand, tenant: str, subject: str) -> Size:
         """What earlier runs used of the devices that this demand may use."""
-        devices = [book.device for book in self.world.books.values() if may_use_device(demand, book.device)]
+        devices = [
+            ledger.device for ledger in self.world.ledgers.values() if may_use_device(demand, ledger.device)
+        ]
         sketches = self.world.learned.sketches
         return learned_size(sketches, tenant, subject, devices, self.permissions.policy)
 

@@ -7,7 +7,7 @@ from fastapi import Query, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.core.domain.estimates import Sketch, Topic, What
+from gpubroker_server.core.domain.estimates import Sketch, SketchKey, What
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.identity import Scope
@@ -68,8 +68,8 @@ def _views(world: World, tenant: str, subject: str | None) -> Iterator[EstimateV
         yield {
             "subject": name,
             "kind": kind,
-            "gpu_mb": _quantiles(sketches.get(Topic(tenant, name, kind, What.GPU_MB))),
-            "seconds": _quantiles(sketches.get(Topic(tenant, name, kind, What.SECONDS))),
+            "gpu_mb": _quantiles(sketches.get(SketchKey(tenant, name, kind, What.GPU_MB))),
+            "seconds": _quantiles(sketches.get(SketchKey(tenant, name, kind, What.SECONDS))),
         }
 
 

@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.orders import (
     Ending,
     ForgetOrder,
     Gone,
-    NodeSeen,
+    NodeReport,
     Order,
     Report,
     RunId,
@@ -78,7 +78,7 @@ class NodeAgents:
     def lose(self, node: NodeName) -> None:
         self._answering.pop(node, None)
 
-    def see(self, seen: NodeSeen, protocol: int) -> None:
+    def see(self, seen: NodeReport, protocol: int) -> None:
         runs: dict[RunId, set[str]] = {run: set() for run in seen.runs}
         agent = AnsweringAgent(seen.node.incarnation, protocol, seen.release, runs)
         self._answering[seen.node.name] = agent

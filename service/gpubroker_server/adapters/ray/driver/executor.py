@@ -15,14 +15,14 @@ from gpubroker_server.adapters.ray.driver.reports import MALFORMED, AgentReports
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import OrderWriter, pack, run_of
-from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
     ForgetOrder,
     Gone,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Order,
     Report,
     RunId,
@@ -68,7 +68,7 @@ class RayExecutor:
         self._orders = OrderWriter(options.result_limit_bytes, options.checkpoint_limit_bytes)
         self._reader = ReportReader(options.cluster, clock.now)
         self._driver = DriverKeeper(options, lambda: self._term, self._on_message, self._on_driver_end)
-        self._tenure: Tenure | None = None
+        self._tenure: LeaderTerm | None = None
         """None while another process leads."""
         self._agents = NodeAgents(boot_seconds)
         self._held: dict[NodeName, deque[bytes]] = {}
@@ -93,7 +93,7 @@ class RayExecutor:
             self._state, self._message = "starting", "connecting to Ray"
         self._driver.begin()
 
-    async def start(self, tenure: Tenure) -> None:
+    async def start(self, tenure: LeaderTerm) -> None:
         """Back when the first agent has answered, or after 30 s; keeps trying in the background."""
         await self.stand_back()
         self._tenure = tenure
@@ -271,7 +271,7 @@ class RayExecutor:
         self._agents.on_report(received.node, report)
         self._report(report)
         match report:
-            case NodeSeen():
+            case NodeReport():
                 self._on_node(report, received.protocol)
             case NodeLost():
                 self._agents.lose(report.node)
@@ -285,7 +285,7 @@ class RayExecutor:
         self._written.setdefault(node, []).append(self._orders.write(stop, None))
         self._dispatch(node)
 
-    def _on_node(self, seen: NodeSeen, protocol: int) -> None:
+    def _on_node(self, seen: NodeReport, protocol: int) -> None:
         """The agent starts nothing that was ordered before it answered: a run that it lacks never began."""
         name = seen.node.name
         there = set(seen.runs)

@@ -17,12 +17,12 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     Heartbeat,
     NodeLost,
-    NodeSeen,
+    NodeReport,
     Progressed,
     Ready,
     Report,
+    ReportedDevice,
     Sampled,
-    SeenDevice,
     Started,
 )
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId, device_key
@@ -231,9 +231,9 @@ def _of_node(source: Source, it: OfNode) -> Report:
         case NodeSeenForm():
             node = it.node
             memory_mb = Mib(node.memory_mb)
-            return NodeSeen(
+            return NodeReport(
                 Node(NodeName(node.name), node.cpu, memory_mb, node.max_runs, node.incarnation, node.boot_id),
-                tuple(SeenDevice(d[0], d[1], d[2], Mib(d[3]), d[4], d[5], d[6]) for d in it.devices),
+                tuple(ReportedDevice(d[0], d[1], d[2], Mib(d[3]), d[4], d[5], d[6]) for d in it.devices),
                 tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in it.runs),
                 at,
                 node.release,

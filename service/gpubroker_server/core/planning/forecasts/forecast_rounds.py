@@ -6,8 +6,8 @@ from math import inf
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
-from gpubroker_server.core.domain.interval import Pace
+from gpubroker_server.core.domain.estimates import Observation, Sketch, SketchKey, What
+from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
@@ -31,9 +31,9 @@ class FirstForecast:
     basis: Basis
 
 
-def accuracy_topic(basis: Basis, what: What) -> Topic:
+def accuracy_topic(basis: Basis, what: What) -> SketchKey:
     """The sketch of forecast errors of this basis, for all tenants together."""
-    return Topic("", basis.value, "", what)
+    return SketchKey("", basis.value, "", what)
 
 
 class ForecastRounds:
@@ -41,7 +41,7 @@ class ForecastRounds:
 
     def __init__(self) -> None:
         self.forecasts: Sequence[Forecast] = ()
-        self._pace = Pace(EVERY_SECONDS)
+        self._pace = Interval(EVERY_SECONDS)
         self._nodes: frozenset[NodeName] = frozenset()
         """Usable nodes when the forecasts were made."""
         self._said: dict[TaskId, FirstForecast] = {}
@@ -88,20 +88,20 @@ class ForecastRounds:
 
     def compare(self, world: World, decisions: Iterable[Decision], now: Instant) -> list[Decision]:
         """The decisions, with the forecast errors of the starts in them."""
-        known: dict[Topic, Sketch] = {}
+        known: dict[SketchKey, Sketch] = {}
         return [self._compared(world, decision, known, now) for decision in decisions]
 
     def _compared(
-        self, world: World, decision: Decision, known: dict[Topic, Sketch], now: Instant
+        self, world: World, decision: Decision, known: dict[SketchKey, Sketch], now: Instant
     ) -> Decision:
-        lessons: list[Lesson] = []
+        lessons: list[Observation] = []
         for write in decision.tasks:
             word = self._said.get(write.task.id)
             if write.what is Move.ADMITTED and word is not None:
                 for what, value in _values(word, now):
                     topic = accuracy_topic(word.basis, what)
                     known[topic] = (known.get(topic) or world.learned.sketch(topic)).add(value)
-                    lessons.append(Lesson(topic, value, known[topic], now))
+                    lessons.append(Observation(topic, value, known[topic], now))
         return replace(decision, lessons=(*decision.lessons, *lessons)) if lessons else decision
 
 

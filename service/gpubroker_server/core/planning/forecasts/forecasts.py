@@ -191,7 +191,7 @@ class _Forecasting:
                     room = room.with_room_of(part, sign=-1)
                 for key in free.keys() & one.devices.keys() if at < one.forecast.end_at else ():
                     free[key] -= one.devices[key]
-            devices = {key: self._draft.book(key).device for key in free}
+            devices = {key: self._draft.ledger(key).device for key in free}
             gang_nodes.append(GangNode(self._world.nodes[node], room, free, devices))
         return gang_nodes
 
@@ -206,7 +206,7 @@ class _Forecasting:
         needs = {
             key: need
             for key in (profile.devices if task.demand.gpus else ())
-            if (need := need_mb(task.demand, self._draft.book(key).device)) is not None
+            if (need := need_mb(task.demand, self._draft.ledger(key).device)) is not None
         }
         if len(needs) < task.demand.gpus:
             return None
@@ -290,7 +290,7 @@ class _Forecasting:
     def _ahead(self, place: Placement) -> Iterator[ExpectedEnd]:
         """Expected ends of the holders of its devices, and of the reservations there."""
         for key, _ in place.devices:
-            for holding in self._draft.book(key).holdings.values():
+            for holding in self._draft.ledger(key).holdings.values():
                 yield self._expected_ends.of_holding(holding)
             for one in self._on(place.node):
                 if key in one.devices:

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.estimates import Sketch, Topic, What
+from gpubroker_server.core.domain.estimates import Sketch, SketchKey, What
 from gpubroker_server.core.domain.lease import LeaseState
-from gpubroker_server.core.domain.node_capacity import Headroom
+from gpubroker_server.core.domain.node_capacity import NodeHeadroom
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import asks_for_gpus, part_of
+from gpubroker_server.core.domain.ranks import needs_gpus, rank_task
 from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, remaining_seconds, run_seconds
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.shields import stoppable_at
-from gpubroker_server.core.world.ledger import Book, Holding
+from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class ExpectedEnds:
         if holding.lease.state is LeaseState.QUARANTINED or run is None or not run.is_active:
             return NEVER
         if run.state is not TaskState.STOPPING and holding.stopping:  # one rank of a gang that goes on
-            run = part_of(run, holding.lease.rank)
+            run = rank_task(run, holding.lease.rank)
         return self.of(run)
 
     def of(self, run: Task) -> ExpectedEnd:
@@ -112,17 +112,17 @@ class ExpectedEnds:
     def _seconds_of(self, run: Task, kind: str) -> Sketch | None:
         about = run.tenant, run.subject, kind
         if about not in self._learned:
-            self._learned[about] = self._sketches.get(Topic(*about, What.SECONDS))
+            self._learned[about] = self._sketches.get(SketchKey(*about, What.SECONDS))
         return self._learned[about]
 
     def _kind_of(self, run: Task) -> str:
         """Kind of its devices; empty if it has none."""
         known = [lease.device for lease in self.draft.world.leases_of(run)]
         if not known and run.demand.gpus and run.node is not None:  # this draft has admitted it
-            known = [d for d in self.draft.given_to(run.id) if self.draft.book(d).device.node == run.node]
+            known = [d for d in self.draft.given_to(run.id) if self.draft.ledger(d).device.node == run.node]
         if len(known) == 1:
-            return self.draft.book(known[0]).device.kind
-        return min((self.draft.book(device).device.kind for device in known), default="")
+            return self.draft.ledger(known[0]).device.kind
+        return min((self.draft.ledger(device).device.kind for device in known), default="")
 
 
 LATE_SECONDS = Seconds(30.0)
@@ -136,14 +136,14 @@ class CapacityProfile:
 
     devices: dict[DeviceKey, list[tuple[float, int]]]
     """Usable device -> (instant, free MiB from then on), by time."""
-    room: list[tuple[float, Headroom]]
+    room: list[tuple[float, NodeHeadroom]]
     """The same for CPU, host memory, run slots and custom resources."""
 
     def mb(self, device: DeviceKey, at: float) -> int:
         steps = self.devices.get(device)
         return 0 if steps is None else steps[bisect_right(steps, at, key=_time) - 1][1]
 
-    def headroom(self, at: float) -> Headroom:
+    def headroom(self, at: float) -> NodeHeadroom:
         return self.room[bisect_right(self.room, at, key=_time) - 1][1]
 
 
@@ -177,9 +177,9 @@ class _CapacityReleases:
     def usable_devices(self, node: NodeName) -> list[DeviceKey]:
         period = self._expected_ends.policy.sample_period_seconds
         return [
-            book.device.key
-            for book in self.draft.books_on(node)
-            if not book.is_stale(self._heard_until, period)
+            ledger.device.key
+            for ledger in self.draft.ledgers_on(node)
+            if not ledger.is_stale(self._heard_until, period)
         ]
 
     def leaves_at(self, run: Task, waiter: _WaitingTask) -> float:
@@ -187,43 +187,43 @@ class _CapacityReleases:
         return self._out_of_the_way_at(run, self._expected_ends.of(run), waiter)
 
     def mb_now(self, device: DeviceKey, waiter: _WaitingTask) -> int:
-        book = self.draft.book(device)
-        if self._is_unheard_of(book):
+        ledger = self.draft.ledger(device)
+        if self._is_unheard_of(ledger):
             return 0
         kept = sum(
             pledge.mb
-            for pledge in book.pledges.values()
+            for pledge in ledger.pledges.values()
             if pledge.priority >= waiter.priority and pledge.preemptor != waiter.pledged
         )
-        return book.unheld_mb() - kept
+        return ledger.unallocated_mb() - kept
 
-    def room_now(self, node: NodeName, waiter: _WaitingTask) -> Headroom:
+    def room_now(self, node: NodeName, waiter: _WaitingTask) -> NodeHeadroom:
         return self.draft.headroom(node, task=waiter.pledged, priority=waiter.priority)
 
     def of_device(self, device: DeviceKey, waiter: _WaitingTask) -> Iterator[tuple[float, int]]:
         """(instant, MiB) of every holder. A device without samples releases nothing."""
-        book = self.draft.book(device)
-        for holding in () if self._is_unheard_of(book) else book.holdings.values():
+        ledger = self.draft.ledger(device)
+        for holding in () if self._is_unheard_of(ledger) else ledger.holdings.values():
             expected_end = self._expected_ends.of_holding(holding)
             run = self.draft.holder(holding.lease)
             at: float = expected_end.p50_at
             if at < inf and run is not None and not holding.stopping:
                 at = self._out_of_the_way_at(run, expected_end, waiter)
-            yield at, holding.takes_mb
+            yield at, holding.occupied_mb
 
     def of_node(self, node: NodeName, waiter: _WaitingTask) -> Iterator[tuple[float, Task]]:
         """(instant, run) of every active run."""
         return ((self.leaves_at(run, waiter), run) for run in self.draft.active_on(node))
 
-    def _is_unheard_of(self, book: Book) -> bool:
-        return book.is_stale(self._heard_until, self._expected_ends.policy.sample_period_seconds)
+    def _is_unheard_of(self, ledger: DeviceLedger) -> bool:
+        return ledger.is_stale(self._heard_until, self._expected_ends.policy.sample_period_seconds)
 
     def _out_of_the_way_at(self, run: Task, expected_end: ExpectedEnd, waiter: _WaitingTask) -> float:
         now, policy = self._expected_ends.now, self._expected_ends.policy
         came_after = (run.admitted_at or now) > waiter.since
         stays = expected_end.is_guess and came_after and not self._for_plans
         leaves_at = inf if stays else expected_end.p50_at
-        is_protected = run.tenant in waiter.spared and asks_for_gpus(run.demand)
+        is_protected = run.tenant in waiter.spared and needs_gpus(run.demand)
         if not waiter.stops or is_protected or run.state is TaskState.STOPPING:
             return leaves_at
         grace = run.grace_seconds if self._for_plans else 0.0
@@ -239,7 +239,7 @@ class CapacityAt:
         self._node = node
         self._waiter = waiter
         self._at = at
-        self._room: Headroom | None = None
+        self._room: NodeHeadroom | None = None
         self._mb: dict[DeviceKey, int] = {}
         self.revision = leaving.draft.changes.at(node)
 
@@ -252,7 +252,7 @@ class CapacityAt:
     def has_mb(self, device: DeviceKey, mb: int) -> bool:
         return mb <= self._leaving.mb_now(device, self._waiter) or mb <= self.mb(device)
 
-    def room(self) -> Headroom:
+    def room(self) -> NodeHeadroom:
         if self._room is None:
             self._room = self._leaving.room_now(self._node, self._waiter)
             for at, run in self._leaving.of_node(self._node, self._waiter):
@@ -324,7 +324,7 @@ class FutureCapacity:
 
     def _waiter(self, task: Task) -> _WaitingTask:
         """Only a task that needs GPUs may preempt."""
-        stops = self._expected_ends.policy.preemption and asks_for_gpus(task.demand)
+        stops = self._expected_ends.policy.preemption and needs_gpus(task.demand)
         since = self._expected_ends.now if self._for_plans else task.submitted_at
         protected = self._protected_tenants(task) if stops else frozenset[str]()
         pledged = task.id if self._expected_ends.draft.pledges_of(task.id) else None
@@ -346,7 +346,7 @@ class FutureCapacity:
         return CapacityProfile(devices, rooms)
 
 
-def _fit(room: Headroom, planned: Iterable[Task], parts: Iterable[Task]) -> bool:
+def _fit(room: NodeHeadroom, planned: Iterable[Task], parts: Iterable[Task]) -> bool:
     for part in planned:
         room = room.with_room_of(part, sign=-1)
     for part in parts:

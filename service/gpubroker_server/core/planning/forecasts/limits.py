@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import asks_for_gpus
+from gpubroker_server.core.domain.ranks import needs_gpus
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnd, ExpectedEnds
@@ -31,7 +31,7 @@ def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
         if any(name in names for name, _ in taker.demand.counted):
             return True
     mine = policy.tenant(task.tenant)
-    if mine.guaranteed_mb is None or not (asks_for_gpus(task.demand) and asks_for_gpus(taker.demand)):
+    if mine.guaranteed_mb is None or not (needs_gpus(task.demand) and needs_gpus(taker.demand)):
         return False
     cohort = policy.tenant(taker.tenant).cohort
     return taker.tenant == task.tenant or (bool(mine.cohort) and mine.cohort == cohort)
@@ -157,7 +157,7 @@ class LimitReservations:
         if not self._first:
             return []
         names = [name for name, _ in task.demand.counted]
-        if asks_for_gpus(task.demand):
+        if needs_gpus(task.demand):
             names.append(quota_line(task.tenant))
         ahead = [first for name in names for first in self._first.get(name, ())]
         mine = self._order(task) if ahead else None
@@ -168,7 +168,7 @@ class LimitReservations:
     def _longest_seconds(self, task: Task) -> Seconds:
         """90th percentile of its run time on the slowest usable kind; infinite if unknown."""
         stated = task.expected_seconds, task.timeout_seconds, task.grace_seconds
-        equivalence = task.tenant, task.subject, asks_for_gpus(task.demand), *stated
+        equivalence = task.tenant, task.subject, needs_gpus(task.demand), *stated
         if equivalence not in self._longest:
             kinds = {
                 kind for node in self._draft.usable_nodes() for kind in self._draft.kinds_for(node, task)

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import asks_for_gpus, part_of
+from gpubroker_server.core.domain.ranks import needs_gpus, rank_task
 from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.planning.forecasts.future_capacity import CapacityAt, ExpectedEnds, FutureCapacity
@@ -81,7 +81,7 @@ def usage_on(
     devices: dict[DeviceKey, int] = {}
     for rank, place in enumerate(places):
         if place.node == node:
-            parts.append(part_of(task, rank) if task.demand.bundles else task)
+            parts.append(rank_task(task, rank) if task.demand.bundles else task)
             for device, mb in place.devices:
                 devices[device] = devices.get(device, 0) + mb
     return tuple(parts), devices
@@ -265,12 +265,12 @@ class Reservations:
         """90th percentile of its run time, by kind of device on the nodes with reservations."""
         if self._kinds is None:
             self._kinds = sorted(
-                {book.device.kind for node in self.on for book in self._draft.books_on(node)}
+                {ledger.device.kind for node in self.on for ledger in self._draft.ledgers_on(node)}
             )
         stated = task.expected_seconds, task.timeout_seconds, task.grace_seconds
-        equivalence = task.tenant, task.subject, asks_for_gpus(task.demand), *stated
+        equivalence = task.tenant, task.subject, needs_gpus(task.demand), *stated
         if equivalence not in self._lengths:
-            kinds = self._kinds if asks_for_gpus(task.demand) else [""]
+            kinds = self._kinds if needs_gpus(task.demand) else [""]
             sketches, policy = self._draft.world.learned.sketches, self._policy
             self._lengths[equivalence] = tuple(
                 whole_run_seconds(task, sketches, policy, (kind,))[1] for kind in kinds
@@ -334,7 +334,7 @@ class Reservations:
     def _can_be_preempted_for(self, task: Task, planned: Reservation) -> bool:
         """Whether its run could be preempted by the time the reservation starts."""
         other = planned.task
-        may_stop = self._policy.preemption and asks_for_gpus(other.demand)
+        may_stop = self._policy.preemption and needs_gpus(other.demand)
         if not may_stop or self._guarantees.would_be_protected(task, other):
             return False
         return stoppable_at(task, other.priority, self._policy, self._now) <= planned.forecast.start_at

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from gpubroker_server.core.domain.device import Device
-from gpubroker_server.core.domain.estimates import Sketch, Topic, What
+from gpubroker_server.core.domain.estimates import Sketch, SketchKey, What
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, in_gib
 
-Sketches = Mapping[Topic, Sketch]
+Sketches = Mapping[SketchKey, Sketch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def learned_size(
     for device in devices:
         costs[device.kind] = device.context_mb
         offers[device.kind] = max(device.allocatable_mb - device.context_mb, offers.get(device.kind, 0))
-    known = {kind: sketches.get(Topic(tenant, subject, kind, What.GPU_MB), Sketch()) for kind in offers}
+    known = {kind: sketches.get(SketchKey(tenant, subject, kind, What.GPU_MB), Sketch()) for kind in offers}
     enough = {
         kind: sketch.quantile(0.95) or 0.0
         for kind, sketch in known.items()
@@ -101,7 +101,7 @@ def remaining_seconds(task: Task, sketches: Sketches, now: Instant, *, kind: str
     if task.expected_seconds is not None and task.expected_seconds > elapsed:
         stated = Seconds(task.expected_seconds - elapsed)
         return Remaining(stated, stated, 0)
-    known = sketches.get(Topic(task.tenant, task.subject, kind, What.SECONDS))
+    known = sketches.get(SketchKey(task.tenant, task.subject, kind, What.SECONDS))
     if known is None:
         return None
     longer = known.above(elapsed)
@@ -118,7 +118,7 @@ def run_seconds(task: Task, sketches: Sketches, policy: Policy, *, kind: str = "
     """
     if task.expected_seconds is not None:
         return Remaining(task.expected_seconds, task.expected_seconds, 0)
-    known = sketches.get(Topic(task.tenant, task.subject, kind, What.SECONDS))
+    known = sketches.get(SketchKey(task.tenant, task.subject, kind, What.SECONDS))
     if known is None or known.n < max(1, policy.learned_least_runs):
         return None
     p50, p90 = known.quantile(0.5), known.quantile(0.9)

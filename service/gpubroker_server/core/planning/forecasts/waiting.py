@@ -11,7 +11,7 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.queue_order import QueueOrder
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.planning.tenants.quota import Quotas
-from gpubroker_server.core.world.queue import Group, Kin
+from gpubroker_server.core.world.queue import EquivalenceClass, QueueGroup
 
 FIRST = 2
 """Forecasts for each limit or quota: when the first task starts, the next one already has its forecast."""
@@ -79,10 +79,10 @@ class _FirstInLine:
         self._waiting.update(awaited)
         return first_in
 
-    def inadmissible(self, kins: Iterable[Kin], band: int) -> Iterable[Kin]:  # noqa: ARG002
+    def inadmissible(self, kins: Iterable[EquivalenceClass], band: int) -> Iterable[EquivalenceClass]:  # noqa: ARG002
         return ()  # each group may be the first to wait for a limit
 
-    def is_refused(self, group: Group) -> bool:
+    def is_refused(self, group: QueueGroup) -> bool:
         if self._is_short(group):  # it waits for its quota even with room
             return not self._may_wait({quota_line(group.tenant)})
         awaited: set[str] = set()
@@ -91,7 +91,7 @@ class _FirstInLine:
             awaited.update(self._draft.short_of(probe, self._policy.custom_limits))
         return not (self._may_wait(awaited) if awaited else self._left)
 
-    def _is_short(self, group: Group) -> bool:
+    def _is_short(self, group: QueueGroup) -> bool:
         return self._quotas.is_short_for(group.tenant, group.demand, group.priority)
 
     def _may_wait(self, awaited: set[str]) -> bool:

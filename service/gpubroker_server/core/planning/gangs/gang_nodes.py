@@ -4,15 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from gpubroker_server.core.domain.demand import Demand, need_mb, unwanted_device
+from gpubroker_server.core.domain.demand import Demand, device_preference_rank, need_mb
 from gpubroker_server.core.domain.device import Device, Node
-from gpubroker_server.core.domain.node_capacity import Headroom
+from gpubroker_server.core.domain.node_capacity import NodeHeadroom
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.world.ledger import Book
-from gpubroker_server.core.world.placement_scores import Spot, Worth, rows
+from gpubroker_server.core.world.ledger import DeviceLedger
+from gpubroker_server.core.world.placement_scores import PlacementScorer, ScoredPlacement, rows
 
 Chosen = tuple[tuple[DeviceKey, Mib], ...]
 
@@ -22,14 +22,14 @@ class GangNode:
     """What is left of one node while the search adds and removes ranks."""
 
     node: Node
-    room: Headroom
+    room: NodeHeadroom
     free: dict[DeviceKey, int]
     """Usable device -> MiB that the gang could have."""
     devices: Mapping[DeviceKey, Device]
-    worth: Worth | None = None
+    worth: PlacementScorer | None = None
     """Scores of places by the usual demands; None: by room left."""
     ranks: list[int] = field(default_factory=list)
-    _spots: dict[Demand, Spot | None] = field(default_factory=dict, init=False)
+    _spots: dict[Demand, ScoredPlacement | None] = field(default_factory=dict, init=False)
     """Cached until a rank is added or removed."""
 
     @property
@@ -71,7 +71,7 @@ class GangNode:
         spot = self._spot(part) if demand.gpus == 1 else None
         best = spot.devices if spot is not None else ()
         options = sorted(
-            (unwanted_device(demand, device), key not in best, sign * (free - need), key, need)
+            (device_preference_rank(demand, device), key not in best, sign * (free - need), key, need)
             for key, device in self.devices.items()
             if (need := need_mb(demand, device)) is not None and need <= (free := self.free[key])
         )
@@ -82,7 +82,7 @@ class GangNode:
                 tried.add(alike)
                 yield tuple(sorted((key, need) for *_, key, need in some))
 
-    def _spot(self, part: Task) -> Spot | None:
+    def _spot(self, part: Task) -> ScoredPlacement | None:
         demand = part.demand
         if self.worth is None or demand.placement == "spread" or demand.where.devices:
             return None
@@ -99,26 +99,26 @@ class GangNode:
 
 
 def gang_nodes_of(
-    draft: Draft, task: Task, policy: Policy, now: Instant, worth: Worth | None = None
+    draft: Draft, task: Task, policy: Policy, now: Instant, worth: PlacementScorer | None = None
 ) -> list[GangNode]:
     """The usable nodes, with what the task could have now."""
     found = []
     for name in sorted(draft.usable_nodes()):
-        books = list(draft.usable_books(name, policy, now))
+        ledgers = list(draft.usable_ledgers(name, policy, now))
         found.append(
             GangNode(
                 draft.world.nodes[name],
                 draft.headroom(name, task=task.id, priority=task.priority),
-                {book.device.key: _free_mb(book, task) for book in books},
-                {book.device.key: book.device for book in books},
+                {ledger.device.key: _free_mb(ledger, task) for ledger in ledgers},
+                {ledger.device.key: ledger.device for ledger in ledgers},
                 worth,
             )
         )
     return found
 
 
-def _free_mb(book: Book, task: Task) -> int:
-    return min(book.unheld_mb(), book.free_mb(task=task.id, priority=task.priority))
+def _free_mb(ledger: DeviceLedger, task: Task) -> int:
+    return min(ledger.unallocated_mb(), ledger.free_mb(task=task.id, priority=task.priority))
 
 
 def empty_gang_nodes(nodes: Iterable[Node], devices: Iterable[Device]) -> list[GangNode]:
@@ -129,7 +129,7 @@ def empty_gang_nodes(nodes: Iterable[Node], devices: Iterable[Device]) -> list[G
     return [
         GangNode(
             node,
-            Headroom(node.cpu, node.memory_mb, node.max_runs, node.custom, node),
+            NodeHeadroom(node.cpu, node.memory_mb, node.max_runs, node.custom, node),
             {device.key: device.allocatable_mb for device in there.get(node.name, ())},
             {device.key: device for device in there.get(node.name, ())},
         )

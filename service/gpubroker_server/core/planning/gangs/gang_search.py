@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from gpubroker_server.core.domain.demand import Demand, unwanted_node
-from gpubroker_server.core.domain.ranks import part_of
+from gpubroker_server.core.domain.demand import Demand, node_preference_rank
+from gpubroker_server.core.domain.ranks import rank_task
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import NodeName
 from gpubroker_server.core.planning.gangs.gang_nodes import Chosen, GangNode, copy_node
@@ -53,14 +53,14 @@ def _searches(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Iterato
     if task.demand.strategy != "strict_pack":
         yield _Search(task, count, [copy_node(gang_node) for gang_node in gang_nodes])
         return
-    sorts = {part.demand: part for part in (part_of(task, rank) for rank in range(count))}
+    sorts = {part.demand: part for part in (rank_task(task, rank) for rank in range(count))}
     for gang_node in sorted(gang_nodes, key=lambda gang_node: _tightness(gang_node, sorts.values())):
         yield _Search(task, count, [copy_node(gang_node)])
 
 
 def _tightness(gang_node: GangNode, sorts: Collection[Task]) -> tuple[int, int, float, float, NodeName]:
     """For a gang on one node: preferred labels, then the least stranded memory, then the fullest node."""
-    unwanted = max(unwanted_node(part.demand, gang_node.node) for part in sorts)
+    unwanted = max(node_preference_rank(part.demand, gang_node.node) for part in sorts)
     return unwanted, -sum(map(gang_node.score, sorts)), *gang_node.room_left, gang_node.node.name
 
 
@@ -70,7 +70,7 @@ class _Search:
     def __init__(self, task: Task, count: int, gang_nodes: list[GangNode]) -> None:
         self._strategy = task.demand.strategy
         self._gang_nodes = gang_nodes
-        parts = [part_of(task, rank) for rank in range(count)]
+        parts = [rank_task(task, rank) for rank in range(count)]
         self._parts = parts
         self._order = sorted(range(count), key=lambda rank: (*_hardness(parts[rank].demand), rank))
         self._steps = 0
@@ -175,7 +175,7 @@ class _Search:
         }
         key = by[self._strategy]
         usable = (g for g in self._gang_nodes if not (self._strategy == "strict_spread" and g.ranks))
-        return sorted(usable, key=lambda g: (unwanted_node(demand, g.node), *key(g), g.node.name))
+        return sorted(usable, key=lambda g: (node_preference_rank(demand, g.node), *key(g), g.node.name))
 
     def _packed(self, gang_node: GangNode, part: Task, left: int) -> tuple[float, ...]:
         """1. nodes with ranks of it 2. most of the remaining ranks 3. least stranded memory 4. fullest"""
@@ -233,7 +233,7 @@ def _turns(
 ) -> Iterator[GangNode]:
     """The node of each rank, in rank order; preferred labels come first."""
     able = [gang_node for gang_node in gang_nodes if most[gang_node.node.name]]
-    wishes = {gang_node.node.name: unwanted_node(part.demand, gang_node.node) for gang_node in able}
+    wishes = {gang_node.node.name: node_preference_rank(part.demand, gang_node.node) for gang_node in able}
     match strategy:
         case "spread":
             yield from _one_each_in_turn(part, count, able, wishes, most)

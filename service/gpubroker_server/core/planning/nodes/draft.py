@@ -6,33 +6,35 @@ from math import inf
 
 from gpubroker_server.core.domain.errors import Overcommitted
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
-from gpubroker_server.core.domain.node_capacity import Headroom, NodeUse, count_custom
-from gpubroker_server.core.domain.policy import CustomLimit, Policy, each_of
-from gpubroker_server.core.domain.ranks import asks_for_gpus, part_of, parts_of, parts_on
-from gpubroker_server.core.domain.task import MemberState, Task, TaskState, notice_of, notices_of
+from gpubroker_server.core.domain.node_capacity import NodeHeadroom, NodeUsage, count_custom
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, wildcard_limit
+from gpubroker_server.core.domain.ranks import needs_gpus, rank_task, rank_tasks, rank_tasks_on
+from gpubroker_server.core.domain.task import MemberState, Task, TaskState, stop_notice, stop_notices
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
 from gpubroker_server.core.domain.values import changed
-from gpubroker_server.core.world.ledger import Book
-from gpubroker_server.core.world.revisions import Changes
+from gpubroker_server.core.world.ledger import DeviceLedger
+from gpubroker_server.core.world.revisions import RevisionLog
 from gpubroker_server.core.world.world import World
 
 
 class Draft:
     """Reads through to the World; changes stay here. Only touched devices are copied."""
 
-    def __init__(self, world: World, changes: Changes | None = None, growth: Changes | None = None) -> None:
+    def __init__(
+        self, world: World, changes: RevisionLog | None = None, growth: RevisionLog | None = None
+    ) -> None:
         self.world = world
-        self.changes = Changes() if changes is None else changes
+        self.changes = RevisionLog() if changes is None else changes
         """Nodes that changed in this draft."""
-        self.growth = Changes() if growth is None else growth
+        self.growth = RevisionLog() if growth is None else growth
         """Nodes on which a task may now find room, or victims, that it did not find before."""
         self.custom_use: dict[str, float] = dict(world.custom_use)
         self.given: list[tuple[str, int]] = []
         """(tenant, MiB) of each lease made in this draft; negative for a lease taken back."""
         self._given_to: dict[str, list[DeviceKey]] = {}
         """Holder -> devices it was leased in this draft."""
-        self._books: dict[DeviceKey, Book] = {}
-        self._use: dict[NodeName, NodeUse] = {}
+        self._books: dict[DeviceKey, DeviceLedger] = {}
+        self._use: dict[NodeName, NodeUsage] = {}
         self._tasks: dict[TaskId, Task] = {}
         self._admitted: dict[NodeName, set[TaskId]] = {}
         self._pledges = {task: dict(kept) for task, kept in world.pledges.items()}
@@ -43,7 +45,7 @@ class Draft:
         twin = Draft(self.world)
         twin.custom_use, twin.given = dict(self.custom_use), list(self.given)
         twin._given_to = {holder: list(devices) for holder, devices in self._given_to.items()}
-        twin._books = {key: book.copy() for key, book in self._books.items()}
+        twin._books = {key: ledger.copy() for key, ledger in self._books.items()}
         twin._use = {node: use.copy() for node, use in self._use.items()}
         twin._tasks, twin._pledges = dict(self._tasks), dict(self._pledges)
         twin._admitted = {node: set(names) for node, names in self._admitted.items()}
@@ -57,25 +59,25 @@ class Draft:
         task = self._tasks.get(TaskId(lease.holder)) or self.world.tasks.get(TaskId(lease.holder))
         return task if task is not None and task.fence == lease.fence else None
 
-    def book(self, device: DeviceKey) -> Book:
+    def ledger(self, device: DeviceKey) -> DeviceLedger:
         """To read only."""
-        return self._books.get(device) or self.world.books[device]
+        return self._books.get(device) or self.world.ledgers[device]
 
-    def books_on(self, node: NodeName) -> Iterator[Book]:
+    def ledgers_on(self, node: NodeName) -> Iterator[DeviceLedger]:
         """In key order; to read only."""
-        look_up = self.book if self._books else self.world.books.__getitem__
+        look_up = self.ledger if self._books else self.world.ledgers.__getitem__
         return map(look_up, self.world.by_node.get(node, ()))
 
     def usable_nodes(self) -> Iterator[NodeName]:
         """Nodes on which something may be placed, in no order."""
         return (node.name for node in self.world.nodes.values() if node.ready and not node.cordoned)
 
-    def usable_books(self, node: NodeName, policy: Policy, now: Instant) -> Iterator[Book]:
+    def usable_ledgers(self, node: NodeName, policy: Policy, now: Instant) -> Iterator[DeviceLedger]:
         """Devices whose last sample is fresh enough, in key order."""
         period = policy.sample_period_seconds
-        return (book for book in self.books_on(node) if not book.is_stale(now, period))
+        return (ledger for ledger in self.ledgers_on(node) if not ledger.is_stale(now, period))
 
-    def use(self, node: NodeName) -> NodeUse:
+    def use(self, node: NodeName) -> NodeUsage:
         """To read only."""
         return self._use.get(node) or self.world.use[node]
 
@@ -94,7 +96,7 @@ class Draft:
     def active_on(self, node: NodeName) -> Iterator[Task]:
         """Each of its runs as a task of its own, those admitted in this draft included."""
         for name in (*self.world.runs.get(node, ()), *self._admitted.get(node, ())):
-            yield from parts_on(self.task(name), node)
+            yield from rank_tasks_on(self.task(name), node)
 
     def active(self) -> Iterator[Task]:
         """All runs, those admitted in this draft included, in no order."""
@@ -103,9 +105,9 @@ class Draft:
     def kinds_for(self, node: NodeName, task: Task) -> set[str]:
         """Kinds of the node's devices, by which the task's run times are told apart; the empty kind without
         GPUs."""
-        return {book.device.kind for book in self.books_on(node)} if asks_for_gpus(task.demand) else {""}
+        return {ledger.device.kind for ledger in self.ledgers_on(node)} if needs_gpus(task.demand) else {""}
 
-    def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> Headroom:
+    def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> NodeHeadroom:
         """What a task of this id and priority could take of the node: unused and not pledged to others.
 
         A preemptor with pledges here needs a run slot, CPU and host memory too when its devices are free.
@@ -113,17 +115,17 @@ class Draft:
         row, use = self.world.nodes[node], self.use(node)
         custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
         cpu = round(row.cpu - use.cpu, 6)
-        room = Headroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom, row)
+        room = NodeHeadroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom, row)
         for other in self._respected(node, task, priority):
             room = room.with_room_of(other, sign=-1)
         return room
 
-    def headroom_soon(self, node: NodeName, *, priority: int) -> Headroom:
+    def headroom_soon(self, node: NodeName, *, priority: int) -> NodeHeadroom:
         """The same once every run under notice has left the node."""
         room = self.headroom(node, priority=priority)
         touched = self._tasks.keys() & self.world.runs.get(node, set())
         for name in touched | self.use(node).stopping:
-            for part in parts_on(self.task(name), node):
+            for part in rank_tasks_on(self.task(name), node):
                 if part.state is TaskState.STOPPING:
                     room = room.with_room_of(part)
         return room
@@ -131,7 +133,7 @@ class Draft:
     def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:
         """The cluster-wide resources of which too little is left for this task now, in name order.
 
-        What is reserved for higher priorities counts as used. A node's own resources are in its `Headroom`.
+        What is reserved for higher priorities counts as used. The resources of a node: `NodeHeadroom`.
         """
         left = self.left_of(task, limits) if task.demand.counted else {}
         return [name for name, amount in task.demand.counted if amount > round(left[name], 6)]
@@ -141,7 +143,9 @@ class Draft:
         known = {limit.name: limit for limit in limits}
         left: dict[str, float] = {}
         for name, _ in task.demand.counted:
-            left[name] = self._left_of(name, known.get(name) or known.get(each_of(name)), task.priority)
+            left[name] = self._left_of(
+                name, known.get(name) or known.get(wildcard_limit(name)), task.priority
+            )
         for preemptor, pledges in self._pledges.items():
             if preemptor != task.id and any(kept.priority >= task.priority for kept in pledges.values()):
                 for name, amount in self._counted_when_it_starts(preemptor):
@@ -165,8 +169,8 @@ class Draft:
     def replace_task(self, before: Task, after: Task) -> None:
         """Enter a task that was admitted and now counts on its node, or a run that was given notice."""
         self._tasks[after.id] = after
-        told = notices_of(before) != notices_of(after)
-        for node, part in parts_of(after):
+        told = stop_notices(before) != stop_notices(after)
+        for node, part in rank_tasks(after):
             self.changes.mark(node)
             if not before.is_active:
                 self._own_use(node).count(part, +1)
@@ -177,16 +181,16 @@ class Draft:
             count_custom(self.custom_use, after, +1)
         if told:
             for lease in self.world.leases_of(after):
-                freeing_for, stopping = notice_of(after, lease.rank)
+                freeing_for, stopping = stop_notice(after, lease.rank)
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
 
     def remove_run(self, run: Task, ranks: Collection[int] | None = None) -> None:
         """As if the run had ended; of a gang that goes on without them, only `ranks`."""
         if ranks is None:
-            after, parts = changed(run, state=TaskState.SUCCEEDED), parts_of(run)
+            after, parts = changed(run, state=TaskState.SUCCEEDED), rank_tasks(run)
             count_custom(self.custom_use, run, -1)
         else:
-            parts = tuple((run.members[rank].node, part_of(run, rank)) for rank in ranks)
+            parts = tuple((run.members[rank].node, rank_task(run, rank)) for rank in ranks)
             left = {rank: replace(run.members[rank], state=MemberState.LEFT, gone=True) for rank in ranks}
             after = changed(run, members=tuple(left.get(one.rank, one) for one in run.members))
         self._tasks[run.id] = after
@@ -195,23 +199,23 @@ class Draft:
             self.growth.mark(node)
             self._own_use(node).count(part, -1)
         for lease in self.world.leases_of(run):
-            if lease.key in self.book(lease.device).holdings and (ranks is None or lease.rank in ranks):
+            if lease.key in self.ledger(lease.device).holdings and (ranks is None or lease.rank in ranks):
                 self._take_back(lease)
 
     def release_ended(self, node: NodeName) -> None:
         """As if everything that ended runs still hold on the node were released."""
         for key in self.world.by_node.get(node, ()):
-            for holding in list(self.book(key).holdings.values()):
+            for holding in list(self.ledger(key).holdings.values()):
                 if holding.lease.state is LeaseState.RELEASING:
                     self._take_back(holding.lease)
 
     def _take_back(self, lease: Lease) -> None:
-        self._own(lease.device).vacate(lease.key)
+        self._own(lease.device).assume_released(lease.key)
         self.given.append((lease.tenant, -lease.mb))
 
     def put_lease(self, lease: Lease) -> None:
         """Enter a new lease. Raises Overcommitted, with no change, if it does not fit (pledges aside)."""
-        if lease.mb > self.book(lease.device).unheld_mb():
+        if lease.mb > self.ledger(lease.device).unallocated_mb():
             raise Overcommitted(f"{lease.key}: {lease.mb} MiB do not fit on {lease.device}")
         self._own(lease.device).put(lease)
         self.given.append((lease.tenant, lease.mb))
@@ -223,7 +227,7 @@ class Draft:
 
     def leaving(self) -> Iterator[Lease]:
         """Leases of runs that are over or under notice and are expected to be released."""
-        return (holding.lease for key in self.world.books for holding in self.book(key).leaving())
+        return (holding.lease for key in self.world.ledgers for holding in self.ledger(key).leaving())
 
     def claimed(self, task: TaskId, priority: int) -> Iterator[tuple[str, int]]:
         """(tenant, MiB) pledged to other tasks at this priority or a higher one. A task that is being moved
@@ -242,9 +246,9 @@ class Draft:
         """End all pledges of a preemptor together; returns them in device order."""
         ended = self._pledges.pop(preemptor, {})
         for device in ended:
-            book = self._own(device)
-            del book.pledges[preemptor]
-            self.growth.mark(book.device.node)
+            ledger = self._own(device)
+            del ledger.pledges[preemptor]
+            self.growth.mark(ledger.device.node)
         self._waiting = None
         return tuple(ended[device] for device in sorted(ended))
 
@@ -271,20 +275,20 @@ class Draft:
         """Ranks without a GPU have no pledge."""
         if not task.demand.bundles:
             device, pledge = next(iter(pledges.items()))
-            yield self.book(device).device.node, pledge.priority, task
+            yield self.ledger(device).device.node, pledge.priority, task
             return
         ranks = {rank: pledge for pledge in pledges.values() for rank in pledge.ranks}
         for rank, pledge in ranks.items():
-            yield self.book(pledge.device).device.node, pledge.priority, part_of(task, rank)
+            yield self.ledger(pledge.device).device.node, pledge.priority, rank_task(task, rank)
 
-    def _own(self, device: DeviceKey) -> Book:
-        book = self._books.get(device)
-        if book is None:
-            book = self._books[device] = self.world.books[device].copy()
-        self.changes.mark(book.device.node)
-        return book
+    def _own(self, device: DeviceKey) -> DeviceLedger:
+        ledger = self._books.get(device)
+        if ledger is None:
+            ledger = self._books[device] = self.world.ledgers[device].copy()
+        self.changes.mark(ledger.device.node)
+        return ledger
 
-    def _own_use(self, node: NodeName) -> NodeUse:
+    def _own_use(self, node: NodeName) -> NodeUsage:
         use = self._use.get(node)
         if use is None:
             use = self._use[node] = self.world.use[node].copy()

@@ -14,7 +14,7 @@ from gpubroker_server.core.planning.nodes.shields import (
     turn_protection_ends_at,
 )
 from gpubroker_server.core.planning.nodes.victims import is_old_enough
-from gpubroker_server.core.world.revisions import Changes
+from gpubroker_server.core.world.revisions import RevisionLog
 from gpubroker_server.core.world.world import World
 
 EARLY_SECONDS = 0.001
@@ -29,8 +29,8 @@ class NodeRevisions:
     """
 
     def __init__(self, world: World, policy: Policy) -> None:
-        self.changes = Changes()
-        self.growth = Changes()
+        self.changes = RevisionLog()
+        self.growth = RevisionLog()
         """Nodes on which a task may now find what it did not find before."""
         self._world = world
         self._policy = policy
@@ -99,12 +99,12 @@ class NodeRevisions:
         period, at = self._policy.sample_period_seconds, inf
         turned: list[str] = []
         for key in world.by_node.get(node, ()):
-            book = world.books[key]
-            if book.sample is None or book.is_stale(self._now, period):  # a sample may come at any time
+            ledger = world.ledgers[key]
+            if ledger.sample is None or ledger.is_stale(self._now, period):  # a sample may come at any time
                 turned.append(key)
                 at = self._now
             else:
-                at = min(at, book.sample.at + 3 * period)
+                at = min(at, ledger.sample.at + 3 * period)
         self._young.pop(node, None)
         for run in self._time_matters_to(node):
             if not is_old_enough(run, self._cycle_at):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 
-from gpubroker_server.core.domain.demand import Ceiling, ceiling, need_mb
+from gpubroker_server.core.domain.demand import NodeUpperBound, ceiling, need_mb
 from gpubroker_server.core.domain.device import Device, DeviceSample
-from gpubroker_server.core.domain.node_capacity import Headroom
+from gpubroker_server.core.domain.node_capacity import NodeHeadroom
 from gpubroker_server.core.domain.policy import BANDS, Policy
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
@@ -27,12 +27,12 @@ class Room:
 
     devices: tuple[tuple[Device, int], ...]
     """(device, MiB), in key order."""
-    ceiling: Ceiling
-    beside: Headroom
+    ceiling: NodeUpperBound
+    beside: NodeHeadroom
     alike: Device | None
     """One of the devices, if no demand can tell them apart."""
 
-    def with_amounts(self, devices: tuple[tuple[Device, int], ...], beside: Headroom) -> "Room":
+    def with_amounts(self, devices: tuple[tuple[Device, int], ...], beside: NodeHeadroom) -> "Room":
         """The same devices with other amounts."""
         return Room(devices, ceiling(devices), beside, self.alike)
 
@@ -113,8 +113,8 @@ class NodeRooms:
         return self._look(node, task.id, task.priority)
 
     def _look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
-        books = self._draft.usable_books(node, self._policy, self._now)
-        devices = [(book.device, book.free_mb(task=task, priority=priority)) for book in books]
+        ledgers = self._draft.usable_ledgers(node, self._policy, self._now)
+        devices = [(ledger.device, ledger.free_mb(task=task, priority=priority)) for ledger in ledgers]
         return _room(devices, self._draft.headroom(node, task=task, priority=priority))
 
     def soon(self, node: NodeName, priority: int) -> Room:
@@ -123,8 +123,10 @@ class NodeRooms:
         above = bisect_left(facts.pledges, priority)
         room = facts.soon.get(above)
         if room is None:
-            books = self._draft.usable_books(node, self._policy, self._now)
-            devices = [(book.device, book.soon_mb(priority=priority)) for book in books]
+            ledgers = self._draft.usable_ledgers(node, self._policy, self._now)
+            devices = [
+                (ledger.device, ledger.free_after_releases_mb(priority=priority)) for ledger in ledgers
+            ]
             room = facts.soon[above] = _room(devices, self._draft.headroom_soon(node, priority=priority))
         return room
 
@@ -187,9 +189,9 @@ class NodeRooms:
     def _facts(self, node: NodeName) -> _Facts:
         facts = self._known.get(node)
         if facts is None or facts.revision != self._draft.changes.at(node):
-            books = list(self._draft.books_on(node))
-            pledges = sorted({pledge.priority for book in books for pledge in book.pledges.values()})
-            samples = [book.sample for book in books]
+            ledgers = list(self._draft.ledgers_on(node))
+            pledges = sorted({pledge.priority for ledger in ledgers for pledge in ledger.pledges.values()})
+            samples = [ledger.sample for ledger in ledgers]
             before: Mapping[TaskId, Sequence[PossibleVictim]] = {}
             if facts is not None and _are_same(facts.samples, samples):
                 before = facts.before if facts.runs is None else facts.runs
@@ -202,6 +204,6 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _room(devices: Sequence[tuple[Device, int]], beside: Headroom) -> Room:
+def _room(devices: Sequence[tuple[Device, int]], beside: NodeHeadroom) -> Room:
     sorts = {device.sort for device, _ in devices}
     return Room(tuple(devices), ceiling(devices), beside, devices[0][0] if len(sorts) == 1 else None)

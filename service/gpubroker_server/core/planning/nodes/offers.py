@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpubroker_server.core.domain.device import Device
-from gpubroker_server.core.domain.node_capacity import Headroom
+from gpubroker_server.core.domain.node_capacity import NodeHeadroom
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -17,7 +17,7 @@ from gpubroker_server.core.planning.nodes.victims import (
     cheapest_first,
     cost_of,
 )
-from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.ledger import DeviceLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Site:
     device: Device
     free_mb: int
     """Free now."""
-    soon_mb: int
+    free_after_releases_mb: int
     """Free after all releases under way."""
     holders: tuple[Candidate, ...]
     """Possible victims on it, cheapest first."""
@@ -45,13 +45,13 @@ class Site:
     def after_mb(self, gone: Sequence[Candidate]) -> int:
         """Free once these victims have left, after all releases under way."""
         key = self.device.key
-        return self.soon_mb + sum(candidate.frees.get(key, 0) for candidate in gone)
+        return self.free_after_releases_mb + sum(candidate.frees.get(key, 0) for candidate in gone)
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     node: NodeName
-    room: Headroom
+    room: NodeHeadroom
     """CPU, host memory and run slots after all releases under way."""
     found: tuple[Candidate, ...]
     """Possible victims on the node, cheapest first."""
@@ -103,14 +103,14 @@ class Offers:
     def among(self, node: NodeName, priority: int, runs: Iterable[PossibleVictim]) -> Offer:
         """The offer if only these may be preempted."""
         found = tuple(cheapest_first(runs, self.began_at))
-        books = self.draft.usable_books(node, self.policy, self._now)
-        sites = tuple(_site(book, priority, found) for book in books)
+        ledgers = self.draft.usable_ledgers(node, self.policy, self._now)
+        sites = tuple(_site(ledger, priority, found) for ledger in ledgers)
         return Offer(node, self.rooms.soon(node, priority).beside, found, sites)
 
 
-def _site(book: Book, priority: int, found: Sequence[Candidate]) -> Site:
-    key = book.device.key
+def _site(ledger: DeviceLedger, priority: int, found: Sequence[Candidate]) -> Site:
+    key = ledger.device.key
     holders = tuple(candidate for candidate in found if key in candidate.frees)
-    soon = book.soon_mb(priority=priority)
+    soon = ledger.free_after_releases_mb(priority=priority)
     most = soon + sum(candidate.frees[key] for candidate in holders)
-    return Site(book.device, book.free_mb(priority=priority), soon, holders, most)
+    return Site(ledger.device, ledger.free_mb(priority=priority), soon, holders, most)

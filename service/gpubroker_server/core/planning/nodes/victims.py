@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import inf
 
 from gpubroker_server.core.domain.models import expected_seconds
-from gpubroker_server.core.domain.node_capacity import Headroom
+from gpubroker_server.core.domain.node_capacity import NodeHeadroom
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import gpus_of, part_of, ranks_of, surplus_of
+from gpubroker_server.core.domain.ranks import gpus_of, rank_task, ranks_of, removable_ranks
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -90,14 +90,14 @@ def possible_victims(
 def _of_gang(draft: Draft, run: Task) -> Iterator[PossibleVictim]:
     """Every rank that the gang can do without, and the rest of the gang. Ranks that are leaving free nothing
     more."""
-    surplus = surplus_of(run)
+    surplus = removable_ranks(run)
     for rank in surplus:
-        alone = ((run.members[rank].node, part_of(run, rank)),)
+        alone = ((run.members[rank].node, rank_task(run, rank)),)
         yield PossibleVictim(run, _frees(draft, run, (rank,)), alone, rank)
     rest = [
         (rank, node) for rank, node in ranks_of(run) if rank not in surplus and run.members[rank].takes_part
     ]
-    parts = tuple((node, part_of(run, rank)) for rank, node in rest)
+    parts = tuple((node, rank_task(run, rank)) for rank, node in rest)
     yield PossibleVictim(run, _frees(draft, run, [rank for rank, _ in rest]), parts)
 
 
@@ -140,7 +140,7 @@ def lost_gpu_seconds(run: Task, now: Instant) -> float:
     return max(0.0, now - saved_at) * max(1, gpus_of(run))
 
 
-def after(room: Headroom, node: NodeName, leavers: Iterable[PossibleVictim]) -> Headroom:
+def after(room: NodeHeadroom, node: NodeName, leavers: Iterable[PossibleVictim]) -> NodeHeadroom:
     """The node's headroom once these have left."""
     return room.with_room_of(*(run for leaver in leavers for there, run in leaver.runs if there == node))
 
@@ -238,7 +238,7 @@ def _frees(draft: Draft, run: Task, ranks: Collection[int]) -> dict[DeviceKey, i
     """What is being released anyway does not count."""
     freed: dict[DeviceKey, int] = {}
     for key, lease in draft.world.leases.get((run.id, run.fence), {}).items():
-        holding = draft.book(lease.device).holdings.get(key)  # none if it has left in this draft
+        holding = draft.ledger(lease.device).holdings.get(key)  # none if it has left in this draft
         if holding is not None and lease.rank in ranks and not holding.is_leaving:
-            freed[lease.device] = freed.get(lease.device, 0) + holding.takes_mb
+            freed[lease.device] = freed.get(lease.device, 0) + holding.occupied_mb
     return freed

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.demand import need_mb
-from gpubroker_server.core.domain.ranks import asks_for_gpus, stop_deadline_of
+from gpubroker_server.core.domain.ranks import needs_gpus, stop_deadline_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps
@@ -83,7 +83,7 @@ def may_preempt(offers: Offers, task: Task) -> bool:
     """Only demands for GPUs preempt: freed memory can be pledged, a freed CPU cannot. No run is stopped for a
     task that a limit of the whole cluster holds back."""
     policy = offers.policy
-    if not policy.preemption or not asks_for_gpus(task.demand):
+    if not policy.preemption or not needs_gpus(task.demand):
         return False
     return not offers.draft.short_of(task, policy.custom_limits)
 
@@ -148,7 +148,7 @@ def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
     victims, surplus = named(best.victims)
     deadlines = [now + victim.grace_seconds for victim in victims]
     for site, need in best.targets:
-        if site.after_mb(best.victims) - site.soon_mb + site.free_mb < need:
+        if site.after_mb(best.victims) - site.free_after_releases_mb + site.free_mb < need:
             deadlines += deadlines_of_leavers(draft, site.device.key)
     devices = sorted((site.device.key, need) for site, need in best.targets)
     return Eviction(best.offer.node, tuple(devices), victims, Instant(max(deadlines)), surplus=surplus)
@@ -166,7 +166,9 @@ def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) 
 
 def _least_cost(offer: Offer, task: Task) -> Cost:
     """A lower bound of what making room on this node costs: so many devices must be cleared one by one."""
-    costs = sorted(site.least_cost(need - site.soon_mb) for site, need in _targets(offer, task))
+    costs = sorted(
+        site.least_cost(need - site.free_after_releases_mb) for site, need in _targets(offer, task)
+    )
     least = NO_COST if offer.room.fits(task) else cost_of(offer.found[:1])
     return max(least, costs[task.demand.gpus - 1])
 
@@ -188,7 +190,7 @@ def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
         victims: Sequence[Candidate] | None = None
         if not has_room:
             victims = cheapest(offer.found, _suffices(offer, task, [target]), below)
-        elif site.least_cost(need - site.soon_mb) < below:
+        elif site.least_cost(need - site.free_after_releases_mb) < below:
             victims = cheapest(site.holders, partial(_clears, site, need), below)
         if victims is not None:
             best, below = _option(offer, task, [target], victims), cost_of(victims)
@@ -251,7 +253,7 @@ def _clears(site: Site, need: Mib, gone: Sequence[Candidate]) -> bool:
 
 def deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:
     """Deadlines of the runs that are leaving the device."""
-    for holding in draft.book(device).leaving():
+    for holding in draft.ledger(device).leaving():
         run = draft.holder(holding.lease)
         until = None if run is None else stop_deadline_of(run, holding.lease.rank)
         if until is not None:

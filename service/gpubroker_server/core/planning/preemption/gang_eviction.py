@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from gpubroker_server.core.domain.ranks import part_of
+from gpubroker_server.core.domain.ranks import rank_task
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
 from gpubroker_server.core.planning.gangs.gang_nodes import GangNode
@@ -107,13 +107,16 @@ class _Site:
     def _gang_nodes(self, nodes: Iterable[NodeName], gone: Iterable[Candidate]) -> list[GangNode]:
         """These nodes once such victims have left."""
         room = {node: self._offers[node].room for node in nodes}
-        free = {node: {site.device.key: site.soon_mb for site in self._offers[node].sites} for node in room}
+        free = {
+            node: {site.device.key: site.free_after_releases_mb for site in self._offers[node].sites}
+            for node in room
+        }
         for candidate in gone:
             for node, part in candidate.runs:
                 if node in room:
                     room[node] = room[node].with_room_of(part)
             for key, mb in candidate.frees.items():
-                there = free.get(self._draft.book(key).device.node, {})
+                there = free.get(self._draft.ledger(key).device.node, {})
                 if key in there:
                     there[key] += mb
         nodes_of = self._draft.world.nodes
@@ -164,7 +167,7 @@ class _Site:
         """Whether these places on a node are free once such victims have left."""
         [gang_node] = self._gang_nodes((node,), gone)
         for rank in ranks:
-            place, part = gang[rank], part_of(self._task, rank)
+            place, part = gang[rank], rank_task(self._task, rank)
             if not gang_node.room.fits(part) or any(gang_node.free[key] < mb for key, mb in place.devices):
                 return False
             gang_node.add(rank, part, place.devices)
@@ -183,7 +186,7 @@ class _Site:
         for site in (
             site for offer in self._offers.values() for site in offer.sites if site.device.key in needs
         ):
-            if site.after_mb(victims) - site.soon_mb + site.free_mb < needs[site.device.key]:
+            if site.after_mb(victims) - site.free_after_releases_mb + site.free_mb < needs[site.device.key]:
                 deadlines += deadlines_of_leavers(self._draft, site.device.key)
         return Eviction(
             gang[0].node, tuple(sorted(needs.items())), runs, Instant(max(deadlines)), ranks, surplus

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.world.queue import EVEN, OwnKey, Rank
+from gpubroker_server.core.world.queue import EVEN, Rank, TenantOrderKey
 from gpubroker_server.core.world.tenant_accounts import mean_life_seconds
 from gpubroker_server.core.world.world import World
 
@@ -31,7 +31,7 @@ class FairShareLevels:
         self._policy = policy
         self.tenants = {*world.accounts, *world.queue.tenants}
         """Tenants that ever held memory, or wait."""
-        self._whole_mb = max(1, world.accounts.whole_mb(world.books.values(), world.inventory_version))
+        self._whole_mb = max(1, world.accounts.whole_mb(world.ledgers.values(), world.inventory_version))
         most = self._whole_mb * mean_life_seconds(world.accounts.half_life_seconds)
         pledged: dict[str, int] = {}
         for preemptor, mine in world.pledges.items():
@@ -70,7 +70,7 @@ class FairShares:
     """
 
     def __init__(self, world: World, policy: Policy, now: Instant) -> None:
-        self.passed: dict[str, OwnKey] = {}
+        self.passed: dict[str, TenantOrderKey] = {}
         """Tenant -> the last task charged to it: its tasks up to there were examined."""
         self._charged: dict[str, int] = {}
         """Tenant -> MiB given in this cycle."""
@@ -109,7 +109,7 @@ class FairShares:
             rank = self._ranks[tenant] = (int(has_its_own), step)
         return rank
 
-    def charge(self, tenant: str, mb: int, passed: OwnKey) -> None:
+    def charge(self, tenant: str, mb: int, passed: TenantOrderKey) -> None:
         if mb > 0 and self._levels is not None:
             self._charged[tenant] = self._charged.get(tenant, 0) + mb
             self.passed[tenant] = passed

@@ -119,8 +119,8 @@ class Guarantees:
         top = band_of(task.priority)[2]
         if is_shared or self._could_be_borrowed(task):
             return top
-        aged = -place[3]
-        return min(top, aged)
+        aged_priority = -place[3]
+        return min(top, aged_priority)
 
     def _could_be_borrowed(self, task: Task) -> bool:
         """A borrower might take the freed memory before the task starts, only to be preempted for it."""
@@ -194,6 +194,6 @@ class _LeavingByTenant:
 def _held_mb(run: Task, rank: int | None, draft: Draft) -> int:
     """Held by the run, or by one of its ranks, without leases that are leaving already."""
     leases = draft.world.leases_of(run)
-    holdings = [draft.book(lease.device).holdings.get(lease.key) for lease in leases]
+    holdings = [draft.ledger(lease.device).holdings.get(lease.key) for lease in leases]
     stay = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]
     return sum(lease.mb for lease in stay if rank is None or lease.rank == rank)

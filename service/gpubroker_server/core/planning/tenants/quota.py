@@ -40,7 +40,7 @@ class QuotaNeeds:
         if self._version != world.inventory_version:
             self._version = world.inventory_version
             self.known = {}
-            devices = [book.device for book in world.books.values() if book.device.present]
+            devices = [ledger.device for ledger in world.ledgers.values() if ledger.device.present]
             self._all, self._sorts = devices, list({device.sort: device for device in devices}.values())
         known = self.known.get(demand)
         if known is None:

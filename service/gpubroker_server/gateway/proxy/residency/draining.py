@@ -36,7 +36,7 @@ class Draining:
         """The claims of models that are to leave and have no request of this gateway left."""
         leaving = {
             claim_name(task.id, task.fence): task.model.model
-            for task in self._world.homes.live()
+            for task in self._world.models.live()
             if task.state is TaskState.STOPPING and task.model is not None
         }
         since = {claim: self._leaving_since.get(claim, self._now()) for claim in leaving}

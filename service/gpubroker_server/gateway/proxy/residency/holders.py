@@ -14,7 +14,7 @@ from gpubroker_server.core.planning.inferences import waiting
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import Residency, UnknownModel
-from gpubroker_server.ports.models import Stage
+from gpubroker_server.ports.models import ModelState
 from gpubroker_server.ports.store import StoreUnavailable
 
 log = structlog.get_logger("gpubroker.tasks.task")
@@ -85,7 +85,9 @@ async def _without_holder(residency: Residency) -> frozenset[str]:
     held = {task.model.model for task in residency.holders() if task.model is not None}
     held |= {step for task in residency.holders() if task.model is not None for step in task.model.steps}
     index = await residency.repository() or {}
-    return frozenset(name for name, one in index.items() if one.stage is Stage.READY and name not in held)
+    return frozenset(
+        name for name, one in index.items() if one.stage is ModelState.READY and name not in held
+    )
 
 
 @dataclass(slots=True)

@@ -140,6 +140,6 @@ class Residencies:
     def _free_mb(self, rules: ServerRules) -> int:
         """On the emptiest of the server's GPUs."""
         world = self.parts.world
-        books = (world.books[key] for key in world.by_node.get(NodeName(rules.node), []))
-        mine = (book for book in books if not rules.devices or book.device.uuid in rules.devices)
-        return max((book.free_mb() for book in mine), default=0)
+        ledgers = (world.ledgers[key] for key in world.by_node.get(NodeName(rules.node), []))
+        mine = (ledger for ledger in ledgers if not rules.devices or ledger.device.uuid in rules.devices)
+        return max((ledger.free_mb() for ledger in mine), default=0)

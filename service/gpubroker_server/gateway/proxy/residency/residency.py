@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 import structlog
 
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.demand import Demand, Where
-from gpubroker_server.core.domain.models import Home, ModelTerms, first_guess_mb
+from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
+from gpubroker_server.core.domain.models import ModelKey, ModelTerms, first_guess_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.submission import MODEL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState
@@ -29,7 +29,14 @@ from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.waiters import Waiters, moves_of
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules, place_fault
 from gpubroker_server.gateway.submission.admission import Capacity
-from gpubroker_server.ports.models import Described, HostFault, HostRefused, IndexedModel, ModelHost, Stage
+from gpubroker_server.ports.models import (
+    Described,
+    HostFault,
+    HostRefused,
+    IndexedModel,
+    ModelHost,
+    ModelState,
+)
 from gpubroker_server.ports.store import Clock, RunSpec, StoreUnavailable, Submission, TaskStore
 
 log = structlog.get_logger("gpubroker.tasks.task")
@@ -86,11 +93,11 @@ class Residency:
 
     def of(self, model: str) -> Task | None:
         """The task that holds the model, or waits for its memory."""
-        return self._parts.world.homes.of(Home(self.rules.name, model))
+        return self._parts.world.models.of(ModelKey(self.rules.name, model))
 
     def holders(self) -> list[Task]:
         """Of all models of this server, without the server's own base cost."""
-        tasks = self._parts.world.homes.live()
+        tasks = self._parts.world.models.live()
         return [task for task in tasks if task.model and task.model.model and self._is_here(task.model)]
 
     def _is_here(self, terms: ModelTerms) -> bool:
@@ -200,7 +207,7 @@ class Residency:
         denied = self.of(model)
         while denied is not None and _is_unchanged(denied, self.of(model)):
             found = (await self.repository() or {}).get(model)
-            if found is not None and found.stage is Stage.READY:
+            if found is not None and found.stage is ModelState.READY:
                 return
             with self._parts.waiters.expect(moves_of(denied.id)) as moved:
                 if not _is_unchanged(denied, self.of(model)):
@@ -325,17 +332,17 @@ class Residency:
     async def _demand(self, model: str) -> tuple[Demand, Described]:
         """The size is what the operator says, or was measured, or is estimated from the files. Raises
         Problem, UnknownModel."""
-        rules, given_mb = self.rules, self.rules_of(model).gpu_mb
+        rules, granted_mb = self.rules, self.rules_of(model).gpu_mb
         try:
             described = await self._host.describe(model, DESCRIBE_SECONDS)
         except HostRefused as refused:
-            if refused.fault is HostFault.NOT_FOUND and (given_mb is None or await self._lacks(model)):
+            if refused.fault is HostFault.NOT_FOUND and (granted_mb is None or await self._lacks(model)):
                 raise UnknownModel(str(refused)) from None
-            if given_mb is None:
+            if granted_mb is None:
                 detail = f"server {rules.name} does not describe model {model[:100]}: {refused}"
                 raise Problem("model-not-loaded", detail) from None
             described = Described()
-        size_mb = given_mb
+        size_mb = granted_mb
         if size_mb is None:
             world, margin = self._parts.world, self._parts.policy.learned_margin
             size_mb = learned_mb(world, rules.tenant, model, self._kinds(), margin, described.versions)
@@ -355,12 +362,12 @@ class Residency:
     def _kinds(self) -> set[str]:
         """Of the GPUs that the server may use."""
         world, rules = self._parts.world, self.rules
-        devices = (world.books[key].device for key in world.by_node.get(NodeName(rules.node), ()))
+        devices = (world.ledgers[key].device for key in world.by_node.get(NodeName(rules.node), ()))
         return {device.kind for device in devices if not rules.devices or device.uuid in rules.devices}
 
-    def _where(self) -> Where:
+    def _where(self) -> PlacementConstraints:
         rules = self.rules
-        return Where(nodes=(("node", (rules.node,)),), devices=tuple(sorted(rules.devices)))
+        return PlacementConstraints(nodes=(("node", (rules.node,)),), devices=tuple(sorted(rules.devices)))
 
 
 def _is_unchanged(before: Task, now: Task | None) -> bool:

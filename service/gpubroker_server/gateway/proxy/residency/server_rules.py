@@ -44,7 +44,7 @@ def place_fault(world: World, rules: ServerRules) -> str:
     joined = sorted(world.nodes)
     if NodeName(rules.node) not in world.nodes:
         return f'its node "{rules.node}" has not joined the cluster; {_listed("nodes", joined)}'
-    uuids = [world.books[key].device.uuid for key in world.by_node.get(NodeName(rules.node), [])]
+    uuids = [world.ledgers[key].device.uuid for key in world.by_node.get(NodeName(rules.node), [])]
     if missing := [uuid for uuid in rules.devices if uuid not in uuids]:
         return f"its node {rules.node} has no GPU {missing[0]}; {_listed('GPUs', uuids)}"
     return ""
