@@ -51,6 +51,12 @@ def _demand_of(text: str) -> Demand:
     return demand_from(from_json(text))
 
 
+@lru_cache(4096)
+def _demand_text(demand: Demand) -> str:
+    """Many tasks have few demands, which `bench accept` notices."""
+    return json_text(demand_fields(demand))
+
+
 def event_row(event: NewEvent) -> Row:
     """Without position and time, the first two columns of `statements.EVENT_IN`."""
     fields = json_text(event.fields)
@@ -71,7 +77,7 @@ def new_task_row(task: Task) -> Row:
     if task.state is not TaskState.PENDING or task.version != 1:
         raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
     return (
-        task.id, task.tenant, task.name, task.priority, json_text(demand_fields(task.demand)),
+        task.id, task.tenant, task.name, task.priority, _demand_text(task.demand),
         task.submitted_at, task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable,
         json_text(after_fields(task.after)), task.queue_ttl_seconds, task.deadline_at, task.expected_seconds,
         task.stream, task.subject,

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import fields
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.device import Device, Node, is_of_kind
@@ -32,8 +34,14 @@ class PlacementConstraints:
 NO_CONSTRAINTS = PlacementConstraints()
 
 
+class _HashedOnce:
+    __slots__ = ("_hash",)
+
+    _hash: int
+
+
 @value
-class Demand:
+class Demand(_HashedOnce):
     """Sizes are per device; `cpu` and `memory_mb` are of the one node that the task runs on.
 
     `gpus` devices of `gpu_mb` MiB each; with neither `gpu_mb` nor `gpu_fraction`, whole devices. `custom` is
@@ -64,6 +72,14 @@ class Demand:
     """The model that is to answer an inference. Such a task needs nothing of nodes or devices: the model
     holds it."""
 
+    def __hash__(self) -> int:
+        """Computed once: every task hashes its demand several times, which `bench accept` notices."""
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash = hash(_values(self))
+            return self._hash
+
     @property
     def least_ranks(self) -> int:
         return len(self.bundles) if self.min_ranks is None else self.min_ranks
@@ -76,6 +92,9 @@ class Demand:
     @property
     def takes_whole_devices(self) -> bool:
         return self.gpus > 0 and (self.exclusive or (self.gpu_mb is None and self.gpu_fraction is None))
+
+
+_values = attrgetter(*(f.name for f in fields(Demand)))
 
 
 @lru_cache(4096)

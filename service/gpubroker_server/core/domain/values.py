@@ -15,7 +15,7 @@ def value(kind: type[T]) -> type[T]:
 
     `dataclass(frozen=True)` sets each field through a function call: a Task would cost five times as much.
     """
-    return dataclass(slots=True, unsafe_hash=True)(kind)
+    return dataclass(slots=True, unsafe_hash="__hash__" not in vars(kind))(kind)
 
 
 def changed(old: T, **changes: Any) -> T:

@@ -32,8 +32,9 @@ from gpubroker_server.core.domain.task import (
 from gpubroker_server.core.domain.units import NodeName, TaskId
 from gpubroker_server.core.domain.values import changed
 
-_DEMAND_DEFAULTS = Demand()
 _DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))
+_demand_values = attrgetter(*_DEMAND_NAMES)
+_DEMAND_DEFAULTS = _demand_values(Demand())
 _WHERE_NAMES = tuple(f.name for f in dataclass_fields(PlacementConstraints))
 _TASK_NAMES = tuple(f.name for f in dataclass_fields(Task))
 _TASK_DEFAULTS = tuple(f.default for f in dataclass_fields(Task))
@@ -50,10 +51,12 @@ _REQUEST_NAMES = tuple(f.name for f in dataclass_fields(Request))
 def demand_fields(demand: Demand) -> dict[str, Any]:
     """Only what differs from the default."""
     row: dict[str, Any] = {
-        name: _as_json(value) if name in ("custom", "slots") else value
-        for name in _DEMAND_NAMES
-        if (value := getattr(demand, name)) != getattr(_DEMAND_DEFAULTS, name)
+        name: value
+        for name, value, default in zip(_DEMAND_NAMES, _demand_values(demand), _DEMAND_DEFAULTS, strict=True)
+        if value is not default and value != default  # identity is the cheaper test, and mostly true
     }
+    for name in row.keys() & {"custom", "slots"}:
+        row[name] = _as_json(row[name])
     if "where" in row:
         where = demand.where
         row["where"] = _row(
