@@ -44,9 +44,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Call(Request):
+    _whole_body: bytes | None = None
+
     async def body(self) -> bytes:
         """All of it. Most bodies come in one message, for which Starlette's own stream is slow."""
-        if not hasattr(self, "_whole_body"):
+        if self._whole_body is None:
             message = await self.receive()
             chunks = [message.get("body", b"")]
             while message.get("more_body", False):
