@@ -78,9 +78,11 @@ class Party:
                 raise StoreUnavailable("cut by the test")
             caught_up.append((await self.store.leader()).term)
 
-        def new_leader(tenure: LeaderTerm) -> Leader:
-            assert caught_up[-1] == tenure.term, "what the leader before committed last is not in the picture"
-            stage.leader = stage.new_leader(tenure)
+        def new_leader(leader_term: LeaderTerm) -> Leader:
+            assert caught_up[-1] == leader_term.term, (
+                "what the leader before committed last is not in the picture"
+            )
+            stage.leader = stage.new_leader(leader_term)
             return stage.leader
 
         return LeaderCandidate(

@@ -11,9 +11,9 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.broker.dispatch import Dispatcher
-from gpubroker_server.broker.inference_dispatch import InferenceDesk
+from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.loop import Leader
-from gpubroker_server.broker.model_dispatch import ModelDesk
+from gpubroker_server.broker.model_dispatch import ModelDispatcher
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
@@ -128,20 +128,23 @@ class ModelState:
         self.leader = self.new_leader(LeaderTerm(Term(0)))
         self.store.listen(self._on_events)
 
-    def use(self, desk: ModelDesk) -> None:
+    def use(self, desk: ModelDispatcher) -> None:
         """From now on there are servers of models; whoever calls has it run."""
-        self.leader = self.new_leader(self.leader.tenure, desk)
+        self.leader = self.new_leader(self.leader.leader_term, desk)
 
-    def use_inferences(self, desk: InferenceDesk) -> None:
+    def use_inferences(self, desk: InferenceDispatcher) -> None:
         """The same for those that are asked: another leader begins."""
-        self.leader = self.new_leader(self.leader.tenure, inferences=desk)
+        self.leader = self.new_leader(self.leader.leader_term, inferences=desk)
 
     def new_leader(
-        self, tenure: LeaderTerm, desk: ModelDesk | None = None, inferences: InferenceDesk | None = None
+        self,
+        leader_term: LeaderTerm,
+        desk: ModelDispatcher | None = None,
+        inferences: InferenceDispatcher | None = None,
     ) -> Leader:
         rules = InventoryRules("test", Mib(0))
         return Leader(
-            tenure=tenure,
+            leader_term=leader_term,
             ticks=self.clock.ticks,
             world=self.world,
             policy=self.policy,
@@ -156,11 +159,11 @@ class ModelState:
             clock=self.clock,
         )
 
-    async def lead(self, tenure: LeaderTerm | None = None) -> None:
+    async def lead(self, leader_term: LeaderTerm | None = None) -> None:
         """In this term or the next one; its node has answered."""
-        self.leader = self.new_leader(tenure or LeaderTerm(await next_term(self.store, "test")))
+        self.leader = self.new_leader(leader_term or LeaderTerm(await next_term(self.store, "test")))
         await self.leader.take_over()
-        await self.executor.start(self.leader.tenure)
+        await self.executor.start(self.leader.leader_term)
         await self.turn()
 
     def _on_events(self, events: Sequence[Event]) -> None:

@@ -84,7 +84,7 @@ async def test_a_start_is_sent_though_the_picture_has_not_heard_of_its_claim(sta
     await stage.submit("one", gpu_mb=GIB)
     behind = replayed(await log_of(stage.store))
     [admission] = plan_cycle(stage.world, Policy(), stage.clock.now()).decisions
-    await stage.store.commit(stage.leader.tenure.term, [admission])
+    await stage.store.commit(stage.leader.leader_term.term, [admission])
     dispatcher = Dispatcher(stage.store, stage.blobs, stage.executor, behind, stage.clock)
     assert list(await dispatcher.send([admission])) == []
     assert started(stage) == ["one"]
@@ -94,7 +94,7 @@ async def test_a_start_is_sent_though_the_picture_has_not_heard_of_its_claim(sta
 async def test_a_start_whose_task_has_ended_meanwhile_is_not_sent(stage: ModelState) -> None:
     await stage.submit("one", gpu_mb=GIB)
     [admission] = plan_cycle(stage.world, Policy(), stage.clock.now()).decisions
-    await stage.store.commit(stage.leader.tenure.term, [admission])
+    await stage.store.commit(stage.leader.leader_term.term, [admission])
     await stage.hear(ended("one"), Gone(TaskId("one"), Fence(1), Instant(NOW), "process_absent"))
     dispatcher = Dispatcher(stage.store, stage.blobs, stage.executor, stage.world, stage.clock)
     assert list(await dispatcher.send([admission])) == []

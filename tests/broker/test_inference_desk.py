@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpubroker_server.broker.inference_dispatch import MOST_QUEUES, BatchRules, InferenceDesk
+from gpubroker_server.broker.inference_dispatch import MOST_QUEUES, BatchRules, InferenceDispatcher
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Report
@@ -72,7 +72,7 @@ class Room:
     def __init__(self, client: InferenceClient, rules: BatchRules) -> None:
         self.clock = Hands()
         self.told: list[Report] = []
-        self.desk = InferenceDesk([client], self.clock, rules)
+        self.desk = InferenceDispatcher([client], self.clock, rules)
 
     def send(
         self, id: str, *values: float, server: str = "lab", model: str = "m", stored: bytes | None = None
@@ -277,7 +277,7 @@ async def a_leader(
 ) -> AsyncIterator[tuple[ModelState, Callable[[], None]]]:
     """And what has another one take over, with the second client; the first stays at work."""
     async with a_stage(folder, serving=InferenceServers(others=("lab",))) as stage:
-        desks = [InferenceDesk([client], stage.clock, BatchRules(most_rows=1)) for client in clients]
+        desks = [InferenceDispatcher([client], stage.clock, BatchRules(most_rows=1)) for client in clients]
         works = [asyncio.create_task(desk.run(lambda reports: stage.leader.hear(reports))) for desk in desks]
         stage.use_inferences(desks[0])
         try:

@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.leader_term import LeadershipStatus, LeaderTer
 from gpubroker_server.core.domain.orders import Ended, Ending, StartOrder
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId, Term
-from gpubroker_server.ports.store import TenureOver
+from gpubroker_server.ports.store import LeaderTermOver
 
 from tests.broker.party import RULES, TOO_LONG, Party, SlowStore
 from tests.broker.stage import Hands, ModelState, a_stage
@@ -41,8 +41,8 @@ def store() -> SlowStore:
 async def stage(tmp_path: Path, store: SlowStore) -> AsyncIterator[ModelState]:
     """A leader whose term has just been renewed."""
     async with a_stage(tmp_path / "blobs", store, store.clock) as stage:
-        tenure = LeaderTerm(await next_term(store), RULES.trusted_until(stage.clock.ticks()))
-        await stage.lead(tenure)
+        leader_term = LeaderTerm(await next_term(store), RULES.trusted_until(stage.clock.ticks()))
+        await stage.lead(leader_term)
         yield stage
 
 
@@ -54,7 +54,7 @@ async def test_a_leader_past_its_deadline_decides_commits_and_sends_nothing(stag
     await stage.submit("one", gpu_mb=GIB)
     head = await stage.store.head()
     later(stage, TOO_LONG)
-    with pytest.raises(TenureOver, match="was not renewed in time"):
+    with pytest.raises(LeaderTermOver, match="was not renewed in time"):
         await stage.leader.cycle()
     assert (await stage.store.head(), stage.executor.sent) == (head, [])
 
@@ -66,7 +66,7 @@ async def test_a_leader_whose_time_ends_in_the_middle_of_a_cycle_commits_no_more
     await stage.submit("one", gpu_mb=GIB)
     await stage.store.request(Request("r1", held.id, "default", "change", {"held": True}, Instant(NOW)))
     store.seconds["commit"] = TOO_LONG
-    with pytest.raises(TenureOver):
+    with pytest.raises(LeaderTermOver):
         await stage.leader.cycle()
     assert (await stage.row("held")).held
     assert (await stage.row("one")).state is TaskState.PENDING
@@ -78,9 +78,9 @@ async def test_a_leader_whose_time_ends_while_it_writes_a_large_result_does_not_
     await stage.submit("one", seconds=3600, gpu_mb=GIB)
     await stage.leader.cycle()
     stage.blobs = SlowBlobs(stage)
-    await stage.lead(stage.leader.tenure)
+    await stage.lead(stage.leader.leader_term)
     ended = Ended(TaskId("one"), Fence(1), Instant(NOW), Ending.SUCCEEDED, result=b'"' + b"x" * 5000 + b'"')
-    with pytest.raises(TenureOver):
+    with pytest.raises(LeaderTermOver):
         await stage.hear(ended)
     assert (await stage.row("one")).state is TaskState.RUNNING
     assert await store.result(TaskId("one")) is None
@@ -92,7 +92,7 @@ async def test_what_was_committed_in_time_is_not_sent_once_the_time_is_over(
     """The leader is stopped between its commit and its orders."""
     await stage.submit("one", gpu_mb=GIB)
     store.seconds["commit"] = TOO_LONG
-    with pytest.raises(TenureOver):
+    with pytest.raises(LeaderTermOver):
         await stage.leader.cycle()
     assert (await stage.row("one")).state is TaskState.ADMITTED
     assert stage.executor.sent == []
@@ -108,7 +108,7 @@ async def test_what_is_handed_over_once_the_time_is_over_is_not_carried_out(
     await stage.leader.cycle()
     assert [type(order) for order, _ in stage.executor.sent] == [StartOrder]
     assert stage.executor.begun == set()
-    with pytest.raises(TenureOver):
+    with pytest.raises(LeaderTermOver):
         await stage.leader.cycle()
 
 
@@ -117,7 +117,7 @@ async def test_a_start_that_never_left_is_made_good_in_the_next_term(
 ) -> None:
     await stage.submit("one", seconds=3600, gpu_mb=GIB)
     store.seconds["commit"] = TOO_LONG
-    with pytest.raises(TenureOver):
+    with pytest.raises(LeaderTermOver):
         await stage.leader.cycle()
     await stage.lead(LeaderTerm(await next_term(store)))
     await stage.later(5.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.broker.model_dispatch import DeskRules, ModelDesk
+from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.model_orders import (
@@ -39,7 +39,7 @@ from tests.broker.stage import Hands, a_stage
 from tests.broker.stage import ModelState as Scene
 from tests.builders import GIB, NOW, a_task, check_ledger
 
-AT_ONCE = DeskRules(
+AT_ONCE = ModelDispatchRules(
     Seconds(0.01), Seconds(0.01), gone_seconds=Seconds(0.05), drain_look_seconds=Seconds(0.01)
 )
 GPU = DeviceKey("test/n1/gpu0")
@@ -71,7 +71,7 @@ class Desk:
         self.is_let_go = is_let_go
         self.claims: set[str] = set()
         """Those that gateways were to let go of."""
-        self.desk = ModelDesk(
+        self.desk = ModelDispatcher(
             [self.host], Hands(), lambda: self.ticks, AT_ONCE, Seconds(wait_seconds), self._have_let_go
         )
 
@@ -274,7 +274,7 @@ async def test_an_order_for_a_server_that_is_no_longer_there_has_failed() -> Non
         assert "add it to triton.servers" in report.failure.message
 
 
-async def test_nothing_is_sent_once_the_tenure_is_over() -> None:
+async def test_nothing_is_sent_once_the_term_is_over() -> None:
     async with running(Desk(SimulatedModel("llm")), until=5.0) as desk:
         desk.desk.send(a_load())
         await desk.seen("llm", ModelState.READY)
@@ -342,9 +342,9 @@ async def served(folder: Path, *models: SimulatedModel) -> AsyncIterator[Served]
     host = SimulatedHost("main", models)
     async with a_stage(folder) as scene:
         stage = Served(scene, host)
-        desk = ModelDesk([host], scene.clock, scene.clock.ticks, AT_ONCE)
+        desk = ModelDispatcher([host], scene.clock, scene.clock.ticks, AT_ONCE)
         scene.use(desk)
-        run = asyncio.create_task(desk.run(scene.leader.tenure, stage.hear))
+        run = asyncio.create_task(desk.run(scene.leader.leader_term, stage.hear))
         try:
             yield stage
         finally:

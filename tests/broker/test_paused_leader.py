@@ -28,10 +28,10 @@ class Node:
         self.term = Term(0)
         self.refused: list[StartOrder] = []
 
-    async def announce(self, tenure: LeaderTerm) -> None:
-        assert tenure.term > self.term
-        self.term = tenure.term
-        await self.agent.start(LeaderTerm(tenure.term))
+    async def announce(self, leader_term: LeaderTerm) -> None:
+        assert leader_term.term > self.term
+        self.term = leader_term.term
+        await self.agent.start(LeaderTerm(leader_term.term))
 
     async def carry_out(
         self, term: Term, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]
@@ -53,9 +53,9 @@ class Line(WitnessedExecutor):
         self._waiting: list[tuple[Sequence[Order], Mapping[TaskId, RunPayload]]] = []
         self.is_stopped = False
 
-    async def start(self, tenure: LeaderTerm) -> None:
-        self._of = tenure
-        await self._node.announce(tenure)
+    async def start(self, leader_term: LeaderTerm) -> None:
+        self._of = leader_term
+        await self._node.announce(leader_term)
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         if self.is_stopped:

@@ -54,8 +54,8 @@ class Broker:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
-    def _new_leader(self, tenure: LeaderTerm) -> Leader:
-        self._stage.leader = self._stage.new_leader(tenure)
+    def _new_leader(self, leader_term: LeaderTerm) -> Leader:
+        self._stage.leader = self._stage.new_leader(leader_term)
         return self._stage.leader
 
     async def _catch_up(self) -> None:

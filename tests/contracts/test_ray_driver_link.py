@@ -85,10 +85,10 @@ class Bench:
     def begin(self) -> None:
         self.lead(LeaderTerm(Term(1)))
 
-    def lead(self, tenure: LeaderTerm) -> None:
+    def lead(self, leader_term: LeaderTerm) -> None:
         if self._starting is not None:
             self._starting.cancel()
-        self._starting = asyncio.create_task(self.executor.start(tenure))
+        self._starting = asyncio.create_task(self.executor.start(leader_term))
 
     def start_driver(self, _options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":
         child = subprocess.Popen(["sleep", "60"])
@@ -214,18 +214,18 @@ async def test_agents_are_not_polled_while_the_service_has_too_much_to_take() ->
     assert waiting.done()
 
 
-async def test_orders_carry_the_end_of_the_tenure_and_none_is_sent_after_it(bench: Bench) -> None:
+async def test_orders_carry_the_end_of_the_term_and_none_is_sent_after_it(bench: Bench) -> None:
     driver = await bench.driver()
-    tenure = LeaderTerm(Term(2), MonotonicSeconds(boot_seconds() + 600.0))
-    bench.lead(tenure)
+    leader_term = LeaderTerm(Term(2), MonotonicSeconds(boot_seconds() + 600.0))
+    bench.lead(leader_term)
     assert (await driver.next("term"))[1] == NO_TERM
     assert (await driver.next("term"))[1] == 2
     driver.say("reports", write_reports("n1", 1.0, [SEEN]), boot_seconds(), 2)
     await bench.executor.reports()
     await bench.send("in-time")
     *_, until = await driver.next("orders")
-    assert until == tenure.until
-    tenure.is_over(MonotonicSeconds(until))
+    assert until == leader_term.until
+    leader_term.is_over(MonotonicSeconds(until))
     await bench.send("too-late")
     await bench.executor.stand_back()
     assert (await driver.next(("orders", "term")))[0] == "term"

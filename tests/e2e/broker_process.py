@@ -242,9 +242,9 @@ def notice_nothing() -> None:
     """The machine's clock stands still, so that the leader never finds its time over, and its driver does not
     hear that agents listen to another one."""
     driver_link.DRIVER = "tests.e2e.deaf_driver"
-    replace(LeaderTerm, is_over=lambda _tenure, _now: False)
+    replace(LeaderTerm, is_over=lambda _leader_term, _now: False)
     replace(LeaderTermRules, renew_at=lambda rules, _until: boot_seconds() + rules.renew_seconds)
-    setattr(LeaderTerm, "until", property(lambda _tenure: NEVER))  # noqa: B010  # to a type checker it is no field
+    setattr(LeaderTerm, "until", property(lambda _leader_term: NEVER))  # noqa: B010  # to a type checker it is no field
 
 
 def main() -> None:

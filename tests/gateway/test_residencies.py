@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
-from gpubroker_server.gateway.proxy.residency.residencies import Residencies
+from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB, a_device, a_node, a_sample, key

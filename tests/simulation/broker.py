@@ -177,12 +177,12 @@ class Life:
             group.create_task(self._pruner.keep(PRUNE_SECONDS))
             group.create_task(self.candidate.run())
 
-    def _new_leader(self, tenure: LeaderTerm) -> Leader:
+    def _new_leader(self, leader_term: LeaderTerm) -> Leader:
         site, picture, ticks = self._site, self.picture, self._process.host.ticks
         site.terms_led += 1
         rules = InventoryRules(CLUSTER)
         return Leader(
-            tenure=tenure,
+            leader_term=leader_term,
             ticks=ticks,
             world=picture.world,
             policy=site.policy,

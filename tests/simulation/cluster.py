@@ -42,9 +42,9 @@ class Cluster:
         self._lost: set[str] = set()
         self._unreachable: set[NodeName] = set()
 
-    async def start(self, tenure: LeaderTerm) -> None:
+    async def start(self, leader_term: LeaderTerm) -> None:
         """Announce the term. What was on its way to the leader before is lost with it."""
-        self._term = tenure.term
+        self._term = leader_term.term
         self._lost.clear()
         for machine in self.machines.values():
             self._announce(machine)

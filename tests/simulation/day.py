@@ -202,7 +202,7 @@ class Day:
         observer = Observer(self._world, POLICY, self._blobs, rules, 65536, {}, self._ticks)
         term = await next_term(self._store, f"leader-{self._terms}")
         self._leader = Leader(
-            tenure=LeaderTerm(term),
+            leader_term=LeaderTerm(term),
             ticks=self._ticks,
             world=self._world,
             policy=POLICY,
@@ -217,7 +217,7 @@ class Day:
         except StoreUnavailable:
             self._die()
             return
-        await self._cluster.start(self._leader.tenure)
+        await self._cluster.start(self._leader.leader_term)
         self._wake()
 
     async def _world_from_rows(self) -> World:

@@ -29,9 +29,9 @@ def test_the_same_seed_is_the_same_storm() -> None:
 def test_a_process_that_goes_on_after_its_stop_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     lead = LeaderCandidate._lead
 
-    async def goes_on(self: LeaderCandidate, tenure: LeaderTerm) -> None:
+    async def goes_on(self: LeaderCandidate, leader_term: LeaderTerm) -> None:
         with suppress(asyncio.CancelledError):
-            await lead(self, tenure)
+            await lead(self, leader_term)
 
     monkeypatch.setattr(LeaderCandidate, "_lead", goes_on)
     reports = [storm(seed, 60, ["clean stop"]) for seed in range(1, 4)]

@@ -158,7 +158,7 @@ class Wire:
     ) -> None:
         self._name, self._process, self._host, self._clock = name, process, host, clock
         self._network, self._chance, self._timeline = network, chance, network.timeline
-        self._tenure: LeaderTerm | None = None
+        self._leader_term: LeaderTerm | None = None
         self._said: list[Report] = []
         self._arrived = asyncio.Event()
         self._talks: dict[NodeName, int] = defaultdict(int)
@@ -170,15 +170,15 @@ class Wire:
     async def connect(self) -> None:
         """There is nothing to connect."""
 
-    async def start(self, tenure: LeaderTerm) -> None:
-        self._tenure = tenure
+    async def start(self, leader_term: LeaderTerm) -> None:
+        self._leader_term = leader_term
         self._said.clear()
         self._known.clear()
         self._has_answered = False
         self.ask(sorted(self._network.machines))
 
     async def stand_back(self) -> None:
-        self._tenure = None
+        self._leader_term = None
 
     async def flush(self) -> None:
         """What was sent is on its way."""
@@ -192,15 +192,15 @@ class Wire:
             self._try(node, self._talks[node], self._timeline.now(), FIRST_PAUSE_SECONDS)
 
     def announce_later(self, node: NodeName, seconds: float) -> None:
-        tenure = self._tenure
-        self._timeline.after(seconds, lambda: self.ask([node]) if self._tenure is tenure else None)
+        leader_term = self._leader_term
+        self._timeline.after(seconds, lambda: self.ask([node]) if self._leader_term is leader_term else None)
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         await self._process.pass_by("before send")
         for order in orders:
-            if self._tenure is not None and not self._tenure.is_over(self._host.ticks()):
+            if self._leader_term is not None and not self._leader_term.is_over(self._host.ticks()):
                 saved = payloads[order.task].resume_state if isinstance(order, StartOrder) else None
-                self._post(order, self._tenure, float(saved) if saved is not None else 0.0)
+                self._post(order, self._leader_term, float(saved) if saved is not None else 0.0)
         await self._process.pass_by("after send")
 
     async def reports(self) -> Sequence[Report]:
@@ -215,7 +215,11 @@ class Wire:
 
     def take(self, node: NodeName, term: Term, report: Report) -> None:
         """Hear it, if it is for this process; while that is stopped it waits."""
-        if self._tenure is None or term != self._tenure.term or not self._network.reaches(self._name, node):
+        if (
+            self._leader_term is None
+            or term != self._leader_term.term
+            or not self._network.reaches(self._name, node)
+        ):
             return
         if isinstance(report, NodeReport):
             self._known[node] = report.node.incarnation
@@ -233,35 +237,37 @@ class Wire:
         self._said.append(report)
         self._process.loop.call_soon(self._arrived.set)
 
-    def _post(self, order: Order, tenure: LeaderTerm, done_seconds: float) -> None:
+    def _post(self, order: Order, leader_term: LeaderTerm, done_seconds: float) -> None:
         """The driver process looks once more whether the time is over; what has left it arrives some time."""
         is_late = self._network.happens()
         seconds = self._chance.uniform(1.0, 30.0) if is_late else self._chance.uniform(0.001, 0.05)
 
         def leave() -> None:
-            if self._host.ticks() < tenure.until:
+            if self._host.ticks() < leader_term.until:
                 self._timeline.after(seconds, arrive)
 
         def arrive() -> None:
             reached = self._network.reaches(self._name, order.node) and not self._network.happens()
-            if not (reached and self._network.carry(order.node, tenure.term, order, done_seconds)):
+            if not (reached and self._network.carry(order.node, leader_term.term, order, done_seconds)):
                 self.announce_later(order.node, self._chance.uniform(*ANSWER_SECONDS))
             elif self._network.happens():
                 self._timeline.after(self._chance.uniform(0.0, 10.0), again)
 
         def again() -> None:
-            self._network.carry(order.node, tenure.term, order, done_seconds)
+            self._network.carry(order.node, leader_term.term, order, done_seconds)
 
         self._timeline.after(0.001, lambda: self._host.once_awake(leave))
 
     def _try(self, node: NodeName, talk: int, since: Instant, pause: float) -> None:
         """Announce the term, again and again until the agent answers; tell it lost when that takes long."""
-        tenure = self._tenure
-        if tenure is None or self._talks[node] != talk or self._process.is_dead:
+        leader_term = self._leader_term
+        if leader_term is None or self._talks[node] != talk or self._process.is_dead:
             return
         if not self._host.is_asleep and self._network.reaches(self._name, node):
             seconds = self._chance.uniform(0.002, 0.1)
-            self._timeline.after(seconds, lambda: self._network.carry(node, tenure.term, Announcement(), 0.0))
+            self._timeline.after(
+                seconds, lambda: self._network.carry(node, leader_term.term, Announcement(), 0.0)
+            )
         now = self._timeline.now()
         if now - since > AGENT_PATIENCE_SECONDS and node in self._known:
             self._hear(NodeLost(node, self._known.pop(node), now, "its agent has been away"))

@@ -11,10 +11,10 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.compose import (
     hosts_of,
     inventory_rules_of,
+    leader_term_rules_of,
     new_executor,
     policy_of,
     retention_of,
-    tenure_rules_of,
 )
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
@@ -23,7 +23,7 @@ from gpubroker_server.broker.background import Pruner, Publisher, SlotDivider, g
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
-from gpubroker_server.broker.model_dispatch import DeskRules, ModelDesk
+from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.units import Seconds, Term
@@ -46,12 +46,12 @@ class BrokerRole:
         self.executor = new_executor(settings, follower.clock)
         self._hosts = hosts_of(settings)
         self._clients = inference_clients_of(settings)
-        self._wait_seconds = DeskRules().call_seconds if store.is_shared else Seconds(0.0)
+        self._wait_seconds = ModelDispatchRules().call_seconds if store.is_shared else Seconds(0.0)
         self.candidate = LeaderCandidate(
             name=name,
             store=store,
             executor=self.executor,
-            rules=tenure_rules_of(settings),
+            rules=leader_term_rules_of(settings),
             ticks=boot_seconds,
             chance=random,
             new_leader=self._new_leader,
@@ -121,11 +121,11 @@ class BrokerRole:
         for client in self._clients:
             await client.close()
 
-    def _new_leader(self, tenure: LeaderTerm) -> Leader:
+    def _new_leader(self, leader_term: LeaderTerm) -> Leader:
         """A new one for each term, with nothing kept of earlier terms."""
         follower, settings = self._follower, self._settings
         return Leader(
-            tenure=tenure,
+            leader_term=leader_term,
             ticks=boot_seconds,
             world=follower.world,
             policy=self._policy,
@@ -147,7 +147,7 @@ class BrokerRole:
 
     def _dispatcher(self) -> Dispatcher:
         clock = self._follower.clock
-        desk = ModelDesk(
+        desk = ModelDispatcher(
             self._hosts, clock, boot_seconds, wait_seconds=self._wait_seconds, have_let_go=self._have_let_go
         )
         inferences = inference_desk_of(self._settings, self._clients, clock)

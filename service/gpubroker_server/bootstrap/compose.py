@@ -79,7 +79,7 @@ def _pool_of(name: str, given: PoolSettings) -> Pool:
     return Pool(name, kinds=tuple(chosen.pop("kinds")), nodes=nodes, custom=custom, **chosen)
 
 
-def tenure_rules_of(settings: Settings) -> LeaderTermRules:
+def leader_term_rules_of(settings: Settings) -> LeaderTermRules:
     """A SQLite file belongs to one process for as long as that lives."""
     return UNTIL_PROCESS_EXIT if settings.database.startswith("sqlite:") else LeaderTermRules()
 

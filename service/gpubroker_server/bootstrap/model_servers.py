@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.adapters.triton.inference_client import TritonInferenceClient
 from gpubroker_server.bootstrap.start_checks import StartRefused
-from gpubroker_server.broker.inference_dispatch import BatchRules, InferenceDesk
+from gpubroker_server.broker.inference_dispatch import BatchRules, InferenceDispatcher
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.serving.lane import LaneRules
 from gpubroker_server.gateway.proxy.lanes import LaneOptions
@@ -46,12 +46,14 @@ def inference_clients_of(settings: Settings) -> list[InferenceClient]:
     return [TritonInferenceClient(server_of(given), most_bytes) for given in settings.triton.servers]
 
 
-def inference_desk_of(settings: Settings, clients: Sequence[InferenceClient], clock: Clock) -> InferenceDesk:
+def inference_desk_of(
+    settings: Settings, clients: Sequence[InferenceClient], clock: Clock
+) -> InferenceDispatcher:
     rules = {
         model: BatchRules(given.max_size, Seconds(given.delay_seconds))
         for model, given in settings.triton.batch.items()
     }
-    return InferenceDesk(clients, clock, rules=rules)
+    return InferenceDispatcher(clients, clock, rules=rules)
 
 
 def served_of(settings: Settings, hosts: Sequence[ModelHost]) -> list[tuple[ServerRules, ModelHost]]:

@@ -11,10 +11,10 @@ from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Report
 from gpubroker_server.ports.store import (
     CommitVerdict,
+    LeaderTermOver,
     ReadTicks,
     StoreUnavailable,
     TaskStore,
-    TenureOver,
 )
 
 log = structlog.get_logger("gpubroker.broker")
@@ -42,7 +42,7 @@ class Committer:
 
     def __init__(
         self,
-        tenure: LeaderTerm,
+        leader_term: LeaderTerm,
         ticks: ReadTicks,
         store: TaskStore,
         dispatcher: Dispatcher,
@@ -50,7 +50,7 @@ class Committer:
         hear: Callable[[Sequence[Report]], None],
     ) -> None:
         """`wake` asks for another cycle; `hear` receives reports about starts that could not be sent."""
-        self._tenure = tenure
+        self._leader_term = leader_term
         self._ticks = ticks
         self._store = store
         self._dispatcher = dispatcher
@@ -70,7 +70,7 @@ class Committer:
         """
         if not decisions:
             return ()
-        self.check_tenure()
+        self.check_leader_term()
         writing = [decision for decision in decisions if not decision.is_empty()]
         written = await self._commit(writing) if writing else ()
         by_id = {id(decision): verdict for decision, verdict in zip(writing, written, strict=True)}
@@ -84,17 +84,17 @@ class Committer:
         return verdicts
 
     async def dispatch(self) -> None:
-        """Send the orders of what was committed. Raises TenureOver, and StoreUnavailable: then they are sent
-        in the next cycle. The executor checks the tenure again before an order leaves."""
+        """Send the orders of what was committed. Raises LeaderTermOver, and StoreUnavailable: then they are
+        sent in the next cycle. The executor checks the term again before an order leaves."""
         if self._undispatched:
-            self.check_tenure()
+            self.check_leader_term()
             self._hear(await self._dispatcher.send(self._undispatched))
             self._undispatched = []
 
-    def check_tenure(self) -> None:
-        """Raises TenureOver."""
-        if self._tenure.is_over(self._ticks()):
-            raise TenureOver(f"term {self._tenure.term} was not renewed in time; stop leading")
+    def check_leader_term(self) -> None:
+        """Raises LeaderTermOver."""
+        if self._leader_term.is_over(self._ticks()):
+            raise LeaderTermOver(f"term {self._leader_term.term} was not renewed in time; stop leading")
 
     def begin_cycle(self) -> None:
         self._refused.clear()
@@ -107,7 +107,7 @@ class Committer:
                 raise PictureDiverged.of(subject)
 
     async def _commit(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
-        written = self._store.commit(self._tenure.term, decisions)
+        written = self._store.commit(self._leader_term.term, decisions)
         verdicts, _ = await asyncio.gather(written, self._dispatcher.look_up(decisions))
         return verdicts
 

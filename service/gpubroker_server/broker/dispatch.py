@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import structlog
 
-from gpubroker_server.broker.inference_dispatch import InferenceDesk
-from gpubroker_server.broker.model_dispatch import Hear, ModelDesk
+from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
+from gpubroker_server.broker.model_dispatch import Hear, ModelDispatcher
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder, ModelOrder
@@ -47,8 +47,8 @@ class Dispatcher:
         executor: Executor,
         world: World,
         clock: Clock,
-        desk: ModelDesk | None = None,
-        inferences: InferenceDesk | None = None,
+        desk: ModelDispatcher | None = None,
+        inferences: InferenceDispatcher | None = None,
     ) -> None:
         """`desk`: for leased models; `inferences`: for queued inferences."""
         self._store = store
@@ -91,11 +91,11 @@ class Dispatcher:
             await self._executor.send(sendable, payloads)
         return impossible
 
-    async def serve_models(self, tenure: LeaderTerm, hear: Hear) -> None:
+    async def serve_models(self, leader_term: LeaderTerm, hear: Hear) -> None:
         """Pass on the reports of model servers, until cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._desk is not None:
-                group.create_task(self._desk.run(tenure, hear))
+                group.create_task(self._desk.run(leader_term, hear))
             if self._inferences is not None:
                 group.create_task(self._inferences.run(hear))
 

@@ -64,7 +64,7 @@ class _QueuedInference:
         return self.order.task, self.order.fence
 
 
-class InferenceDesk:
+class InferenceDispatcher:
     """Of one leader, for one term."""
 
     def __init__(

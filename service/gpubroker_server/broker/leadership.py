@@ -23,11 +23,11 @@ from gpubroker_server.core.domain.leader_term import (
 from gpubroker_server.core.domain.units import MonotonicSeconds, Term
 from gpubroker_server.ports.store import (
     Executor,
+    LeaderTermOver,
     ReadTicks,
     StaleTerm,
     StoreUnavailable,
     TaskStore,
-    TenureOver,
 )
 
 log = structlog.get_logger("gpubroker.leadership")
@@ -83,28 +83,28 @@ class LeaderCandidate:
     @property
     def term(self) -> Term | None:
         """None while this process does not lead."""
-        return None if self.leader is None else self.leader.tenure.term
+        return None if self.leader is None else self.leader.leader_term.term
 
     def standing(self) -> LeadershipStatus:
         if self.leader is None:
             return LeadershipStatus(takeovers=self._takeovers)
-        tenure = self.leader.tenure
-        return LeadershipStatus(tenure.term, tenure.seconds_left(self._ticks()), self._takeovers)
+        leader_term = self.leader.leader_term
+        return LeadershipStatus(leader_term.term, leader_term.seconds_left(self._ticks()), self._takeovers)
 
     async def run(self) -> None:
         """Raises PictureDiverged, and what a listener raised."""
         await self._executor.connect()
         while True:
-            tenure = await self._win()
+            leader_term = await self._win()
             over = self._stand_back
             try:
-                await self._lead(tenure)
+                await self._lead(leader_term)
             except asyncio.CancelledError:
                 over = self._hand_over
                 raise
             finally:
                 self.leader = None
-                await over(tenure)
+                await over(leader_term)
 
     async def wind_up(self) -> None:
         """Before `run` is cancelled, which lets the term go: see `Leader.wind_up`."""
@@ -121,8 +121,8 @@ class LeaderCandidate:
                 self.row = await self._store.leader()
                 now = self._ticks()
                 watched = ObservedLeader(self.row, now) if watched is None else watched.next(self.row, now)
-                if watched.may_take(now, self._rules) and (tenure := await self._take(self.row)):
-                    return tenure
+                if watched.may_take(now, self._rules) and (leader_term := await self._take(self.row)):
+                    return leader_term
                 is_away = False
             except StoreUnavailable as fault:
                 if not is_away:
@@ -138,11 +138,11 @@ class LeaderCandidate:
         term = await self._store.take_term(self._name, self._rules.ttl_seconds, instead_of=seen)
         return None if term is None else LeaderTerm(term, self._rules.trusted_until(asked_at))
 
-    async def _lead(self, tenure: LeaderTerm) -> None:
+    async def _lead(self, leader_term: LeaderTerm) -> None:
         """Until the term is over. No TaskGroup: while it ends because of one of its tasks, it ignores that it
         is cancelled, and the process would not stop."""
         self._takeovers += 1
-        parts = [asyncio.create_task(part) for part in (self._keep(tenure), self._decide(tenure))]
+        parts = [asyncio.create_task(part) for part in (self._keep(leader_term), self._decide(leader_term))]
         try:
             ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -153,11 +153,11 @@ class LeaderCandidate:
         try:
             raise BaseExceptionGroup("a term is over", faults)
         except* StaleTerm as over:
-            log.warning("standing back", term=tenure.term, why=_text(over))
+            log.warning("standing back", term=leader_term.term, why=_text(over))
 
-    async def _decide(self, tenure: LeaderTerm) -> None:
+    async def _decide(self, leader_term: LeaderTerm) -> None:
         await self._catch_up_fully()
-        self.leader = self._new_leader(tenure)
+        self.leader = self._new_leader(leader_term)
         await self.leader.run()
 
     async def _catch_up_fully(self) -> None:
@@ -169,45 +169,45 @@ class LeaderCandidate:
                 log.warning("the log cannot be reached; trying again", fault=str(fault))
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _keep(self, tenure: LeaderTerm) -> None:
-        """Renew the term. Raises StaleTerm, and TenureOver if that did not succeed in time."""
-        next_at = self._rules.renew_at(tenure.until)
+    async def _keep(self, leader_term: LeaderTerm) -> None:
+        """Renew the term. Raises StaleTerm, and LeaderTermOver if that did not succeed in time."""
+        next_at = self._rules.renew_at(leader_term.until)
         while True:
-            await asyncio.sleep(max(0.0, min(next_at, tenure.until) - self._ticks()))
+            await asyncio.sleep(max(0.0, min(next_at, leader_term.until) - self._ticks()))
             asked_at = self._ticks()
-            if tenure.is_over(asked_at):
-                raise TenureOver(f"term {tenure.term} was not renewed in time; stop leading")
+            if leader_term.is_over(asked_at):
+                raise LeaderTermOver(f"term {leader_term.term} was not renewed in time; stop leading")
             next_at = MonotonicSeconds(asked_at + RETRY_SECONDS)
             try:
-                async with asyncio.timeout(tenure.seconds_left(asked_at)):
-                    await self._store.renew(tenure.term, self._rules.ttl_seconds)
+                async with asyncio.timeout(leader_term.seconds_left(asked_at)):
+                    await self._store.renew(leader_term.term, self._rules.ttl_seconds)
             except StoreUnavailable as fault:
-                log.warning("the term was not renewed; trying again", term=tenure.term, fault=str(fault))
+                log.warning("the term was not renewed; trying again", term=leader_term.term, fault=str(fault))
             except TimeoutError:
                 continue
             else:
-                tenure.extend(self._rules.trusted_until(asked_at))
-                next_at = self._rules.renew_at(tenure.until)
+                leader_term.extend(self._rules.trusted_until(asked_at))
+                next_at = self._rules.renew_at(leader_term.until)
 
-    async def _hand_over(self, tenure: LeaderTerm) -> None:
+    async def _hand_over(self, leader_term: LeaderTerm) -> None:
         """Resign first, since another candidate may wait. Nothing is committed from here on; agents refuse
         orders of this term once they know the next."""
-        await self._resign(tenure)
+        await self._resign(leader_term)
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
                 await self._executor.flush()
         await self._executor.stand_back()
 
-    async def _stand_back(self, tenure: LeaderTerm) -> None:
+    async def _stand_back(self, leader_term: LeaderTerm) -> None:
         """Send nothing more: another process may have the next term."""
         await self._executor.stand_back()
-        await self._resign(tenure)
+        await self._resign(leader_term)
 
-    async def _resign(self, tenure: LeaderTerm) -> None:
+    async def _resign(self, leader_term: LeaderTerm) -> None:
         """So that others need not wait for the lease to end."""
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(RESIGN_SECONDS):
-                await self._store.resign(tenure.term)
+                await self._store.resign(leader_term.term)
 
 
 def _fault(part: asyncio.Task[None], *, asked_to_end: bool) -> BaseException | None:

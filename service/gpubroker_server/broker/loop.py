@@ -56,7 +56,7 @@ class Leader:
     def __init__(
         self,
         *,
-        tenure: LeaderTerm,
+        leader_term: LeaderTerm,
         ticks: ReadTicks,
         world: World,
         policy: Policy,
@@ -66,7 +66,7 @@ class Leader:
         dispatcher: Dispatcher,
         clock: Clock,
     ) -> None:
-        self.tenure = tenure
+        self.leader_term = leader_term
         self._ticks = ticks
         self._world = world
         self._store = store
@@ -76,7 +76,7 @@ class Leader:
         self._clock = clock
         self._inbox = Inbox()
         self._timer = CycleTimer()
-        self._commits = Committer(tenure, ticks, store, dispatcher, self._timer.wake, self._inbox.put)
+        self._commits = Committer(leader_term, ticks, store, dispatcher, self._timer.wake, self._inbox.put)
         self.planner = Planner(world, policy, clock, self._commits, self._timer.wake)
         self._is_winding_up = False
         self._wound_up = asyncio.Event()
@@ -88,7 +88,7 @@ class Leader:
         left.
         """
         is_last = self._is_winding_up
-        self._commits.check_tenure()
+        self._commits.check_leader_term()
         await self._commits.dispatch()  # orders that the last cycle could not send
         await self._settle_reports()
         if is_last:
@@ -113,14 +113,14 @@ class Leader:
                 await self._wait_for_store(fault)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._listen())
-            group.create_task(self._dispatcher.serve_models(self.tenure, self.hear))
+            group.create_task(self._dispatcher.serve_models(self.leader_term, self.hear))
             group.create_task(self._lead())
 
     async def take_over(self) -> None:
         """Begin the term: no node is used before its agent has answered it."""
         decision = take_over(self._world)
         await self._commits.carry_out([decision] if decision else [])
-        log.info("leading", term=self.tenure.term)
+        log.info("leading", term=self.leader_term.term)
 
     async def wind_up(self) -> None:
         """Returns when all reports so far are committed and all committed orders sent. Nothing is planned
@@ -151,7 +151,7 @@ class Leader:
         return self._observer.heartbeats.late(self._world, self._ticks(), self._clock.now())
 
     async def _listen(self) -> None:
-        await self._executor.start(self.tenure)
+        await self._executor.start(self.leader_term)
         while True:
             await self._inbox.has_room.wait()
             self.hear(await self._executor.reports())

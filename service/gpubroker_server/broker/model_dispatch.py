@@ -1,7 +1,7 @@
 """Sends orders to model servers, one after the other, and reads the servers' indexes.
 
 A model server has no fences: it does what any process sends, however late. So nothing is sent after the
-tenure, a new leader waits until the calls of the older one have arrived, and only the index says which models
+term, a new leader waits until the calls of the older one have arrived, and only the index says which models
 a server has.
 """
 
@@ -45,7 +45,7 @@ _MESSAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class DeskRules:
+class ModelDispatchRules:
     look_seconds: Seconds = Seconds(2.0)
     """How often each index is read."""
     busy_look_seconds: Seconds = Seconds(0.25)
@@ -65,7 +65,7 @@ async def _no_gateways(_claim: str) -> bool:
     return True
 
 
-class ModelDesk:
+class ModelDispatcher:
     """Of one leader, for one term."""
 
     def __init__(
@@ -73,7 +73,7 @@ class ModelDesk:
         hosts: Iterable[ModelHost],
         clock: Clock,
         ticks: ReadTicks,
-        rules: DeskRules | None = None,
+        rules: ModelDispatchRules | None = None,
         wait_seconds: Seconds = Seconds(0.0),
         have_let_go: HaveLetGo = _no_gateways,
     ) -> None:
@@ -85,14 +85,16 @@ class ModelDesk:
         self._hear: Hear = self._unheard.extend
         locks: dict[DeviceKey, asyncio.Lock] = {}
         self._queues = {
-            host.name: _ServerQueue(host, clock, rules or DeskRules(), locks, self._may_send, have_let_go)
+            host.name: _ServerQueue(
+                host, clock, rules or ModelDispatchRules(), locks, self._may_send, have_let_go
+            )
             for host in hosts
         }
-        self._tenure: LeaderTerm | None = None
+        self._leader_term: LeaderTerm | None = None
 
-    async def run(self, tenure: LeaderTerm, hear: Hear) -> None:
+    async def run(self, leader_term: LeaderTerm, hear: Hear) -> None:
         """Until cancelled. `hear` receives the reports."""
-        self._tenure, self._hear = tenure, hear
+        self._leader_term, self._hear = leader_term, hear
         if self._unheard:
             hear(self._unheard)
         await asyncio.sleep(self._wait_seconds if self._queues else 0.0)
@@ -111,7 +113,7 @@ class ModelDesk:
             self._hear([_ended(order, self._clock, Ending.FAILED, failure)])
 
     def _may_send(self) -> bool:
-        return self._tenure is not None and not self._tenure.is_over(self._ticks())
+        return self._leader_term is not None and not self._leader_term.is_over(self._ticks())
 
 
 class _Leaving(NamedTuple):
@@ -127,7 +129,7 @@ class _ServerQueue:
         self,
         host: ModelHost,
         clock: Clock,
-        rules: DeskRules,
+        rules: ModelDispatchRules,
         locks: dict[DeviceKey, asyncio.Lock],
         may_send: Callable[[], bool],
         have_let_go: HaveLetGo,

@@ -11,8 +11,8 @@ from gpubroker_server.gateway.http.identity import Tokens
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.times import Follower
 from gpubroker_server.gateway.http.waiters import Leadership, Waiters
-from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import ResidencyParts
+from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions

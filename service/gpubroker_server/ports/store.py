@@ -56,7 +56,7 @@ class StaleTerm(Exception):
     """Another process has a newer term. The caller must stop leading."""
 
 
-class TenureOver(StaleTerm):
+class LeaderTermOver(StaleTerm):
     """The term was not renewed in time, so another process may lead. The caller must stop leading."""
 
 
@@ -363,7 +363,7 @@ class Executor(Protocol):
         """Connect, so that `start` has only to announce the term. Sends no orders and receives no reports."""
         ...
 
-    async def start(self, tenure: LeaderTerm) -> None:
+    async def start(self, leader_term: LeaderTerm) -> None:
         """Connect and announce the term; agents answer with NodeSeen reports.
 
         Drops reports and orders of earlier terms.
@@ -372,7 +372,7 @@ class Executor(Protocol):
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         """Send committed orders. An order that cannot be delivered comes back as a report. Nothing is sent
-        after the tenure."""
+        after the term."""
         ...
 
     async def flush(self) -> None:

@@ -19,15 +19,15 @@ RULES = LeaderTermRules(ttl_seconds=Seconds(3.0), margin_seconds=Seconds(0.75), 
 ROW = LeaderRow(Term(4), "host:1", Instant(NOW + 3.0), Instant(NOW))
 
 
-def a_tenure(asked_at: float = 100.0) -> LeaderTerm:
+def a_leader_term(asked_at: float = 100.0) -> LeaderTerm:
     return LeaderTerm(Term(4), RULES.trusted_until(MonotonicSeconds(asked_at)))
 
 
 def test_a_term_counts_from_when_it_was_asked_for_and_ends_before_others_may_take_it() -> None:
-    tenure = a_tenure(asked_at=100.0)
-    assert not tenure.is_over(MonotonicSeconds(102.24))
-    assert tenure.is_over(MonotonicSeconds(102.25))
-    assert tenure.until < 100.0 + RULES.ttl_seconds
+    leader_term = a_leader_term(asked_at=100.0)
+    assert not leader_term.is_over(MonotonicSeconds(102.24))
+    assert leader_term.is_over(MonotonicSeconds(102.25))
+    assert leader_term.until < 100.0 + RULES.ttl_seconds
 
 
 def test_there_is_time_for_a_second_renewal_before_a_term_ends() -> None:
@@ -36,24 +36,24 @@ def test_there_is_time_for_a_second_renewal_before_a_term_ends() -> None:
 
 
 def test_the_next_renewal_is_counted_from_the_last_request_and_not_from_its_answer() -> None:
-    assert RULES.renew_at(a_tenure(asked_at=100.0).until) == 101.0
+    assert RULES.renew_at(a_leader_term(asked_at=100.0).until) == 101.0
 
 
 def test_a_term_that_was_over_once_stays_over_whatever_is_granted_later() -> None:
-    tenure = a_tenure()
-    assert tenure.is_over(MonotonicSeconds(500.0))
-    tenure.extend(MonotonicSeconds(1000.0))
-    assert tenure.is_over(MonotonicSeconds(501.0))
-    assert tenure.seconds_left(MonotonicSeconds(501.0)) == 0.0
-    assert tenure.until < 0
+    leader_term = a_leader_term()
+    assert leader_term.is_over(MonotonicSeconds(500.0))
+    leader_term.extend(MonotonicSeconds(1000.0))
+    assert leader_term.is_over(MonotonicSeconds(501.0))
+    assert leader_term.seconds_left(MonotonicSeconds(501.0)) == 0.0
+    assert leader_term.until < 0
 
 
 def test_a_renewal_extends_a_term_and_an_out_of_order_one_does_not_shorten_it() -> None:
-    tenure = a_tenure()
-    tenure.extend(MonotonicSeconds(110.0))
-    tenure.extend(MonotonicSeconds(105.0))
-    assert tenure.seconds_left(MonotonicSeconds(107.0)) == 3.0
-    assert not tenure.is_over(MonotonicSeconds(109.9))
+    leader_term = a_leader_term()
+    leader_term.extend(MonotonicSeconds(110.0))
+    leader_term.extend(MonotonicSeconds(105.0))
+    assert leader_term.seconds_left(MonotonicSeconds(107.0)) == 3.0
+    assert not leader_term.is_over(MonotonicSeconds(109.9))
 
 
 def test_a_term_without_a_lease_is_never_over() -> None:

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.planning.budget import ProbeBudget
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.offers import Offers
-from gpubroker_server.core.planning.preemption.eviction import Coming, Eviction, search_eviction
+from gpubroker_server.core.planning.preemption.eviction import Eviction, RoomBeingFreed, search_eviction
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key
@@ -29,7 +29,9 @@ def three_nodes(**lost: float) -> World:
     return a_world(*parts)
 
 
-def step_by_step(task: Task, world: World, nodes: Sequence[str]) -> tuple[Eviction | Coming | None, int]:
+def step_by_step(
+    task: Task, world: World, nodes: Sequence[str]
+) -> tuple[Eviction | RoomBeingFreed | None, int]:
     """What is found in a search that pauses after each probe, and how often it did."""
     offers, pauses = Offers(Draft(world), POLICY, NOW), 0
     steps = search_eviction(offers, task, map(NodeName, nodes), NOW, ProbeBudget(0, may_pause=True))
@@ -64,4 +66,4 @@ def test_of_nodes_on_which_room_is_coming_the_first_by_name_is_told():
         until = {"stop_reason": StopReason.CANCEL, "stop_deadline_at": Instant(NOW + 30.0)}
         commit(world, Decision(task.id, "cancel", tasks=(write_move(task, Move.STOPPING, **until),)))
     high = a_task("high", priority=80, gpu_mb=10 * GIB)
-    assert step_by_step(high, world, ("n3", "n1", "n2"))[0] == Coming((NodeName("n2"),))
+    assert step_by_step(high, world, ("n3", "n1", "n2"))[0] == RoomBeingFreed((NodeName("n2"),))

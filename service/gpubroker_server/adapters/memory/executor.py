@@ -75,7 +75,7 @@ class WaitingExecutor:
         self._clock = clock
         self._period_seconds = sample_period_seconds
         self._ticks = ticks
-        self._tenure: LeaderTerm | None = None
+        self._leader_term: LeaderTerm | None = None
         """None while another process leads."""
         self._incarnation = ""
         self._runs: dict[RunId, _Run] = {}
@@ -94,10 +94,10 @@ class WaitingExecutor:
     async def connect(self) -> None:
         """There is no process to connect to."""
 
-    async def start(self, tenure: LeaderTerm) -> None:
-        self._tenure = tenure
+    async def start(self, leader_term: LeaderTerm) -> None:
+        self._leader_term = leader_term
         self._pending = []
-        self._incarnation = f"simulated-{tenure.term}"
+        self._incarnation = f"simulated-{leader_term.term}"
         self._answer()
         if self._heartbeat is None:
             self._heartbeat = asyncio.create_task(self._beat())
@@ -119,7 +119,7 @@ class WaitingExecutor:
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         for order in orders:
-            if self._tenure is None or self._tenure.is_over(self._ticks()):
+            if self._leader_term is None or self._leader_term.is_over(self._ticks()):
                 return
             match order:
                 case StartOrder() if order.task in payloads:
@@ -155,7 +155,7 @@ class WaitingExecutor:
 
     async def stand_back(self) -> None:
         """Runs go on; they are reported at the next start."""
-        self._tenure = None
+        self._leader_term = None
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             self._heartbeat = None
@@ -278,7 +278,7 @@ class WaitingExecutor:
             self.measure()
 
     def _report(self, report: Report) -> None:
-        if self._tenure is None:
+        if self._leader_term is None:
             return  # no leader
         self._pending.append(report)
         self._arrived.set()

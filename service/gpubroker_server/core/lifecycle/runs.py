@@ -1,4 +1,4 @@
-"""What reports change of tasks and leases."""
+"""How the reports of agents change tasks and leases."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -16,7 +16,7 @@ Steps = Generator[None, None, T]
 
 
 class ProbeBudget:
-    """Counts probes: one is a glance at what a node has at most; what takes longer counts as several."""
+    """Counts probes: one is a quick check of a node's capacity; what takes longer counts as several."""
 
     __slots__ = ("_allowed", "_may_pause", "spent")
 

@@ -20,8 +20,8 @@ from gpubroker_server.core.planning.nodes.offers import Offers
 from gpubroker_server.core.planning.nodes.victims import Together
 from gpubroker_server.core.planning.places import CLOSE_LOOK, Found, Places
 from gpubroker_server.core.planning.preemption.eviction import (
-    Coming,
     Eviction,
+    RoomBeingFreed,
     could_make_room,
     is_coming,
     may_preempt,
@@ -233,7 +233,7 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
         hopeful = (node for node in sorted(open_nodes) if could_make_room(offers, task, node))
         open_nodes = frozenset(islice(hopeful, view.most_nodes))
     found = yield from search_eviction(offers, task, open_nodes, view.now, view.budget)
-    if isinstance(found, Coming):
+    if isinstance(found, RoomBeingFreed):
         return Wait(WaitReason.RESERVED if has_room else WaitReason.COMING, found.nodes, by_tenant)
     rule = None if found is None else view.guarantees.borrower_rule_for(task)
     if found is not None and rule is not None and not rule.allows(found.victims, found.surplus):
@@ -268,7 +268,7 @@ def _preempt_for_gang(task: Task, view: View, *, by_tenant: bool) -> Way:
     if isinstance(found, Eviction):
         return Evict(found)
     by_tenant = by_tenant or rule is not None
-    if isinstance(found, Coming):
+    if isinstance(found, RoomBeingFreed):
         return Wait(WaitReason.COMING, found.nodes, by_tenant)
     ranks = {bundle: rank_task(task, rank) for rank, bundle in enumerate(task.demand.bundles)}
     if any(could_make_room(offers, rank, node) for rank in ranks.values() for node in closed):

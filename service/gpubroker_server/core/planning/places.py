@@ -27,7 +27,7 @@ Option = tuple[float, DeviceKey, Mib]
 """(MiB left on the device afterwards, negated for `spread`; device; MiB to lease)"""
 
 CLOSE_LOOK = 5
-"""Cost of probing a node's devices, in glances at its room."""
+"""Cost of probing a node's devices, in units of one quick capacity check."""
 
 Allows = Callable[[DeviceKey, Mib], bool]
 """Whether a task may take so many MiB of a device."""
@@ -151,8 +151,8 @@ class Places:
         return self.on(node, task, window.allows) if window.fits((task,)) else None
 
     def gang(self, task: Task, reservations: Reservations | None = None) -> Gang | None:
-        """Places for all ranks of a gang, within its quota. `guards`: where it delays no reservation ahead of
-        it."""
+        """Places for all ranks of a gang, within its quota. `reservations`: only where it delays
+        none that is ahead of it."""
         self._budget.spent += CLOSE_LOOK * len(self._nodes)
         if self._draft.short_of(task, self._policy.custom_limits):
             return None

@@ -119,8 +119,8 @@ class DeviceLedger:
         sample, device = self.sample, self.device
         if sample is None:
             return Mib(0)
-        # Whose lease was released explains nothing: until the next sample, what it used counts as taken. Nor
-        # does a run that is not known to have begun.
+        # A holder whose lease was released accounts for no use: what it used counts as taken until the next
+        # sample. Nor does a run that is not known to have begun.
         is_listed = sample.foreign_mb is not None
         known = self._sums.measured_mb + self.served_mb if is_listed else self._sums.begun_mb
         beyond = sample.used_mb - self.foreign_mb - known - device.reserve_mb

@@ -10,7 +10,7 @@ from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.routing import PARTS
 from gpubroker_server.gateway.http.times import Freshness
 from gpubroker_server.gateway.http.waiters import LeaderRequests, Leadership
-from gpubroker_server.gateway.proxy.residency.residencies import Residencies
+from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.submission.demand import Defaults
 from gpubroker_server.ports.store import Clock

@@ -23,8 +23,8 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import JSON_LENGTH, PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import OneAtATime
-from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
+from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.status.records import JUST_ACCEPTED
 from gpubroker_server.gateway.status.task_view import task_view
 from gpubroker_server.gateway.status.views import TaskView

@@ -17,8 +17,8 @@ from gpubroker_server.gateway.http.routing import PARTS
 from gpubroker_server.gateway.http.times import AsOf, Freshness, Time, rfc3339_or_none
 from gpubroker_server.gateway.proxy.fetch import NotFetched
 from gpubroker_server.gateway.proxy.health_checks import index_of
-from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import DESCRIBE_SECONDS, Residency
+from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.submission.admission import Permissions
@@ -157,7 +157,7 @@ Parts = Annotated[ModelParts, PARTS]
 
 
 async def outside_views(server: Server) -> list[ModelView]:
-    """None while the server does not answer. If a model has several versions, a ready one counts."""
+    """Empty while the server does not answer. If a model has several versions, a ready one counts."""
     with suppress(NotFetched):
         rows = await index_of(server, DESCRIBE_SECONDS) or []
         rows = sorted(rows, key=lambda row: row.get("state") == "READY")

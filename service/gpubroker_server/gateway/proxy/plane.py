@@ -11,7 +11,7 @@ from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES, USUAL_BYTES
 from gpubroker_server.gateway.proxy.lanes import MODEL_TYPE, PRIORITY, TIMEOUT, Lanes
 from gpubroker_server.gateway.proxy.operations import Operation, Target, http_target
 from gpubroker_server.gateway.proxy.refusals import body_too_large, no_shared_memory
-from gpubroker_server.gateway.proxy.residency.residencies import Residencies
+from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.servers import Fleet
 from gpubroker_server.ports.backends import Header, RequestHead
 

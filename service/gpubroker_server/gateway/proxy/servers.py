@@ -10,7 +10,7 @@ import structlog
 from gpubroker_server.core.domain.units import MonotonicSeconds
 from gpubroker_server.core.serving.circuit_breaker import Breaker, BreakerRules
 from gpubroker_server.gateway.proxy.operations import Target
-from gpubroker_server.gateway.proxy.residency.residencies import Residencies
+from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.ports.backends import CallBackend, CallFailed, ModelBackend, Trouble
 from gpubroker_server.telemetry.metrics import ServerRow
 

@@ -68,7 +68,7 @@ class RayExecutor:
         self._orders = OrderWriter(options.result_limit_bytes, options.checkpoint_limit_bytes)
         self._reader = ReportReader(options.cluster, clock.now)
         self._driver = DriverKeeper(options, lambda: self._term, self._on_message, self._on_driver_end)
-        self._tenure: LeaderTerm | None = None
+        self._leader_term: LeaderTerm | None = None
         """None while another process leads."""
         self._agents = NodeAgents(boot_seconds)
         self._held: dict[NodeName, deque[bytes]] = {}
@@ -93,14 +93,14 @@ class RayExecutor:
             self._state, self._message = "starting", "connecting to Ray"
         self._driver.begin()
 
-    async def start(self, tenure: LeaderTerm) -> None:
+    async def start(self, leader_term: LeaderTerm) -> None:
         """Back when the first agent has answered, or after 30 s; keeps trying in the background."""
         await self.stand_back()
-        self._tenure = tenure
+        self._leader_term = leader_term
         if self._state == STANDBY:
             self._state = "starting"
             self._on_connected()
-        self._driver.send("term", tenure.term)
+        self._driver.send("term", leader_term.term)
         await self.connect()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_PATIENCE_SECONDS):
@@ -131,7 +131,7 @@ class RayExecutor:
 
     async def stand_back(self) -> None:
         """The next leader asks the agents for everything that they have not reported yet."""
-        self._tenure = None
+        self._leader_term = None
         self._cancel_dispatch()
         self._agents.clear()
         for waiting in (self._held, self._written, self._unanswered, self._reports):
@@ -174,7 +174,7 @@ class RayExecutor:
 
     @property
     def _term(self) -> Term:
-        return NO_TERM if self._tenure is None else self._tenure.term
+        return NO_TERM if self._leader_term is None else self._leader_term.term
 
     def _on_message(self, message: tuple[Any, ...]) -> None:
         match message:
@@ -235,9 +235,9 @@ class RayExecutor:
             self._held.setdefault(node, deque()).append(packed)
 
     def _send_orders(self, node: NodeName, packed: bytes) -> None:
-        """The driver drops orders that reach it after the end of the tenure."""
-        if self._tenure is not None and not self._tenure.is_over(boot_seconds()):
-            self._driver.send("orders", node, packed, self._tenure.until)
+        """The driver drops orders that reach it after the end of the term."""
+        if self._leader_term is not None and not self._leader_term.is_over(boot_seconds()):
+            self._driver.send("orders", node, packed, self._leader_term.until)
 
     def _dispatch_rest(self) -> None:
         self._cancel_dispatch()
@@ -256,7 +256,7 @@ class RayExecutor:
             self._untaken_bytes = 0
 
     def _on_connected(self) -> None:
-        if self._tenure is None:
+        if self._leader_term is None:
             self._state, self._message = STANDBY, "ready to lead, which another process does"
         else:
             self._message = self._answering() if self._agents else "waiting for node agents"

@@ -152,7 +152,7 @@ class Driver:
         await self._has_room.wait()
 
     def _pass_on(self, link: NodeLink, packed: bytes, until: float) -> None:
-        """Orders that come after the tenure are dropped; the next announcement shows what became of them."""
+        """Orders that come after the term are dropped; the next announcement shows what became of them."""
         if boot_seconds() < until:
             link.send(packed)
         else:

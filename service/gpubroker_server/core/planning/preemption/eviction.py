@@ -28,7 +28,7 @@ from gpubroker_server.core.planning.nodes.victims import (
 )
 
 CLOSE_LOOK = 10
-"""Cost of looking at all possible victims of a node, in glances at its room."""
+"""Cost of looking at all possible victims of a node, in units of one quick capacity check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class RoomBeingFreed:
     """Enough room is being given back: no run need be stopped."""
 
     nodes: tuple[NodeName, ...]
@@ -71,7 +71,7 @@ NO_LESS: Cost = (0.0, 0, 1)
 """Any victim costs at least this."""
 
 
-class _Way(NamedTuple):
+class _NodeBound(NamedTuple):
     least: Cost
     """Lower bound."""
     node: NodeName
@@ -100,20 +100,20 @@ def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
 
 def search_eviction(
     offers: Offers, task: Task, nodes: Iterable[NodeName], now: Instant, budget: ProbeBudget
-) -> Steps[Eviction | Coming | None]:
+) -> Steps[Eviction | RoomBeingFreed | None]:
     """The eviction that costs least: lost GPU-seconds, number of victims, then node and devices.
 
     Only runs of strictly lower priority are victims, and only if the task fits once they have left. Room
     that is being given back and promised to no other task counts first: if it is enough, no run is stopped.
     Nodes are tried in the order of what a victim there costs at least, until no other can be better.
     """
-    ways: list[_Way] = []
+    ways: list[_NodeBound] = []
     for node in sorted(nodes):
         budget.spent += 1
         if could_make_room(offers, task, node):
             if is_coming(offers, task, node):
-                return Coming((node,))
-            ways.append(_Way(NO_LESS, node, False))
+                return RoomBeingFreed((node,))
+            ways.append(_NodeBound(NO_LESS, node, False))
         if budget.calls_for_a_pause:
             yield
     best: Option | None = None
@@ -122,7 +122,7 @@ def search_eviction(
         offer = offers.of(way.node, task.priority)
         budget.spent += CLOSE_LOOK
         if not way.is_close:
-            heappush(ways, _Way(_least_cost(offer, task), way.node, True))
+            heappush(ways, _NodeBound(_least_cost(offer, task), way.node, True))
         else:
             best = _cheaper(offer, task, best)
         if budget.calls_for_a_pause:
@@ -130,7 +130,7 @@ def search_eviction(
     return None if best is None else eviction_of(best, offers.draft, now)
 
 
-def _is_settled(best: Option | None, way: _Way) -> bool:
+def _is_settled(best: Option | None, way: _NodeBound) -> bool:
     """Whether neither this way nor a costlier one beats the best so far."""
     return best is not None and way[:2] >= (best.cost, best.offer.node)
 

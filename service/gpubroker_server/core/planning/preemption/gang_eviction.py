@@ -20,8 +20,8 @@ from gpubroker_server.core.planning.nodes.victims import (
     named,
 )
 from gpubroker_server.core.planning.preemption.eviction import (
-    Coming,
     Eviction,
+    RoomBeingFreed,
     deadlines_of_leavers,
     may_preempt,
 )
@@ -32,7 +32,7 @@ EXACT_NODES = 4_096
 
 def choose_for_gang(
     offers: Offers, task: Task, now: Instant, nodes: Collection[NodeName], together: Together = tuple
-) -> Eviction | Coming | None:
+) -> Eviction | RoomBeingFreed | None:
     """Runs of strictly lower priority that make room, on these nodes, for all ranks that the gang needs.
 
     None if it would still not fit. A gang gives way as a whole, on all its nodes.
@@ -51,12 +51,12 @@ def choose_among(
     *,
     together: Together = tuple,
     gives_enough: Suffices | None = None,
-) -> Eviction | Coming | None:
+) -> Eviction | RoomBeingFreed | None:
     """The same among these offers. `together`: which victims may leave together; `gives_enough`: how many are
     needed besides. A single task counts as a gang of one rank."""
     site = _Site(there, draft, task, gives_enough)
     if (coming := site.places(())) is not None:
-        return Coming(tuple(sorted({place.node for place in coming})))
+        return RoomBeingFreed(tuple(sorted({place.node for place in coming})))
     way = site.cheapest(together)
     return None if way is None else site.eviction(*way, now)
 

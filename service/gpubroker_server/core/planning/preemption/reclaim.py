@@ -10,8 +10,8 @@ from gpubroker_server.core.planning.nodes.offers import Offer, Offers
 from gpubroker_server.core.planning.nodes.shields import is_protected
 from gpubroker_server.core.planning.nodes.victims import PossibleVictim, Together, all_of
 from gpubroker_server.core.planning.preemption.eviction import (
-    Coming,
     Eviction,
+    RoomBeingFreed,
     best_of,
     eviction_of,
     may_preempt,
@@ -54,7 +54,7 @@ def _cheapest_of(
 
 def reclaim_for_gang(
     offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
-) -> Eviction | Coming | None:
+) -> Eviction | RoomBeingFreed | None:
     """`reclaim` for a gang, on all these nodes together."""
     if not may_preempt(offers, task):
         return None
@@ -78,7 +78,7 @@ def make_room_in_quota(
     found = choose_among(
         there, offers.draft, task, now, gives_enough=lambda gone: leased_mb(gone, offers.draft) >= missing_mb
     )
-    assert not isinstance(found, Coming), "who is stopped by nobody gives back nothing"
+    assert not isinstance(found, RoomBeingFreed), "a run that no task may stop frees nothing"
     return found
 
 

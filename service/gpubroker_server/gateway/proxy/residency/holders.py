@@ -12,8 +12,8 @@ import structlog
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.planning.inferences import waiting
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import Residency, UnknownModel
+from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.ports.models import ModelState
 from gpubroker_server.ports.store import StoreUnavailable
 

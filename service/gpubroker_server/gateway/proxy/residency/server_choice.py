@@ -1,4 +1,4 @@
-"""The models of all servers in the ledger, for requests that name a model and no server."""
+"""Which server loads a model, for requests that name a model and no server."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
