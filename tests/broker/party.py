@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.leader_term import LeaderTerm, LeaderTermRules
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId, Term
 from gpubroker_server.ports.store import CommitVerdict, RunSpec, StoreUnavailable
 
-from tests.broker.stage import ForgetfulStore, Hands, ModelState
+from tests.broker.stage import ForgetfulStore, Hands, Stage
 from tests.patience import PATIENCE_SECONDS
 
 RULES = LeaderTermRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.01))
@@ -60,7 +60,7 @@ class Party:
     def __init__(self, folder: Path, *names: str) -> None:
         self.clock = Hands()
         self.store = SlowStore(self.clock)
-        self.stages = {name: ModelState(folder / name, self.store, self.clock) for name in names}
+        self.stages = {name: Stage(folder / name, self.store, self.clock) for name in names}
         self.resigned = {name: asyncio.Event() for name in names}
         self.candidates = {name: self._candidate(name) for name in names}
         self.running: dict[str, asyncio.Task[None]] = {}

@@ -108,7 +108,7 @@ class ForgetfulStore(MemoryStore):
         self.away, self.until_away = False, None
 
 
-class ModelState:
+class Stage:
     def __init__(
         self,
         folder: Path,
@@ -208,9 +208,9 @@ class ModelState:
 @asynccontextmanager
 async def a_stage(
     folder: Path, store: TaskStore | None = None, clock: Hands | None = None, **policy: Any
-) -> AsyncIterator[ModelState]:
+) -> AsyncIterator[Stage]:
     """A leader with its term, whose one node has answered."""
-    stage = ModelState(folder, store, clock, **policy)
+    stage = Stage(folder, store, clock, **policy)
     await stage.lead()
     try:
         yield stage

@@ -17,7 +17,7 @@ from gpubroker_server.core.domain.units import Fence, Instant, Mib, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.ports.store import StoredResult, StoreUnavailable
 
-from tests.broker.stage import ModelState, a_stage
+from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, NOW
 from tests.contracts.scenes import log_of, replayed
 from tests.full_disk import file_size_limit
@@ -27,20 +27,20 @@ LARGE_ARGUMENTS = b'{"kwargs": {"seconds": 0}, "args": ["' + b"x" * 2000 + b'"]}
 
 
 @pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[ModelState]:
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     async with a_stage(tmp_path / "blobs") as stage:
         yield stage
 
 
 @pytest.fixture
-async def postgres_stage(tmp_path: Path, postgres_url: str) -> AsyncIterator[ModelState]:
+async def postgres_stage(tmp_path: Path, postgres_url: str) -> AsyncIterator[Stage]:
     store = await open_store(postgres_url)
     async with a_stage(tmp_path / "blobs", store) as stage:
         yield stage
     await store.close()
 
 
-async def running(stage: ModelState, *ids: str, **fields: object) -> None:
+async def running(stage: Stage, *ids: str, **fields: object) -> None:
     """Submit tasks that work for an hour, and hear that they have begun."""
     for id in ids:
         await stage.submit(id, seconds=HOUR, gpu_mb=GIB, **fields)  # type: ignore[arg-type]
@@ -58,17 +58,17 @@ def saved(id: str, sequence: int, data: bytes | None, uri: str | None = None) ->
     return Checkpointed(TaskId(id), Fence(1), Instant(NOW), sequence, digest, data, uri)
 
 
-async def result_of(stage: ModelState, id: str) -> StoredResult:
+async def result_of(stage: Stage, id: str) -> StoredResult:
     result = await stage.store.result(TaskId(id))
     assert result is not None
     return result
 
 
-def started(stage: ModelState) -> list[str]:
+def started(stage: Stage) -> list[str]:
     return [order.task for order, _ in stage.executor.sent if isinstance(order, StartOrder)]
 
 
-async def test_what_a_commit_wrote_before_it_was_cut_is_dispatched_all_the_same(stage: ModelState) -> None:
+async def test_what_a_commit_wrote_before_it_was_cut_is_dispatched_all_the_same(stage: Stage) -> None:
     for id in ("a", "b", "c"):
         await stage.submit(id, gpu_mb=GIB)
     stage.memory.until_away = 1
@@ -80,7 +80,7 @@ async def test_what_a_commit_wrote_before_it_was_cut_is_dispatched_all_the_same(
     assert started(stage) == ["a", "b", "c"]
 
 
-async def test_a_start_is_sent_though_the_picture_has_not_heard_of_its_claim(stage: ModelState) -> None:
+async def test_a_start_is_sent_though_the_picture_has_not_heard_of_its_claim(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB)
     behind = replayed(await log_of(stage.store))
     [admission] = plan_cycle(stage.world, Policy(), stage.clock.now()).decisions
@@ -91,7 +91,7 @@ async def test_a_start_is_sent_though_the_picture_has_not_heard_of_its_claim(sta
     assert stage.executor.payloads[TaskId("one")].attempt == 1
 
 
-async def test_a_start_whose_task_has_ended_meanwhile_is_not_sent(stage: ModelState) -> None:
+async def test_a_start_whose_task_has_ended_meanwhile_is_not_sent(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB)
     [admission] = plan_cycle(stage.world, Policy(), stage.clock.now()).decisions
     await stage.store.commit(stage.leader.leader_term.term, [admission])
@@ -102,7 +102,7 @@ async def test_a_start_whose_task_has_ended_meanwhile_is_not_sent(stage: ModelSt
 
 
 async def test_a_result_that_finds_the_disk_full_is_kept_in_hand_until_there_is_room(
-    stage: ModelState,
+    stage: Stage,
 ) -> None:
     await running(stage, "one")
     large = b'"' + b"x" * 5000 + b'"'
@@ -116,7 +116,7 @@ async def test_a_result_that_finds_the_disk_full_is_kept_in_hand_until_there_is_
     assert await stage.blobs.get(digest) == large
 
 
-async def test_a_result_larger_than_what_is_kept_fails_its_run_alone(stage: ModelState) -> None:
+async def test_a_result_larger_than_what_is_kept_fails_its_run_alone(stage: Stage) -> None:
     await running(stage, "large", "small")
     await stage.hear(ended("large", result=b"x" * 10_001), ended("small", result=b"1"))
     assert (await stage.row("large")).state is TaskState.FAILED
@@ -128,7 +128,7 @@ async def test_a_result_larger_than_what_is_kept_fails_its_run_alone(stage: Mode
 
 
 async def test_a_checkpoint_larger_than_what_is_kept_leaves_the_one_before_in_force(
-    stage: ModelState,
+    stage: Stage,
 ) -> None:
     await running(stage, "one")
     await stage.hear(saved("one", 1, b"first"), saved("one", 2, b"x" * 10_001))
@@ -136,13 +136,13 @@ async def test_a_checkpoint_larger_than_what_is_kept_leaves_the_one_before_in_fo
     assert (await stage.row("one")).checkpoint_at == NOW
 
 
-async def test_only_checkpoints_that_are_refused_save_nothing(stage: ModelState) -> None:
+async def test_only_checkpoints_that_are_refused_save_nothing(stage: Stage) -> None:
     await running(stage, "one")
     await stage.hear(saved("one", 1, b"x" * 10_001))
     assert (await stage.row("one")).checkpoint_at is None
 
 
-async def test_arguments_that_cannot_be_read_now_hold_up_their_own_task_only(stage: ModelState) -> None:
+async def test_arguments_that_cannot_be_read_now_hold_up_their_own_task_only(stage: Stage) -> None:
     digest = await stage.blobs.put(LARGE_ARGUMENTS, owner="one")
     path = stage.blobs_folder / digest[:2] / digest[2:4] / digest
     path.unlink()
@@ -163,7 +163,7 @@ async def test_arguments_that_cannot_be_read_now_hold_up_their_own_task_only(sta
 
 @pytest.mark.parametrize("what", ["\0", "\ud800"], ids=["nul", "half a pair"])
 async def test_a_checkpoint_that_no_row_can_hold_is_left_out_and_its_run_goes_on(
-    postgres_stage: ModelState, what: str
+    postgres_stage: Stage, what: str
 ) -> None:
     await running(postgres_stage, "one", "two")
     await postgres_stage.hear(
@@ -177,7 +177,7 @@ async def test_a_checkpoint_that_no_row_can_hold_is_left_out_and_its_run_goes_on
     assert (await postgres_stage.row("one")).state is TaskState.SUCCEEDED
 
 
-async def test_an_end_that_no_row_can_hold_fails_its_run_and_no_other(postgres_stage: ModelState) -> None:
+async def test_an_end_that_no_row_can_hold_fails_its_run_and_no_other(postgres_stage: Stage) -> None:
     await running(postgres_stage, "one", "two")
     unspeakable = Failure("exception", "half a pair: \ud800")
     await postgres_stage.hear(
@@ -194,7 +194,7 @@ async def test_an_end_that_no_row_can_hold_fails_its_run_and_no_other(postgres_s
     assert {lease.holder for lease in leases} == {"two"}
 
 
-async def test_a_request_that_no_row_can_hold_is_settled_without_it(postgres_stage: ModelState) -> None:
+async def test_a_request_that_no_row_can_hold_is_settled_without_it(postgres_stage: Stage) -> None:
     task = await postgres_stage.submit("one", gpu_mb=100 * GIB)
     beyond = Request("r1", task.id, "default", "change", {"priority": 2**40}, Instant(NOW))
     await postgres_stage.store.request(beyond)
@@ -204,7 +204,7 @@ async def test_a_request_that_no_row_can_hold_is_settled_without_it(postgres_sta
     assert (row.priority, row.version) == (task.priority, 1)
 
 
-async def test_a_plan_that_the_database_refuses_for_ever_ends_the_leader(stage: ModelState) -> None:
+async def test_a_plan_that_the_database_refuses_for_ever_ends_the_leader(stage: Stage) -> None:
     [device, _] = [stage.world.ledgers[key].device for key in stage.world.by_node["n1"]]  # type: ignore[index]
     stage.world.add_device(replace(device, physical_mb=Mib(device.physical_mb * 4)))  # what no row says
     await stage.submit("one", gpu_mb=50 * GIB)
@@ -215,7 +215,7 @@ async def test_a_plan_that_the_database_refuses_for_ever_ends_the_leader(stage: 
     assert started(stage) == []
 
 
-async def test_requests_that_take_turns_on_one_row_are_no_sign_of_a_wrong_picture(stage: ModelState) -> None:
+async def test_requests_that_take_turns_on_one_row_are_no_sign_of_a_wrong_picture(stage: Stage) -> None:
     task = await stage.submit("one", gpu_mb=100 * GIB)
     for n in range(TRIES + 5):
         fields = {"priority": n + 1}

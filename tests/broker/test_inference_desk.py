@@ -17,7 +17,7 @@ from gpubroker_server.core.serving.batching import InferenceRequest, InferenceRe
 from gpubroker_server.core.serving.tensors import Tensor, tensor_of
 from gpubroker_server.ports.inferences import Batching, InferenceClient, InferenceFailed, InferenceFault
 
-from tests.broker.stage import Hands, ModelState, a_stage
+from tests.broker.stage import Hands, Stage, a_stage
 from tests.builders import NOW
 from tests.gateway.harness import until
 from tests.patience import PATIENCE_SECONDS
@@ -274,7 +274,7 @@ async def test_an_inference_that_cannot_be_sent_is_reported_at_once() -> None:
 @asynccontextmanager
 async def a_leader(
     folder: Path, *clients: InferenceClient
-) -> AsyncIterator[tuple[ModelState, Callable[[], None]]]:
+) -> AsyncIterator[tuple[Stage, Callable[[], None]]]:
     """And what has another one take over, with the second client; the first stays at work."""
     async with a_stage(folder, serving=InferenceServers(others=("lab",))) as stage:
         desks = [InferenceDispatcher([client], stage.clock, BatchRules(most_rows=1)) for client in clients]
@@ -288,7 +288,7 @@ async def a_leader(
             await asyncio.gather(*works, return_exceptions=True)
 
 
-async def submitted(stage: ModelState, id: str, value: float, *, as_object: bool = False) -> None:
+async def submitted(stage: Stage, id: str, value: float, *, as_object: bool = False) -> None:
     stored = packed(InferenceRequest((rows(value),), id=id))
     spec = {"kind": "inference", "entrypoint": "m", "arguments": stored}
     if as_object:
@@ -296,14 +296,14 @@ async def submitted(stage: ModelState, id: str, value: float, *, as_object: bool
     await stage.submit(id, spec=spec, answered_by="m")
 
 
-async def cycles_until(stage: ModelState, id: str, state: TaskState) -> None:
+async def cycles_until(stage: Stage, id: str, state: TaskState) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while (await stage.row(id)).state is not state:
             await stage.leader.cycle()
             await asyncio.sleep(0)
 
 
-async def answer_to(stage: ModelState, id: str) -> list[float]:
+async def answer_to(stage: Stage, id: str) -> list[float]:
     result = await stage.store.result(TaskId(id))
     assert result is not None
     assert (result.format, result.ending) == ("tensors", "succeeded")

@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.task import Dependency, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.ports.store import StaleTerm, StoreUnavailable
 
-from tests.broker.stage import ModelState, a_stage
+from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, NOW
 from tests.contracts.scenes import next_term
 
@@ -22,12 +22,12 @@ HOUR = 3600.0
 
 
 @pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[ModelState]:
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     async with a_stage(tmp_path / "blobs") as stage:
         yield stage
 
 
-async def running(stage: ModelState, id: str, **fields: object) -> None:
+async def running(stage: Stage, id: str, **fields: object) -> None:
     """Submit a task that works for an hour, and hear that it has begun."""
     await stage.submit(id, seconds=HOUR, **fields)  # type: ignore[arg-type]
     await stage.leader.cycle()
@@ -40,7 +40,7 @@ def saved(task: str, sequence: int, data: bytes, digest: str = "") -> Checkpoint
     return Checkpointed(TaskId(task), Fence(1), Instant(NOW), sequence, digest, data, None)
 
 
-async def test_an_order_to_start_leaves_only_after_its_admission_is_durable(stage: ModelState) -> None:
+async def test_an_order_to_start_leaves_only_after_its_admission_is_durable(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB)
     await stage.leader.cycle()
     [(order, row)] = stage.executor.sent
@@ -48,7 +48,7 @@ async def test_an_order_to_start_leaves_only_after_its_admission_is_durable(stag
     assert (row.state, row.fence, order.fence) == (TaskState.ADMITTED, 1, 1)
 
 
-async def test_a_notice_leaves_only_after_the_victims_stop_is_durable(stage: ModelState) -> None:
+async def test_a_notice_leaves_only_after_the_victims_stop_is_durable(stage: Stage) -> None:
     await running(stage, "low", priority=10, gpus=2)
     stage.executor.sent.clear()
     await stage.submit("high", priority=95, gpu_mb=20 * GIB)
@@ -59,7 +59,7 @@ async def test_a_notice_leaves_only_after_the_victims_stop_is_durable(stage: Mod
 
 
 async def test_the_preemptor_runs_once_its_victim_is_gone_and_the_victim_comes_back(
-    stage: ModelState,
+    stage: Stage,
 ) -> None:
     await running(stage, "low", priority=10, gpus=2)
     await stage.submit("high", priority=95, gpu_mb=20 * GIB)
@@ -71,7 +71,7 @@ async def test_the_preemptor_runs_once_its_victim_is_gone_and_the_victim_comes_b
 
 
 async def test_nothing_is_dispatched_while_the_database_is_away_and_nothing_is_lost(
-    stage: ModelState,
+    stage: Stage,
 ) -> None:
     await stage.submit("one", gpu_mb=GIB)
     stage.memory.away = True
@@ -83,7 +83,7 @@ async def test_nothing_is_dispatched_while_the_database_is_away_and_nothing_is_l
     assert [order.task for order, _ in stage.executor.sent] == ["one"]
 
 
-async def test_a_report_heard_while_the_database_is_away_counts_afterwards(stage: ModelState) -> None:
+async def test_a_report_heard_while_the_database_is_away_counts_afterwards(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB)
     await stage.leader.cycle()
     stage.memory.away = True
@@ -95,7 +95,7 @@ async def test_a_report_heard_while_the_database_is_away_counts_afterwards(stage
     assert (await stage.row("one")).state is TaskState.SUCCEEDED
 
 
-async def test_a_leader_whose_term_is_over_writes_nothing_and_starts_nothing(stage: ModelState) -> None:
+async def test_a_leader_whose_term_is_over_writes_nothing_and_starts_nothing(stage: Stage) -> None:
     await next_term(stage.store, "another")
     await stage.submit("one", gpu_mb=GIB)
     with pytest.raises(StaleTerm):
@@ -104,7 +104,7 @@ async def test_a_leader_whose_term_is_over_writes_nothing_and_starts_nothing(sta
     assert stage.executor.sent == []
 
 
-async def test_two_requests_about_one_task_are_both_carried_out(stage: ModelState) -> None:
+async def test_two_requests_about_one_task_are_both_carried_out(stage: Stage) -> None:
     task = await stage.submit("one", gpu_mb=100 * GIB)
     for number, fields in enumerate(({"held": True}, {"priority": 70})):
         await stage.store.request(Request(f"r{number}", task.id, "default", "change", fields, Instant(NOW)))
@@ -115,7 +115,7 @@ async def test_two_requests_about_one_task_are_both_carried_out(stage: ModelStat
     assert not stage.world.requests
 
 
-async def test_a_run_resumes_from_its_newest_checkpoint(stage: ModelState) -> None:
+async def test_a_run_resumes_from_its_newest_checkpoint(stage: Stage) -> None:
     await running(stage, "one", gpu_mb=GIB, max_retries=1)
     await stage.hear(saved("one", 1, b"first"), saved("one", 2, b"second"))
     await stage.hear(Ended(TaskId("one"), Fence(1), Instant(NOW), Ending.FAILED))
@@ -124,7 +124,7 @@ async def test_a_run_resumes_from_its_newest_checkpoint(stage: ModelState) -> No
 
 
 async def test_a_checkpoint_that_is_corrupt_on_disk_is_passed_over_for_the_one_before_it(
-    stage: ModelState,
+    stage: Stage,
 ) -> None:
     await running(stage, "one", gpu_mb=GIB, max_retries=1)
     await stage.hear(saved("one", 1, b"first"))
@@ -138,7 +138,7 @@ async def test_a_checkpoint_that_is_corrupt_on_disk_is_passed_over_for_the_one_b
 
 
 async def test_a_checkpoint_with_wrong_bytes_keeps_the_one_before(
-    stage: ModelState,
+    stage: Stage,
 ) -> None:
     await running(stage, "one", gpu_mb=GIB, max_retries=1)
     await stage.hear(saved("one", 1, b"first"))
@@ -149,7 +149,7 @@ async def test_a_checkpoint_with_wrong_bytes_keeps_the_one_before(
     assert (await stage.row("one")).checkpoint_at == at
 
 
-async def test_a_run_with_missing_arguments_fails_with_the_reason(stage: ModelState) -> None:
+async def test_a_run_with_missing_arguments_fails_with_the_reason(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB, spec={"arguments": b"", "arguments_digest": "0" * 64})
     await stage.leader.cycle()
     await stage.leader.cycle()
@@ -163,7 +163,7 @@ async def test_a_run_with_missing_arguments_fails_with_the_reason(stage: ModelSt
     assert stage.world.ledgers[stage.world.by_node["n1"][0]].free_mb() == 24 * GIB  # type: ignore[index]
 
 
-async def test_a_large_result_becomes_a_blob_before_its_row(stage: ModelState) -> None:
+async def test_a_large_result_becomes_a_blob_before_its_row(stage: Stage) -> None:
     await running(stage, "one", gpu_mb=GIB)
     large = b'"' + b"x" * 5000 + b'"'
     await stage.hear(Ended(TaskId("one"), Fence(1), Instant(NOW), Ending.SUCCEEDED, result=large))
@@ -174,7 +174,7 @@ async def test_a_large_result_becomes_a_blob_before_its_row(stage: ModelState) -
     assert await stage.blobs.get(stored.digest) == large
 
 
-async def test_progress_is_kept_in_memory_and_is_no_event(stage: ModelState) -> None:
+async def test_progress_is_kept_in_memory_and_is_no_event(stage: Stage) -> None:
     await running(stage, "one", gpu_mb=GIB)
     before = await stage.store.head()
     await stage.hear(Progressed(TaskId("one"), Fence(1), Instant(NOW), 0.5, "half"))
@@ -182,7 +182,7 @@ async def test_progress_is_kept_in_memory_and_is_no_event(stage: ModelState) -> 
     assert await stage.store.head() == before
 
 
-async def test_progress_is_forgotten_with_its_run(stage: ModelState) -> None:
+async def test_progress_is_forgotten_with_its_run(stage: Stage) -> None:
     for id in ("ends", "retried"):
         await running(stage, id, gpu_mb=GIB, max_retries=1)
         await stage.hear(Progressed(TaskId(id), Fence(1), Instant(NOW), 0.5, "half"))
@@ -193,7 +193,7 @@ async def test_progress_is_forgotten_with_its_run(stage: ModelState) -> None:
     assert stage.progress == {}
 
 
-async def test_progress_of_an_older_attempt_is_not_shown(stage: ModelState) -> None:
+async def test_progress_of_an_older_attempt_is_not_shown(stage: Stage) -> None:
     await running(stage, "one", gpu_mb=GIB)
     stale = Progressed(TaskId("one"), Fence(0), Instant(NOW), 0.9, "from the past")
     await stage.hear(stale, replace(stale, task=TaskId("unknown")))
@@ -201,7 +201,7 @@ async def test_progress_of_an_older_attempt_is_not_shown(stage: ModelState) -> N
 
 
 async def test_a_task_whose_dependency_ended_before_it_came_starts_in_the_next_cycle(
-    stage: ModelState,
+    stage: Stage,
 ) -> None:
     await stage.submit("first")
     await stage.leader.cycle()
@@ -216,7 +216,7 @@ async def test_a_task_whose_dependency_ended_before_it_came_starts_in_the_next_c
 
 
 async def test_a_dependent_that_could_not_be_settled_is_settled_when_the_database_is_back(
-    stage: ModelState,
+    stage: Stage,
 ) -> None:
     await stage.submit("first", seconds=HOUR)
     await stage.submit("second", after=(Dependency(TaskId("first")),), awaits=True)
@@ -232,7 +232,7 @@ async def test_a_dependent_that_could_not_be_settled_is_settled_when_the_databas
     assert (record.task.state, record.task.failed_by) == (TaskState.FAILED, "first")
 
 
-async def test_a_leader_that_winds_up_commits_its_reports_and_plans_nothing_more(stage: ModelState) -> None:
+async def test_a_leader_that_winds_up_commits_its_reports_and_plans_nothing_more(stage: Stage) -> None:
     await running(stage, "one")
     await stage.submit("two", gpu_mb=GIB)
     stage.leader.hear([saved("one", 1, b"state")])
@@ -245,7 +245,7 @@ async def test_a_leader_that_winds_up_commits_its_reports_and_plans_nothing_more
 
 
 async def test_a_leader_that_winds_up_in_the_middle_of_a_cycle_plans_nothing_in_it(
-    stage: ModelState, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await running(stage, "one")
     await stage.submit("two", gpu_mb=GIB)
@@ -272,7 +272,7 @@ async def test_a_leader_that_winds_up_in_the_middle_of_a_cycle_plans_nothing_in_
 
 
 async def test_a_leader_that_winds_up_sends_what_is_committed(
-    stage: ModelState, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the start needs could not be read for a moment, so its order has yet to leave."""
 

@@ -16,14 +16,14 @@ from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId, 
 from gpubroker_server.ports.store import LeaderTermOver
 
 from tests.broker.party import RULES, TOO_LONG, Party, SlowStore
-from tests.broker.stage import Hands, ModelState, a_stage
+from tests.broker.stage import Hands, Stage, a_stage
 from tests.builders import GIB, NOW
 from tests.contracts.scenes import next_term
 from tests.patience import PATIENCE_SECONDS
 
 
 class SlowBlobs(DirectoryBlobs):
-    def __init__(self, stage: ModelState) -> None:
+    def __init__(self, stage: Stage) -> None:
         super().__init__(stage.blobs_folder, max_bytes=10_000)
         self._stage = stage
 
@@ -38,7 +38,7 @@ def store() -> SlowStore:
 
 
 @pytest.fixture
-async def stage(tmp_path: Path, store: SlowStore) -> AsyncIterator[ModelState]:
+async def stage(tmp_path: Path, store: SlowStore) -> AsyncIterator[Stage]:
     """A leader whose term has just been renewed."""
     async with a_stage(tmp_path / "blobs", store, store.clock) as stage:
         leader_term = LeaderTerm(await next_term(store), RULES.trusted_until(stage.clock.ticks()))
@@ -46,11 +46,11 @@ async def stage(tmp_path: Path, store: SlowStore) -> AsyncIterator[ModelState]:
         yield stage
 
 
-def later(stage: ModelState, seconds: float) -> None:
+def later(stage: Stage, seconds: float) -> None:
     stage.clock.time = Instant(stage.clock.time + seconds)
 
 
-async def test_a_leader_past_its_deadline_decides_commits_and_sends_nothing(stage: ModelState) -> None:
+async def test_a_leader_past_its_deadline_decides_commits_and_sends_nothing(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB)
     head = await stage.store.head()
     later(stage, TOO_LONG)
@@ -60,7 +60,7 @@ async def test_a_leader_past_its_deadline_decides_commits_and_sends_nothing(stag
 
 
 async def test_a_leader_whose_time_ends_in_the_middle_of_a_cycle_commits_no_more(
-    stage: ModelState, store: SlowStore
+    stage: Stage, store: SlowStore
 ) -> None:
     held = await stage.submit("held", gpu_mb=GIB)
     await stage.submit("one", gpu_mb=GIB)
@@ -73,7 +73,7 @@ async def test_a_leader_whose_time_ends_in_the_middle_of_a_cycle_commits_no_more
 
 
 async def test_a_leader_whose_time_ends_while_it_writes_a_large_result_does_not_commit_it(
-    stage: ModelState, store: SlowStore
+    stage: Stage, store: SlowStore
 ) -> None:
     await stage.submit("one", seconds=3600, gpu_mb=GIB)
     await stage.leader.cycle()
@@ -87,7 +87,7 @@ async def test_a_leader_whose_time_ends_while_it_writes_a_large_result_does_not_
 
 
 async def test_what_was_committed_in_time_is_not_sent_once_the_time_is_over(
-    stage: ModelState, store: SlowStore
+    stage: Stage, store: SlowStore
 ) -> None:
     """The leader is stopped between its commit and its orders."""
     await stage.submit("one", gpu_mb=GIB)
@@ -99,7 +99,7 @@ async def test_what_was_committed_in_time_is_not_sent_once_the_time_is_over(
 
 
 async def test_what_is_handed_over_once_the_time_is_over_is_not_carried_out(
-    stage: ModelState, store: SlowStore
+    stage: Stage, store: SlowStore
 ) -> None:
     """The leader is stopped behind its own last look at the clock, while it reads what a start needs and
     could not read while it was committed."""
@@ -112,9 +112,7 @@ async def test_what_is_handed_over_once_the_time_is_over_is_not_carried_out(
         await stage.leader.cycle()
 
 
-async def test_a_start_that_never_left_is_made_good_in_the_next_term(
-    stage: ModelState, store: SlowStore
-) -> None:
+async def test_a_start_that_never_left_is_made_good_in_the_next_term(stage: Stage, store: SlowStore) -> None:
     await stage.submit("one", seconds=3600, gpu_mb=GIB)
     store.seconds["commit"] = TOO_LONG
     with pytest.raises(LeaderTermOver):

@@ -10,13 +10,13 @@ from gpubroker_server.core.domain.units import Mib, NodeName, Position, Seconds,
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds, accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 
-from tests.broker.stage import ModelState, a_stage
+from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, key
 
 HOUR = 3600.0
 
 
-async def measured(stage: ModelState, task: str, gib: int) -> None:
+async def measured(stage: Stage, task: str, gib: int) -> None:
     """The leader hears that this run uses so much of its device."""
     [lease] = stage.world.leases_of(stage.world.tasks[TaskId(task)])
     now, mb = stage.clock.now(), Mib(gib * GIB)
@@ -24,7 +24,7 @@ async def measured(stage: ModelState, task: str, gib: int) -> None:
     await stage.hear(Sampled(NodeName("n1"), now, (sample,)))
 
 
-async def running(stage: ModelState, task: str, seconds: float = HOUR) -> None:
+async def running(stage: Stage, task: str, seconds: float = HOUR) -> None:
     await stage.submit(task, seconds, subject="resnet", gpu_mb=4 * GIB)
     await stage.leader.cycle()
     await stage.turns_until(task, TaskState.RUNNING)

@@ -36,7 +36,7 @@ from gpubroker_server.ports.models import HostFault, HostRefused
 from gpubroker_server.ports.store import RunSpec, Submission
 
 from tests.broker.stage import Hands, a_stage
-from tests.broker.stage import ModelState as Scene
+from tests.broker.stage import Stage as Scene
 from tests.builders import GIB, NOW, a_task, check_ledger
 
 AT_ONCE = ModelDispatchRules(

@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId, Term
 from gpubroker_server.ports.store import RunPayload, StaleTerm
 
-from tests.broker.stage import ForgetfulStore, Hands, ModelState, WitnessedExecutor
+from tests.broker.stage import ForgetfulStore, Hands, Stage, WitnessedExecutor
 from tests.builders import GIB, NOW
 from tests.chaos.history import violations
 from tests.contracts.scenes import log_of, next_term
@@ -86,8 +86,8 @@ class Schedule:
         self.old, self.old_line = self._leader(folder / "old")
         self.new, self.new_line = self._leader(folder / "new")
 
-    def _leader(self, folder: Path) -> tuple[ModelState, Line]:
-        stage = ModelState(folder, self.store, self.clock)
+    def _leader(self, folder: Path) -> tuple[Stage, Line]:
+        stage = Stage(folder, self.store, self.clock)
         line = Line(self.store, self.clock, self.node)
         stage.executor = line
         return stage, line

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 from gpubroker import Gpu
-from gpubroker.cli.gpu_commands import GpuTable, bar, rank_tasks
+from gpubroker.cli.gpu_commands import GpuTable, bar, parts_of
 from gpubroker.transport.decoding import decode
 from rich.console import Console
 
@@ -38,7 +38,7 @@ def test_a_very_small_part_is_drawn_and_the_bar_keeps_its_width() -> None:
 
 @pytest.mark.parametrize("numbers", [{"leased_mb": 30 * GIB}, {"foreign_mb": 30 * GIB, "leased_mb": GIB}, {}])
 def test_the_parts_add_up_to_the_whole_for_any_measurement(numbers: dict[str, int]) -> None:
-    part = rank_tasks(a_gpu(**numbers))
+    part = parts_of(a_gpu(**numbers))
     assert part.used + part.reserved + part.pledged + part.foreign + part.free == 24 * GIB
     assert min(part.used, part.reserved, part.pledged, part.foreign, part.free) >= 0
 

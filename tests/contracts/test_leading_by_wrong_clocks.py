@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds, Term
 from gpubroker_server.ports.store import StaleTerm
 from sqlalchemy import create_engine, text
 
-from tests.broker.stage import Hands, ModelState
+from tests.broker.stage import Hands, Stage
 from tests.contracts.scenes import node_seen, opened
 
 RULES = LeaderTermRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.05))
@@ -27,7 +27,7 @@ class Broker:
 
     def __init__(self, name: str, folder: Path, store: SqlStore) -> None:
         self.machine = Hands()
-        self._stage = ModelState(folder / name, store, self.machine)
+        self._stage = Stage(folder / name, store, self.machine)
         self._store = store
         self.candidate = LeaderCandidate(
             name=name,

@@ -30,7 +30,7 @@ Handler = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[N
 """Of one call, whichever it is."""
 
 
-class ModelState:
+class Stage:
     def __init__(
         self, gateway: Gateway, secret: str, address: str, channel: grpc.aio.Channel, fleet: Fleet
     ) -> None:
@@ -93,7 +93,7 @@ async def a_stage(
     others: Sequence[Handler | None] = (),
     most_body_bytes: int = 10**9,
     most_waiting_bytes: int = 10**9,
-) -> AsyncIterator[ModelState]:
+) -> AsyncIterator[Stage]:
     """`server` is what stands for Triton; None: there is nobody. `others`: more of them, as in NAMES.
     `certificate`: with its key; the server shows it, and it is believed."""
     async with Gateway() as gateway:
@@ -131,7 +131,7 @@ async def a_stage(
         await door.begin()
         address = f"127.0.0.1:{door.port}"
         async with grpc.aio.insecure_channel(address) as channel:
-            yield ModelState(gateway, secret, address, channel, plane.fleet)
+            yield Stage(gateway, secret, address, channel, plane.fleet)
         await door.close(0)
         for one in servers:
             await one.close()

@@ -173,7 +173,7 @@ class Gateway:
         changed = create_app(self.parts)
         self.app.middleware_stack, self.app.state.parts = changed.middleware_stack, changed.state.parts
 
-    def rank_tasks(self, resource: type[P]) -> P:
+    def parts_of(self, resource: type[P]) -> P:
         """What the routes of a resource get."""
         found: P = self.app.state.parts[resource]
         return found

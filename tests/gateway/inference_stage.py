@@ -37,9 +37,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\
 class Connection:
     """A client that says exactly what a test wants said."""
 
-    def __init__(
-        self, stage: "ModelState", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, stage: "Stage", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._stage = stage
         self.reader = reader
         self.writer = writer
@@ -94,7 +92,7 @@ class Connection:
             await self.writer.wait_closed()
 
 
-class ModelState:
+class Stage:
     def __init__(self, gateway: Gateway, port: int, secret: str, fleet: Fleet) -> None:
         self.gateway = gateway
         self.secret = secret
@@ -155,7 +153,7 @@ async def a_stage(
     lanes: Lanes | None = None,
     others: Sequence[Handler | None] = (),
     plain: Collection[str] = (),
-) -> AsyncIterator[ModelState]:
+) -> AsyncIterator[Stage]:
     """`server` is called with each connection to what stands for Triton; None: there is nobody.
 
     `certificate`: with its key; the server shows it, and it is believed. `served`: its models are in
@@ -182,7 +180,7 @@ async def a_stage(
             "127.0.0.1",
             0,
         )
-        stage = ModelState(gateway, door.sockets[0].getsockname()[1], secret, fleet)
+        stage = Stage(gateway, door.sockets[0].getsockname()[1], secret, fleet)
         try:
             yield stage
         finally:

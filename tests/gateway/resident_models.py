@@ -7,8 +7,7 @@ from typing import Any
 
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.model_orders import IndexedModel, ServerIndex
-from gpubroker_server.core.domain.model_orders import ModelState as PlacementConstraints
+from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib, Seconds
@@ -20,7 +19,7 @@ from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, Se
 
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Gateway, until
-from tests.gateway.inference_stage import Handler, ModelState, a_stage
+from tests.gateway.inference_stage import Handler, Stage, a_stage
 
 RULES = ServerRules("main", "n1", models={"any": ModelRules(Mib(50 * GIB))})
 
@@ -42,7 +41,7 @@ async def resident_models(
 
 
 class ResidentModels:
-    def __init__(self, stage: ModelState, host: SimulatedHost, lanes: Lanes) -> None:
+    def __init__(self, stage: Stage, host: SimulatedHost, lanes: Lanes) -> None:
         self.stage = stage
         self.host = host
         self.lanes = lanes
@@ -57,7 +56,7 @@ class ResidentModels:
         assert task is not None
         return task
 
-    async def index(self, **stages: PlacementConstraints) -> None:
+    async def index(self, **stages: ModelState) -> None:
         """The server has these models and no others, and the leader has read so."""
         self.host.restart()
         for name in stages:
@@ -74,7 +73,7 @@ class ResidentModels:
         self.gateway.clock.advance(0.1)
         self.gateway.world.measure([a_sample("gpu0", self.gateway.clock.now())])
         await self.gateway.plan(task.id)
-        await self.index(**{model: PlacementConstraints.READY})
+        await self.index(**{model: ModelState.READY})
         return self.gateway.task(task.id)
 
     async def unload(self, model: str = "any") -> None:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 
-from tests.gateway.call_stage import INFER, SERVICE, STREAM, Heard, ModelState, a_stage
+from tests.gateway.call_stage import INFER, SERVICE, STREAM, Heard, Stage, a_stage
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import Heard as HeardOverHttp
 from tests.gateway.inference_stage import a_stage as an_http_stage
@@ -96,7 +96,7 @@ async def test_the_client_gets_the_status_of_a_stream_that_the_server_ends_while
         await anext(messages)
         await context.abort(Status.NOT_FOUND, "no such model")
 
-    def how_it_ends(stage: ModelState) -> tuple[object, ...]:
+    def how_it_ends(stage: Stage) -> tuple[object, ...]:
         with grpc.insecure_channel(stage.address) as channel:
             call = channel.stream_stream(STREAM)(repeat(b"x" * 1000), metadata=stage.own)
             try:

@@ -7,7 +7,7 @@ from gpubroker_server.gateway.proxy.health_checks import HealthChecks
 from gpubroker_server.gateway.proxy.servers import Contents, Server
 from tritonclient.grpc import service_pb2 as messages
 
-from tests.gateway.call_stage import INFER, SERVICE, STREAM, Handler, Heard, ModelState, a_stage
+from tests.gateway.call_stage import INFER, SERVICE, STREAM, Handler, Heard, Stage, a_stage
 from tests.gateway.protobuf import field
 from tests.gateway.test_several_servers import SHORT
 
@@ -30,7 +30,7 @@ def answering(message: bytes) -> Handler:
     return answers
 
 
-def have(stage: ModelState, *ready: set[bytes]) -> list[Server]:
+def have(stage: Stage, *ready: set[bytes]) -> list[Server]:
     for server, models in zip(stage.fleet.servers, ready, strict=True):
         server.contents = Contents(frozenset(models), frozenset(models))
     return [*stage.fleet.servers]

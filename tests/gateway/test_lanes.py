@@ -11,7 +11,7 @@ from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES
 from gpubroker_server.gateway.proxy.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, QueueWish
 
 from tests.gateway.harness import until
-from tests.gateway.inference_stage import INFER, OK, Connection, ModelState, a_request, a_stage
+from tests.gateway.inference_stage import INFER, OK, Connection, Stage, a_request, a_stage
 from tests.gateway.test_exchange_refusals import refused
 
 
@@ -50,7 +50,7 @@ class Scene:
         self.lanes = Lanes(options)
         self.waiting = 0
 
-    async def busy(self, stage: ModelState, *bodies: bytes) -> list[Connection]:
+    async def busy(self, stage: Stage, *bodies: bytes) -> list[Connection]:
         """Each has a slot."""
         clients = []
         for body in bodies:
@@ -59,7 +59,7 @@ class Scene:
             await self.model.begins(body)
         return clients
 
-    async def waits(self, stage: ModelState, body: bytes, path: str = INFER, **headers: str) -> Connection:
+    async def waits(self, stage: Stage, body: bytes, path: str = INFER, **headers: str) -> Connection:
         client = await stage.connect()
         client.ask("POST", path, body, **headers)
         await self.someone_more_waits()

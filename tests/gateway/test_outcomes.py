@@ -169,6 +169,6 @@ async def test_an_end_between_reading_and_waiting_is_not_missed(
     read_before = await gateway.store.record(TaskId(task_id))
     assert read_before is not None
     await gateway.end(task_id, is_gone=is_gone)
-    records = gateway.rank_tasks(TaskParts).records
+    records = gateway.parts_of(TaskParts).records
     ended = await before(2.0, records.at_its_end(read_before, 60))
     assert ended.task.state is TaskState.SUCCEEDED

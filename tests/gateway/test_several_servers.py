@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
 from tests.gateway.harness import problem, until
-from tests.gateway.inference_stage import INFER, OK, Handler, Heard, ModelState, a_request, a_stage
+from tests.gateway.inference_stage import INFER, OK, Handler, Heard, Stage, a_request, a_stage
 
 CERTIFICATE = Path(__file__).with_name("self_signed.pem")
 SHORT = CheckRules(every_seconds=0.0, rest_seconds=0.0, doubt_seconds=0.0, answer_seconds=5.0)  # type: ignore[arg-type]
@@ -41,13 +41,13 @@ def breaking_off(after: bytes = b"", times: int = 10**6) -> Handler:
     return handle
 
 
-def have(stage: ModelState, *ready: set[bytes]) -> None:
+def have(stage: Stage, *ready: set[bytes]) -> None:
     """What each server says that it has in memory."""
     for server, models in zip(stage.fleet.servers, ready, strict=True):
         server.contents = Contents(frozenset(models | {b"cold"}), frozenset(models))
 
 
-def server(stage: ModelState, name: str) -> Server:
+def server(stage: Stage, name: str) -> Server:
     return next(one for one in stage.fleet.servers if one.name == name)
 
 

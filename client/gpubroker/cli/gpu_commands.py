@@ -119,7 +119,7 @@ class Parts:
     free: int
 
 
-def rank_tasks(gpu: Gpu) -> Parts:
+def parts_of(gpu: Gpu) -> Parts:
     """Foreign is what processes without a lease use, and what nothing explains."""
     foreign = min(gpu.foreign_mb + gpu.unaccounted_mb, gpu.physical_mb)
     leased = min(gpu.leased_mb, gpu.physical_mb - foreign)
@@ -134,7 +134,7 @@ def bar(gpu: Gpu, width: int = 24) -> str:
 
     Each part that is not zero has at least one character, taken from the longest part.
     """
-    parts = rank_tasks(gpu)
+    parts = parts_of(gpu)
     whole = max(1, gpu.physical_mb)
     signs = {"█": parts.used, "▒": parts.reserved, "▓": parts.pledged, "░": parts.free, "!": parts.foreign}
     cells = {sign: max(mb > 0, round(mb * width / whole)) for sign, mb in signs.items()}

@@ -195,7 +195,7 @@ def check_node(body: AskLease, world: World, *, names_nodes: bool) -> None:
         raise invalid(Fault(pointer="/node", detail=detail, code="missing"))
 
 
-def effective_priority_of(task: Task, live: Live) -> LeaseStanding:
+def standing_of(task: Task, live: Live) -> LeaseStanding:
     if task.is_terminal:
         held = any(lease.state is not LeaseState.RELEASED for lease in live.leases)
         return LeaseStanding.QUARANTINED if held else LeaseStanding.ENDED
@@ -210,7 +210,7 @@ def lease_view(record: TaskRecord, live: Live) -> LeaseView:
         "id": task.id,
         "holder": task.name,
         "tenant": task.tenant,
-        "state": effective_priority_of(task, live).value,
+        "state": standing_of(task, live).value,
         "priority": task.priority,
         "band": band_of(task.priority)[0],
         "gpus": demand.gpus,

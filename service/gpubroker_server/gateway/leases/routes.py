@@ -22,8 +22,8 @@ from gpubroker_server.gateway.leases.leases import (
     RenewLease,
     check_node,
     demand_of_lease,
-    effective_priority_of,
     lease_view,
+    standing_of,
     states_of,
     task_of_lease,
 )
@@ -208,7 +208,7 @@ async def _requested(parts: Parts, record: TaskRecord, what: str, fields: dict[s
 
 
 def _standing(parts: Parts, record: TaskRecord) -> LeaseStanding:
-    return effective_priority_of(record.task, parts.records.live(record.task, explained=False))
+    return standing_of(record.task, parts.records.live(record.task, explained=False))
 
 
 def _answer(
