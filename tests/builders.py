@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.decisions import Decision, Request, TaskWrite,
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
 from gpubroker_server.core.domain.estimates import Sketch
-from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
+from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge, Proof, release
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import (
     DeviceKey,
@@ -215,7 +215,7 @@ def let_go(world: World, task: str, *, requeue: bool = True) -> None:
     if not row.is_terminal:
         what = Move.REQUEUED if requeue else Move.SUCCEEDED
         writes.append(write_move(row, what, **cleared))
-    leases = [move_lease(lease, LeaseState.RELEASED) for lease in world.leases_of(row)]
+    leases = [release(lease, Proof.PROCESS_ABSENT) for lease in world.leases_of(row)]
     commit(world, Decision(row.id, "gone", tasks=tuple(writes), leases=tuple(leases)))
 
 

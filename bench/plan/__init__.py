@@ -24,7 +24,7 @@ from gpubroker_server.broker.planner import MOST_TURNS
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
-from gpubroker_server.core.domain.lease import LeaseState, move_lease
+from gpubroker_server.core.domain.lease import LeaseState, Proof, move_lease, release
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Position, TaskId, device_key
@@ -224,7 +224,7 @@ class Leader:
     def stop(self, task: Task) -> None:
         off = {"node": None, "stop_reason": None, "stop_deadline_at": None, "freeing_for": None}
         again = write_move(task, Move.REQUEUED, preemptions=task.preemptions + 1, **off)
-        leases = tuple(move_lease(lease, LeaseState.RELEASED) for lease in self.world.leases_of(task))
+        leases = tuple(release(lease, Proof.PROCESS_ABSENT) for lease in self.world.leases_of(task))
         self.commit([Decision(task.id, "gone", tasks=(again,), leases=leases)])
 
     def release_one(self, chance: random.Random) -> None:
@@ -238,7 +238,7 @@ class Leader:
         done = write_move(task, Move.SUCCEEDED, finished_at=self.now)
         leases = [move_lease(lease, LeaseState.RELEASING) for lease in self.world.leases_of(task)]
         self.commit([Decision(task.id, "ended", tasks=(done,), leases=tuple(leases))])
-        gone = [move_lease(lease, LeaseState.RELEASED) for lease in leases]
+        gone = [release(lease, Proof.PROCESS_ABSENT) for lease in leases]
         self.commit([Decision(task.id, "gone", leases=tuple(gone))])
 
     def pass_time(self, seconds: float) -> None:

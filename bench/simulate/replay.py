@@ -11,6 +11,7 @@ from statistics import mean
 from gpubroker_server.core.domain.decisions import AnyOrder, Decision
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
@@ -263,7 +264,7 @@ class Replay:
         run.ranks.remove(rank)
         task = run.job.task
         self._reports.append(Ended(task.id, run.fence, self._now, ending, rank=rank))
-        self._reports.append(Gone(task.id, run.fence, self._now, "process_absent", rank=rank))
+        self._reports.append(Gone(task.id, run.fence, self._now, Proof.PROCESS_ABSENT, rank=rank))
         if ending is Ending.STOPPED and not run.ranks and run.began is not None:
             done = self._now - run.began
             if run.job.checkpoints:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, NEXT_STATES, LeaseState
+from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, NEXT_STATES, LeaseState, Proof
 from gpubroker_server.core.domain.task import ACTIVE, TERMINAL, TRANSITIONS, Move, TaskState
 from gpubroker_server.core.domain.units import Position
 from gpubroker_server.core.world.event_codec import members_from
@@ -14,6 +14,7 @@ Rank = tuple[str, int, int]
 
 BEGINNING = Position(0)
 
+_PROOFS = frozenset(Proof)
 _LIVE = frozenset({LeaseState.RESERVED, LeaseState.HELD})
 
 
@@ -217,9 +218,8 @@ class History:
         marks = event.kind == "lease.overused" and lease.state is state is LeaseState.HELD
         goes_on = marks or state in NEXT_STATES[lease.state]
         self._require(goes_on, "a lease goes forward only", event, lease.state)
-        ends_quarantine = (lease.state, state) == (LeaseState.QUARANTINED, LeaseState.RELEASED)
-        has_proof = bool(event.fields.get("proof"))
-        self._require(has_proof or not ends_quarantine, "quarantine ends by a proof", event)
+        is_proven = state is not LeaseState.RELEASED or event.fields.get("proof") in _PROOFS
+        self._require(is_proven, "a lease is released with a proof", event)
         lease.state, lease.version = state, event.version
         if state is LeaseState.RELEASED:
             self._leave(lease, event)

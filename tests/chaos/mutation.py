@@ -47,16 +47,16 @@ MUTANTS = (
     ),
     Mutant(
         "memory without a proof that its process is gone is released after a timeout",
-        "service/gpubroker_server/core/lifecycle/deadlines.py",
-        "leases=tuple(quarantine(lease, now) for lease in leases),\n        outcome",
-        "leases=tuple(move_lease(lease, LeaseState.RELEASED) for lease in leases),\n        outcome",
+        "service/gpubroker_server/core/domain/lease.py",
+        "return move_lease(lease, LeaseState.QUARANTINED, quarantined_at=now)",
+        "return moved_lease(lease, LeaseState.RELEASED, proof=Proof.PROCESS_ABSENT)",
         "tests/core/lifecycle/test_deadlines.py",
     ),
     Mutant(
         "memory is released when the code has ended, before its process is gone",
         "service/gpubroker_server/core/lifecycle/runs.py",
         "LeaseState.RELEASING)\n    update.orders.append(forget)",
-        "LeaseState.RELEASED)\n    update.orders.append(forget)",
+        "LeaseState.RELEASED, Proof.PROCESS_ABSENT)\n    update.orders.append(forget)",
         "tests/simulation/test_day.py::test_the_same_seed_is_the_same_day",
     ),
     Mutant(

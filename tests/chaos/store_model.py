@@ -10,7 +10,7 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request, write_move
 from gpubroker_server.core.domain.leader_term import LeaderRow
-from gpubroker_server.core.domain.lease import Lease, LeaseState, move_lease, quarantine, release
+from gpubroker_server.core.domain.lease import Lease, LeaseState, Proof, move_lease, quarantine, release
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.submission import BatchSubmission, SubmitOutcome, SubmitVerdict
 from gpubroker_server.core.domain.task import Move, Task, TaskState
@@ -114,6 +114,9 @@ def decided(model: Model, action: str, task: Task, mb: int) -> Decision | None:
     def moved(to: LeaseState, *of: LeaseState) -> tuple[Lease, ...]:
         return tuple(move_lease(lease, to) for lease in live if lease.state in of)
 
+    def freed(state: LeaseState, proof: Proof) -> tuple[Lease, ...]:
+        return tuple(release(lease, proof) for lease in live if lease.state is state)
+
     held = (LeaseState.RESERVED, LeaseState.HELD)
     match action:
         case "admit" if task.state is TaskState.PENDING:
@@ -133,13 +136,13 @@ def decided(model: Model, action: str, task: Task, mb: int) -> Decision | None:
             writes = (write_move(task, what, **changes),)
             return Decision(task.id, action, tasks=writes, leases=moved(LeaseState.RELEASING, *held))
         case "release" if not is_active:
-            return _of(task, moved(LeaseState.RELEASED, LeaseState.RELEASING))
+            return _of(task, freed(LeaseState.RELEASING, Proof.PROCESS_ABSENT))
         case "quarantine":
             return _of(task, tuple(quarantine(x, now) for x in live if x.state is LeaseState.RELEASING))
         case "attest":
-            freed = tuple(release(x, "operator") for x in live if x.state is LeaseState.QUARANTINED)
-            notes = (AuditNote(now, "default", "olga", "lease.attested", task.id, "off"),) if freed else ()
-            return replace(_of(task, freed) or Decision(task.id, "attest"), audit=notes) if freed else None
+            attested = _of(task, freed(LeaseState.QUARANTINED, Proof.STATEMENT))
+            note = AuditNote(now, "default", "olga", "lease.attested", task.id, "off")
+            return None if attested is None else replace(attested, audit=(note,))
         case _:
             return None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, PledgeWrite, TaskWrite, write_move
-from gpubroker_server.core.domain.lease import LeaseState, Pledge, PledgeEnd, move_lease
+from gpubroker_server.core.domain.lease import LeaseState, Pledge, PledgeEnd, Proof, move_lease, release
 from gpubroker_server.core.domain.task import Move, StopReason, Task
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, Position
 from gpubroker_server.core.world.events import Event, events_of, submitted
@@ -36,7 +36,7 @@ class Preemption:
         self._decide(tasks=(notice,), pledges=(PledgeWrite(pledge),))
         lease = self._move(lease, LeaseState.RELEASING)
         back = write_move(notice.task, Move.REQUEUED, preemptions=1, freeing_for=None)
-        self._decide(tasks=(back,), leases=(move_lease(lease, LeaseState.RELEASED),))
+        self._decide(tasks=(back,), leases=(release(lease, Proof.PROCESS_ABSENT),))
         admission = write_move(high, Move.ADMITTED, fence=Fence(1), node="n1")
         taken = a_new_lease(admission.task, 40 * GIB)
         end = PledgeWrite(pledge, PledgeEnd.CONSUMED)
@@ -72,7 +72,8 @@ class Preemption:
         return write.task
 
     def _move(self, lease: Any, state: LeaseState) -> Any:
-        after = move_lease(lease, state)
+        is_end = state is LeaseState.RELEASED
+        after = release(lease, Proof.PROCESS_ABSENT) if is_end else move_lease(lease, state)
         self._decide(leases=(after,))
         return after
 
@@ -129,8 +130,8 @@ VIOLATING: dict[str, Mutation] = {
     "a lease goes forward only": lambda events: with_fields(
         events, at(events, "lease.releasing"), state="reserved"
     ),
-    "quarantine ends by a proof": lambda events: with_fields(
-        events, at(events, "lease.releasing"), state="quarantined"
+    "a lease is released with a proof": lambda events: with_fields(
+        events, at(events, "lease.released"), proof="it must be"
     ),
     "only a known lease changes": lambda events: without(events, at(events, "lease.reserved")),
     "memory is released when its run is over, not before": lambda events: with_fields(

@@ -8,7 +8,8 @@ from typing import Any
 from gpubroker_server.adapters.sql.store import SqlStore, open_store
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite, write_move
 from gpubroker_server.core.domain.device import Device, Node
-from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
+from gpubroker_server.core.domain.lease import HolderKind, Lease, Pledge, Proof
+from gpubroker_server.core.domain.lease import release as released
 from gpubroker_server.core.domain.orders import Checkpointed, Failure
 from gpubroker_server.core.domain.task import Move, Task
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Position, Seconds, TaskId, Term
@@ -84,7 +85,7 @@ def end(task: Task, result: bytes | None = b"42", failure: Failure | None = None
 
 
 def release(lease: Lease) -> Decision:
-    return Decision(lease.holder, "gone", leases=(move_lease(lease, LeaseState.RELEASED),))
+    return Decision(lease.holder, "gone", leases=(released(lease, Proof.PROCESS_ABSENT),))
 
 
 def a_checkpoint(task: Task, sequence: int) -> Decision:

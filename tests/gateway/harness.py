@@ -224,9 +224,9 @@ class Gateway:
         self.world.apply(events)
         self.parts.waiters.on_events(events)
         if self.leads and any(event.kind == "request.made" for event in events):
-            asyncio.get_running_loop().call_soon(asyncio.ensure_future, self._carry_out())
+            asyncio.get_running_loop().call_soon(asyncio.ensure_future, self.carry_out_requests())
 
-    async def _carry_out(self) -> None:
+    async def carry_out_requests(self) -> None:
         for request in list(self.world.requests.values()):
             await self.commit(carry_out(self.world, request, self.clock.now(), self.policy))
 

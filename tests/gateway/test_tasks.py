@@ -302,6 +302,31 @@ async def test_a_finished_task_cannot_be_changed(gateway: Gateway, api: Client) 
     problem(await api.patch(f"/tasks/{task_id}", json={"priority": 1}), 409, "task-already-finished")
 
 
+@pytest.mark.parametrize("body", [{"priority": 1}, {"held": True}, {"queue_ttl_seconds": 60}])
+async def test_a_task_that_ends_before_the_leader_decides_was_not_changed(
+    gateway: Gateway, api: Client, body: dict[str, Any]
+) -> None:
+    gateway.leads = False
+    task_id = await api.submit()
+    asked = asyncio.ensure_future(api.patch(f"/tasks/{task_id}", json=body))
+    await until(lambda: bool(gateway.world.requests))
+    await gateway.end(task_id)
+    await gateway.carry_out_requests()
+    problem(await asked, 409, "task-already-finished")
+
+
+async def test_a_task_that_starts_before_the_leader_decides_was_not_held(
+    gateway: Gateway, api: Client
+) -> None:
+    gateway.leads = False
+    task_id = await api.submit()
+    asked = asyncio.ensure_future(api.patch(f"/tasks/{task_id}", json={"held": True}))
+    await until(lambda: bool(gateway.world.requests))
+    await gateway.admit(task_id)
+    await gateway.carry_out_requests()
+    problem(await asked, 409, "task-not-pending")
+
+
 @pytest.mark.parametrize(
     "body", [{}, {"priority": None}, {"state": "cancelled"}, {"held": "yes"}, {"priority": 101}]
 )

@@ -10,6 +10,7 @@ from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.model_dispatch import Hear, ModelDispatcher
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder, ModelOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
 from gpubroker_server.core.domain.task import Task
@@ -169,7 +170,7 @@ class Dispatcher:
     def _put_back(self, order: Start, fault: StoreUnavailable) -> Report:
         """The task is planned again later; other starts do not wait for its bytes."""
         log.error("run not started: what it needs cannot be read now", task=order.task, fault=str(fault))
-        return Gone(order.task, order.fence, self._clock.now(), "never_started", rank=order.rank)
+        return Gone(order.task, order.fence, self._clock.now(), Proof.NEVER_STARTED, rank=order.rank)
 
     def _never_started(self, order: Start, fault: Exception) -> list[Report]:
         now = self._clock.now()
@@ -179,5 +180,5 @@ class Dispatcher:
         log.error("run cannot be started", task=order.task, fault=str(fault))
         return [
             Ended(order.task, order.fence, now, Ending.FAILED, failure=failure, rank=order.rank),
-            Gone(order.task, order.fence, now, "never_started", rank=order.rank),
+            Gone(order.task, order.fence, now, Proof.NEVER_STARTED, rank=order.rank),
         ]

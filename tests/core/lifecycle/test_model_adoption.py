@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.demand import PlacementConstraints
-from gpubroker_server.core.domain.lease import HolderKind, LeaseState
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof
 from gpubroker_server.core.domain.model_orders import ModelState
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import Task, TaskState
@@ -154,7 +154,11 @@ def test_a_servers_base_cost_is_held_until_its_operator_removes_it() -> None:
     assert (the(world, "base").priority, free_gib(world, "gpu1")) == (100, 78)
     decision = ask(world, "cancel", 2.0, task="base")
     assert decision.orders == ()
-    commit(world, due(world, at(3.0)), at(3.0))
+    [released] = due(world, at(3.0))
+    assert {lease.proof for lease in released.leases} == {Proof.STATEMENT}
+    [note] = released.audit
+    assert (note.actor, note.action, note.subject) == ("settings", "base_mb.release", "base")
+    commit(world, [released], at(3.0))
     assert (leases(world), "base" in world.tasks) == ([], False)
 
 

@@ -66,7 +66,7 @@ def answer(incarnation: str, **node: Any) -> NodeReport:
 
 
 def hear(world: World, *decisions: Decision) -> list[str]:
-    """The proofs in the log that ended quarantines."""
+    """The proofs in the log that released leases."""
     told = [lease_change(lease) for decision in decisions for lease in decision.leases]
     commit(world, decisions, LATER)
     return [fields["proof"] for what, fields in told if what == "released" and "proof" in fields]
@@ -272,8 +272,8 @@ def test_each_quarantine_shows_which_proof_it_waits_for(world: World, first: Pro
     assert len(set(one.awaits)) == len(one.awaits)
 
 
-def test_a_run_that_was_never_in_quarantine_leaves_no_proof_in_the_log() -> None:
+def test_the_release_of_a_run_that_was_never_in_quarantine_names_its_proof_too() -> None:
     world = a_world(holding(a_task("run", gpu_mb=8 * GIB), "gpu0"))
     ended = Ended(RUN, Fence(1), NOW, Ending.SUCCEEDED, result=b"1")
     reports = [Started(RUN, Fence(1), NOW, 7), ended, Gone(RUN, Fence(1), NOW, "process_absent")]
-    assert hear(world, *apply_reports(world, reports, NOW, Policy())) == []
+    assert hear(world, *apply_reports(world, reports, NOW, Policy())) == [Proof.PROCESS_ABSENT]

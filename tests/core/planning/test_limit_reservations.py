@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.demand import PlacementConstraints
-from gpubroker_server.core.domain.lease import LeaseState, move_lease
+from gpubroker_server.core.domain.lease import LeaseState, Proof, release
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Move, Task, TaskState
@@ -146,7 +146,7 @@ def test_a_line_ends_with_the_start_of_its_first():
     world = a_line()
     forecasts = foreseen(world, TWO)
     one = world.tasks[TaskId("one")]
-    leases = tuple(move_lease(lease, LeaseState.RELEASED) for lease in world.leases_of(one))
+    leases = tuple(release(lease, Proof.PROCESS_ABSENT) for lease in world.leases_of(one))
     commit(world, Decision("one", "story", tasks=(write_move(one, Move.SUCCEEDED),), leases=leases))
     submit(world, a_task("next", gpu_mb=GIB, custom=(("licence", 0.0),)))
     assert sorted(admitted(world, TWO, forecasts)) == ["first", "next"]

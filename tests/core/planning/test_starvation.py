@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
-from gpubroker_server.core.domain.lease import LeaseState, move_lease
+from gpubroker_server.core.domain.lease import LeaseState, Proof, move_lease, release
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
@@ -71,7 +71,7 @@ class Hours:
 
     def _end(self, name: str) -> None:
         task = self.world.tasks[TaskId(name)]
-        leases = tuple(move_lease(ls, LeaseState.RELEASED) for ls in self.world.leases_of(task))
+        leases = tuple(release(ls, Proof.PROCESS_ABSENT) for ls in self.world.leases_of(task))
         write = write_move(task, Move.SUCCEEDED, finished_at=Instant(self.now))
         commit(self.world, Decision(name, "story", tasks=(write,), leases=leases), self.now)
 

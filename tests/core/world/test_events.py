@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.decisions import (
     tenant_delta_mb,
     write_move,
 )
-from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, move_lease
+from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, Proof, release
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Position, TaskId
 from gpubroker_server.core.world.event_codec import task_from
@@ -27,7 +27,7 @@ def test_the_events_of_a_decision_have_a_fixed_order_and_carry_the_changes():
         "t",
         "everything",
         tasks=(write_move(run, Move.CHANGED, priority=60),),
-        leases=(new, move_lease(old, LeaseState.RELEASED)),
+        leases=(new, release(old, Proof.PROCESS_ABSENT)),
         pledges=(
             PledgeWrite(a_pledge(high, "gpu0", 5)),
             PledgeWrite(a_pledge(run, "gpu0", 5), PledgeEnd.TAKEN),
@@ -48,20 +48,20 @@ def test_the_events_of_a_decision_have_a_fixed_order_and_carry_the_changes():
         "request.done",
     ]
     assert lines[2].fields == {"state": "pending", "priority": 60}
-    assert lines[4].fields == {"state": "released"}
+    assert lines[4].fields == {"state": "released", "proof": "process_absent"}
 
 
 def test_a_decisions_device_delta_adds_new_leases_and_subtracts_released_ones():
     run = a_task("t")
     kept, gone = a_lease(run, "gpu1", 30, state=LeaseState.RELEASING), a_lease(run, "gpu2", 40)
-    leases = (a_lease(run, "gpu0", 20, version=1), kept, move_lease(gone, LeaseState.RELEASED))
+    leases = (a_lease(run, "gpu0", 20, version=1), kept, release(gone, Proof.PROCESS_ABSENT))
     assert device_delta_mb(Decision("t", "ended", leases=leases)) == {key("gpu0"): 20, key("gpu2"): -40}
 
 
 def test_a_decisions_tenant_delta_adds_new_leases_and_subtracts_released_ones():
     mine, others = a_task("mine", tenant="acme"), a_task("others", tenant="beta")
     given, kept = a_lease(mine, "gpu0", 20, version=1), a_lease(mine, "gpu1", 30, state=LeaseState.RELEASING)
-    gone = [move_lease(a_lease(whose, "gpu2", 40), LeaseState.RELEASED) for whose in (mine, others)]
+    gone = [release(a_lease(whose, "gpu2", 40), Proof.PROCESS_ABSENT) for whose in (mine, others)]
     assert tenant_delta_mb(Decision("t", "ended", leases=(given, kept, *gone))) == {"acme": -20, "beta": -40}
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request, write_move
 from gpubroker_server.core.domain.errors import OutOfSync
-from gpubroker_server.core.domain.lease import HolderKind, LeaseState, move_lease
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof, move_lease, release
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -187,7 +187,7 @@ def test_a_lease_without_a_run_is_added_and_removed_by_the_log():
     lease = replace(a_lease(a_task("m", fence=1), "gpu0", 30 * GIB, version=1), holder_kind=HolderKind.WORKER)
     commit(world, Decision("m", "load", leases=(lease,)))
     assert world.ledgers[key("gpu0")].free_mb() == 50 * GIB
-    commit(world, Decision("m", "unload", leases=(move_lease(lease, LeaseState.RELEASED),)))
+    commit(world, Decision("m", "unload", leases=(release(lease, Proof.PROCESS_ABSENT),)))
     assert (world.ledgers[key("gpu0")].free_mb(), world.leases) == (80 * GIB, {})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
@@ -219,14 +220,14 @@ class WaitingExecutor:
         elif run is None and self._is_new(key):
             self._refuse(key)
         elif run is None:
-            self._report_gone(key, "process_absent", self._samples(self._used))
+            self._report_gone(key, Proof.PROCESS_ABSENT, self._samples(self._used))
 
     def _refuse(self, key: RunId) -> None:
         """It has not been started and never will be."""
         self._note_fence(key)
         task, fence, rank = key
         self._report(Ended(task, fence, self._clock.now(), Ending.NEVER_STARTED, rank=rank))
-        self._report_gone(key, "never_started")
+        self._report_gone(key, Proof.NEVER_STARTED)
 
     def _is_new(self, key: RunId) -> bool:
         task, fence, rank = key
@@ -250,9 +251,9 @@ class WaitingExecutor:
         task, fence, rank = key
         result = b"null" if ending is Ending.SUCCEEDED else None
         self._report_of(run, Ended(task, fence, now, ending, result=result, failure=failure, rank=rank))
-        self._report_of(run, Gone(task, fence, now, "process_absent", self._samples(left), rank))
+        self._report_of(run, Gone(task, fence, now, Proof.PROCESS_ABSENT, self._samples(left), rank))
 
-    def _report_gone(self, key: RunId, proof: str, samples: tuple[DeviceSample, ...] = ()) -> None:
+    def _report_gone(self, key: RunId, proof: Proof, samples: tuple[DeviceSample, ...] = ()) -> None:
         task, fence, rank = key
         self._report(Gone(task, fence, self._clock.now(), proof, samples, rank))
 

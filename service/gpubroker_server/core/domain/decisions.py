@@ -70,7 +70,7 @@ class AuditNote:
     at: Instant
     tenant: str
     actor: str
-    """Name of the token."""
+    """Name of the token; `settings` if the operator's configuration says so."""
     action: str
     subject: str
     reason: str

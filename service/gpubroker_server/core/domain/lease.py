@@ -62,6 +62,31 @@ NEXT_STATES = {
 start is reported."""
 
 
+class Proof(StrEnum):
+    PROCESS_ABSENT = "process_absent"
+    """The node agent found no trace of its process."""
+    BOOT_CHANGED = "boot_changed"
+    """The machine was rebooted since."""
+    NEVER_STARTED = "never_started"
+    """Its start never reached a process."""
+    SHARED_PROCESS = "shared_process"
+    """It ran in a process of others and had no memory of its own."""
+    NOT_YOUR_PROCESS = "not_your_process"
+    """Of external leases: the process that it named belongs to something else, which has a lease."""
+    AGENT_RESTARTED = "agent_restarted"
+    """A later agent of the machine found neither its mark nor GPU memory of its process."""
+    DEVICE_REMOVED = "device_removed"
+    """The device is no longer in the machine."""
+    UNLOADED = "unloaded"
+    """Of models: the server's index no longer lists it."""
+    HELD_ANEW = "held_anew"
+    """Of models: another lease of the same device covers what is still there."""
+    HOLDER = "released"
+    """Of external leases: the holder said so."""
+    STATEMENT = "statement"
+    """A named operator said so and gave a reason."""
+
+
 @value
 class Lease:
     """A holder's right to `mb` MiB of one device. Identity: (holder_kind, holder, fence, rank, device).
@@ -86,7 +111,7 @@ class Lease:
     """Use measured when the lease was first exceeded; 0 if it never was."""
     quarantined_at: Instant | None = None
     proof: str = ""
-    """The `Proof` that ended its quarantine. In the event log; no row keeps it."""
+    """The `Proof` that released it. In the event log; no row keeps it."""
 
     @property
     def key(self) -> str:
@@ -98,7 +123,15 @@ class Lease:
 
 
 def move_lease(lease: Lease, state: LeaseState, **changes: Any) -> Lease:
-    """The lease in its next state, version + 1, with changes. Raises IllegalTransition."""
+    """The lease in its next state, version + 1, with changes. Raises IllegalTransition, also for a release:
+    that needs a proof."""
+    if state is LeaseState.RELEASED:
+        raise IllegalTransition(f"lease {lease.key} cannot be released without a proof")
+    return moved_lease(lease, state, **changes)
+
+
+def moved_lease(lease: Lease, state: LeaseState, **changes: Any) -> Lease:
+    """The same for a change that was committed, whatever release wrote it. Raises IllegalTransition."""
     if state not in NEXT_STATES[lease.state]:
         raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
     return changed(lease, state=state, version=lease.version + 1, **changes)
@@ -109,10 +142,9 @@ def quarantine(lease: Lease, now: Instant) -> Lease:
     return move_lease(lease, LeaseState.QUARANTINED, quarantined_at=now)
 
 
-def release(lease: Lease, proof: str) -> Lease:
-    """Release it. The proof is recorded if it was in quarantine. Raises IllegalTransition."""
-    was_waiting = lease.state is LeaseState.QUARANTINED
-    return move_lease(lease, LeaseState.RELEASED, proof=proof if was_waiting else "")
+def release(lease: Lease, proof: Proof) -> Lease:
+    """Release it, with the proof that its holder is gone. Raises IllegalTransition."""
+    return moved_lease(lease, LeaseState.RELEASED, proof=proof)
 
 
 def mark_overused(lease: Lease, measured_mb: Mib) -> Lease:
@@ -157,32 +189,13 @@ class Pledge:
         return f"{self.preemptor}:{self.device}"
 
 
-class Proof(StrEnum):
-    PROCESS_ABSENT = "process_absent"
-    """The node agent found no trace of its process."""
-    BOOT_CHANGED = "boot_changed"
-    """The machine was rebooted since."""
-    AGENT_RESTARTED = "agent_restarted"
-    """A later agent of the machine found neither its mark nor GPU memory of its process."""
-    DEVICE_REMOVED = "device_removed"
-    """The device is no longer in the machine."""
-    UNLOADED = "unloaded"
-    """Of models: the server's index no longer lists it."""
-    HELD_ANEW = "held_anew"
-    """Of models: another lease of the same device covers what is still there."""
-    HOLDER = "released"
-    """Of external leases: the holder said so."""
-    STATEMENT = "statement"
-    """A named operator said so and gave a reason."""
-
-
 STATEMENTS = frozenset({Proof.HOLDER, Proof.STATEMENT})
 """A person's word, without a measurement."""
 
 
 def is_unproven(lease: Lease) -> bool:
-    """Whether a released lease's memory must be seen free in a new sample: after a person's word, and on
-    model servers, which may keep memory after an unload."""
-    if lease.proof in STATEMENTS:
+    """Whether a released lease's memory must be seen free in a new sample: after a person's word about memory
+    in quarantine, and on model servers, which may keep memory after an unload."""
+    if lease.quarantined_at is not None and lease.proof in STATEMENTS:
         return True
     return lease.state is LeaseState.RELEASED and lease.holder_kind in HOLDERS_ON_SERVERS

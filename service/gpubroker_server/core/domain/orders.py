@@ -8,6 +8,7 @@ it has already started.
 from enum import StrEnum
 
 from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import ServerIndex
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
@@ -170,10 +171,7 @@ class Ended(_RunReport):
 class Gone(_RunReport):
     """Proof that no process of this run is left. `samples` were taken after that."""
 
-    proof: str
-    """process_absent, boot_changed, agent_restarted (a later agent on that host found no trace of it),
-    never_started, shared_process (it had no memory of its own), not_your_process (an external lease named a
-    process that belongs to something else)."""
+    proof: Proof
     samples: tuple[DeviceSample, ...] = ()
     rank: int = 0
 

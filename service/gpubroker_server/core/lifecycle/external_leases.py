@@ -20,9 +20,7 @@ from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
-NOT_YOUR_PROCESS = "not_your_process"
-"""In place of a proof: the named process belongs to something else."""
-_PROOFS = frozenset({"process_absent", "boot_changed", NOT_YOUR_PROCESS})
+_PROOFS = frozenset({Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED, Proof.NOT_YOUR_PROCESS})
 """That an agent does not know a holder proves nothing."""
 
 
@@ -93,7 +91,7 @@ def release(world: World, task: Task, request: Request, now: Instant, done: Deci
     notes = tuple(
         AuditNote(now, task.tenant, str(request.fields.get("by", "")), "lease.release", lease.key, "")
         for lease in leases
-        if lease.proof
+        if lease.quarantined_at is not None
     )
     given_back = replace(done, leases=leases, orders=_forget(world, task), audit=notes)
     if task.is_terminal:
@@ -116,14 +114,14 @@ def _given_back(task: Task, now: Instant) -> Outcome:
     return Outcome(task.id, task.fence, Ending.SUCCEEDED, now)
 
 
-def _failure(task: Task, proof: str) -> Failure:
+def _failure(task: Task, proof: Proof) -> Failure:
     pid = None if task.external is None else task.external.pid
-    if proof == NOT_YOUR_PROCESS:
+    if proof == Proof.NOT_YOUR_PROCESS:
         message = (
             f"process {pid} belongs to a run, to another lease or to the broker, or is a parent or child of "
             "such a process; name the process of your own program, or none"
         )
-        return Failure(NOT_YOUR_PROCESS, message)
+        return Failure(Proof.NOT_YOUR_PROCESS.value, message)
     what = "its node was rebooted" if pid is None else f"its process {pid} no longer exists"
     return Failure("process_gone", f"{what}; the lease ended with it and was not released")
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome, TaskWrite, write_move
-from gpubroker_server.core.domain.lease import LeaseState, quarantine
+from gpubroker_server.core.domain.lease import LeaseState, Proof, quarantine
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
@@ -135,7 +135,7 @@ def gone(
         _settle(update, task, members, "stopped", now, policy)
     elif member.has_ended:
         update.move(Move.CHANGED, "rank_gone", members=members)
-    elif report.proof in ("never_started", "boot_changed", "agent_restarted"):
+    elif report.proof in (Proof.NEVER_STARTED, Proof.BOOT_CHANGED, Proof.AGENT_RESTARTED):
         _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
     else:
         outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=killed)

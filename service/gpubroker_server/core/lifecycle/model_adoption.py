@@ -5,9 +5,10 @@ earlier holder of the same model left there without confirmation becomes its own
 """
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import Decision, Outcome, withdraw_pledges, write_move
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, Outcome, withdraw_pledges, write_move
 from gpubroker_server.core.domain.demand import context_mb, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Proof, quarantine, release
@@ -107,20 +108,24 @@ def give_up_removed_servers(world: World, servers: Collection[str], now: Instant
         if task.model.server in servers or task.state is TaskState.STOPPING:
             continue
         if not task.model.model and task.is_active:
-            decisions.append(_released(world, task, now))
+            decisions.append(base_released(world, task, Move.SUCCEEDED, now))
         else:
             decisions.append(_given_up(world, task, task.model.server, now))
     return decisions
 
 
-def _released(world: World, task: Task, now: Instant) -> Decision:
-    """A server's base cost ends with its removal from the settings."""
+def base_released(world: World, task: Task, move: Move, now: Instant) -> Decision:
+    """The operator's settings no longer count what the server itself takes. The audit log says so, and only a
+    new sample makes that memory free."""
+    assert task.model is not None
     update = TaskUpdate(world, task.id, now)
-    update.release_leases(task.fence, 0, Proof.HOLDER)
-    update.move(Move.SUCCEEDED, "server_removed", finished_at=now)
+    update.release_leases(task.fence, 0, Proof.STATEMENT)
+    update.move(move, "released", finished_at=now, freeing_for=None)
     decision = update.decision()
     assert decision is not None, "it has just ended"
-    return decision
+    why = f"the settings name no base_mb for server {task.model.server}"
+    note = AuditNote(now, task.tenant, "settings", "base_mb.release", task.id, why)
+    return replace(decision, audit=(note,))
 
 
 def _given_up(world: World, task: Task, server: str, now: Instant) -> Decision:

@@ -23,7 +23,7 @@ from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds
-from gpubroker_server.core.lifecycle.model_adoption import adopt
+from gpubroker_server.core.lifecycle.model_adoption import adopt, base_released
 from gpubroker_server.core.lifecycle.stopping import after_failure, after_stop, requeued_fields
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
@@ -84,16 +84,13 @@ def ready_while_wanted(task: Task, room_by: Instant) -> bool:
 
 
 def due(world: World, now: Instant) -> list[Decision]:
-    """Priority changes of models that are no longer wanted, or pinned. And cancelled base costs of
-    servers, which end at their operator's word."""
+    """Priority changes of models that are no longer wanted, or pinned; and the end of base costs that the
+    settings of a server no longer name."""
     decisions: list[Decision] = []
     for task in world.models.live():
         assert task.model is not None
         if task.state is TaskState.STOPPING and not task.model.model:
-            update = TaskUpdate(world, task.id, now)
-            update.release_leases(task.fence, 0, Proof.HOLDER)
-            update.move(Move.CANCELLED, "released", finished_at=now, freeing_for=None)
-            decisions += filter(None, [update.decision()])
+            decisions.append(base_released(world, task, Move.CANCELLED, now))
         elif task.state is TaskState.RUNNING and (priority := standing(task, now)) != task.priority:
             write = write_move(task, Move.CHANGED, priority=priority)
             decisions.append(Decision(task.id, "standing", tasks=(write,)))

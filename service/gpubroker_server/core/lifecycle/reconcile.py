@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.device import Device, GpuKind, Node, kind_of
-from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS
+from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, Proof
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     Gone,
@@ -137,7 +137,7 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
         return
     there = set(seen.runs)
     node_proof = _node_proof(known, seen.node)
-    if node_proof == "boot_changed":
+    if node_proof is Proof.BOOT_CHANGED:
         for outsider in external_leases.holders_on(world, seen.node.name):
             yield Gone(outsider.id, outsider.fence, seen.at, node_proof)
     expected = set()
@@ -147,20 +147,20 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
         if run in there:
             continue
         if _has_begun(task, rank):
-            yield Gone(task.id, task.fence, seen.at, node_proof or "process_absent", rank=rank)
+            yield Gone(task.id, task.fence, seen.at, node_proof or Proof.PROCESS_ABSENT, rank=rank)
         elif node_proof or not known.ready:
-            yield Gone(task.id, task.fence, seen.at, node_proof or "never_started", rank=rank)
+            yield Gone(task.id, task.fence, seen.at, node_proof or Proof.NEVER_STARTED, rank=rank)
         # Otherwise this agent has answered this term before, and the start may be on its way to it.
     for holder, fence, rank in _claims_on(world, seen):
         if (holder, fence, rank) not in there | expected:
-            yield Gone(holder, fence, seen.at, node_proof or "process_absent", rank=rank)
+            yield Gone(holder, fence, seen.at, node_proof or Proof.PROCESS_ABSENT, rank=rank)
 
 
-def _node_proof(known: Node, answering: Node) -> str:
+def _node_proof(known: Node, answering: Node) -> Proof | None:
     """Why nothing that ran under the earlier agent can still run; empty if the agent is the same."""
     if answering.boot_id != known.boot_id:
-        return "boot_changed"
-    return "agent_restarted" if answering.incarnation != known.incarnation else ""
+        return Proof.BOOT_CHANGED
+    return Proof.AGENT_RESTARTED if answering.incarnation != known.incarnation else None
 
 
 def _has_begun(task: Task, rank: int) -> bool:

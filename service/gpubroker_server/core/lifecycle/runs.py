@@ -6,7 +6,7 @@ from typing import Any, assert_never
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite
 from gpubroker_server.core.domain.device import Node
-from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd
+from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd, Proof
 from gpubroker_server.core.domain.model_orders import ServerIndex
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
@@ -39,7 +39,7 @@ from gpubroker_server.core.lifecycle.stopping import (
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate, TaskUpdates
 from gpubroker_server.core.world.world import World
 
-_NODE_PROOFS = frozenset({"boot_changed", "agent_restarted"})
+_NODE_PROOFS = frozenset({Proof.BOOT_CHANGED, Proof.AGENT_RESTARTED})
 """The run was lost with its node or its agent; no retry is used up."""
 
 _KILLED = Failure(
@@ -182,7 +182,7 @@ def _gone(update: TaskUpdate, world: World, report: Gone, now: Instant, policy: 
     elif task.state is TaskState.STOPPING:
         what, changes = after_stop(task, now, policy)
         update.move(what, "stopped", **changes)
-    elif report.proof == "never_started":
+    elif report.proof == Proof.NEVER_STARTED:
         _requeue(update, "never_started", not_before=next_retry_at(1, now, policy))
     elif report.proof in _NODE_PROOFS:
         _requeue(update, "node_lost")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome, TaskWrite, write_move
-from gpubroker_server.core.domain.lease import Lease, LeaseState, move_lease, quarantine, release
+from gpubroker_server.core.domain.lease import Lease, LeaseState, Proof, move_lease, quarantine, release
 from gpubroker_server.core.domain.orders import Checkpointed, Order
 from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
@@ -33,8 +33,7 @@ class TaskUpdate:
         self._before = world.tasks.get(task)
         self._what: Move | None = None
         self._changes: dict[str, Any] = {}
-        self._leases: dict[str, tuple[Lease, LeaseState]] = {}
-        self._proof = ""
+        self._leases: dict[str, tuple[Lease, LeaseState, Proof | None]] = {}
         self.task: Task | None = self._before
         """The task after the reports read so far; None if the World does not know it."""
         self.why = ""
@@ -58,18 +57,17 @@ class TaskUpdate:
         self._changes |= changes
         self.why = why
 
-    def move_leases(self, fence: Fence, rank: int, state: LeaseState) -> None:
+    def move_leases(self, fence: Fence, rank: int, state: LeaseState, proof: Proof | None = None) -> None:
         """Bring the leases of one run forward to `state`; leases already there or further stay."""
         for lease in self._world.leases.get((self._id, fence), {}).values():
             if lease.rank != rank:
                 continue
-            _, reached = self._leases.get(lease.key, (lease, lease.state))
+            _, reached, _ = self._leases.get(lease.key, (lease, lease.state, None))
             if _AHEAD[state] > _AHEAD[reached]:
-                self._leases[lease.key] = (lease, state)
+                self._leases[lease.key] = (lease, state, proof)
 
-    def release_leases(self, fence: Fence, rank: int, proof: str) -> None:
-        self._proof = proof
-        self.move_leases(fence, rank, LeaseState.RELEASED)
+    def release_leases(self, fence: Fence, rank: int, proof: Proof) -> None:
+        self.move_leases(fence, rank, LeaseState.RELEASED, proof)
 
     def clear_freeing_for(self, fence: Fence) -> None:
         """Memory of a claim that ended in this batch is free in this batch too."""
@@ -95,14 +93,12 @@ class TaskUpdate:
             orders=tuple(self.orders),
         )
 
-    def _moved(self, lease: Lease, state: LeaseState) -> Lease:
-        match state:
-            case LeaseState.QUARANTINED:
-                return quarantine(lease, self._now)
-            case LeaseState.RELEASED:
-                return release(lease, self._proof)
-            case _:
-                return move_lease(lease, state)
+    def _moved(self, lease: Lease, state: LeaseState, proof: Proof | None) -> Lease:
+        if proof is not None:
+            return release(lease, proof)
+        if state is LeaseState.QUARANTINED:
+            return quarantine(lease, self._now)
+        return move_lease(lease, state)
 
 
 class TaskUpdates(dict[TaskId, TaskUpdate]):

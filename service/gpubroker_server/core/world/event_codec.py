@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.lease import (
     LeaseState,
     Pledge,
     mark_overused,
-    move_lease,
+    moved_lease,
 )
 from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
 from gpubroker_server.core.domain.task import (
@@ -218,7 +218,7 @@ def changed_lease(lease: Lease, fields: Fields) -> Lease:
     if fields.get("overused_mb") is not None:
         return mark_overused(lease, fields["overused_mb"])
     changes = {name: fields[name] for name in ("quarantined_at", "proof") if name in fields}
-    return move_lease(lease, LeaseState(fields["state"]), **changes)
+    return moved_lease(lease, LeaseState(fields["state"]), **changes)
 
 
 def lease_from(fields: Fields) -> Lease:

@@ -59,6 +59,24 @@ class TaskRecords:
         await self._catch_up_with(record.task)
         return record
 
+    async def find_to_change(self, identity: Identity, task_id: str) -> TaskRecord:
+        """The same for a change. Raises Problem forbidden for the holder of a model server's memory."""
+        record = await self.find(identity, task_id)
+        model = record.task.model
+        if model is None:
+            return record
+        if not model.model:
+            raise Problem(
+                "forbidden",
+                f"task {task_id} holds what server {model.server} itself takes, which no request changes; "
+                "it is free when the server is gone",
+            )
+        raise Problem(
+            "forbidden",
+            f'task {task_id} holds model "{model.model}", which the routes of models change: '
+            f"POST /models/{model.model}/unload (scope models:manage)",
+        )
+
     async def reread(self, record: TaskRecord) -> TaskRecord:
         record = await self.store.record(record.task.id) or record
         await self._catch_up_with(record.task)

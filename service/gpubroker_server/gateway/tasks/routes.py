@@ -1,15 +1,16 @@
 """Tasks: submit, list, read, wait for the end, fetch the result, change, cancel."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Header, Query, Response
 from pydantic import AwareDatetime, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, Name, PageQuery, WaitQuery, line
@@ -276,20 +277,37 @@ async def change_task(call: Call, parts: Parts, task_id: str, body: ChangeTask) 
     A waiting task with a new priority is planned again at once; a running one is not moved.
     """
     submissions = parts.submissions
-    record = await parts.records.find(call.identity, task_id)
+    record = await parts.records.find_to_change(call.identity, task_id)
     task = record.task
     if body.priority is not None:
         submissions.permissions.check_priority(call.identity, body.priority)
         submissions.capacity.check_priority(task.demand, body.priority)
-    if task.is_terminal:
-        raise Problem("task-already-finished", task=task.id, state=task.state)
     times = changed_times(body, task, submissions.clock.now())
-    if (body.held is not None or times) and task.state is not TaskState.PENDING:
-        fields = " and ".join(sorted(times)) or "held"
-        raise Problem("task-not-pending", task=task.id, state=task.state, fields=fields)
     changed = body.model_dump(exclude_none=True, include={"priority", "held"}) | times
+    _check_changeable(task, changed)
     settled = await parts.requests.ask(task.id, task.tenant, "change", changed)
-    return _answer(parts, await parts.records.reread(record), 200 if settled else 202)
+    record = await parts.records.reread(record)
+    if settled:  # the task may have started or ended before the leader decided
+        _check_changeable(record.task, _not_changed(record.task, changed))
+    return _answer(parts, record, 200 if settled else 202)
+
+
+def _check_changeable(task: Task, changes: Mapping[str, Any]) -> None:
+    """Raises Problem if it is too late for one of the changes."""
+    if changes and task.is_terminal:
+        raise Problem("task-already-finished", task=task.id, state=task.state)
+    pending_only = sorted(changes.keys() - {"priority"})
+    if pending_only and task.state is not TaskState.PENDING:
+        raise Problem("task-not-pending", task=task.id, state=task.state, fields=" and ".join(pending_only))
+
+
+def _not_changed(task: Task, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A start time that is over leaves no trace."""
+    return {
+        name: value
+        for name, value in changes.items()
+        if name != "not_before" and getattr(task, name) != value
+    }
 
 
 @resource.route(
@@ -309,7 +327,7 @@ async def cancel_task(
     body: CancelTask = CancelTask(),  # noqa: B008  # frozen
 ) -> Response:
     """Cancel a task. A running one gets the stop notice, and is killed when its grace period is over."""
-    record = await parts.records.find(call.identity, task_id)
+    record = await parts.records.find_to_change(call.identity, task_id)
     task = record.task
     if task.state is TaskState.CANCELLED:
         return _answer(parts, record, 200)

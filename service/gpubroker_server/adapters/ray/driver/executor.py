@@ -16,6 +16,7 @@ from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import OrderWriter, pack, run_of
 from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
@@ -309,7 +310,7 @@ class RayExecutor:
     def _report_never_started(self, run: RunId, at: Instant) -> None:
         task, fence, rank = run
         self._report(Ended(task, fence, at, Ending.NEVER_STARTED, rank=rank))
-        self._report(Gone(task, fence, at, "never_started", rank=rank))
+        self._report(Gone(task, fence, at, Proof.NEVER_STARTED, rank=rank))
 
     def _report(self, report: Report) -> None:
         self._reports.append(report)

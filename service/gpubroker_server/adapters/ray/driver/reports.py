@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
 from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -167,7 +168,7 @@ class EndedForm(RunForm, tag="ended"):
 
 
 class GoneForm(RunForm, tag="gone"):
-    proof: Name
+    proof: Proof
     samples: tuple[Sample, ...]
 
 
