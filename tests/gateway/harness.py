@@ -128,6 +128,7 @@ class Gateway:
                 permissions=Permissions(
                     self.policy,
                     ("myteam.*:*", "tools:resize", "tools:Image.*"),
+                    env_allowed=("WANDB_*", "SEED"),
                     python="3.11",
                     cloudpickle="3.1",
                 ),

@@ -121,6 +121,38 @@ async def test_only_small_entrypoints_share_a_process(
     assert gateway.task(response.json()["id"]).shareable is shares
 
 
+@pytest.mark.parametrize("name", ["BASH_ENV", "PATH", "http_proxy", "SSL_CERT_FILE", "HF_ENDPOINT", "SEEDS"])
+@pytest.mark.parametrize("path", ["/tasks", "/tasks/batch"])
+async def test_a_token_without_code_sets_only_the_variables_that_the_operator_lists(
+    gateway: Gateway, path: str, name: str
+) -> None:
+    writer = await gateway.client("writer", "tasks:write")
+    task = a_body(env={"SEED": "1", "WANDB_MODE": "offline", name: "x"})
+    is_batch = path.endswith("batch")
+    answer = await writer.post(path, json={"tasks": [task]} if is_batch else task)
+    refusal = answer.json()["items"][0]["problem"] if is_batch else problem(answer, 403, "forbidden")
+    assert refusal["code"] == "forbidden"
+    at = "/tasks/0" if is_batch else ""
+    assert [fault["pointer"] for fault in refusal["errors"]] == [f"{at}/env/{name}"]
+    assert "env_allowed" in refusal["detail"]
+    assert gateway.world.tasks == {}
+
+
+@pytest.mark.parametrize(
+    ("scopes", "name"),
+    [
+        (["tasks:write"], "WANDB_MODE"),
+        (["tasks:write", "tasks:code"], "PATH"),
+        (["tasks:write", "tasks:command"], "PATH"),
+    ],
+)
+async def test_a_listed_variable_or_a_scope_for_code_is_enough(
+    gateway: Gateway, scopes: list[str], name: str
+) -> None:
+    writer = await gateway.client("writer", *scopes)
+    assert (await writer.post("/tasks", json=a_body(env={name: "x"}))).status_code == 202
+
+
 async def test_a_command_keeps_its_arguments_and_its_directory(gateway: Gateway, api: Client) -> None:
     run = {"command": ["python", "-c", "print('a b')\n"], "working_directory": "/data"}
     task = (await api.post("/tasks", json=a_body(run))).json()

@@ -77,7 +77,9 @@ class GatewayRole:
             leadership=lead,
             tokens=self._tokens,
             rules=OperatorRules(
-                permissions=Permissions(policy_of(settings), tuple(settings.entrypoints)),
+                permissions=Permissions(
+                    policy_of(settings), tuple(settings.entrypoints), tuple(settings.env_allowed)
+                ),
                 defaults=defaults_of(settings),
                 limits=limits_of(settings),
                 kinds=kinds_of(settings),

@@ -77,6 +77,7 @@ class Settings(BaseSettings):
     port: Annotated[int, Field(ge=0, le=65535)] = 8470
     allowed_hosts: Words = []
     entrypoints: Words = []
+    env_allowed: Words = []
     task_path: Annotated[list[Path], NoDecode, BeforeValidator(comma_separated)] = []
     engine: Literal["ray", "simulated"] = "ray"
     task_user: str = ""

@@ -91,6 +91,8 @@ class Permissions:
     policy: Policy
     entrypoints: tuple[str, ...]
     """Patterns of `module:function` that tasks may name, such as `myteam.*:*`."""
+    env_allowed: tuple[str, ...] = ()
+    """Patterns of the environment variables that a token without a scope for code may set."""
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     """The Python minor that runs pickled functions."""
     cloudpickle: str = version("cloudpickle")
@@ -106,6 +108,25 @@ class Permissions:
             case Function():
                 identity.require(Scope.TASKS_CODE, "submitting a function")
                 self._check_pickle(run)
+
+    def check_env(self, identity: Identity, env: Mapping[str, str]) -> None:
+        """Raises Problem for a variable that the token may not set: many make an allowed entrypoint run other
+        code (BASH_ENV, PATH, GIT_SSH_COMMAND)."""
+        if identity.may(Scope.TASKS_CODE) or identity.may(Scope.TASKS_COMMAND):
+            return
+        refused = [name for name in env if not any(fnmatchcase(name, known) for known in self.env_allowed)]
+        if refused:
+            allowed = ", ".join(self.env_allowed) or "none"
+            raise Problem(
+                "forbidden",
+                f'token "{identity.name}" may not set the variables {", ".join(refused)}; without the scope '
+                f"tasks:code or tasks:command it may set: {allowed}; leave them out, or have the operator "
+                "add them to env_allowed",
+                errors=[
+                    Fault(pointer=f"/env/{name}", detail="is not in env_allowed", code="env-not-allowed")
+                    for name in refused
+                ],
+            )
 
     def highest_priority(self, identity: Identity, tenant: str | None = None) -> int:
         """The highest priority that this token may give a task of its tenant, or of `tenant`: both the token

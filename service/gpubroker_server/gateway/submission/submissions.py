@@ -144,6 +144,7 @@ class Submissions:
         """Raises Problem for what the token or the operator does not allow."""
         if body.run is not None:
             self.permissions.check_run(identity, body.run)
+        self.permissions.check_env(identity, body.env)
         self.permissions.check_priority(identity, task.priority)
 
     def check_possible(self, task: Task) -> None:
