@@ -132,7 +132,10 @@ def test_a_gateway_is_ready_without_a_leader_and_shows_what_a_leader_publishes(
                 until(lambda path=path: tell_the_same(gateway, leader, path), f"both tell the same of {path}")
             wish = {"resources": {"gpu_mb": GIB}, "run": {"command": ["true"]}}
             until(lambda: tell_the_same(gateway, leader, "/tasks/simulate", wish), "both foresee the same")
-            assert [gpu["used_mb"] for gpu in ask(gateway, "/gpus")["items"]] == [24 * GIB] * 2
+            until(
+                lambda: [gpu["used_mb"] for gpu in ask(gateway, "/gpus")["items"]] == [24 * GIB] * 2,
+                "the gateway has the samples of both runs",
+            )
     reset(postgres_url)
 
 

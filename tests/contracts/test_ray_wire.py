@@ -173,6 +173,7 @@ def test_a_malformed_report_fails_its_run_and_no_other(told: tuple[object, ...])
         ("started", None, 3, 0, 1000.0, 42),
         ("ended", "t", "3", 0, 1000.0, "succeeded", b"{}", "json", None, b""),
         ("gone", "t", 3, 0, 1000.0, "process_absent", [("GPU-a", "5", 1, {}, None)]),
+        ("gone", "t", 3, 0, 1000.0, "it must be", []),
         ("sampled", 1000.0, [("GPU-a", 5, 1, {"t:3": None}, 0.5)]),
         ("sampled", 1000.0, None),
         ("node_seen", 1000.0, {"name": "n1"}, [], []),

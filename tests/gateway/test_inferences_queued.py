@@ -316,13 +316,13 @@ async def test_a_model_without_a_holder_is_wanted_again_while_inferences_wait() 
         first = holder(gateway)
         for lost in (first, None):
             if lost is not None:
-                await gateway.admin.post(f"/tasks/{lost.id}/cancel")
+                await gateway.admin.post("/models/llm/unload")
             await queued_models.check()
             assert holder(gateway).id != first.id
         second = holder(gateway)
         assert second.model is not None
         assert (second.model.asked_at, second.model.queued) == (gateway.clock.now(), True)
-        await gateway.admin.post(f"/tasks/{second.id}/cancel")
+        await gateway.admin.post("/models/llm/unload")
         await queued_models.check()
         assert gateway.world.models.of(ModelKey("main", "llm")) is None, (
             "not at once: it may fail again and again"
@@ -330,7 +330,7 @@ async def test_a_model_without_a_holder_is_wanted_again_while_inferences_wait() 
         gateway.clock.advance(AGAIN_SECONDS)
         await queued_models.check()
         assert holder(gateway).priority == 40
-        await gateway.admin.post(f"/tasks/{holder(gateway).id}/cancel")
+        await gateway.admin.post("/models/llm/unload")
         for seconds in (AGAIN_SECONDS, AGAIN_SECONDS - 1.0):
             gateway.clock.advance(seconds)
             await queued_models.check()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib
 
@@ -72,7 +72,11 @@ def claimed_under_an_old_fence(decision: Decision) -> Decision:
 
 
 def _with_leases(decision: Decision, old: LeaseState, new: LeaseState) -> Decision:
-    leases = (replace(lease, state=new) if lease.state is old else lease for lease in decision.leases)
+    """A release claims a proof."""
+    proof = Proof.PROCESS_ABSENT if new is LeaseState.RELEASED else ""
+    leases = (
+        replace(lease, state=new, proof=proof) if lease.state is old else lease for lease in decision.leases
+    )
     return replace(decision, leases=tuple(leases))
 
 

@@ -121,7 +121,7 @@ def _failure(task: Task, proof: Proof) -> Failure:
             f"process {pid} belongs to a run, to another lease or to the broker, or is a parent or child of "
             "such a process; name the process of your own program, or none"
         )
-        return Failure(Proof.NOT_YOUR_PROCESS.value, message)
+        return Failure("not_your_process", message)
     what = "its node was rebooted" if pid is None else f"its process {pid} no longer exists"
     return Failure("process_gone", f"{what}; the lease ended with it and was not released")
 

@@ -168,7 +168,7 @@ class EndedForm(RunForm, tag="ended"):
 
 
 class GoneForm(RunForm, tag="gone"):
-    proof: Proof
+    proof: Name
     samples: tuple[Sample, ...]
 
 
@@ -215,9 +215,16 @@ def _of_run(source: Source, it: OfRun) -> Report:
             failure = None if it.failure is None else Failure(*it.failure)
             return Ended(*run, it.ending, it.result, it.result_format, failure, it.log_tail, it.rank)
         case GoneForm():
-            return Gone(*run, it.proof, _samples(source, run[2], it.samples), it.rank)
+            return Gone(*run, _proof(it.proof), _samples(source, run[2], it.samples), it.rank)
         case _:
             assert_never(it)
+
+
+def _proof(text: str) -> Proof:
+    try:
+        return Proof(text)
+    except ValueError:
+        raise MalformedReport(f"{text[:50]!r} proves nothing that this release knows") from None
 
 
 def _of_node(source: Source, it: OfNode) -> Report:
