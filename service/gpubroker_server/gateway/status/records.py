@@ -74,7 +74,7 @@ class TaskRecords:
         raise Problem(
             "forbidden",
             f'task {task_id} holds model "{model.model}", which the routes of models change: '
-            f"POST /models/{model.model}/unload (scope models:manage)",
+            f"POST /models/{model.model}/unload, gpubroker unload {model.model} (scope models:manage)",
         )
 
     async def reread(self, record: TaskRecord) -> TaskRecord:
