@@ -56,8 +56,10 @@ def a_wrapped_command(
         text=True,
         start_new_session=True,
     ) as process:
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 # These wait for signals as values: a handler would not run if one came just before the script began to wait.

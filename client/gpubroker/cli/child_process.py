@@ -15,6 +15,7 @@ EXIT_SIGNALLED = 128
 
 _KEY_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 """Ctrl-C and Ctrl-\\: a terminal also sends them to the command."""
+_WAKE_SECONDS = 0.5
 _SIGNALS = (*_KEY_SIGNALS, signal.SIGTERM, signal.SIGHUP)
 
 # Runs in the child before the command: a preexec_fn could deadlock on locks that other threads hold. Python
@@ -67,9 +68,17 @@ class ChildProcess:
     def wait(self) -> int:
         """Wait for its end; returns the exit code."""
         assert self._child is not None
-        code = self._child.wait()
-        self.has_ended.set()
+        threading.Thread(target=self._await_end, daemon=True).start()
+        # A signal that the kernel gives to another thread does not wake this one, which has to pass it on.
+        while not self.has_ended.wait(_WAKE_SECONDS):
+            pass
+        code: int = self._child.returncode
         return code if code >= 0 else EXIT_SIGNALLED - code
+
+    def _await_end(self) -> None:
+        assert self._child is not None
+        self._child.wait()
+        self.has_ended.set()
 
     def end(self, grace_seconds: float) -> None:
         """From another thread: send SIGTERM, and SIGKILL after that time."""
