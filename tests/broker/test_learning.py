@@ -78,7 +78,7 @@ async def test_a_start_that_was_foretold_teaches_how_true_that_was(tmp_path: Pat
         await stage.leader.cycle()
         await stage.turns_until("one", TaskState.RUNNING)
         await stage.submit("two", HOUR, gpus=2)
-        stage.leader.planner.forecast_rounds = ForecastRounds()  # else they would be made anew after a second
+        stage.leader.planner.forecast_rounds = ForecastRounds()  # else computed again after a second
         await stage.leader.cycle()
         [forecast] = stage.leader.planner.forecast_rounds.forecasts
         assert (forecast.task, forecast.basis) == ("two", Basis.STATED)

@@ -73,4 +73,4 @@ def test_processes_that_are_asked_to_end_under_load_lose_and_repeat_nothing_and_
     assert (found["lost"], found["accepted_twice"], found["restarted_runs"]) == (0, 0, 0)
     [seconds] = found["seconds"]["without_a_leader"]
     print(f"nobody led for {seconds:.2f} s")
-    assert seconds < LeaderTermRules().ttl_seconds / 2, "nobody waits for the lease to end"
+    assert seconds < LeaderTermRules().ttl_seconds / 2, "no broker waits for the lease to end"

@@ -230,7 +230,7 @@ def test_no_run_is_preempted_without_preemption_gpus_or_nodes():
     assert preemption_of(a_world(used, a_task("new", gpu_mb=1, **licence)))[0] is PreemptionStatus.LIMIT
     closed = a_world(a_device(), a_node("n1", ready=False), a_task("new", gpus=1))
     assert preemption_of(closed) == (
-        PreemptionStatus.NOBODY,
+        PreemptionStatus.NO_RUNS,
         {},
         "nothing runs on the nodes that it could use",
     )

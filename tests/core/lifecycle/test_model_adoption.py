@@ -179,7 +179,7 @@ def test_memory_left_by_a_models_earlier_holder_passes_to_the_next_and_counts_on
     assert sum(ledger.held_mb() for ledger in world.ledgers.values()) == 30 * GIB
     assert [task.id for task in world.models.on("main")] == ["again"]
     check_ledger(world)
-    assert [ledger.sample for ledger in world.ledgers.values()] == [None], "nobody has looked since"
+    assert [ledger.sample for ledger in world.ledgers.values()] == [None], "no sample was taken since"
     used(world, 30, seconds=seconds + 1)
     assert free_gib(world) == 50
 

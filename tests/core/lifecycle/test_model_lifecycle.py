@@ -245,7 +245,7 @@ def test_the_next_holder_of_a_model_is_another_task_and_both_copies_count() -> N
     later = World()
     for task in world.tasks.values():
         later.add_task(task)
-    assert later.models.of(ModelKey("main", "llm")) == held, "also for who reads the rows anew"
+    assert later.models.of(ModelKey("main", "llm")) == held, "a process that reads the rows has it too"
 
 
 @pytest.mark.parametrize(("seconds", "state"), [(10.0, TaskState.PENDING), (WANTED + 1, None)])

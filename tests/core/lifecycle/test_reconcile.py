@@ -153,7 +153,7 @@ def test_leases_on_a_removed_device_stay_until_their_holder_is_gone() -> None:
     assert ledger.free_mb() < 0
 
     hear(world)
-    assert list(world.ledgers) == [key("gpu0")], "nobody holds anything of it any more"
+    assert list(world.ledgers) == [key("gpu0")], "nothing on it is leased any more"
 
 
 def test_pledges_on_a_removed_device_are_dissolved() -> None:

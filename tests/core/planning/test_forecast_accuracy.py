@@ -84,7 +84,7 @@ def test_a_round_of_forecasts_that_meets_another_inventory_begins_again():
 
 def test_nothing_is_known_before_the_first_forecasts_and_when_nodes_have_come_or_gone():
     world, rounds = a_world(a_device()), ForecastRounds()
-    assert not rounds.is_outdated(world), "nobody waits"
+    assert not rounds.is_outdated(world), "no task waits"
     submit(world, a_task("next", gpu_mb=GIB))
     assert rounds.is_outdated(world)
     rounds.take([], world, NOW)

@@ -38,7 +38,7 @@ class PreemptionStatus(StrEnum):
     """Every run is protected."""
     NOT_ENOUGH = "not_enough"
     """Without all unprotected runs the task would still not fit."""
-    NOBODY = "nobody"
+    NO_RUNS = "nobody"
     """Nothing runs on the nodes that it could use."""
 
 
@@ -148,7 +148,7 @@ def _status(survey: Survey, way: Way, counts: Counter[Protection]) -> Preemption
         return PreemptionStatus.LIMIT
     if counts[Protection.WOULD_NOT_HELP]:
         return PreemptionStatus.NOT_ENOUGH
-    return PreemptionStatus.ALL_SHIELDED if counts else PreemptionStatus.NOBODY
+    return PreemptionStatus.ALL_SHIELDED if counts else PreemptionStatus.NO_RUNS
 
 
 def _message(survey: Survey, why: PreemptionStatus, counts: Counter[Protection]) -> str:
@@ -167,7 +167,7 @@ def _message(survey: Survey, why: PreemptionStatus, counts: Counter[Protection])
             return "no run is preempted, because preemption is switched off"
         case PreemptionStatus.LIMIT:
             return "no run is preempted, because the task lacks a shared limit and not a GPU"
-        case PreemptionStatus.NOBODY:
+        case PreemptionStatus.NO_RUNS:
             return "nothing runs on the nodes that it could use"
         case PreemptionStatus.NOT_ENOUGH:
             unprotected = _runs(counts[Protection.WOULD_NOT_HELP])
