@@ -68,7 +68,14 @@ def test_where_a_module_was_looked_for_is_told_line_by_line(monkeypatch: pytest.
     monkeypatch.setattr("sys.path", ["", f"{sys.base_prefix}/lib", *places])
     fault = outcome_of("no.such.module:f").fault
     assert fault is not None
-    first, *others = fault.message.splitlines()
-    assert first.startswith("cannot import no.such.module:f: ")
-    assert "No module named 'no'" in first
+    first, heading, *others = fault.message.splitlines()
+    assert first == "cannot import no.such.module:f: ModuleNotFoundError: No module named 'no'"
+    assert "task_path" in heading
     assert others == [f"  {place}" for place in places[:6]]
+
+
+def test_a_name_that_its_module_lacks_is_told_in_one_line() -> None:
+    fault = outcome_of(f"{__name__}:no_such_function").fault
+    assert fault is not None
+    assert fault.message.startswith(f"cannot import {__name__}:no_such_function: AttributeError: ")
+    assert len(fault.message.splitlines()) == 1

@@ -118,12 +118,11 @@ def _opened_function(order: RunOrder) -> Invocation:
 
 
 def _import_failed(entrypoint: str, fault: BaseException) -> RunOutcome:
-    paths = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
-    places = "".join(f"\n  {path}" for path in paths[:_MOST_PLACES])
-    message = (
-        f"cannot import {entrypoint}: {describe(fault)}; Python looks in these directories, the operator's "
-        f"task_path first, and in its own:{places}"
-    )
+    message = f"cannot import {entrypoint}: {describe(fault)}"
+    if isinstance(fault, ImportError):
+        paths = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
+        places = "".join(f"\n  {path}" for path in paths[:_MOST_PLACES])
+        message += f"\nPython looked in these directories (the operator's task_path comes first):{places}"
     return failed("import_failed", message, trace_of(fault))
 
 
