@@ -163,7 +163,7 @@ class Stage:
         """In this term or the next one; its node has answered."""
         self.leader = self.new_leader(leader_term or LeaderTerm(await next_term(self.store, "test")))
         await self.leader.take_over()
-        await self.executor.start(self.leader.leader_term)
+        await self.executor.start(self.leader.leader_term, self.world.lineage)
         await self.turn()
 
     def _on_events(self, events: Sequence[Event]) -> None:

@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.leader_term import NEVER, LeaderTerm, LeaderTermRules
 from gpubroker_server.core.domain.orders import Ended, Ending, Order, Report, StartOrder
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, TaskId, Term
+from gpubroker_server.core.domain.units import Fence, Instant, Lineage, TaskId, Term
 from gpubroker_server.ports.store import RunPayload, StaleTerm
 
 from tests.broker.stage import ForgetfulStore, Hands, Stage, WitnessedExecutor
@@ -31,7 +31,7 @@ class Node:
     async def announce(self, leader_term: LeaderTerm) -> None:
         assert leader_term.term > self.term
         self.term = leader_term.term
-        await self.agent.start(LeaderTerm(leader_term.term))
+        await self.agent.start(LeaderTerm(leader_term.term), Lineage(0))
 
     async def carry_out(
         self, term: Term, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]
@@ -53,7 +53,7 @@ class Line(WitnessedExecutor):
         self._waiting: list[tuple[Sequence[Order], Mapping[TaskId, RunPayload]]] = []
         self.is_stopped = False
 
-    async def start(self, leader_term: LeaderTerm) -> None:
+    async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
         self._of = leader_term
         await self._node.announce(leader_term)
 

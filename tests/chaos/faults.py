@@ -53,6 +53,10 @@ class FaultySession:
         self._session = session
         self._fault_point = fault_point
 
+    @property
+    def server(self) -> str:
+        return self._session.server
+
     def begin(self) -> None:
         self._then("begin", self._session.begin)
 

@@ -161,8 +161,8 @@ MUTANTS = (
     Mutant(
         "an agent executes orders of an older term",
         "service/gpubroker_server/adapters/ray/agent/node_agent.py",
-        "outdated = term < self._term",
-        "outdated = False",
+        "is_over = LineageTerm(lineage, term) < self._term",
+        "is_over = False",
         "tests/contracts/test_ray_agent.py",
     ),
     Mutant(

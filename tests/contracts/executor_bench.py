@@ -26,7 +26,7 @@ from gpubroker_server.core.domain.orders import (
     StopOrder,
 )
 from gpubroker_server.core.domain.task import StopReason
-from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Lineage, Mib, Seconds, TaskId, Term
 from gpubroker_server.ports.store import Executor, RunPayload, RunSpec
 
 from tests.patience import PATIENCE_SECONDS
@@ -108,7 +108,7 @@ class Bench:
 
     async def open(self, term: int = 1) -> None:
         self.term = term
-        await self.executor.start(LeaderTerm(Term(term)))
+        await self.executor.start(LeaderTerm(Term(term)), Lineage(0))
         self._listening = asyncio.create_task(self._listen())
 
     async def close(self, *, stop_cluster: bool = True) -> None:
@@ -124,7 +124,7 @@ class Bench:
         """Begin another term; what the agent answers to that."""
         before = len(self.nodes)
         self.term += 1
-        await self.executor.start(LeaderTerm(Term(self.term)))
+        await self.executor.start(LeaderTerm(Term(self.term)), Lineage(0))
         seen = await self.until(lambda: [n for n in self.nodes[before:] if isinstance(n, NodeReport)])
         assert isinstance(seen[0], NodeReport)
         return seen[0]

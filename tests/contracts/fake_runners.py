@@ -155,10 +155,10 @@ class FakeRunners:
 class Leader:
     """A leader's conversation with one agent, with all reports in order."""
 
-    def __init__(self, agent: NodeAgent, config: AgentConfig, term: int = 1) -> None:
+    def __init__(self, agent: NodeAgent, config: AgentConfig, term: int = 1, lineage: int = 0) -> None:
         self.agent = agent
         self.config = config
-        self.term = term
+        self.lineage, self.term = lineage, term
         self.protocol = AGENT_PROTOCOL
         self.incarnation = ""
         self.received: list[Report] = []
@@ -167,8 +167,10 @@ class Leader:
     async def announce(self) -> str:
         """The verdict."""
         asked = self.config.to_json()
-        verdict, self.incarnation = await self.agent.announce(self.protocol, asked, "broker", self.term)
+        verdict, *detail = await self.agent.announce(self.protocol, asked, "broker", self.lineage, self.term)
         self._acknowledged = 0
+        if verdict == "welcome":
+            [self.incarnation] = detail
         return verdict
 
     async def start(self, task: str, *, shareable: bool = False, fence: int = 1, **order: Any) -> None:
@@ -179,7 +181,7 @@ class Leader:
         await self.order("stop", task, 1, 0, "cancel", grace_seconds)
 
     async def order(self, *order: Any) -> None:
-        await self.agent.orders(self.protocol, self.term, pack([order]))
+        await self.agent.orders(self.protocol, self.lineage, self.term, pack([order]))
 
     async def receive(self, kind: str, task: str = "") -> Report:
         """The first report of this kind (about this task), as soon as it has come."""

@@ -112,7 +112,8 @@ async def test_a_shortened_log_is_reported_and_can_be_skipped(postgres_url: str)
             await two.catch_up()
         await two.submit(a_submission("own"))  # which cannot be heard of before the events that are gone
         assert heard == []
-        await two.go_on_at((await two.snapshot()).position)
+        snapshot = await two.snapshot()
+        await two.go_on_at(snapshot.position, snapshot.lineage)
         await one.submit(a_submission("t5"))
         assert await two.catch_up() is False
         assert [event.key for event in heard] == ["t5"]
@@ -122,7 +123,7 @@ async def test_a_world_that_fell_behind_the_log_is_read_again(postgres_url: str)
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         seen = LogFollower(two, HALF_LIFE_SECONDS, fails)
         anew = asyncio.Event()
-        seen.on_reread = anew.set
+        seen.on_reread.append(lambda _fault: anew.set())
         await seen.begin()
         inventory = seen.world.inventory_version
         term = await with_gpu(one, task := a_task("t1"))

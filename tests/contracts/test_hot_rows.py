@@ -23,7 +23,7 @@ CHANGING = {
     "lease": {"state", "version", "overused_mb"},
     "device": {"leased_mb", "version", "present"},
     "node": {"ready", "cordoned", "incarnation", "version"},
-    "leadership": {"term", "holder", "lease_until", "taken_at"},
+    "leadership": {"term", "holder", "lease_until", "taken_at", "lineage", "server"},
     "log_head": {"position"},
     "finished": {"n"},
     "estimate": {"counts", "learned_at"},

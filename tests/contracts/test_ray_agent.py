@@ -361,7 +361,7 @@ async def test_the_stop_of_an_older_leader_is_refused_and_logged(
     await newer.until(lambda: len(runner.items) > 1)
     assert [item[0] for item in runner.items] == ["own", "stop"]
     [refused] = [leader for leader in lines if leader["event"] == "refused: orders of a term that is over"]
-    assert (refused["term"], refused["fault"]) == (1, "it is term 2")
+    assert (refused["term"], refused["fault"]) == (1, "it is term 2 of lineage 0")
 
 
 async def test_a_run_that_is_taken_over_repeats_its_reports(

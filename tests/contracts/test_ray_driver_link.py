@@ -20,7 +20,15 @@ from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import frame, read_frame, unpack, write_reports
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeReport, StartOrder
-from gpubroker_server.core.domain.units import Fence, Instant, MonotonicSeconds, NodeName, TaskId, Term
+from gpubroker_server.core.domain.units import (
+    Fence,
+    Instant,
+    Lineage,
+    MonotonicSeconds,
+    NodeName,
+    TaskId,
+    Term,
+)
 from gpubroker_server.ports.store import RunPayload, RunSpec
 from ray.exceptions import RayError
 from structlog.testing import capture_logs
@@ -88,7 +96,7 @@ class Bench:
     def lead(self, leader_term: LeaderTerm) -> None:
         if self._starting is not None:
             self._starting.cancel()
-        self._starting = asyncio.create_task(self.executor.start(leader_term))
+        self._starting = asyncio.create_task(self.executor.start(leader_term, Lineage(0)))
 
     def start_driver(self, _options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":
         child = subprocess.Popen(["sleep", "60"])
@@ -203,7 +211,7 @@ async def test_agents_are_not_polled_while_the_service_has_too_much_to_take() ->
     reader, _theirs = await asyncio.open_unix_connection(sock=theirs, limit=2 * UNTAKEN_BYTES)
     _reader, writer = await asyncio.open_unix_connection(sock=ours)
     async with asyncio.TaskGroup() as tasks:
-        driver = Driver(Opening("", "", "", "", 1), writer, tasks)
+        driver = Driver(Opening("", "", "", "", 0, 1), writer, tasks)
         await driver.room()
         reading = tasks.create_task(read_frame(reader))
         await driver.send_reports(b"x" * (UNTAKEN_BYTES + 1), 0.0, 1)
@@ -218,8 +226,8 @@ async def test_orders_carry_the_end_of_the_term_and_none_is_sent_after_it(bench:
     driver = await bench.driver()
     leader_term = LeaderTerm(Term(2), MonotonicSeconds(boot_seconds() + 600.0))
     bench.lead(leader_term)
-    assert (await driver.next("term"))[1] == NO_TERM
-    assert (await driver.next("term"))[1] == 2
+    assert (await driver.next("term"))[2] == NO_TERM
+    assert (await driver.next("term"))[2] == 2
     driver.say("reports", write_reports("n1", 1.0, [SEEN]), boot_seconds(), 2)
     await bench.executor.reports()
     await bench.send("in-time")
@@ -238,7 +246,7 @@ async def test_reports_of_an_earlier_term_are_dropped(bench: Bench) -> None:
     await bench.executor.reports()
     await driver.next("taken")
     bench.lead(LeaderTerm(Term(3)))
-    while (await driver.next("term"))[1] != 3:
+    while (await driver.next("term"))[2] != 3:
         pass
     driver.send_reports(SEEN)
     _, taken_bytes = await driver.next("taken")
@@ -290,7 +298,7 @@ async def test_orders_that_reach_the_driver_too_late_are_dropped_and_announced_a
     _reader, writer = await asyncio.open_unix_connection(sock=ours)
     with theirs:
         async with asyncio.TaskGroup() as tasks:
-            driver = Driver(Opening("", "", "", "", 1), writer, tasks)
+            driver = Driver(Opening("", "", "", "", 0, 1), writer, tasks)
             link = Link()
             driver._links["n1"] = link  # type: ignore[assignment]  # what a driver asks of one
             await driver.on_message(("orders", "n1", b"in time", boot_seconds() + 600.0))
@@ -325,7 +333,7 @@ async def test_two_nodes_with_one_name_are_logged_once(
     config = RayOptions(tmp_path).agent_config("").to_json()
     with capture_logs() as logs, theirs:
         async with asyncio.TaskGroup() as tasks:
-            driver = Driver(Opening("", "", config, "", 1), writer, tasks)
+            driver = Driver(Opening("", "", config, "", 0, 1), writer, tasks)
             while looks:
                 await driver._update_links(await driver._nodes())
         writer.close()

@@ -141,7 +141,6 @@ class Life:
         half_life = site.policy.usage_half_life_seconds
         self.picture = LogFollower(cast(SqlStore, session), half_life, self._fail, host.ticks)
         self.wire = Wire(process.name, process, host, self.picture.clock, site.network, chance)
-        self.picture.on_reread = lambda: None
         self.candidate = LeaderCandidate(
             name=process.life,
             store=self._store,

@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.orders import (
     Report,
     StartOrder,
 )
-from gpubroker_server.core.domain.units import NodeName, TaskId, Term
+from gpubroker_server.core.domain.units import Lineage, NodeName, TaskId, Term
 from gpubroker_server.ports.store import RunPayload
 
 from tests.simulation.machine import Announcement, Machine
@@ -42,7 +42,7 @@ class Cluster:
         self._lost: set[str] = set()
         self._unreachable: set[NodeName] = set()
 
-    async def start(self, leader_term: LeaderTerm) -> None:
+    async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
         """Announce the term. What was on its way to the leader before is lost with it."""
         self._term = leader_term.term
         self._lost.clear()

@@ -217,7 +217,7 @@ class Day:
         except StoreUnavailable:
             self._die()
             return
-        await self._cluster.start(self._leader.leader_term)
+        await self._cluster.start(self._leader.leader_term, self._world.lineage)
         self._wake()
 
     async def _world_from_rows(self) -> World:

@@ -11,7 +11,7 @@ from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.policy import Cutoffs
-from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import Instant, Lineage, Position, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import (
     CommitVerdict,
@@ -124,14 +124,17 @@ class Session:
 
         return await self._ask("catch up", tail, "write")
 
-    async def go_on_at(self, position: Position) -> None:
+    async def go_on_at(self, position: Position, _lineage: Lineage) -> None:
         self._heard = max(self._heard, position)
 
     async def leader(self) -> LeaderRow:
         return await self._ask("leader", self._database.leader, "term")
 
-    async def take_term(self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow) -> Term | None:
-        take = partial(self._database.take_term, holder, ttl_seconds, instead_of=instead_of)
+    async def take_term(
+        self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow, has_lost_commits: bool = False
+    ) -> Term | None:
+        lost = {"has_lost_commits": has_lost_commits}
+        take = partial(self._database.take_term, holder, ttl_seconds, instead_of=instead_of, **lost)
         return await self._ask("take term", take, "term")
 
     async def renew(self, term: Term, ttl_seconds: Seconds) -> None:

@@ -19,7 +19,7 @@ from gpubroker_server.core.domain.orders import (
     Sampled,
     StartOrder,
 )
-from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId, Term
+from gpubroker_server.core.domain.units import Instant, Lineage, Mib, NodeName, TaskId, Term
 from gpubroker_server.ports.store import Clock, RunPayload
 
 from tests.simulation.line_to_database import Guard
@@ -170,7 +170,7 @@ class Wire:
     async def connect(self) -> None:
         """There is nothing to connect."""
 
-    async def start(self, leader_term: LeaderTerm) -> None:
+    async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
         self._leader_term = leader_term
         self._said.clear()
         self._known.clear()

@@ -30,6 +30,7 @@ from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.ports.store import LineageChanged, LogShortened
 from gpubroker_server.settings.loading import Settings
 
 
@@ -67,6 +68,7 @@ class BrokerRole:
         self._publisher = Publisher(follower.world, follower.progress, self.seen, store)
         self._slots = SlotDivider(settings.triton.slots, store, follower.clock)
         follower.listen(self._on_events)
+        follower.on_reread.append(self._on_reread)
 
     def jobs(self) -> list[Job]:
         jobs = [
@@ -158,6 +160,10 @@ class BrokerRole:
         if self._store.is_shared:
             return await gateways_have_let_go(self._store, self._follower.clock, claim)
         return self.let_go is None or claim in self.let_go()
+
+    def _on_reread(self, fault: LogShortened | LineageChanged) -> None:
+        lost = isinstance(fault, LineageChanged) and fault.has_lost_commits
+        self.candidate.end_term(str(fault), has_lost_commits=lost)
 
     def _on_events(self, events: Sequence[Event]) -> None:
         if self.candidate.leader is not None:

@@ -16,6 +16,7 @@ from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import (
     EventListener,
+    LineageChanged,
     LogOutgrown,
     LogShortened,
     Outgrown,
@@ -58,9 +59,8 @@ class LogFollower:
         self._ticks = ticks
         self.progress: dict[TaskId, Progress] = {}
         """The last progress that each run reported."""
-        self.on_reread: Callable[[], None] | None = None
-        """Called when the World was read again and listeners have missed events. Without it, a shortened log
-        ends the process."""
+        self.on_reread: list[Callable[[LogShortened | LineageChanged], None]] = []
+        """Called when the World was read again, with the reason: listeners have missed events."""
         self._store = store
         self._fail = fail
         self._listeners: list[EventListener] = []
@@ -144,14 +144,14 @@ class LogFollower:
     async def _catch_up(self) -> bool:
         try:
             return await self._store.catch_up()
-        except LogShortened as fault:
-            if self.on_reread is None:
-                raise
+        except (LogShortened, LineageChanged) as fault:
             log.warning("reading all rows again", fault=str(fault))
             snapshot = await self._store.snapshot()
             refill(self.world, snapshot)
-            await self._store.go_on_at(snapshot.position)
-            self.on_reread()
+            self.progress.clear()
+            for told in self.on_reread:
+                told(fault)
+            await self._store.go_on_at(snapshot.position, snapshot.lineage)
             return True
 
     async def _pause(self) -> None:
@@ -198,4 +198,5 @@ def fill(world: World, snapshot: Snapshot) -> None:
     for topic, sketch in snapshot.estimates:
         world.learned.put(topic, sketch)
     world.position = snapshot.position
+    world.lineage = snapshot.lineage
     world.as_of = snapshot.at

@@ -103,8 +103,7 @@ class GatewayRole:
         self._closing: asyncio.Task[None] | None = None
         self._server = QuietServer(config)
         follower.listen(self._waiters.on_events)
-        if broker is None:
-            follower.on_reread = self._waiters.wake_all
+        follower.on_reread.append(lambda _fault: self._waiters.wake_all())
 
     async def begin(self) -> None:
         await self._tokens.load()

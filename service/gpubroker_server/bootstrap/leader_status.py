@@ -17,7 +17,7 @@ from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.forecasts.forecast_rounds import EVERY_SECONDS, ForecastRounds
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import StoreUnavailable
+from gpubroker_server.ports.store import LineageChanged, LogShortened, StoreUnavailable
 
 SILENT_SECONDS = 5.0
 """After so long without a publication there is no known leader."""
@@ -40,6 +40,7 @@ class LeaderStatus:
         self._heard = 0
         self._forecast_rounds = ForecastRounds()
         follower.listen(partial(forget_ended, follower.progress))
+        follower.on_reread.append(self._on_reread)
 
     async def begin(self) -> None:
         """Raises StartRefused if the leader uses another Ray than this process would."""
@@ -80,8 +81,8 @@ class LeaderStatus:
         here = self._here()
         return self._forecast_rounds.forecasts if here is None else here.forecasts()
 
-    def forget(self) -> None:
-        """The World was read again, without samples."""
+    def _on_reread(self, _fault: LogShortened | LineageChanged) -> None:
+        """The World was read again, without samples; in a database that went back, their numbers did too."""
         self._heard = 0
 
     def _here(self) -> BrokerRole | None:

@@ -24,6 +24,7 @@ from gpubroker_server.core.domain.units import MonotonicSeconds, Term
 from gpubroker_server.ports.store import (
     Executor,
     LeaderTermOver,
+    LostCommits,
     ReadTicks,
     StaleTerm,
     StoreUnavailable,
@@ -79,6 +80,10 @@ class LeaderCandidate:
         self.row: LeaderRow | None = None
         """The leader's row, as last read; not read while this process leads."""
         self._takeovers = 0
+        self._has_lost_commits = False
+        """The next term begins a new lineage."""
+        self._end_early: Callable[[str], None] | None = None
+        """Ends the present term, for that reason."""
 
     @property
     def term(self) -> Term | None:
@@ -90,6 +95,13 @@ class LeaderCandidate:
             return LeadershipStatus(takeovers=self._takeovers)
         leader_term = self.leader.leader_term
         return LeadershipStatus(leader_term.term, leader_term.seconds_left(self._ticks()), self._takeovers)
+
+    def end_term(self, why: str, *, has_lost_commits: bool) -> None:
+        """The World was read again: a leader that decided by what was there before decides nothing more.
+        `has_lost_commits`: the database is known to have gone back."""
+        self._has_lost_commits = has_lost_commits
+        if self._end_early is not None and (self.leader is not None or has_lost_commits):
+            self._end_early(why)
 
     async def run(self) -> None:
         """Raises PictureDiverged, and what a listener raised."""
@@ -135,17 +147,33 @@ class LeaderCandidate:
 
     async def _take(self, seen: LeaderRow) -> LeaderTerm | None:
         asked_at = self._ticks()
-        term = await self._store.take_term(self._name, self._rules.ttl_seconds, instead_of=seen)
-        return None if term is None else LeaderTerm(term, self._rules.trusted_until(asked_at))
+        lost = self._has_lost_commits
+        term = await self._store.take_term(
+            self._name, self._rules.ttl_seconds, instead_of=seen, has_lost_commits=lost
+        )
+        if term is None:
+            return None
+        self._has_lost_commits = False
+        return LeaderTerm(term, self._rules.trusted_until(asked_at))
 
     async def _lead(self, leader_term: LeaderTerm) -> None:
         """Until the term is over. No TaskGroup: while it ends because of one of its tasks, it ignores that it
         is cancelled, and the process would not stop."""
         self._takeovers += 1
-        parts = [asyncio.create_task(part) for part in (self._keep(leader_term), self._decide(leader_term))]
+        early: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def end_early(why: str) -> None:
+            leader_term.end()
+            if not early.done():
+                early.set_exception(StaleTerm(f"term {leader_term.term} is over: {why}"))
+
+        self._end_early = end_early
+        works = (self._keep(leader_term), self._decide(leader_term))
+        parts = [early, *(asyncio.create_task(work) for work in works)]
         try:
             ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._end_early = None
             for part in parts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
@@ -153,6 +181,7 @@ class LeaderCandidate:
         try:
             raise BaseExceptionGroup("a term is over", faults)
         except* StaleTerm as over:
+            self._has_lost_commits |= over.subgroup(LostCommits) is not None
             log.warning("standing back", term=leader_term.term, why=_text(over))
 
     async def _decide(self, leader_term: LeaderTerm) -> None:
@@ -210,7 +239,7 @@ class LeaderCandidate:
                 await self._store.resign(leader_term.term)
 
 
-def _fault(part: asyncio.Task[None], *, asked_to_end: bool) -> BaseException | None:
+def _fault(part: asyncio.Future[None], *, asked_to_end: bool) -> BaseException | None:
     """Why it ended; None if it was asked to."""
     fault = None if part.cancelled() else part.exception()
     if fault is None and not asked_to_end:

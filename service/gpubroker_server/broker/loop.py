@@ -13,8 +13,8 @@ from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.observe import Inbox, Observer, without_values
 from gpubroker_server.broker.planner import Planner
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.leader_term import LeaderTerm
-from gpubroker_server.core.domain.orders import Report
+from gpubroker_server.core.domain.leader_term import LeaderTerm, RefusedTerm, refused_term
+from gpubroker_server.core.domain.orders import Report, TermRefused
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.lifecycle.reconcile import take_over
@@ -26,7 +26,9 @@ from gpubroker_server.ports.store import (
     Clock,
     CommitVerdict,
     Executor,
+    LostCommits,
     ReadTicks,
+    StaleTerm,
     StoreUnavailable,
     TaskStore,
 )
@@ -151,10 +153,38 @@ class Leader:
         return self._observer.heartbeats.late(self._world, self._ticks(), self._clock.now())
 
     async def _listen(self) -> None:
-        await self._executor.start(self.leader_term)
+        await self._executor.start(self.leader_term, self._world.lineage)
         while True:
             await self._inbox.has_room.wait()
-            self.hear(await self._executor.reports())
+            heard = await self._executor.reports()
+            self.hear([report for report in heard if not isinstance(report, TermRefused)])
+            for report in heard:
+                if isinstance(report, TermRefused):
+                    await self._on_refused(report)
+
+    async def _on_refused(self, by: TermRefused) -> None:
+        """Raises StaleTerm if another process leads, and LostCommits."""
+        term = self.leader_term.term
+        try:
+            row = await self._store.leader()
+        except StoreUnavailable:
+            return  # the agent is asked again
+        match refused_term(row, term, (by.lineage, by.term)):
+            case RefusedTerm.OVER:
+                raise StaleTerm(f"term {term} is over: {row.holder} leads term {row.term}; stop leading")
+            case RefusedTerm.LOST:
+                raise LostCommits(
+                    f"node {by.node} knows term {by.term}, which this database gave and has lost: it was "
+                    f"restored from a backup, or a standby took over that lacked it; leading a new lineage"
+                )
+            case RefusedTerm.ELSEWHERE:
+                log.error(
+                    "a node takes no orders: it follows a later lineage than this database has; if this is "
+                    "the database to go on with, run `gpubroker new-lineage`, otherwise stop this process",
+                    node=by.node,
+                    known_lineage=by.lineage,
+                    lineage=row.lineage,
+                )
 
     async def _lead(self) -> None:
         while True:

@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
 from gpubroker_server.core.domain.lease import Lease, Pledge
-from gpubroker_server.core.domain.orders import Order, Report
+from gpubroker_server.core.domain.orders import Order, Report, TermRefused
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.submission import BatchSubmission as BatchSubmission
 from gpubroker_server.core.domain.submission import KnownKey as KnownKey
@@ -22,6 +22,7 @@ from gpubroker_server.core.domain.submission import SubmitVerdict as SubmitVerdi
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import (
     Instant,
+    Lineage,
     MonotonicSeconds,
     NodeName,
     Position,
@@ -56,6 +57,10 @@ class StaleTerm(Exception):
     """Another process has a newer term. The caller must stop leading."""
 
 
+class LostCommits(StaleTerm):
+    """The database lacks commits of which others know: its next term needs a new lineage."""
+
+
 class LeaderTermOver(StaleTerm):
     """The term was not renewed in time, so another process may lead. The caller must stop leading."""
 
@@ -74,6 +79,15 @@ class LogOutgrown(Outgrown):
 
 class LogShortened(Exception):
     """The next events have been pruned. The caller must take a new snapshot."""
+
+
+class LineageChanged(Exception):
+    """The database went back to an earlier state, or it may have: what was read from it before may never have
+    happened. The caller must take a new snapshot."""
+
+    has_lost_commits = False
+    """The log has fewer events than were read from it before, and nothing says why: it needs a new
+    lineage."""
 
 
 class Unstorable(ValueError):
@@ -160,6 +174,7 @@ class Snapshot:
     """Rows and the position of the log, read in one database snapshot."""
 
     position: Position
+    lineage: Lineage
     at: Instant
     tasks: Sequence[Task]
     """Unfinished, or with a lease that is not released."""
@@ -214,10 +229,13 @@ class TaskStore(ObjectRows, Protocol):
 
     async def leader(self) -> LeaderRow: ...
 
-    async def take_term(self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow) -> Term | None:
+    async def take_term(
+        self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow, has_lost_commits: bool = False
+    ) -> Term | None:
         """Become leader with the next term, committed. From now on commits of older terms fail.
 
-        None if the row is no longer `instead_of`: its leader has renewed it, or another process was quicker.
+        `has_lost_commits`: the database is known to have gone back, so the term begins a new lineage. None if
+        the row is no longer `instead_of`: its leader has renewed it, or another process was quicker.
         """
         ...
 
@@ -363,7 +381,7 @@ class Executor(Protocol):
         """Connect, so that `start` has only to announce the term. Sends no orders and receives no reports."""
         ...
 
-    async def start(self, leader_term: LeaderTerm) -> None:
+    async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
         """Connect and announce the term; agents answer with NodeSeen reports.
 
         Drops reports and orders of earlier terms.
@@ -388,7 +406,7 @@ class Executor(Protocol):
         """Announce the term to these nodes again; agents answer with NodeSeen."""
         ...
 
-    async def reports(self) -> Sequence[Report]:
+    async def reports(self) -> Sequence[Report | TermRefused]:
         """All reports since the last call, in order per run; waits for at least one."""
         ...
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.core.domain.leader_term import LeaderTerm
-from gpubroker_server.core.domain.units import Term
+from gpubroker_server.core.domain.units import Lineage, Term
 
 from tests.e2e.ray_lab import Lab, SystemClock
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 async def test_a_leader_of_an_older_term_is_refused_and_changes_nothing(lab: Lab) -> None:
     incarnation = (await lab.announce_again()).node.incarnation
     late = RayExecutor(lab.options, SystemClock())
-    starting = asyncio.create_task(late.start(LeaderTerm(Term(lab.term - 1))))
+    starting = asyncio.create_task(late.start(LeaderTerm(Term(lab.term - 1)), Lineage(0)))
     hearing = asyncio.create_task(late.reports())
     await lab.until(lambda: late.status()["message"] == "waiting for node agents")
     run = await lab.start("add", 1, 2, shareable=True)

@@ -18,7 +18,7 @@ from gpubroker_server.adapters.ray.head.head import HeadState, read_state, write
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Ended, Gone, NodeLost, NodeReport, Started
-from gpubroker_server.core.domain.units import Term
+from gpubroker_server.core.domain.units import Lineage, Term
 
 from tests.e2e.ray_lab import Lab, SystemClock, agents_of, eventually, is_there, lab_options
 
@@ -131,7 +131,7 @@ async def test_a_head_stays_while_it_is_used_and_stops_by_itself_later(open_lab:
 async def test_a_head_of_another_release_is_neither_adopted_nor_killed(lab: Lab, tmp_path: Path) -> None:
     write_state(tmp_path, replace(lab.head, ray="1.0.0"))
     executor = RayExecutor(lab_options(tmp_path), SystemClock())
-    starting = asyncio.create_task(executor.start(LeaderTerm(Term(1))))
+    starting = asyncio.create_task(executor.start(LeaderTerm(Term(1)), Lineage(0)))
     await eventually(lambda: executor.status()["state"] == "failed")
     assert "a Ray 1.0.0 head" in executor.status()["message"]
     starting.cancel()

@@ -30,7 +30,16 @@ from gpubroker_server.core.domain.orders import (
     WatchOrder,
     WorldOrder,
 )
-from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib, NodeName, TaskId, device_key, mark_of
+from gpubroker_server.core.domain.units import (
+    DeviceKey,
+    Fence,
+    Lineage,
+    Mib,
+    NodeName,
+    TaskId,
+    device_key,
+    mark_of,
+)
 from gpubroker_server.ports.store import Clock, ReadTicks, RunPayload
 
 
@@ -95,10 +104,10 @@ class WaitingExecutor:
     async def connect(self) -> None:
         """There is no process to connect to."""
 
-    async def start(self, leader_term: LeaderTerm) -> None:
+    async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
         self._leader_term = leader_term
         self._pending = []
-        self._incarnation = f"simulated-{leader_term.term}"
+        self._incarnation = f"simulated-{lineage}.{leader_term.term}"
         self._answer()
         if self._heartbeat is None:
             self._heartbeat = asyncio.create_task(self._beat())

@@ -16,12 +16,21 @@ from gpubroker_server.core.domain.decisions import (
 )
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.estimates import Sketch, SketchKey
-from gpubroker_server.core.domain.leader_term import LeaderRow
+from gpubroker_server.core.domain.leader_term import LeaderRow, next_lineage
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import (
+    DeviceKey,
+    Instant,
+    Lineage,
+    NodeName,
+    Position,
+    Seconds,
+    TaskId,
+    Term,
+)
 from gpubroker_server.core.world.events import Event, NewEvent, events_of, requested, submitted, task_of
 from gpubroker_server.core.world.tenant_accounts import Accounts
 from gpubroker_server.ports.store import (
@@ -60,6 +69,7 @@ class MemoryStore(TokensAndObjects):
         self._term = Term(0)
         self._leader = ""
         self._lease_until = Instant(0.0)
+        self._lineage = Lineage(0)
         self._tasks: dict[TaskId, Task] = {}
         self._specs: dict[TaskId, RunSpec] = {}
         self._keys: dict[tuple[str, str], tuple[TaskId, str]] = {}
@@ -135,12 +145,16 @@ class MemoryStore(TokensAndObjects):
             self._append([requested(request)])
 
     async def leader(self) -> LeaderRow:
-        return LeaderRow(self._term, self._leader, self._lease_until, Instant(self._now()))
+        return LeaderRow(self._term, self._leader, self._lease_until, Instant(self._now()), self._lineage)
 
-    async def take_term(self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow) -> Term | None:
+    async def take_term(
+        self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow, has_lost_commits: bool = False
+    ) -> Term | None:
         self._check_listeners()
         if (instead_of.term, instead_of.lease_until) != (self._term, self._lease_until):
             return None
+        if has_lost_commits:
+            self._lineage = next_lineage(self._lineage, Instant(self._now()))
         self._term = Term(self._term + 1)
         self._leader = holder
         self._lease_until = Instant(self._now() + ttl_seconds)
@@ -261,6 +275,7 @@ class MemoryStore(TokensAndObjects):
         holders = {lease.holder for lease in leases}
         return Snapshot(
             position=Position(len(self._log)),
+            lineage=self._lineage,
             at=Instant(self._now()),
             tasks=[task for task in self._tasks.values() if not task.is_terminal or task.id in holders],
             leases=leases,

@@ -27,7 +27,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.store import RunPayload
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Number of the form in which driver and agent speak; first value of every message between them."""
 SPOKEN = (PROTOCOL,)
 """The forms that this release speaks, the newest last. An agent outlives the service that started it, so a

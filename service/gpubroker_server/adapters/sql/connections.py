@@ -19,6 +19,7 @@ from math import inf
 from typing import Any, Literal
 
 import psycopg
+from psycopg import errors
 from psycopg.abc import PQGen
 
 from gpubroker_server.adapters.clock import boot_seconds
@@ -97,6 +98,7 @@ _CONNECTION: Mapping[str, Any] = {
     "application_name": f"gpubroker, process {os.getpid()} on {socket.gethostname()}",
 }
 _OLDEST = 140000
+_SERVER = "SELECT system_identifier, left(pg_walfile_name(pg_current_wal_lsn()), 8) FROM pg_control_system()"
 _CHANNEL = "gpubroker"
 _RESIGNED = "resigned"
 NOTIFY_RESIGNED = f"NOTIFY {_CHANNEL}, '{_RESIGNED}'"
@@ -151,6 +153,16 @@ def set_statement(settings: ServerSettings, *, within: Literal["session", "trans
 def connect_writer(url: str, settings: ServerSettings = WRITER, *, pooled: bool = False) -> TimedConnection:
     """To the first of the URL's hosts that accepts writes."""
     return _connect(url, settings, pooled=pooled, target_session_attrs="read-write")
+
+
+def server_of(connection: psycopg.Connection[Any]) -> str:
+    """System identifier and timeline of a primary: a restored server has another identifier or timeline, a
+    promoted standby another timeline. Empty if the server does not tell its users."""
+    try:
+        [(identifier, timeline)] = connection.execute(_SERVER, prepare=False).fetchall()
+    except (errors.InsufficientPrivilege, errors.FeatureNotSupported, errors.ObjectNotInPrerequisiteState):
+        return ""
+    return f"{identifier}.{int(timeline, 16)}"
 
 
 def connect_reader(url: str, *, pooled: bool = False) -> TimedConnection:

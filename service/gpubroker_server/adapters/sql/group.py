@@ -203,8 +203,11 @@ class Change(Unit):
                 self.answer = error
 
 
-def write_group(session: Session, units: Sequence[Unit], half_life_seconds: Seconds) -> list[Event]:
-    """Write all units in one transaction, or none; the events in order.
+def write_group(
+    session: Session, units: Sequence[Unit], half_life_seconds: Seconds, heard: Position
+) -> list[Event]:
+    """Write all units in one transaction, or none; the events in order. `heard`: how far this process has
+    read the log.
 
     Raises what the session raises. CommitUnknown has the events.
     """
@@ -221,6 +224,11 @@ def write_group(session: Session, units: Sequence[Unit], half_life_seconds: Seco
         if statement in rows:
             session.write(statement, rows[statement])
     first, at = session.take_positions(sum(unit.event_count for unit in units))
+    if first <= heard:
+        raise StoreUnavailable(
+            f"the log was read up to position {heard} and is at {first - 1}: the database was restored; "
+            "nothing is written until everything was read again"
+        )
     if taken:
         session.write(sql.WRITE_USAGE, _usage_rows(taken, used(), at, half_life_seconds))
     numbered = _event_rows(units, first, at)

@@ -20,6 +20,7 @@ from gpubroker_server.adapters.sql.connections import (
     WRITER,
     ServerSettings,
     connect_writer,
+    server_of,
     set_statement,
 )
 from gpubroker_server.adapters.sql.session import (
@@ -34,13 +35,13 @@ from gpubroker_server.adapters.sql.session import (
     SetStatement,
     json_text,
 )
-from gpubroker_server.adapters.sql.system_tables import check_schema
+from gpubroker_server.adapters.sql.system_tables import check_schema, is_another_server
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import StaleTerm, StoreUnavailable, Unstorable
 
 _NOW = "SELECT extract(epoch from clock_timestamp())::float8"
-_SHARE_TERM = "SELECT term, holder FROM leadership WHERE id = 1 FOR KEY SHARE"
+_SHARE_TERM = "SELECT term, holder, server FROM leadership WHERE id = 1 FOR KEY SHARE"
 """Taking the next term waits for this lock; renewing this one does not."""
 _TAKE_HEAD = (
     "UPDATE log_head SET position = position + %s WHERE id = 1 "
@@ -142,6 +143,7 @@ class PostgresSession:
     def __init__(self, url: str, settings: ServerSettings = WRITER, *, pooled: bool = False) -> None:
         self._connect = partial(connect_writer, url, settings, pooled=pooled)
         self._connection = self._connect()
+        self.server = server_of(self._connection)
         self._at_begin = set_statement(settings, within="transaction") if pooled else None
         self._open = ExitStack()
         self._pipeline: psycopg.Pipeline
@@ -216,9 +218,14 @@ class PostgresSession:
     def _check_guards(self) -> None:
         """A missed guard may be the cause of a failed constraint, so it is what gets reported."""
         for term, leader in self._terms:
-            for current, holder in leader.fetchall() if leader.rowcount >= 0 else ():
+            for current, holder, server in leader.fetchall() if leader.rowcount >= 0 else ():
                 if current != term:
                     raise StaleTerm(f"term {term} is over: {holder} leads term {current}; stop leading")
+                if is_another_server(server, self.server):
+                    raise StaleTerm(
+                        f"term {term} was taken on the server {server}, and this is {self.server}, which may "
+                        "lack the last commits; take a new term"
+                    )
         for statement, given, written in self._sent:
             if 0 <= written.rowcount != given:
                 raise GuardMissed(statement, given, written.rowcount)
@@ -268,6 +275,7 @@ class PostgresSession:
         self.close()
         try:
             self._connection = self._connect()
+            self.server = server_of(self._connection)
         except psycopg.Error as error:
             raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
 

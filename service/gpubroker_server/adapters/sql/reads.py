@@ -35,7 +35,7 @@ from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
-from gpubroker_server.core.domain.units import Instant, Position, TaskId, Term
+from gpubroker_server.core.domain.units import Instant, Lineage, Position, TaskId, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.store import (
@@ -99,6 +99,7 @@ _KNOWN_KEY = select(_task.c.id, _task.c.body_hash).where(
 )
 _BATCH_ANSWER = select(tables.batch.c.answer).where(tables.batch.c.task == bindparam("task"))
 _HEAD = select(log_head.c.position)
+_LINEAGE = select(leadership.c.lineage)
 _OLDEST = select(
     func.coalesce(select(func.min(tables.event.c.position)).scalar_subquery(), log_head.c.position + 1)
 )
@@ -331,10 +332,15 @@ def head(connection: Connection) -> Position:
     return Position(connection.execute(_HEAD).scalar_one())
 
 
+def lineage(connection: Connection) -> Lineage:
+    return Lineage(connection.execute(_LINEAGE).scalar_one())
+
+
 def leader(connection: Connection) -> LeaderRow:
     row = leadership.c
-    [(term, holder, until)] = connection.execute(select(row.term, row.holder, row.lease_until))
-    return LeaderRow(Term(term), holder, Instant(until), now(connection))
+    columns = select(row.term, row.holder, row.lease_until, row.lineage, row.server)
+    [(term, holder, until, of, server)] = connection.execute(columns)
+    return LeaderRow(Term(term), holder, Instant(until), now(connection), Lineage(of), server)
 
 
 def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
@@ -349,6 +355,7 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
     counted = connection.execute(select(finished.c.tenant, finished.c.state, finished.c.n))
     return Snapshot(
         position=head(connection),
+        lineage=lineage(connection),
         at=at,
         tasks=[
             rows.task_of_row(row)

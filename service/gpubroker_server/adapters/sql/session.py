@@ -133,6 +133,10 @@ class Session(Protocol):
     mistakes of ours and pass unchanged. After any error the transaction must be rolled back.
     """
 
+    server: str
+    """Which server this connection writes to, and its timeline there: another one may have lost the last
+    commits. Empty for a file, and where the server does not say."""
+
     def begin(self) -> None: ...
 
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
@@ -148,8 +152,8 @@ class Session(Protocol):
         ...
 
     def require_term(self, term: Term) -> None:
-        """Lock the leader's row and check that `term` is the newest. `take_positions` may raise the
-        StaleTerm."""
+        """Lock the leader's row and check that `term` is the newest, and was taken on this server.
+        `take_positions` may raise the StaleTerm."""
         ...
 
     def take_positions(self, events: int) -> tuple[Position, Instant]:

@@ -221,6 +221,8 @@ def _refusing(path: Path) -> Iterator[None]:
 class SqliteSession:
     """The writer's connection to a file."""
 
+    server = ""
+
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._connection.create_function(SQLITE_NOW, 0, self.now)

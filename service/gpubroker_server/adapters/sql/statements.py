@@ -194,8 +194,8 @@ def usage_of(_insert: Any, r: FromClause) -> Any:
 
 @over(system_tables.log_head.c.id, Column("after", Count), Column("last", Count))
 def tail(_insert: Any, r: FromClause) -> Any:
-    """The head of the log, how often tokens have changed and which schema may write, with each event between
-    two positions; one row without an event if there is none.
+    """The head of the log, how often tokens have changed, which schema may write and the lineage, with each
+    event between two positions; one row without an event if there is none.
 
     The positions are scalar subqueries. PostgreSQL believes that `r` has a hundred rows: joined with it, the
     planner would read the whole log along its key.
@@ -203,8 +203,11 @@ def tail(_insert: Any, r: FromClause) -> Any:
     head, whole, event = system_tables.log_head, system_tables.installation, tables.event
     after, last = (select(column).scalar_subquery() for column in (r.c.after, r.c.last))
     inside = (event.c.position > after) & (event.c.position <= last)
-    joined = head.join(whole, whole.c.id == head.c.id).outerjoin(event, inside)
-    columns = (head.c.position.label("head"), whole.c.token_changes, head.c.compatible_from, *EVENT)
+    term = system_tables.leadership
+    of_all = head.join(whole, whole.c.id == head.c.id).join(term, term.c.id == head.c.id)
+    joined = of_all.outerjoin(event, inside)
+    about = (head.c.position.label("head"), whole.c.token_changes, head.c.compatible_from, term.c.lineage)
+    columns = (*about, *EVENT)
     only = head.c.id == select(r.c.id).scalar_subquery()
     return select(*columns).select_from(joined).where(only).order_by(event.c.position)
 

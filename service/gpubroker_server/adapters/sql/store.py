@@ -24,7 +24,7 @@ from gpubroker_server.core.domain.decisions import Decision, Outcome, Request
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Position, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import Lineage, Position, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import (
     BatchSubmission,
@@ -173,9 +173,8 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects):
         self._terms = None if connect is None else terms.TermConnection(connect)
         self._undelivered: deque[tuple[Sequence[Event], Sequence[Work]]] = deque()
         """Committed, and not delivered to listeners yet."""
-        self._writer = Writer(
-            database.session, self._readers.query(reads.head), self._deliver, usage_half_life_seconds
-        )
+        heard, lineage = self._readers.query(reads.head), self._readers.query(reads.lineage)
+        self._writer = Writer(database.session, heard, lineage, self._deliver, usage_half_life_seconds)
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)
@@ -193,7 +192,7 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects):
     async def catch_up(self) -> bool:
         """Deliver what other processes have appended to the listeners; True if more follows.
 
-        Raises LogShortened if some of it has been pruned, and StoreUnavailable.
+        Raises LogShortened if some of it has been pruned, LineageChanged, and StoreUnavailable.
         """
         work = CatchUp(get_running_loop())
         self._hand_over(work)
@@ -203,9 +202,10 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects):
             self.tokens_changed.set()
         return bool(more)
 
-    async def go_on_at(self, position: Position) -> None:
+    async def go_on_at(self, position: Position, lineage: Lineage) -> None:
         """Continue after this position; listeners know the rest from a snapshot."""
-        work = BeginAt(get_running_loop(), position)
+        self._recent = RecentTasks()  # some of them may never have been
+        work = BeginAt(get_running_loop(), position, lineage)
         self._hand_over(work)
         await work.future
 
@@ -244,8 +244,11 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects):
             return await self._readers.run(reads.leader)
         return await self._terms.run(terms.read_leader)
 
-    async def take_term(self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow) -> Term | None:
-        return await self._on_leader(terms.take_term(holder, ttl_seconds, instead_of))
+    async def take_term(
+        self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow, has_lost_commits: bool = False
+    ) -> Term | None:
+        act = terms.take_term(holder, ttl_seconds, instead_of, has_lost_commits=has_lost_commits)
+        return await self._on_leader(act)
 
     async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
         if not await self._on_leader(terms.renew_term(term, ttl_seconds)):

@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 6
+SCHEMA = 7
 """Number of the newest migration that this software knows."""
 
 READER = 3
@@ -38,6 +38,11 @@ def check_schema(compatible_from: int) -> None:
             f"the database needs software of schema {compatible_from} or newer, and this software knows "
             f"schema {SCHEMA}; upgrade this process"
         )
+
+
+def is_another_server(taken_on: str, server: str) -> bool:
+    """Whether a term taken on one server is continued on another; one that does not say its name is none."""
+    return bool(taken_on and server) and taken_on != server
 
 
 def check_reader(reader: int) -> None:
@@ -141,9 +146,12 @@ leadership = Table(
     Column("holder", Text, nullable=False),
     Column("taken_at", Double, nullable=False),
     Column("lease_until", Double, nullable=False),
+    Column("lineage", Count, nullable=False, server_default=text("0")),
+    Column("server", Text, nullable=False, server_default=text("''")),
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )
+"""`server`: which server the term was taken on, as `Session.server` says; empty for a file."""
 
 installation = Table(
     "installation",

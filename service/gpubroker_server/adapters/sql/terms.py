@@ -15,9 +15,9 @@ from gpubroker_server.adapters.sql.session import (
     over,
 )
 from gpubroker_server.adapters.sql.statements import INSERT_AUDIT, ONE, columns_of
-from gpubroker_server.adapters.sql.system_tables import leadership, now
-from gpubroker_server.core.domain.leader_term import LeaderRow
-from gpubroker_server.core.domain.units import Instant, Seconds, Term
+from gpubroker_server.adapters.sql.system_tables import is_another_server, leadership, now
+from gpubroker_server.core.domain.leader_term import LeaderRow, next_lineage
+from gpubroker_server.core.domain.units import Instant, Lineage, Seconds, Term
 from gpubroker_server.ports.store import StoreUnavailable
 
 T = TypeVar("T")
@@ -31,7 +31,8 @@ _TTL = Column("ttl_seconds", Double)
 
 @over(leadership.c.id)
 def leader_row(_insert: Any, r: FromClause) -> Any:
-    columns = (leadership.c.term, leadership.c.holder, leadership.c.lease_until, now().label("now"))
+    row = leadership.c
+    columns = (row.term, row.holder, row.lease_until, row.lineage, row.server, now().label("now"))
     return select(*columns).select_from(r.join(leadership, leadership.c.id == r.c.id))
 
 
@@ -42,13 +43,20 @@ def _lock_leader(_insert: Any, r: FromClause) -> Any:
     return locked.with_for_update(of=leadership)
 
 
-@over(*columns_of(leadership, ("id", "holder", "term")), Column("seen_until", Double), _TTL)
+@over(
+    *columns_of(leadership, ("id", "holder", "term", "lineage", "server")), Column("seen_until", Double), _TTL
+)
 def _take_term(_insert: Any, r: FromClause) -> Any:
     """If the row is the one that was seen."""
     row = leadership.c
     same = (row.id == r.c.id, row.term == r.c.term, row.lease_until == r.c.seen_until)
     change = update(leadership).values(
-        term=row.term + ONE, holder=r.c.holder, taken_at=now(), lease_until=now() + r.c.ttl_seconds
+        term=row.term + ONE,
+        holder=r.c.holder,
+        taken_at=now(),
+        lease_until=now() + r.c.ttl_seconds,
+        lineage=r.c.lineage,
+        server=r.c.server,
     )
     return change.where(*same).returning(row.term, row.taken_at)
 
@@ -69,19 +77,29 @@ def read_leader(session: Session) -> Callable[[], LeaderRow]:
     found = session.fetch_later(leader_row, [(1,)])
 
     def answer() -> LeaderRow:
-        [(term, holder, until, at)] = found()
-        return LeaderRow(Term(term), holder, Instant(until), Instant(at))
+        [(term, holder, until, lineage, server, at)] = found()
+        return LeaderRow(Term(term), holder, Instant(until), Instant(at), Lineage(lineage), server)
 
     return answer
 
 
-def take_term(holder: str, ttl_seconds: Seconds, seen: LeaderRow) -> Act[Term | None]:
+def take_term(
+    holder: str, ttl_seconds: Seconds, seen: LeaderRow, *, has_lost_commits: bool = False
+) -> Act[Term | None]:
+    """The first term on another server, or after commits were lost, begins a lineage."""
+
     def act(session: Session) -> Callable[[], Term | None]:
         session.end_stuck_sessions()
         session.fetch_later(_lock_leader, [(1,)])
-        row = (1, holder, seen.term, seen.lease_until, ttl_seconds)
+        is_new = has_lost_commits or is_another_server(seen.server, session.server)
+        lineage = next_lineage(seen.lineage, seen.at) if is_new else seen.lineage
+        server = session.server or seen.server
+        row = (1, holder, seen.term, lineage, server, seen.lease_until, ttl_seconds)
         for taken, at in session.fetch(_take_term, [row]):
             session.write(INSERT_AUDIT, [(at, "", holder, "term.taken", str(taken), "")])
+            if is_new:
+                why = "commits were lost" if has_lost_commits else f"{seen.server} was the server before"
+                session.write(INSERT_AUDIT, [(at, "", holder, "lineage.begun", str(lineage), why)])
             return lambda: Term(taken)
         found = read_leader(session)
 

@@ -17,9 +17,9 @@ from gpubroker_server.adapters.sql.group import Unit, answer_known, write_group
 from gpubroker_server.adapters.sql.rows import event_of_row
 from gpubroker_server.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Found, Session
 from gpubroker_server.adapters.sql.system_tables import check_schema
-from gpubroker_server.core.domain.units import Position, Seconds
+from gpubroker_server.core.domain.units import Lineage, Position, Seconds
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.ports.store import LogShortened, Outgrown, StoreUnavailable
+from gpubroker_server.ports.store import LineageChanged, LogShortened, Outgrown, StoreUnavailable
 
 _UNITS_PER_GROUP = 512
 _EVENTS_PER_CATCH_UP = 1000
@@ -76,22 +76,30 @@ class CatchUp(Work):
 
 
 class BeginAt(Work):
-    """Continue at a later position, which the caller knows from a snapshot."""
+    """Continue where a snapshot was taken."""
 
-    def __init__(self, loop: AbstractEventLoop, position: Position) -> None:
+    def __init__(self, loop: AbstractEventLoop, position: Position, lineage: Lineage) -> None:
         super().__init__(loop)
         self.position = position
+        self.lineage = lineage
 
 
 class Writer:
     """Owns the session from `start` to `close`. `put` never blocks."""
 
     def __init__(
-        self, session: Session, heard: Position, deliver: Deliver, usage_half_life_seconds: Seconds
+        self,
+        session: Session,
+        heard: Position,
+        lineage: Lineage,
+        deliver: Deliver,
+        usage_half_life_seconds: Seconds,
     ) -> None:
         self._session = session
         self._usage_half_life_seconds = usage_half_life_seconds
         self._heard = heard
+        self._history = lineage, session.server
+        """Of which lineage, and on which server, the log was read up to `_heard`."""
         self._deliver = deliver
         self._inbox: SimpleQueue[Sequence[Work] | None] = SimpleQueue()
         self._closing = threading.Event()
@@ -134,7 +142,9 @@ class Writer:
             case CatchUp():
                 return self._catch_up(work)
             case BeginAt():
-                self._heard = max(self._heard, work.position)
+                history = work.lineage, self._session.server
+                self._heard = work.position if history != self._history else max(self._heard, work.position)
+                self._history = history
             case Work(alone=act) if act is not None:
                 work.answer = self._run_alone(act)
         return ()
@@ -188,13 +198,13 @@ class Writer:
         No caller is answered before the events of its commit can be delivered: the leader would repeat
         decisions that its World does not show yet.
         """
-        if not events:
-            return events
+        if not events or self._session.server != self._history[1]:
+            return []  # on another server the next catch-up says so
         if events[0].position != self._heard + 1:
             span = (self._heard, events[-1].position)
             found = self._insist(lambda: self._session.fetch(sql.tail, [(1, *span)]))
             try:
-                events = _readable([row[3:] for row in found or ()])
+                events = _readable([row[4:] for row in found or ()])
             except Outgrown:
                 return []  # the next catch-up raises it
             if len(events) < span[1] - span[0] and self._insist(self._is_shortened):
@@ -208,10 +218,11 @@ class Writer:
         try:
             most = self._heard + _EVENTS_PER_CATCH_UP
             found = self._session.fetch(sql.tail, [(1, self._heard, most)])
-            head, token_changes, compatible_from = found[0][:3]
+            head, token_changes, compatible_from, lineage = found[0][:4]
             check_schema(compatible_from)
+            self._check_history(head, lineage)
             last = min(head, most)
-            rows = [row[3:] for row in found if row[3] is not None]
+            rows = [row[4:] for row in found if row[4] is not None]
             if len(rows) < last - self._heard and self._is_shortened():
                 raise LogShortened(
                     f"the log no longer holds all events after position {self._heard}; take a new snapshot"
@@ -233,6 +244,20 @@ class Writer:
         self._heard = Position(max(last, self._heard))
         work.answer = last < head, token_changes
         return events
+
+    def _check_history(self, head: Position, lineage: Lineage) -> None:
+        """Raises LineageChanged."""
+        found = lineage, self._session.server
+        if found == self._history and head >= self._heard:
+            return
+        of = "lineage {}" + (" on server {}" if found[1] else "")
+        fault = LineageChanged(
+            f"the log was read up to position {self._heard} in {of.format(*self._history)}, and is at {head} "
+            f"in {of.format(*found)}: the database was restored, or another server took over; reading "
+            "everything again"
+        )
+        fault.has_lost_commits = found == self._history
+        raise fault
 
     def _is_shortened(self) -> bool:
         """Whether the next event has been pruned. Raises what the session raises."""
@@ -277,7 +302,7 @@ class Writer:
         raise StoreUnavailable(_BROKEN_OFF)
 
     def _write_group(self, units: Sequence[Unit]) -> list[Event]:
-        return write_group(self._session, units, self._usage_half_life_seconds)
+        return write_group(self._session, units, self._usage_half_life_seconds, self._heard)
 
     def _read_back(self, unknown: CommitUnknown) -> list[Event] | None:
         if not unknown.events or self._was_committed(unknown.events[0]):

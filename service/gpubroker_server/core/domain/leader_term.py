@@ -8,9 +8,10 @@ long its process was suspended, as long as the two clocks' rates differ by less 
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from math import inf
 
-from gpubroker_server.core.domain.units import Instant, MonotonicSeconds, Seconds, Term
+from gpubroker_server.core.domain.units import Instant, Lineage, MonotonicSeconds, Seconds, Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,14 @@ UNTIL_PROCESS_EXIT = LeaderTermRules(_DECADES, Seconds(0.0), _DECADES)
 
 NEVER = MonotonicSeconds(inf)
 
+_LINEAGE_EPOCH = Instant(1_735_689_600.0)
+"""2025-01-01T00:00:00Z. Lineages stay below 2**31 until 2093."""
+
+
+def next_lineage(last: Lineage, now: Instant) -> Lineage:
+    """Above every claim that an earlier lineage has numbered: no holder is claimed once a second for long."""
+    return Lineage(max(last + 1, int(now - _LINEAGE_EPOCH)))
+
 
 class LeaderTerm:
     """One term, as its holder may rely on it. Once over it stays over: only a new term makes the process lead
@@ -58,6 +67,9 @@ class LeaderTerm:
         """Extend after a renewal; an out-of-order renewal changes nothing."""
         self._until = max(self._until, until)
 
+    def end(self) -> None:
+        self._is_over = True
+
     def is_over(self, now: MonotonicSeconds) -> bool:
         self._is_over = self._is_over or now >= self._until
         return self._is_over
@@ -66,16 +78,45 @@ class LeaderTerm:
         return Seconds(max(0.0, self.until - now))
 
 
+FIRST_LINEAGE = Lineage(0)
+
+
 @dataclass(frozen=True, slots=True)
 class LeaderRow:
     term: Term
     holder: str
     lease_until: Instant
     at: Instant
+    lineage: Lineage = FIRST_LINEAGE
+    server: str = ""
+    """On which the term was taken; empty if that is unknown."""
 
     @property
     def is_past(self) -> bool:
         return self.lease_until <= self.at
+
+
+class RefusedTerm(StrEnum):
+    """What a refusal by a node agent says to the leader of a term, which knows the leader's row."""
+
+    OVER = "over"
+    """Another process leads."""
+    LOST = "lost"
+    """The database went back: it has lost a term that it has given."""
+    ELSEWHERE = "elsewhere"
+    """The agent takes orders of a later lineage, which this database has never had: another database has
+    replaced this one, or this one was restored from before that lineage."""
+    NOTHING = "nothing"
+
+
+def refused_term(row: LeaderRow, own: Term, known: tuple[Lineage, Term]) -> RefusedTerm:
+    """`row` was read after the agent's answer, which names a term that was committed before."""
+    lineage, term = known
+    if row.term != own:
+        return RefusedTerm.OVER
+    if lineage == row.lineage and term > row.term:
+        return RefusedTerm.LOST
+    return RefusedTerm.ELSEWHERE if lineage > row.lineage else RefusedTerm.NOTHING
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,17 @@ from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import ServerIndex
 from gpubroker_server.core.domain.task import StopReason
-from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.units import (
+    DeviceKey,
+    Fence,
+    Instant,
+    Lineage,
+    Mib,
+    NodeName,
+    Seconds,
+    TaskId,
+    Term,
+)
 from gpubroker_server.core.domain.values import value
 
 RunId = tuple[TaskId, Fence, int]
@@ -214,6 +224,16 @@ class NodeLost:
     incarnation: str
     at: Instant
     why: str
+
+
+@value
+class TermRefused:
+    """An agent takes no orders of this term, because it knows a later one: another leader's, or one that the
+    database has lost."""
+
+    node: NodeName
+    lineage: Lineage
+    term: Term
 
 
 @value

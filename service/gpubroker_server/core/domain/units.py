@@ -17,9 +17,13 @@ DeviceKey = NewType("DeviceKey", str)
 """`cluster/node/uuid`: outlives Ray node ids, driver restarts and renumbering."""
 
 Fence = NewType("Fence", int)
-"""Number of a claim on a holder: +1 at each claim, never reset. 0: never claimed."""
+"""Number of a claim on a holder: it rises with each claim and is never reset. 0: never claimed."""
 
 Term = NewType("Term", int)
+
+Lineage = NewType("Lineage", int)
+"""One unbroken history of a database: seconds from 2025-01-01 to when it began, and 0 from the first
+migration on. A database that has lost commits gets a new one, above each earlier one."""
 
 Position = NewType("Position", int)
 """Place in the event log: gap-free, in commit order. 0 is before the first event."""

@@ -23,7 +23,7 @@ from gpubroker_server.core.world.world import World
 def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | None:
     """None while its leases would not fit: until then its use counts as foreign."""
     assert task.model is not None
-    fence = Fence(task.fence + 1)
+    fence = world.next_fence(task)
     kind = HolderKind.MODEL if task.model.model else HolderKind.SERVER
     left = list(_left_there(world, task))
     known = {device: Mib(0) for device in sorted({lease.device for lease in left})}

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pl
 from gpubroker_server.core.domain.model_orders import load_order
 from gpubroker_server.core.domain.orders import StartOrder
 from gpubroker_server.core.domain.task import Member, Move, Placement, StopReason, Task
-from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
 from gpubroker_server.core.lifecycle import external_leases
 from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.lifecycle.stopping import orders_to_leave
@@ -26,7 +26,7 @@ _OF_THE_LAST_ATTEMPT = ("not_before", "started_at", "stop_reason", "stop_deadlin
 def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -> Decision:
     """Admit a task or all ranks of a gang: a new claim with its leases, the end of its pledges, orders to
     start."""
-    fence = Fence(task.fence + 1)
+    fence = draft.world.next_fence(task)
     forgotten: dict[str, Any] = {
         name: None for name in _OF_THE_LAST_ATTEMPT if getattr(task, name) is not None
     }

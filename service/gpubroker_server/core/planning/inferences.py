@@ -70,7 +70,7 @@ def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
             task = world.tasks[head.member[1]]
             if draft.short_of(task, policy.custom_limits):
                 continue  # and so are all others of its group
-            decision = _admit(task, servers, now)
+            decision = _admit(world, task, servers, now)
             draft.replace_task(task, decision.tasks[0].task)
             decisions.append(decision)
             line.take(head)
@@ -125,9 +125,9 @@ class _ModelQueue:
         return _QueueHead((own[0], self._shares.rank(tenant), self._given[tenant], own), member, group)
 
 
-def _admit(task: Task, servers: Sequence[str], now: Instant) -> Decision:
+def _admit(world: World, task: Task, servers: Sequence[str], now: Instant) -> Decision:
     """With several servers, each attempt goes to the next one."""
-    fence = Fence(task.fence + 1)
+    fence = world.next_fence(task)
     server = servers[task.fence % len(servers)]
     forgotten = {} if task.not_before is None else {"not_before": None}
     write = write_move(task, Move.STARTED, fence=fence, admitted_at=now, started_at=now, **forgotten)

@@ -11,7 +11,16 @@ from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks
 from gpubroker_server.core.domain.task import Task, TaskState, stop_notice, stop_notices
-from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
+from gpubroker_server.core.domain.units import (
+    DeviceKey,
+    Fence,
+    Instant,
+    Lineage,
+    NodeName,
+    Position,
+    Seconds,
+    TaskId,
+)
 from gpubroker_server.core.world.dependencies import DependencyIndex
 from gpubroker_server.core.world.due_times import DueTimes
 from gpubroker_server.core.world.event_codec import (
@@ -47,6 +56,9 @@ class World:
 
     def __init__(self, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self.position = Position(0)
+        self.lineage = Lineage(0)
+        """Claims made in it have higher fences: runs of an earlier lineage, of which the database knows
+        nothing any more, may still have the others."""
         self.as_of = Instant(0.0)
         self.tasks: dict[TaskId, Task] = {}
         self.awaited = DependencyIndex()
@@ -92,6 +104,10 @@ class World:
                     f"{fault!r}; the World is at {self.position}; read it again from the rows"
                 ) from fault
             self.position = event.position
+
+    def next_fence(self, holder: Task) -> Fence:
+        """Of its next claim."""
+        return Fence(max(holder.fence, self.lineage) + 1)
 
     def measure(self, samples: Iterable[DeviceSample]) -> None:
         """Take over device samples; unknown devices are ignored."""

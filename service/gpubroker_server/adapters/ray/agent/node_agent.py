@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import structlog
@@ -40,6 +40,13 @@ OPENING_MEASURE_SECONDS = 5.0
 LOG_LIMIT_SECONDS = 30.0
 
 
+class LineageTerm(NamedTuple):
+    """Any term of a later lineage is above all terms of an earlier one."""
+
+    lineage: int
+    term: int
+
+
 class NodeAgent:
     """All methods run on the actor's event loop."""
 
@@ -49,7 +56,7 @@ class NodeAgent:
         self._runners = runners or RayRunners(self._config)
         self._id = uuid4().hex[:8]
         self._announcements = 0
-        self._term = 0
+        self._term = LineageTerm(0, 0)
         self._broker = ""
         self._protocol = PROTOCOL
         """The form that the leader speaks."""
@@ -65,38 +72,48 @@ class NodeAgent:
         self._limited_logs_at = 0.0
         self._polled_at = time.monotonic()
 
-    async def announce(self, protocol: int, config: str, broker: str, term: int) -> tuple[str, str]:
-        """(`welcome`, the new incarnation), or why not: (`stale`, the known term) and (`outdated`, ...).
+    async def announce(
+        self, protocol: int, config: str, broker: str, lineage: int, term: int
+    ) -> tuple[str, str] | tuple[str, int, int]:
+        """(`welcome`, the new incarnation), or why not: (`stale`, the known lineage and term) and
+        (`outdated`, ...).
 
-        An outdated agent does not speak this form: try an older one, or kill it and start another. An agent
-        with another configuration takes no new runs, and ends when it has reported what only it knows.
+        A later lineage is welcome whatever its term. An outdated agent does not speak this form: try an older
+        one, or kill it and start another. An agent with another configuration takes no new runs, and ends
+        when it has reported what only it knows.
         """
         async with self._opening:
             if self._leaving is not None:
                 await asyncio.shield(self._leaving)  # the next call finds the next agent
             # Checked in here: a later term may have been announced while this call waited for the lock.
-            if term < self._term:
-                return "stale", str(self._term)
+            announced = LineageTerm(lineage, term)
+            if announced < self._term:
+                return "stale", *self._term
             if protocol not in SPOKEN:
                 return "outdated", f"protocols {SPOKEN}"
             self._is_replaced = AgentConfig.from_json(config) != self._config
             self._exit_if_replaced()
-            self._term, self._protocol = term, protocol
+            self._term, self._protocol = announced, protocol
             runs = await self._open_runs()
             samples = await self._sampled(runs, OPENING_MEASURE_SECONDS)
             self._answer(runs, broker, samples)
         return "welcome", self._incarnation
 
-    async def orders(self, protocol: int, term: int, packed: bytes) -> None:
+    async def orders(self, protocol: int, lineage: int, term: int, packed: bytes) -> None:
         """Carry out orders for this incarnation. A start for another one is reported as never started."""
         if protocol not in SPOKEN or self._runs is None:
             raise ValueError(f"orders of protocol {protocol} before an announcement of one of {SPOKEN}")
         faults = []
-        if term < self._term:
-            log.warning("refused: orders of a term that is over", term=term, fault=f"it is term {self._term}")
+        is_over = LineageTerm(lineage, term) < self._term
+        if is_over:
+            log.warning(
+                "refused: orders of a term that is over",
+                term=term,
+                fault=f"it is term {self._term.term} of lineage {self._term.lineage}",
+            )
         for order in unpack(packed):
             try:
-                self._carry_out(self._runs, term, order)
+                self._carry_out(self._runs, order, is_over=is_over)
             except Exception as fault:
                 log.exception("an order cannot be carried out")
                 faults.append(repr(fault))
@@ -143,25 +160,25 @@ class NodeAgent:
     def _incarnation(self) -> str:
         return f"{self._id}.{self._announcements}"
 
-    def _carry_out(self, runs: NodeRuns, term: int, order: tuple[Any, ...]) -> None:
-        """All orders but a start name one claim, so they are right for every incarnation."""
-        outdated = term < self._term
+    def _carry_out(self, runs: NodeRuns, order: tuple[Any, ...], *, is_over: bool) -> None:
+        """All orders but a start name one claim, so they are right for every incarnation. `is_over`: the
+        order is of a term that is."""
         match order:
             case ("start", incarnation, shareable, run):
                 wanted = RunOrder.from_wire(run)
-                if outdated or incarnation != self._incarnation:
+                if is_over or incarnation != self._incarnation:
                     runs.refuse(wanted.key)
                 else:
                     runs.start(wanted, shareable=shareable)
-            case ("go", task, fence, rank, rank_zero_address) if not outdated:
+            case ("go", task, fence, rank, rank_zero_address) if not is_over:
                 runs.go(RunKey(task, fence, rank), rank_zero_address)
-            case ("world", task, fence, rank, ranks) if not outdated:
+            case ("world", task, fence, rank, ranks) if not is_over:
                 runs.change_world(RunKey(task, fence, rank), ranks)
-            case ("watch", task, fence, rank, pid, leases) if not outdated:
+            case ("watch", task, fence, rank, pid, leases) if not is_over:
                 runs.external.watch(RunKey(task, fence, rank), pid, leases)
-            case ("stop", task, fence, rank, _reason, grace_seconds) if not outdated:
+            case ("stop", task, fence, rank, _reason, grace_seconds) if not is_over:
                 runs.stop(RunKey(task, fence, rank), grace_seconds)
-            case ("forget", task, fence, rank) if not outdated:
+            case ("forget", task, fence, rank) if not is_over:
                 runs.forget(RunKey(task, fence, rank))
 
     def _exit_if_replaced(self) -> None:

@@ -109,8 +109,9 @@ class NodeRuns:
         ]
 
     def start(self, order: RunOrder, *, shareable: bool) -> None:
-        """Does not start a run again that it has seen before."""
+        """Starts no run again that it has seen before: one that is here no more never starts."""
         if not self.table.is_new(order.key):
+            self.refuse(order.key)
             return
         self.table.note_fence(order.key)
         small = shareable and not order.barrier and self._config.warm_runners > 0
@@ -121,8 +122,8 @@ class NodeRuns:
             self.pool.refill()
 
     def refuse(self, key: RunKey) -> None:
-        """It has not been started and never will be."""
-        if self.table.is_new(key):
+        """It never will be started by this order; one that is here says by itself what becomes of it."""
+        if key not in self.table.runs:
             self.table.note_fence(key)
             self._report(ended(key, NEVER_STARTED, b""))
             self._report(gone(key, "never_started"))

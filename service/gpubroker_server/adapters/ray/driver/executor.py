@@ -29,9 +29,10 @@ from gpubroker_server.core.domain.orders import (
     RunId,
     StartOrder,
     StopOrder,
+    TermRefused,
 )
 from gpubroker_server.core.domain.task import StopReason
-from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, Seconds, TaskId, Term
 from gpubroker_server.ports.store import Clock, RunPayload
 
 log = structlog.get_logger("gpubroker.ray")
@@ -68,9 +69,12 @@ class RayExecutor:
         self._clock = clock
         self._orders = OrderWriter(options.result_limit_bytes, options.checkpoint_limit_bytes)
         self._reader = ReportReader(options.cluster, clock.now)
-        self._driver = DriverKeeper(options, lambda: self._term, self._on_message, self._on_driver_end)
+        self._driver = DriverKeeper(
+            options, lambda: (self._lineage, self._term), self._on_message, self._on_driver_end
+        )
         self._leader_term: LeaderTerm | None = None
         """None while another process leads."""
+        self._lineage = Lineage(0)
         self._agents = NodeAgents(boot_seconds)
         self._held: dict[NodeName, deque[bytes]] = {}
         """Orders for agents that have not answered."""
@@ -79,7 +83,7 @@ class RayExecutor:
         self._later: asyncio.TimerHandle | None = None
         self._unanswered: dict[RunId, UnansweredStart] = {}
         self._unanswered_bytes = 0
-        self._reports: list[Report] = []
+        self._reports: list[Report | TermRefused] = []
         self._untaken_bytes = 0
         """Received and not fetched yet; beyond a bound the driver polls no agent."""
         self._arrived = asyncio.Event()
@@ -94,14 +98,14 @@ class RayExecutor:
             self._state, self._message = "starting", "connecting to Ray"
         self._driver.begin()
 
-    async def start(self, leader_term: LeaderTerm) -> None:
+    async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
         """Back when the first agent has answered, or after 30 s; keeps trying in the background."""
         await self.stand_back()
-        self._leader_term = leader_term
+        self._leader_term, self._lineage = leader_term, lineage
         if self._state == STANDBY:
             self._state = "starting"
             self._on_connected()
-        self._driver.send("term", leader_term.term)
+        self._driver.send("term", lineage, leader_term.term)
         await self.connect()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_PATIENCE_SECONDS):
@@ -139,7 +143,7 @@ class RayExecutor:
             waiting.clear()
         self._unanswered_bytes = 0
         self._ready.clear()
-        self._driver.send("term", NO_TERM)
+        self._driver.send("term", self._lineage, NO_TERM)
         if self._state == "connected":
             self._on_connected()
         self._acknowledge()
@@ -148,7 +152,7 @@ class RayExecutor:
         for node in nodes:
             self._driver.send("ask", node)
 
-    async def reports(self) -> Sequence[Report]:
+    async def reports(self) -> Sequence[Report | TermRefused]:
         while not self._reports:
             self._arrived.clear()
             await self._arrived.wait()
@@ -190,6 +194,9 @@ class RayExecutor:
                 self._replace_agents()
             case ("connected",):
                 self._on_connected()
+            case ("stale", node, lineage, known, term) if term == self._term:
+                self._message = f"the agent of node {node} knows a later term, {known} of lineage {lineage}"
+                self._report(TermRefused(NodeName(node), Lineage(lineage), Term(known)))
             case ("trouble", what):
                 self._message = what
             case ("left",):
@@ -312,6 +319,6 @@ class RayExecutor:
         self._report(Ended(task, fence, at, Ending.NEVER_STARTED, rank=rank))
         self._report(Gone(task, fence, at, Proof.NEVER_STARTED, rank=rank))
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: Report | TermRefused) -> None:
         self._reports.append(report)
         self._arrived.set()

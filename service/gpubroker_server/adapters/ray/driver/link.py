@@ -122,12 +122,12 @@ class DriverKeeper:
     def __init__(
         self,
         options: RayOptions,
-        term: Callable[[], int],
+        term: Callable[[], tuple[int, int]],
         on_message: Callable[[tuple[Any, ...]], None],
         on_end: Callable[[str, bool], bool],
     ) -> None:
-        """`term` is 0 while another process leads. `on_end` gets why the driver ended and whether the local
-        head ended too, and returns whether a node agent had answered."""
+        """`term`: lineage and term; the term is 0 while another process leads. `on_end` gets why the driver
+        ended and whether the local head ended too, and returns whether a node agent had answered."""
         self.address = options.address or ""
         self._options = options
         self._term = term
@@ -211,7 +211,7 @@ class DriverKeeper:
         options = self._options
         config = options.agent_config(str(head.keepalive) if head is not None else "").to_json()
         local_node = options.node_name if options.is_local else ""
-        return self.address, local_node, config, self._broker, self._term()
+        return self.address, local_node, config, self._broker, *self._term()
 
 
 def _start_driver(options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":

@@ -51,6 +51,7 @@ class NodeLink:
         ray_node: str,
         config: AgentConfig,
         broker: str,
+        lineage: int,
         term: int,
         listener: ReportListener,
         tasks: asyncio.TaskGroup,
@@ -58,7 +59,7 @@ class NodeLink:
         self.ray_node = ray_node
         self._config = config
         self._broker = broker
-        self._term = term
+        self._lineage, self._term = lineage, term
         self._listener = listener
         self._tasks = tasks
         self._agent: Any = None
@@ -89,9 +90,9 @@ class NodeLink:
     def node(self) -> str:
         return self._config.node
 
-    def change_term(self, term: int) -> None:
+    def change_term(self, lineage: int, term: int) -> None:
         """Drops the orders of another term."""
-        self._term = term
+        self._lineage, self._term = lineage, term
         self._last_agent = self._agent or self._last_agent
         self._queue.clear()
         self._incarnation = ""
@@ -175,30 +176,32 @@ class NodeLink:
 
     async def _is_welcome(self, agent: Any) -> bool:
         async with asyncio.timeout(ANNOUNCE_SECONDS):
-            verdict, detail = await self._announce(agent)
-        if verdict == "outdated":
-            log.warning(
-                "replacing an agent that speaks no form of this release", node=self.node, fault=detail
-            )
-            await asyncio.to_thread(ray.kill, agent)
-        elif verdict == "stale":
-            log.warning("this term is over; the agent knows a later one", node=self.node, term=detail)
-        else:
-            self._incarnation = detail
-            self._agent = agent
-            self._reported_lost = False
-            self._send_queued()
-        return bool(verdict == "welcome")
+            answer = await self._announce(agent)
+        match answer:
+            case ("welcome", incarnation):
+                self._incarnation = incarnation
+                self._agent = agent
+                self._reported_lost = False
+                self._send_queued()
+            case ("stale", lineage, term):
+                log.warning("the agent knows a later term", node=self.node, term=term, known_lineage=lineage)
+                await self._listener.send("stale", self.node, lineage, term, self._term)
+            case (_, fault):
+                log.warning(
+                    "replacing an agent that speaks no form of this release", node=self.node, fault=fault
+                )
+                await asyncio.to_thread(ray.kill, agent)
+        return bool(answer[0] == "welcome")
 
-    async def _announce(self, agent: Any) -> tuple[str, str]:
+    async def _announce(self, agent: Any) -> Any:
         """Its answer in the newest form that it speaks too."""
-        config = self._config.to_json()
+        config, term = self._config.to_json(), (self._lineage, self._term)
         for protocol in reversed(SPOKEN):
-            verdict, detail = await agent.announce.remote(protocol, config, self._broker, self._term)
-            if verdict != "outdated":
+            answer = await agent.announce.remote(protocol, config, self._broker, *term)
+            if answer[0] != "outdated":
                 self._protocol = protocol
                 break
-        return verdict, detail
+        return answer
 
     async def _poll(self, agent: Any) -> None:
         """Forward reports until another announcement is made."""
@@ -222,15 +225,16 @@ class NodeLink:
 
     def _send_queued(self) -> None:
         while self._queue and self._agent is not None and len(self._calls) < CALLS_AT_ONCE:
-            call = self._tasks.create_task(self._deliver(self._agent, self._term, self._queue.popleft()))
+            term = self._lineage, self._term
+            call = self._tasks.create_task(self._deliver(self._agent, term, self._queue.popleft()))
             self._calls.add(call)
             call.add_done_callback(self._on_delivered)
 
-    async def _deliver(self, agent: Any, term: int, packed: bytes) -> None:
+    async def _deliver(self, agent: Any, term: tuple[int, int], packed: bytes) -> None:
         """Orders that may be lost are found out: at each announcement the agent names its runs."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await agent.orders.remote(self._protocol, term, packed)
+                await agent.orders.remote(self._protocol, *term, packed)
         except (RayError, TimeoutError) as fault:
             log.warning("orders did not reach the agent", node=self.node, fault=_why(fault))
             if agent is self._agent:

@@ -43,6 +43,7 @@ class Opening(NamedTuple):
     """Name of the only node of a local head; empty for a joined cluster."""
     agent_config: str
     broker: str
+    lineage: int
     term: int
     """0 while another process leads."""
 
@@ -88,7 +89,7 @@ class Driver:
         self._opening = opening
         self._writer = writer
         self._tasks = tasks
-        self._term = opening.term
+        self._lineage, self._term = opening.lineage, opening.term
         self._links: dict[str, NodeLink] = {}
         """By node name."""
         self._namesakes: set[str] = set()
@@ -131,10 +132,10 @@ class Driver:
                 await self.send("pong")
             case ("taken", taken_bytes):
                 self._change_untaken(-taken_bytes)
-            case ("term", term):
-                self._term = term
+            case ("term", lineage, term):
+                self._lineage, self._term = lineage, term
                 for link in self._links.values():
-                    link.change_term(term)
+                    link.change_term(lineage, term)
             case ("flush",):
                 self._tasks.create_task(self._flush())
             case ("leave",):
@@ -205,7 +206,8 @@ class Driver:
                 log.error("two nodes have one name; start one with a --node-name of its own", node=name)
             return
         config = AgentConfig.from_json(self._opening.agent_config).on_node(name)
-        self._links[name] = NodeLink(ray_node, config, self._opening.broker, self._term, self, self._tasks)
+        broker, term = self._opening.broker, (self._lineage, self._term)
+        self._links[name] = NodeLink(ray_node, config, broker, *term, self, self._tasks)
 
 
 def _connect(address: str) -> None:
