@@ -65,7 +65,10 @@ def reset(url: str) -> None:
                 connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(table.name)))
         connection.execute("UPDATE log_head SET position = 0")
         connection.execute("UPDATE installation SET blobs = NULL, token_changes = 0")
-        connection.execute("UPDATE leadership SET term = 0, holder = '', taken_at = 0, lease_until = 0")
+        connection.execute(
+            "UPDATE leadership SET term = 0, holder = '', taken_at = 0, lease_until = 0, "
+            "lineage = 0, server = ''"
+        )
 
 
 @contextmanager
@@ -110,6 +113,21 @@ class OwnServer:
         if user is not None:
             shutil.chown(folder, user)
         self._run("initdb", "-D", f"{folder}/data", "-U", "postgres", "--auth=trust", "--encoding=UTF8")
+
+    @classmethod
+    def standby_of(cls, primary: "OwnServer", folder: str) -> "OwnServer":
+        """A copy that follows the primary's log, once it is started."""
+        standby = cls.__new__(cls)
+        standby._programs, standby._user, standby._folder = primary._programs, primary._user, folder
+        standby.url = f"postgresql://postgres@/postgres?host={folder}"
+        if standby._user is not None:
+            shutil.chown(folder, standby._user)
+        source = ("-h", primary._folder, "-U", "postgres")
+        standby._run("pg_basebackup", *source, "-D", f"{folder}/data", "-R", "-X", "stream", "-c", "fast")
+        return standby
+
+    def promote(self) -> None:
+        self._pg_ctl("-w", "promote")
 
     def start(self) -> None:
         options = f"-c listen_addresses= -c unix_socket_directories={self._folder}"

@@ -90,6 +90,21 @@ def migrate(
         raise _refused(str(refused)) from None
 
 
+def new_lineage(config: Config = None, data_dir: DataDir = None, database_url: DatabaseUrl = None) -> None:
+    """Go on with a database that was restored from a backup. Stop the service first.
+
+    Needed only if nodes refuse it because they have followed a later lineage of it: the log says so. Runs
+    that started after the backup are killed.
+    """
+    from gpubroker_server.bootstrap.commands import StartRefused, start_new_lineage
+
+    settings = _settings(config, data_dir=data_dir, database_url=database_url)
+    try:
+        typer.echo(start_new_lineage(settings), err=True)
+    except StartRefused as refused:
+        raise _refused(str(refused)) from None
+
+
 def migrate_data(
     target: Annotated[str, typer.Option("--to", help="An empty database: postgresql://user@host/name.")],
     source: Annotated[
@@ -131,7 +146,7 @@ def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
 
 def commands(app: typer.Typer) -> None:
     """Add the server's commands to a command line. Entry point of group `gpubroker.commands`."""
-    for command in (serve, gateway, broker, down, migrate, migrate_data, openapi):
+    for command in (serve, gateway, broker, down, migrate, migrate_data, new_lineage, openapi):
         app.command()(command)
 
 

@@ -17,7 +17,7 @@ from gpubroker_server.broker.model_dispatch import ModelDispatcher
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
-from gpubroker_server.core.domain.orders import Order, Report, ReportedDevice
+from gpubroker_server.core.domain.orders import Order, Report, ReportedDevice, TermRefused
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, MonotonicSeconds, Seconds, TaskId, Term
@@ -60,6 +60,7 @@ class WitnessedExecutor(WaitingExecutor):
         super().__init__(SimulatedNode("n1", "test", 64.0, 256 * GIB, 64, devices), clock, 2.0, clock.ticks)
         self._store = store
         self.payloads: dict[TaskId, RunPayload] = {}
+        self._refusals: list[TermRefused] = []
         self.sent: list[tuple[Order, Task]] = []
         """Each order with its task's row as the store had it then."""
 
@@ -70,6 +71,16 @@ class WitnessedExecutor(WaitingExecutor):
             self.sent.append((order, record.task))
         self.payloads.update(payloads)
         await super().send(orders, payloads)
+
+    def hear(self, refusal: TermRefused) -> None:
+        """From an agent that takes no orders of this term."""
+        self._refusals.append(refusal)
+        self._arrived.set()
+
+    async def reports(self) -> Sequence[Report | TermRefused]:
+        reports = await super().reports()
+        refusals, self._refusals = self._refusals, []
+        return [*reports, *refusals]
 
     @property
     def begun(self) -> set[TaskId]:

@@ -10,10 +10,11 @@ from gpubroker_server.broker import leadership
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.leader_term import LeadershipStatus, LeaderTerm
-from gpubroker_server.core.domain.orders import Ended, Ending, StartOrder
+from gpubroker_server.core.domain.orders import Ended, Ending, StartOrder, TermRefused
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import Fence, Instant, Lineage, NodeName, Seconds, TaskId, Term
 from gpubroker_server.ports.store import LeaderTermOver
+from structlog.testing import capture_logs
 
 from tests.broker.party import RULES, TOO_LONG, Party, SlowStore
 from tests.broker.stage import Hands, Stage, a_stage
@@ -309,3 +310,47 @@ async def test_a_renewal_whose_answer_came_late_is_counted_from_when_it_was_aske
     await party.store.passed.wait()
     assert party.clock.ticks() == began + 2.0
     assert party.candidates["one"].standing().seconds_left == TOO_LONG - 2.0
+
+
+async def test_a_leader_whose_database_lost_its_last_terms_leads_again_in_a_new_lineage(party: Party) -> None:
+    """As after a restore from a backup: the agents have heard of terms that the database has lost."""
+    party.begin("one")
+    await party.until(("one", 1))
+    party.stages["one"].executor.hear(TermRefused(NodeName("n1"), Lineage(0), Term(7)))
+    await party.until(("one", 2))
+    assert (await party.store.leader()).lineage > 0
+
+
+async def test_a_leader_that_a_later_lineage_refuses_says_so_and_takes_nothing_away(party: Party) -> None:
+    """It may be the primary that a standby has replaced, and does not know it."""
+    party.begin("one")
+    await party.until(("one", 1))
+    with capture_logs() as lines:
+        party.stages["one"].executor.hear(TermRefused(NodeName("n1"), Lineage(5), Term(1)))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not [line for line in lines if "gpubroker new-lineage" in line["event"]]:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    assert party.leading() == [("one", 1)]
+    assert (await party.store.leader()).lineage == 0
+
+
+async def test_a_refusal_because_another_process_leads_begins_no_lineage(party: Party) -> None:
+    party.begin("one")
+    await party.until(("one", 1))
+    seen = await party.store.leader()
+    await party.store.take_term("elsewhere", RULES.ttl_seconds, instead_of=seen)
+    party.stages["one"].executor.hear(TermRefused(NodeName("n1"), Lineage(0), Term(2)))
+    await party.until()
+    assert (await party.store.leader()).lineage == 0
+
+
+async def test_a_leader_whose_picture_was_read_again_decides_nothing_more_by_the_old_one(
+    party: Party,
+) -> None:
+    party.begin("one")
+    await party.until(("one", 1))
+    leader_term = party.stages["one"].leader.leader_term
+    party.candidates["one"].end_term("the database was restored", has_lost_commits=True)
+    assert leader_term.is_over(party.clock.ticks())
+    await party.until(("one", 2))
+    assert (await party.store.leader()).lineage > 0

@@ -160,6 +160,7 @@ class Leader:
         self.config = config
         self.lineage, self.term = lineage, term
         self.protocol = AGENT_PROTOCOL
+        self.broker = "broker"
         self.incarnation = ""
         self.received: list[Report] = []
         self._acknowledged = 0
@@ -167,7 +168,9 @@ class Leader:
     async def announce(self) -> str:
         """The verdict."""
         asked = self.config.to_json()
-        verdict, *detail = await self.agent.announce(self.protocol, asked, "broker", self.lineage, self.term)
+        verdict, *detail = await self.agent.announce(
+            self.protocol, asked, self.broker, self.lineage, self.term
+        )
         self._acknowledged = 0
         if verdict == "welcome":
             [self.incarnation] = detail

@@ -23,8 +23,8 @@ GPU0 = key("gpu0")
 
 
 @asynccontextmanager
-async def opened(url: str) -> AsyncIterator[SqlStore]:
-    store = await open_store(url)
+async def opened(url: str, **options: Any) -> AsyncIterator[SqlStore]:
+    store = await open_store(url, **options)
     try:
         yield store
     finally:

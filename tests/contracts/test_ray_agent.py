@@ -364,6 +364,51 @@ async def test_the_stop_of_an_older_leader_is_refused_and_logged(
     assert (refused["term"], refused["fault"]) == (1, "it is term 2 of lineage 0")
 
 
+async def test_a_later_lineage_is_welcome_whatever_its_term_and_an_earlier_one_is_not(
+    runners: FakeRunners, open_leader: OpenLeader
+) -> None:
+    before = open_leader()
+    before.term = 9
+    await before.announce()
+    await before.start("run")
+    await before.until(lambda: "run" in runners.started)
+    restored = Leader(before.agent, before.config, term=3, lineage=70_000_000)
+    assert await restored.announce() == "welcome"
+    seen = await restored.receive("node_seen")
+    assert seen[4] == (("run", 1, 0),)  # what runs is reported before any order is taken
+    assert await before.agent.announce(before.protocol, before.config.to_json(), "broker", 0, 10) == (
+        "stale", 70_000_000, 3,
+    )  # fmt: skip
+    with capture_logs() as lines:
+        await before.stop("run")
+    assert [line["fault"] for line in lines if "a term that is over" in line["event"]] == [
+        "it is term 3 of lineage 70000000"
+    ]
+    await restored.stop("run")
+    assert (await restored.receive("gone", "run"))[5] == "process_absent"
+
+
+async def test_a_term_that_is_given_to_a_second_process_is_refused(open_leader: OpenLeader) -> None:
+    leader = open_leader()
+    await leader.announce()
+    other = Leader(leader.agent, leader.config)
+    other.broker = "another process"
+    assert await other.announce() == "stale"
+    assert await leader.announce() == "welcome"  # as after the loss of its driver
+
+
+async def test_a_start_with_a_fence_that_was_heard_before_is_answered(open_leader: OpenLeader) -> None:
+    """A database that went back, and does not know that, gives the numbers of claims again."""
+    leader = open_leader()
+    await leader.announce()
+    await leader.stop("task")  # for a claim that this agent has never had: it will not start it any more
+    assert (await leader.receive("gone", "task"))[5] == "never_started"
+    leader.received.clear()
+    await leader.start("task")
+    assert (await leader.receive("ended", "task"))[5] == "never_started"
+    assert (await leader.receive("gone", "task"))[5] == "never_started"
+
+
 async def test_a_run_that_is_taken_over_repeats_its_reports(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:

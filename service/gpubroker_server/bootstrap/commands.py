@@ -12,7 +12,7 @@ import uvloop
 
 from gpubroker_server.adapters.sql.move_data import move_data
 from gpubroker_server.adapters.sql.session import DatabaseRefused
-from gpubroker_server.adapters.sql.store import migrate, open_store
+from gpubroker_server.adapters.sql.store import begin_lineage, migrate, open_store
 from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.bootstrap.start_checks import (
@@ -34,6 +34,7 @@ __all__ = [
     "move_database",
     "openapi_yaml",
     "run_service",
+    "start_new_lineage",
 ]
 
 
@@ -86,6 +87,7 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
         store = await open_store(
             settings.database,
             pooled=not settings.database_notify,
+            may_lose_commits=settings.database_may_lose_commits,
             usage_half_life_seconds=Seconds(settings.policy.usage_half_life_seconds),
         )
     except DatabaseRefused as refused:
@@ -110,6 +112,14 @@ def migrate_database(settings: Settings, revision: str, *, drop_everything: bool
     try:
         reached = migrate(settings.database, revision, drop_everything=drop_everything)
         return f"the database is now at {reached}"
+    except DatabaseRefused as refused:
+        raise StartRefused(str(refused)) from None
+
+
+def start_new_lineage(settings: Settings) -> str:
+    """Raises StartRefused; the database is unchanged."""
+    try:
+        return f"the database is now in lineage {begin_lineage(settings.database)}"
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
 

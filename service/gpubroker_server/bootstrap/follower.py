@@ -61,6 +61,8 @@ class LogFollower:
         """The last progress that each run reported."""
         self.on_reread: list[Callable[[LogShortened | LineageChanged], None]] = []
         """Called when the World was read again, with the reason: listeners have missed events."""
+        self._rereading = asyncio.Lock()
+        self._rereads = 0
         self._store = store
         self._fail = fail
         self._listeners: list[EventListener] = []
@@ -142,17 +144,25 @@ class LogFollower:
             pass
 
     async def _catch_up(self) -> bool:
+        before = self._rereads
         try:
             return await self._store.catch_up()
         except (LogShortened, LineageChanged) as fault:
-            log.warning("reading all rows again", fault=str(fault))
-            snapshot = await self._store.snapshot()
-            refill(self.world, snapshot)
-            self.progress.clear()
-            for told in self.on_reread:
-                told(fault)
-            await self._store.go_on_at(snapshot.position, snapshot.lineage)
+            async with self._rereading:
+                if self._rereads == before:
+                    await self._reread(fault)
             return True
+
+    async def _reread(self, fault: LogShortened | LineageChanged) -> None:
+        """No event is delivered between the fault and `go_on_at`."""
+        log.warning("reading all rows again", fault=str(fault))
+        snapshot = await self._store.snapshot()
+        refill(self.world, snapshot)
+        self.progress.clear()
+        self._rereads += 1
+        for told in self.on_reread:
+            told(fault)
+        await self._store.go_on_at(snapshot.position, snapshot.lineage)
 
     async def _pause(self) -> None:
         jittered = uniform(*POLL_SECONDS)  # noqa: S311  # it hides nothing

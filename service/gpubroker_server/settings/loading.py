@@ -72,6 +72,7 @@ class Settings(BaseSettings):
     data_dir: Path = Field(default_factory=default_data_dir)
     database_url: str = ""
     database_notify: bool = True
+    database_may_lose_commits: bool = False
     blob_dir: Path | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8470

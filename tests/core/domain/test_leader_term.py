@@ -10,8 +10,11 @@ from gpubroker_server.core.domain.leader_term import (
     LeaderTerm,
     LeaderTermRules,
     ObservedLeader,
+    RefusedTerm,
+    next_lineage,
+    refused_term,
 )
-from gpubroker_server.core.domain.units import Instant, MonotonicSeconds, Seconds, Term
+from gpubroker_server.core.domain.units import Instant, Lineage, MonotonicSeconds, Seconds, Term
 
 from tests.builders import NOW
 
@@ -81,6 +84,43 @@ def test_a_candidate_takes_over_without_renewals_even_if_the_databases_clock_was
     row = replace(ROW, at=Instant(NOW - 3600.0))
     watched = ObservedLeader(row, MonotonicSeconds(0.0)).next(row, MonotonicSeconds(seconds))
     assert watched.may_take(MonotonicSeconds(seconds), RULES) is may_take
+
+
+def test_a_lineage_is_above_the_last_one_and_above_every_claim_made_so_far() -> None:
+    in_2026 = Instant(1_790_000_000.0)
+    first = next_lineage(Lineage(0), in_2026)
+    assert first > 365 * 86_400
+    assert next_lineage(first, Instant(in_2026 + 60.0)) == first + 60
+    assert next_lineage(first, Instant(in_2026 - 3600.0)) == first + 1  # the clock was set back
+
+
+KNOWN_HERE = replace(ROW, lineage=Lineage(10))
+
+
+@pytest.mark.parametrize(
+    ("row", "known", "says"),
+    [
+        (replace(KNOWN_HERE, term=Term(5)), (10, 5), RefusedTerm.OVER),
+        (replace(KNOWN_HERE, term=Term(5)), (10, 9), RefusedTerm.OVER),
+        (KNOWN_HERE, (10, 5), RefusedTerm.LOST),
+        (KNOWN_HERE, (11, 1), RefusedTerm.ELSEWHERE),
+        (KNOWN_HERE, (10, 4), RefusedTerm.LOST),
+        (KNOWN_HERE, (10, 3), RefusedTerm.NOTHING),
+        (KNOWN_HERE, (9, 99), RefusedTerm.NOTHING),
+    ],
+)
+def test_a_refusal_says_that_another_leads_or_that_the_database_went_back(
+    row: LeaderRow, known: tuple[int, int], says: RefusedTerm
+) -> None:
+    assert refused_term(row, Term(4), (Lineage(known[0]), Term(known[1]))) is says
+
+
+def test_a_term_that_was_ended_stays_over() -> None:
+    leader_term = LeaderTerm(Term(1))
+    leader_term.end()
+    leader_term.extend(MonotonicSeconds(1e9))
+    assert leader_term.is_over(MonotonicSeconds(0.0))
+    assert leader_term.until < 0
 
 
 def test_with_an_exclusive_lock_a_term_lasts_until_the_process_ends() -> None:

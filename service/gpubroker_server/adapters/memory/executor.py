@@ -27,6 +27,7 @@ from gpubroker_server.core.domain.orders import (
     Started,
     StartOrder,
     StopOrder,
+    TermRefused,
     WatchOrder,
     WorldOrder,
 )
@@ -151,7 +152,7 @@ class WaitingExecutor:
         if self._node.name in nodes:
             self._answer()
 
-    async def reports(self) -> Sequence[Report]:
+    async def reports(self) -> Sequence[Report | TermRefused]:
         await self._arrived.wait()
         self._arrived.clear()
         reports, self._pending = self._pending, []

@@ -97,6 +97,9 @@ _CONNECTION: Mapping[str, Any] = {
     "keepalives_count": 2,
     "application_name": f"gpubroker, process {os.getpid()} on {socket.gethostname()}",
 }
+_WAITS_FOR_STANDBY = (
+    "SELECT current_setting('synchronous_standby_names'), current_setting('synchronous_commit')"
+)
 _OLDEST = 140000
 _SERVER = "SELECT system_identifier, left(pg_walfile_name(pg_current_wal_lsn()), 8) FROM pg_control_system()"
 _CHANNEL = "gpubroker"
@@ -210,6 +213,29 @@ def check_server(url: str, named: str = SETTING) -> None:
     if standby == (True,):
         raise DatabaseRefused(
             f"PostgreSQL at {display_name(url)} is a read-only standby; name the primary in {named}"
+        )
+
+
+def check_waits_for_standby(url: str) -> None:
+    """Raises DatabaseRefused if the URL names several hosts and a commit is confirmed by one alone."""
+    hosts = str(psycopg.conninfo.conninfo_to_dict(url).get("host", "")).split(",")
+    if len(hosts) < 2:
+        return
+    try:
+        with connect_writer(url, pooled=True) as connection:
+            [(standbys, waits)] = connection.execute(_WAITS_FOR_STANDBY).fetchall()
+    except psycopg.Error as error:
+        raise DatabaseRefused(
+            f"cannot use PostgreSQL at {display_name(url)}: {str(error).strip()}; start it, or correct "
+            f"{SETTING}"
+        ) from None
+    if not standbys or waits == "local":
+        found = "synchronous_commit is local" if standbys else "synchronous_standby_names is empty"
+        raise DatabaseRefused(
+            f"{SETTING} names {len(hosts)} hosts, but a commit waits for one of them alone ({found}): "
+            "after a failover the last tasks that were accepted would be gone, with the results that came "
+            "last, and their runs would be killed; set synchronous_standby_names on the server, or accept "
+            "the loss with database_may_lose_commits: true"
         )
 
 

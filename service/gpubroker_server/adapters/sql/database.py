@@ -7,16 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, select, text
+from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, select, text, update
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool, QueuePool
 
 from gpubroker_server.adapters.sql import connections, postgres
-from gpubroker_server.adapters.sql.reads import READERS, now
+from gpubroker_server.adapters.sql.reads import READERS, leader, now
 from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused, Session
 from gpubroker_server.adapters.sql.sqlite import SqliteFile, SqliteSession
-from gpubroker_server.adapters.sql.system_tables import SCHEMA, MoveStage, relocation
+from gpubroker_server.adapters.sql.system_tables import SCHEMA, MoveStage, audit, leadership, relocation
+from gpubroker_server.core.domain.leader_term import next_lineage
+from gpubroker_server.core.domain.units import Lineage
 
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
@@ -38,9 +40,13 @@ class Database:
     """Opens a second writing connection, for the leader's row; None if there can be one only."""
 
 
-def open_database(url: str, *, pooled: bool = False) -> Database:
+def open_database(url: str, *, pooled: bool = False, may_lose_commits: bool = False) -> Database:
     """Open and migrate. Raises DatabaseRefused."""
-    return _open_file(path_of(url)) if is_file(url) else _open_server(url, pooled=pooled)
+    if is_file(url):
+        return _open_file(path_of(url))
+    if not may_lose_commits:
+        connections.check_waits_for_standby(url)
+    return _open_server(url, pooled=pooled)
 
 
 def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
@@ -57,6 +63,35 @@ def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
         return bring_to(file_engine(file), revision, str(file.path), drop_everything=drop_everything)
     finally:
         file.close()
+
+
+def begin_lineage(url: str) -> Lineage:
+    """Have the database go on in a new lineage, under a new term. Raises DatabaseRefused."""
+    if not is_file(url):
+        connections.check_server(url)
+        return _begin_lineage(server_engine(url), "the database")
+    if not path_of(url).exists():
+        raise DatabaseRefused(f"there is no {path_of(url)}; name the restored file with {SETTING}")
+    file = SqliteFile(path_of(url))
+    try:
+        return _begin_lineage(file_engine(file), str(file.path))
+    finally:
+        file.close()
+
+
+def _begin_lineage(engine: Engine, name: str) -> Lineage:
+    bring_to(engine, "head", name)
+    with engine.begin() as connection:
+        seen = leader(connection)
+        lineage = next_lineage(seen.lineage, seen.at)
+        connection.execute(
+            update(leadership).values(term=leadership.c.term + 1, lease_until=0.0, lineage=lineage)
+        )
+        about = {"at": seen.at, "tenant": "", "actor": "operator", "action": "lineage.begun"}
+        connection.execute(
+            insert(audit).values(**about, subject=str(lineage), reason="gpubroker new-lineage")
+        )
+    return lineage
 
 
 def bring_to(engine: Engine, revision: str, name: str, *, drop_everything: bool = False) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from gpubroker_server.adapters.sql import reads, terms
 from gpubroker_server.adapters.sql import statements as sql
 from gpubroker_server.adapters.sql.connections import Hints
-from gpubroker_server.adapters.sql.database import Database, migrate, open_database
+from gpubroker_server.adapters.sql.database import Database, begin_lineage, migrate, open_database
 from gpubroker_server.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
 from gpubroker_server.adapters.sql.last_values import SqlLastValues
 from gpubroker_server.adapters.sql.objects import SqlObjects
@@ -42,7 +42,7 @@ from gpubroker_server.ports.store import (
     Unstorable,
 )
 
-__all__ = ["DatabaseRefused", "SqlStore", "migrate", "open_store"]
+__all__ = ["DatabaseRefused", "SqlStore", "begin_lineage", "migrate", "open_store"]
 
 T = TypeVar("T")
 
@@ -57,15 +57,16 @@ async def open_store(
     url: str,
     *,
     pooled: bool = False,
+    may_lose_commits: bool = False,
     usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
 ) -> "SqlStore":
     """Open `sqlite:///path` or `postgresql://...`, and bring its schema to the newest first.
 
     A SQLite file is locked until `close`. On PostgreSQL any number of processes may open one database; one of
-    them migrates at a time. `pooled`: behind a pooler that assigns connections by transaction. Raises
-    DatabaseRefused.
+    them migrates at a time. `pooled`: behind a pooler that assigns connections by transaction.
+    `may_lose_commits`: also several hosts of which none waits for another. Raises DatabaseRefused.
     """
-    database = await asyncio.to_thread(open_database, url, pooled=pooled)
+    database = await asyncio.to_thread(open_database, url, pooled=pooled, may_lose_commits=may_lose_commits)
     try:
         return await asyncio.to_thread(SqlStore, database, usage_half_life_seconds)
     except BaseException:

@@ -142,9 +142,8 @@ class Writer:
             case CatchUp():
                 return self._catch_up(work)
             case BeginAt():
-                history = work.lineage, self._session.server
-                self._heard = work.position if history != self._history else max(self._heard, work.position)
-                self._history = history
+                self._heard = work.position
+                self._history = work.lineage, self._session.server
             case Work(alone=act) if act is not None:
                 work.answer = self._run_alone(act)
         return ()

@@ -114,8 +114,8 @@ def refused_term(row: LeaderRow, own: Term, known: tuple[Lineage, Term]) -> Refu
     lineage, term = known
     if row.term != own:
         return RefusedTerm.OVER
-    if lineage == row.lineage and term > row.term:
-        return RefusedTerm.LOST
+    if lineage == row.lineage and term >= row.term:
+        return RefusedTerm.LOST  # an equal one was given to another process
     return RefusedTerm.ELSEWHERE if lineage > row.lineage else RefusedTerm.NOTHING
 
 

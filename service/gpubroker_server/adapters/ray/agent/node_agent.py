@@ -78,7 +78,8 @@ class NodeAgent:
         """(`welcome`, the new incarnation), or why not: (`stale`, the known lineage and term) and
         (`outdated`, ...).
 
-        A later lineage is welcome whatever its term. An outdated agent does not speak this form: try an older
+        A later lineage is welcome whatever its term. A term belongs to one process, so a database that gives
+        it to another one has lost commits. An outdated agent does not speak this form: try an older
         one, or kill it and start another. An agent with another configuration takes no new runs, and ends
         when it has reported what only it knows.
         """
@@ -87,7 +88,8 @@ class NodeAgent:
                 await asyncio.shield(self._leaving)  # the next call finds the next agent
             # Checked in here: a later term may have been announced while this call waited for the lock.
             announced = LineageTerm(lineage, term)
-            if announced < self._term:
+            is_given_again = announced == self._term and self._broker not in ("", broker)
+            if announced < self._term or is_given_again:
                 return "stale", *self._term
             if protocol not in SPOKEN:
                 return "outdated", f"protocols {SPOKEN}"

@@ -197,6 +197,7 @@ class RayExecutor:
             case ("stale", node, lineage, known, term) if term == self._term:
                 self._message = f"the agent of node {node} knows a later term, {known} of lineage {lineage}"
                 self._report(TermRefused(NodeName(node), Lineage(lineage), Term(known)))
+                self._ready.set()
             case ("trouble", what):
                 self._message = what
             case ("left",):
