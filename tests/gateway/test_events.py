@@ -103,6 +103,15 @@ async def test_invalid_log_positions_are_refused(api: Client) -> None:
     fault(await api.get("/events", params={"limit": 0}), "query:limit")
 
 
+async def test_a_cursor_that_the_log_does_not_reach_is_gone(api: Client) -> None:
+    """As after a restore from a backup: waiting there would miss all that comes."""
+    await api.submit()
+    head = (await api.get("/events")).json()["next_after"]
+    assert (await api.get("/events", params={"after": head})).json()["next_after"] == head
+    gone = problem(await api.get("/events", params={"after": head + 1}), 410, "events-gone")
+    assert f"the log is at {head}" in gone["detail"]
+
+
 async def test_a_cursor_before_the_oldest_kept_event_is_gone(gateway: Gateway, api: Client) -> None:
     task = await api.submit()
     first = (await api.get("/events")).json()

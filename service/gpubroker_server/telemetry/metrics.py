@@ -42,6 +42,8 @@ LOG_FIELDS: Mapping[str, str] = {
     "expected": "the digest that was announced",
     "found": "the digest of the bytes that came",
     "term": "number of the leader's term",
+    "lineage": "of the database; rises when that went back, as after a restore",
+    "known_lineage": "the lineage that a node agent follows",
     "reports": "number of reports of node agents",
     "subject": "task or node that a decision is about",
     "why": "reason of a decision, a fixed token",

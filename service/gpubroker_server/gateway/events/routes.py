@@ -90,11 +90,19 @@ def _may_see(identity: Identity, event: Event) -> bool:
 async def _page(
     call: Call, parts: Parts, query: EventQuery, events: Sequence[Event], visible: Sequence[Event]
 ) -> EventPage:
-    """Raises Problem events-gone if events after the cursor are no longer kept; 0 is not a cursor."""
+    """Raises Problem events-gone if events after the cursor are no longer kept, or the log does not go so
+    far; 0 is not a cursor."""
     # Asked after the events were read, so that none was removed in between.
-    oldest = await parts.records.store.oldest()
+    store = parts.records.store
+    oldest = await store.oldest()
     if 0 < query.after < oldest - 1:
         raise Problem("events-gone", last_gone=oldest - 1, after=query.after)
+    if not events and query.after > (head := await store.head()):
+        raise Problem(
+            "events-gone",
+            f"`after` is {query.after} and the log is at {head}: the database was restored from a backup; "
+            "read the present state (GET /tasks, GET /gpus), then read on without `after`",
+        )
     hidden = await _hidden_tasks(call, parts, visible)
     return {
         "items": [_view(event, hidden) for event in visible],
