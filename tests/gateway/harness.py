@@ -31,6 +31,7 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.app import create_app, openapi_document
 from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
+from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.parts import AppParts, OperatorRules
 from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, ModelType
@@ -118,7 +119,9 @@ class Gateway:
         self.paused_nodes: PausedDetection | None = None
         self.silent: dict[NodeName, Instant] = {}
         self.hears = True
+        limited = RequestLimits(**limits)
         self.parts = AppParts(
+            waiters=Waiters(limited.tenant_waits),
             store=self.store,
             blobs=self.blobs,
             follower=self,
@@ -133,7 +136,7 @@ class Gateway:
                     cloudpickle="3.1",
                 ),
                 defaults=Defaults(model_types={"llm": llm}),
-                limits=RequestLimits(**limits),
+                limits=limited,
                 allowed_hosts=("broker.example",),
             ),
             shutdown=self.shutdowns.append,

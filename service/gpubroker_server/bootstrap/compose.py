@@ -179,6 +179,8 @@ def limits_of(settings: Settings) -> RequestLimits:
         object_bytes=given.object_bytes,
         tenant_object_bytes=given.tenant_object_bytes,
         tenant_objects=given.tenant_objects,
+        tenant_pending_tasks=given.tenant_pending_tasks,
+        tenant_waits=given.tenant_waits,
         object_seconds=Seconds(settings.retention.object_seconds),
         inline_bytes=given.inline_bytes,
         stale_seconds=Seconds(given.stale_seconds),

@@ -69,7 +69,7 @@ class GatewayRole:
         self._follower = follower
         self._listener = listener
         self._tokens = Tokens(store, follower.clock)
-        self._waiters = Waiters()
+        self._waiters = Waiters(settings.limits.tenant_waits)
         self._parts = parts = AppParts(
             store=store,
             blobs=blobs,

@@ -184,6 +184,8 @@ class LimitSettings(Section):
     object_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
     tenant_object_bytes: Annotated[int, Field(ge=0)] = 4 * 1024**3
     tenant_objects: Annotated[int, Field(ge=0)] = 10_000
+    tenant_pending_tasks: Annotated[int, Field(ge=0)] = 500_000
+    tenant_waits: Annotated[int, Field(ge=0)] = 1_000
     inline_bytes: Annotated[int, Field(gt=0)] = 64 * 1024
     result_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
     checkpoint_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024

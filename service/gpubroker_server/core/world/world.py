@@ -83,6 +83,8 @@ class World:
         self.runs: dict[NodeName, set[TaskId]] = {}
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many tasks ever ended so; survives pruning."""
+        self.pending: Counter[str] = Counter()
+        """Tenant -> how many of its tasks are pending, whatever they wait for."""
         self.models = ModelIndex()
         self.learned = RunHistory()
         self.mix = DemandMix()
@@ -300,6 +302,7 @@ class World:
     def _count_in(self, task: Task, *, grows: bool = True) -> None:
         self.models.note(task)
         if task.state is TaskState.PENDING:
+            self.pending[task.tenant] += 1
             self.queue.add(task)
             if task.waits_until is not None:
                 self.expiring[task.id] = task.waits_until
@@ -309,6 +312,7 @@ class World:
 
     def _count_out(self, task: Task, *, grows: bool) -> None:
         if task.state is TaskState.PENDING:
+            self.pending[task.tenant] -= 1
             self.queue.remove(task)
             self.expiring.pop(task.id, None)
         else:  # active: what has ended changes no more

@@ -24,6 +24,10 @@ class RequestLimits:
     tenant_object_bytes: int = 4 * 1024**3
     tenant_objects: int = 10_000
     """Both limits are for all objects of a tenant."""
+    tenant_pending_tasks: int = 500_000
+    """The most tasks of a tenant that wait."""
+    tenant_waits: int = 1_000
+    """The most requests of a tenant that wait for a task in one gateway."""
     object_seconds: Seconds = Seconds(86400.0)
     """An object is kept this long after its last use."""
     inline_bytes: int = 64 * 1024

@@ -140,6 +140,20 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "{what} are computed one at a time; one is being computed{more}; ask again in a second",
         retryable=True,
     ),
+    "tenant-queue-full": ProblemKind(
+        429,
+        "The tenant has too many tasks in the queue",
+        'tenant "{tenant}" has {pending} tasks that wait, and may have {most} (limits.tenant_pending_tasks); '
+        "nothing was stored; send it again when some have started, or cancel some",
+        retryable=True,
+    ),
+    "tenant-waits": ProblemKind(
+        429,
+        "The tenant has too many requests that wait",
+        'tenant "{tenant}" has {waiting} requests that wait here for a task, and may have {most} '
+        "(limits.tenant_waits); wait for fewer tasks at once, or ask again without waiting",
+        retryable=True,
+    ),
     "model-queue-full": ProblemKind(429, "The model's queue is full", retryable=True),
     "model-queue-share": ProblemKind(429, "The tenant's share of the model's queue is full", retryable=True),
     "headers-too-large": ProblemKind(431, "The headers are longer than the model server accepts"),

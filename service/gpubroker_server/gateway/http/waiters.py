@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from time import monotonic
@@ -111,7 +112,10 @@ class Expectation:
 class Waiters:
     """All expectations by key. Call `on_events` on the thread of the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_of_a_tenant: int = 1_000) -> None:
+        self._most_of_a_tenant = most_of_a_tenant
+        self._of_tenants: Counter[str] = Counter()
+        """Tenant -> how many of its requests wait."""
         self._waiting: dict[str, set[Expectation]] = {}
         self._behind: dict[Expectation, Position] = {}
         """Expectations that end when the log is read up to a position."""
@@ -132,6 +136,25 @@ class Waiters:
             others.discard(expectation)
             if not others:
                 self._waiting.pop(key, None)
+
+    @contextlib.contextmanager
+    def expect_for(self, tenant: str, key: str) -> Iterator[Expectation]:
+        """The same for a client, who may have many. Raises Problem tenant-waits."""
+        if not self.has_room_for(tenant):
+            waiting, most = self._of_tenants[tenant], self._most_of_a_tenant
+            raise Problem("tenant-waits", tenant=tenant, waiting=waiting, most=most)
+        self._of_tenants[tenant] += 1
+        try:
+            with self.expect(key) as expectation:
+                yield expectation
+        finally:
+            self._of_tenants[tenant] -= 1
+            if not self._of_tenants[tenant]:
+                del self._of_tenants[tenant]
+
+    def has_room_for(self, tenant: str) -> bool:
+        """Whether one more request of the tenant may wait."""
+        return self._of_tenants[tenant] < self._most_of_a_tenant
 
     @contextlib.contextmanager
     def behind(self, position: Position) -> Iterator[Expectation]:

@@ -235,7 +235,7 @@ Parts = Annotated[InferenceParts, PARTS]
     Scope.MODELS_INFER,
     TaskView,
     "malformed-json priority-not-allowed not-found payload-too-large unsupported-media-type "
-    "validation-failed exceeds-capacity no-matching-device exceeds-maximum exceeds-quota "
+    "tenant-queue-full validation-failed exceeds-capacity no-matching-device exceeds-maximum exceeds-quota "
     "idempotency-key-reused too-many-requests result-damaged store-unavailable",
     status_code=202,
     response_description="It is on disk, and sent to its model when that is loaded and its turn has come.",
@@ -268,6 +268,7 @@ async def submit_inference(
         if not submissions.permissions.policy.serving.is_anywhere:
             raise Problem("not-found", "no model server is configured; set triton.servers")
         task = await _new_task(call, submissions, body)
+        submissions.check_queue(task.tenant)
         named = {at: tensor.object for at, tensor in enumerate(body.inputs) if tensor.object is not None}
         async with parts.reads.slot() if named else nullcontext():
             spec = await _spec_of(call, parts, body, task, named)

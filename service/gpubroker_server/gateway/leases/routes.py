@@ -71,7 +71,7 @@ class LeaseWaitQuery(WaitQuery):
     Scope.TASKS_WRITE,
     LeaseView,
     "malformed-json priority-not-allowed validation-failed exceeds-capacity no-matching-device "
-    "exceeds-maximum exceeds-quota idempotency-key-reused store-unavailable",
+    "exceeds-maximum exceeds-quota idempotency-key-reused tenant-queue-full store-unavailable",
     status_code=202,
     response_description="It waits in the queue; `/leases/{id}/wait` answers when it is held.",
 )
@@ -86,6 +86,7 @@ async def ask_lease(
     submissions = parts.submissions
     try:
         task = _new_task(call, submissions, body)
+        submissions.check_queue(task.tenant)
     except Problem:
         known = await submissions.sent_before(call, idempotency_key, "lease")
         if known is None:
@@ -130,7 +131,7 @@ async def get_lease(call: Call, parts: Parts, lease_id: str) -> Response:
     "leases_wait",
     Scope.TASKS_READ,
     LeaseView,
-    "not-found validation-failed",
+    "not-found tenant-waits validation-failed",
     accepted="The time is over and it is still in this state.",
     response_description="It is in another state now.",
 )
@@ -142,7 +143,7 @@ async def wait_for_lease(
     `pending`: until it is held; `held`: until its holder is asked to leave.
     """
     records, seconds = parts.records, min(query.timeout_seconds, parts.wait_seconds)
-    with records.waiters.expect(moves_of(lease_id)) as moved:
+    with records.waiters.expect_for(call.identity.tenant, moves_of(lease_id)) as moved:
         record = await _find_lease(call, parts, lease_id)
         if _standing(parts, record) is query.state and seconds > 0:
             await moved.within(Seconds(seconds))

@@ -83,11 +83,12 @@ class TaskRecords:
         return record
 
     async def at_its_end(self, record: TaskRecord, seconds: float) -> TaskRecord:
-        """The record once the task has ended, or as it is when the time is over."""
+        """The record once the task has ended, or as it is when the time is over. Raises Problem
+        tenant-waits."""
         task = record.task
         if task.is_terminal or seconds <= 0:
             return record
-        with self.waiters.expect(task.id) as end:
+        with self.waiters.expect_for(task.tenant, task.id) as end:
             row = self.follower.world.tasks.get(task.id)
             if row is None or row.is_terminal:
                 record = await self.reread(record)  # it has just ended, or the World does not have it yet

@@ -80,6 +80,8 @@ class Submissions:
     permissions: Permissions
     records: TaskRecords
     inline_bytes: int
+    most_pending: int
+    """Of one tenant."""
 
     async def new_task(self, body: SubmitTask, tenant: str) -> PreparedTask:
         """The task that this body asks for. Raises Problem if the body is invalid; see also `check_allowed`
@@ -146,6 +148,13 @@ class Submissions:
             self.permissions.check_run(identity, body.run)
         self.permissions.check_env(identity, body.env)
         self.permissions.check_priority(identity, task.priority)
+
+    def check_queue(self, tenant: str, tasks: int = 1) -> None:
+        """Raises Problem if so many more would be too many. A bound, not a count: requests that are under way
+        at once do not see each other."""
+        pending = self.world.pending[tenant]
+        if pending + tasks > self.most_pending:
+            raise Problem("tenant-queue-full", tenant=tenant, pending=pending, most=self.most_pending)
 
     def check_possible(self, task: Task) -> None:
         """Raises Problem for a task that could never run here, or that may run for too long."""

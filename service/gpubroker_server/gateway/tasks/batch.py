@@ -99,7 +99,7 @@ class BatchView(TypedDict):
     Scope.TASKS_WRITE,
     BatchView,
     "malformed-json payload-too-large unsupported-media-type validation-failed batch-refused "
-    "idempotency-key-reused too-many-requests store-unavailable",
+    "idempotency-key-reused tenant-queue-full too-many-requests store-unavailable",
     accepted="`all_or_nothing`: all of them are on disk.",
     status_code=207,
     response_description="Tasks with status 202 are on disk, all in one commit; the others have a problem.",
@@ -125,6 +125,7 @@ async def submit_batch(
             _check_all(made)
         text = to_json(_view(call, made))
     submissions = [one for one in made if isinstance(one, Submission)]
+    parts.submissions.check_queue(call.identity.tenant, len(submissions))
     if submissions:
         answered = "" if key is None else text.decode()
         outcome = await store.submit_batch(BatchSubmission(submissions, key, hashed, answered))

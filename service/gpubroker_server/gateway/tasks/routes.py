@@ -59,7 +59,8 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGN
     TaskView,
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
-    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused store-unavailable",
+    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
+    "store-unavailable",
     status_code=202,
     response_description="The task is on disk and will run as soon as there is room.",
     responses={
@@ -83,6 +84,8 @@ async def submit_task(
     asked = _WAIT.search(prefer) if prefer else None  # RFC 7240
     if asked is None:
         return answer(task_view(record, live), 202, headers)
+    if not records.waiters.has_room_for(record.task.tenant):
+        return answer(task_view(record, records.live(record.task)), 202, headers)  # the wait was a wish
     seconds = min(int(asked[1]), int(parts.wait_seconds))
     headers["Preference-Applied"] = f"wait={seconds}"
     record = await records.at_its_end(record, seconds)
@@ -97,6 +100,7 @@ async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -
         task, learned = await submissions.new_task(body, call.identity.tenant)
         submissions.check_allowed(call.identity, body, task)
         submissions.check_possible(task)
+        submissions.check_queue(task.tenant)
     except Problem:
         known = await submissions.sent_before(call, key, "task")
         if known is None:
@@ -199,7 +203,7 @@ async def get_task(call: Call, parts: Parts, task_id: str) -> Response:
     "tasks_wait",
     Scope.TASKS_READ,
     TaskView,
-    "not-found validation-failed result-damaged",
+    "not-found tenant-waits validation-failed result-damaged",
     accepted="The time is over and the task goes on; ask again.",
     response_description="The task has ended; see `result`.",
 )
