@@ -14,7 +14,7 @@ async def test_a_tenant_may_have_so_many_tasks_waiting_and_no_more() -> None:
         assert '"vision" has 2 tasks that wait, and may have 3' in full["detail"]
         key = {"Idempotency-Key": "a-key"}
         first = (await api.post("/tasks", json=a_body(), headers=key)).json()["id"]
-        for path, body in (("/tasks", a_body()), ("/leases", {"resources": {"gpu_mb": 1024}})):
+        for path, body in (("/tasks", a_body()), ("/leases", {"holder": "me", "gpu_mb": 1024})):
             problem(await api.post(path, json=body), 429, "tenant-queue-full")
         again = await api.post("/tasks", json=a_body(), headers=key)
         assert (again.status_code, again.json()["id"]) == (202, first)  # it was accepted before

@@ -27,8 +27,10 @@ def main() -> None:
     try:
         app()
     except (errors.BrokerError, errors.WrongArgument) as error:
+        from gpubroker.cli.printing import eprint
+
         for line in (f"gpubroker: {error}", *getattr(error, "__notes__", ())):
-            print(line, file=sys.stderr)
+            eprint(line)
         sys.exit(exit_code(error))
 
 

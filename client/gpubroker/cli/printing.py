@@ -1,15 +1,18 @@
 """Print answers as tables or JSON, and messages for people."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment
 
 from gpubroker.cli import EXIT_REFUSED, EXIT_USAGE
 
@@ -35,6 +38,38 @@ class Answered(Protocol):
 
 
 A = TypeVar("A", bound=Answered)
+
+
+_SEQUENCE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, the cursor, modes
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"  # titles, the clipboard
+    r"|\x1b[ -/]*[0-~]"
+)
+"""Control sequences, as ECMA-48 and xterm define them."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def harmless(text: str) -> str:
+    """Without what a terminal would obey instead of show. A line that overwrote itself becomes several."""
+    lines = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    return _CONTROL.sub("", lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Harmless:
+    """A drawing whose texts tasks may have written."""
+
+    drawn: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.drawn, options):
+            yield segment if segment.control else Segment(harmless(segment.text), segment.style)
+
+
+def show(text: str, *, end: str = "\n", error: bool = False) -> None:
+    """Print what a task wrote. A pipe or a file gets it unchanged."""
+    stream = sys.stderr if error else sys.stdout
+    typer.echo((harmless(text) if stream.isatty() else text) + end, nl=False, err=error, color=True)
 
 
 def emit(output: Format, answer: A, draw: Callable[[A], RenderableType]) -> None:
@@ -64,10 +99,10 @@ def watch(
     out = _console()
     try:
         if output is Format.TABLE and out.is_terminal:
-            with Live(draw(ask()), console=out, auto_refresh=False, screen=True) as live:
+            with Live(_Harmless(draw(ask())), console=out, auto_refresh=False, screen=True) as live:
                 while True:
                     time.sleep(_WATCH_SECONDS)
-                    live.update(draw(ask()), refresh=True)
+                    live.update(_Harmless(draw(ask())), refresh=True)
         while True:
             emit_all(output, ask(), draw)
             sys.stdout.flush()
@@ -80,7 +115,7 @@ def print_drawn(drawn: RenderableType, *, error: bool = False) -> None:
     """Print a table. In pipes and files its lines have no spaces at their end."""
     out = _console(error=error)
     if out.is_terminal:
-        out.print(drawn)
+        out.print(_Harmless(drawn))
         return
     with out.capture() as captured:
         out.print(drawn)
@@ -95,8 +130,8 @@ def _console(*, error: bool = False) -> Console:
 
 
 def eprint(message: str) -> None:
-    """Print a message to standard error."""
-    typer.echo(message, err=True)
+    """Print a message to standard error. It may quote what a task wrote."""
+    show(message, error=True)
 
 
 def refuse(message: str) -> NoReturn:

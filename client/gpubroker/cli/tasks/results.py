@@ -11,7 +11,7 @@ import typer
 
 from gpubroker.cli import EXIT_INTERRUPTED, parsing
 from gpubroker.cli.lookup import TaskWord, connect, task_id
-from gpubroker.cli.printing import Format, Output, emit, eprint
+from gpubroker.cli.printing import Format, Output, emit, eprint, show
 from gpubroker.cli.tasks.view import task_details
 from gpubroker.errors import Unreachable
 
@@ -60,7 +60,7 @@ def logs(context: typer.Context, task: TaskWord) -> None:
     The output of a running task cannot be read yet.
     """
     with connect(context) as broker:
-        typer.echo(_log_of(broker.outcome(task_id(broker, task))), nl=False)
+        show(_log_of(broker.outcome(task_id(broker, task))), end="")
 
 
 def wait_and_show(broker: Broker, task: str, timeout_seconds: float | None, output: Format) -> None:
@@ -105,7 +105,7 @@ def _show(outcome: Outcome, output: Format, save: Path | None = None) -> None:
         )
     elif output is Format.TABLE:
         value = outcome.value
-        typer.echo(value if isinstance(value, str) else json.dumps(value, indent=2))
+        show(value if isinstance(value, str) else json.dumps(value, indent=2))
     sys.stdout.flush()
 
 
