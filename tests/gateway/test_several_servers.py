@@ -212,6 +212,18 @@ async def test_a_server_that_failed_three_times_gets_nothing_until_it_answers_ag
         assert told == ["a model server does not answer", "a model server answers again"]
 
 
+async def test_a_server_that_goes_and_comes_back_is_reported_once_each_however_many_ask_it() -> None:
+    async with a_stage(breaking_off(times=40)) as stage:
+        with capture_logs() as logs:
+            for _ in range(40):
+                assert (await stage.ask("POST", INFER, b"{}"))[0] == 502
+            watch = asyncio.create_task(HealthChecks([server(stage, "main")], SHORT).keep())
+            await until(lambda: server(stage, "main").is_up)
+            watch.cancel()
+        told = [log["event"] for log in logs if log["log_level"] != "debug"]
+        assert told == ["a model server does not answer", "a model server answers again"]
+
+
 async def test_a_model_is_not_asked_elsewhere_because_its_only_server_does_not_answer() -> None:
     async with a_stage(None, others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"other"})

@@ -313,7 +313,7 @@ class GrpcCall(ProxiedRequest):
         if isinstance(fault, Problem):
             return fault
         if isinstance(fault, CallFailed) and fault.trouble is not None:
-            log.warning(
+            log.debug(
                 "no answer from Triton", request=self._request_id, server=fault.server, fault=fault.detail
             )
             return problem_of(fault.trouble, fault.server, fault.detail)

@@ -266,7 +266,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         server.http.failed(trouble, detail)
         if self._retry(trouble):
             return
-        log.warning("no answer from Triton", request=self.request_id, server=server.name, fault=detail)
+        log.debug("no answer from Triton", request=self.request_id, server=server.name, fault=detail)
         if self._status:
             self._client.cut_off()  # half an answer; only this tells the client
         else:

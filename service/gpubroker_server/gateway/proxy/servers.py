@@ -75,7 +75,7 @@ class Endpoint:
     def answered(self) -> None:
         breaker = self.breaker
         if breaker.fault and breaker.answered(MonotonicSeconds(self._now())):
-            log.info("a model server answers again", server=self._server, way=self.protocol)
+            log.warning("a model server answers again", server=self._server, way=self.protocol)
 
 
 class Server:
