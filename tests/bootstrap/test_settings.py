@@ -154,6 +154,22 @@ def test_a_wrong_setting_names_the_file_the_variable_or_the_flag_it_came_from(
     assert "(in --log-level)" in said
 
 
+def test_a_named_file_and_the_environment_may_not_name_two_data_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("data_dir: /srv/one\n", encoding="utf-8")
+    monkeypatch.setenv("GPUBROKER_DATA_DIR", "/srv/two")
+    with pytest.raises(SettingsRefused, match="says /srv/one, and GPUBROKER_DATA_DIR says /srv/two"):
+        load_settings(config)
+    assert load_settings(config, data_dir=Path("/srv/three")).data_dir == Path("/srv/three")
+    monkeypatch.setenv("GPUBROKER_DATA_DIR", "/srv/one")
+    assert load_settings(config).data_dir == Path("/srv/one")
+    monkeypatch.setenv("GPUBROKER_DATA_DIR", "/srv/two")
+    monkeypatch.setenv("GPUBROKER_CONFIG", str(config))
+    assert load_settings().data_dir == Path("/srv/two")  # both come from the environment
+
+
 def test_a_variable_that_looks_like_one_of_ours_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GPUBROKER_URL", "GPUBROKER_TOKEN", "GPUBROKER_CI_STAGE"):
         monkeypatch.setenv(name, "x")

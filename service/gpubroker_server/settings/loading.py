@@ -183,6 +183,8 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     for tree in files.values():
         merged = _merge(merged, tree)
     wrong = list(_misspelled_variables())
+    if config is not None and "data_dir" not in given:
+        wrong += _two_data_dirs(config, merged)
     try:
         settings = Settings(_files=merged, **given)  # type: ignore[call-arg]  # see the sources above
     except ValidationError as refused:
@@ -270,7 +272,19 @@ def _misspelled_variables() -> Iterator[str]:
                 yield f"{variable}: there is no such variable; did you mean {_PREFIX}{meant.upper()}?"
 
 
+def _two_data_dirs(config: Path, files: Mapping[str, Any]) -> Iterator[str]:
+    """The variable wins over a file that was named for this command: the command would work on the data of
+    another service. It is set in the shells of that service's clients."""
+    here, there = files.get("data_dir"), os.environ.get(_DATA_DIR)
+    if here and there and Path(str(here)).expanduser() != Path(there).expanduser():
+        yield (
+            f"data_dir: {config} says {here}, and {_DATA_DIR} says {there}; unset the variable, or say which "
+            "one with --data-dir"
+        )
+
+
 _PREFIX: Final = "GPUBROKER_"
+_DATA_DIR: Final = "GPUBROKER_DATA_DIR"
 _VARIABLES: Final = (*Settings.model_fields, "config", "url", "token")
 """Names after the prefix: settings, the configuration file, and what clients read."""
 
