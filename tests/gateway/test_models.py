@@ -14,7 +14,7 @@ from gpubroker_server.core.lifecycle.model_lifecycle import due, seen
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB
-from tests.gateway.harness import Gateway, problem
+from tests.gateway.harness import Gateway, fault, problem
 
 RULES = ServerRules("main", "n1", models={"llm": ModelRules(Mib(50 * GIB), priority=60)})
 
@@ -58,7 +58,16 @@ async def test_a_model_is_loaded_and_listed() -> None:
         assert (told["state"], told["task"], told["gpu_mb"]) == ("resident", task.id, 50 * GIB)
         assert (await gateway.admin.post("/models/llm/load", json={})).status_code == 200
         items = (await gateway.admin.get("/models")).json()["items"]
-        assert [(one["name"], one["state"]) for one in items] == [("bert", "cold"), ("llm", "resident")]
+        assert [(one["name"], one["state"]) for one in items] == [("llm", "resident"), ("bert", "cold")]
+        for query, names in (
+            ({"state": "cold"}, ["bert"]),
+            ({"state": ["resident", "loading"]}, ["llm"]),
+            ({"server": "main"}, ["llm", "bert"]),
+            ({"server": "other"}, []),
+        ):
+            found = (await gateway.admin.get("/models", params=query)).json()["items"]
+            assert [one["name"] for one in found] == names
+        fault(await gateway.admin.get("/models", params={"state": "warm"}), "query:state")
 
 
 async def test_a_waiting_model_is_explained_like_a_task() -> None:
@@ -194,7 +203,7 @@ async def test_the_sdk_lists_and_loads_models() -> None:
             assert (await broker.load_model("llm", priority="batch")).state == "waiting"
             assert holder(gateway).priority == 54
             await loaded(gateway)
-            assert [one.state for one in (await broker.models()).items] == ["cold", "resident"]
+            assert [one.state for one in (await broker.models()).items] == ["resident", "cold"]
             assert (await broker.pin_model("llm")).pinned
             model = await broker.model("llm")
             assert model.loaded_at is not None

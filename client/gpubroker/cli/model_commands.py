@@ -23,10 +23,18 @@ Server = Annotated[
 ]
 
 
-def models(context: typer.Context, output: Output = Format.TABLE) -> None:
-    """List the models of servers: in memory, waiting for it, or cold."""
+def models(
+    context: typer.Context,
+    state: Annotated[
+        list[str] | None,
+        typer.Option("--state", "-s", help="resident, loading, draining, waiting or cold; may be repeated."),
+    ] = None,
+    server: Annotated[str | None, typer.Option(metavar="NAME", help="Only models of this server.")] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """List the models of servers: first those in memory, then those that wait for it, then the others."""
     with connect(context) as broker:
-        emit_all(output, broker.models().items, _models)
+        emit_all(output, broker.models(state=state, server=server).items, _models)
 
 
 def load(

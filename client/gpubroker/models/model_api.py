@@ -1,7 +1,7 @@
 """Operations on models and uploaded objects: ask, queue, load, unload, pin, upload."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from gpubroker.errors import BrokerError, ModelUnavailable
@@ -81,9 +81,12 @@ class ModelApi(Operations):
         return True
 
     @operation
-    def models(self) -> Steps[Page[ServedModel]]:
-        """The models of servers whose memory the service manages, in memory or not."""
-        return page_of(ServedModel, (yield from self._ask("GET", "/models")))
+    def models(
+        self, *, state: str | Sequence[str] | None = None, server: str | None = None
+    ) -> Steps[Page[ServedModel]]:
+        """The models of all servers, those in memory first. `state`: resident, loading, draining, waiting,
+        cold, or several of them."""
+        return page_of(ServedModel, (yield from self._ask("GET", "/models", state=state, server=server)))
 
     @operation
     def model(self, name: str, *, server: str | None = None) -> Steps[ServedModel]:

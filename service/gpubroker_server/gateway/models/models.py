@@ -1,9 +1,9 @@
 """Models of all servers: where each is, and whether it is in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 from urllib.parse import unquote
 
 from pydantic import Field
@@ -24,7 +24,9 @@ from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.ports.store import TaskStore
 
-ModelState = Literal["cold", "waiting", "loading", "resident", "draining"]
+ModelState = Literal["resident", "loading", "draining", "waiting", "cold"]
+STATES: Sequence[ModelState] = get_args(ModelState)
+"""In the order of a list: what has memory comes first."""
 
 _STATES: Mapping[TaskState, ModelState] = {
     TaskState.PENDING: "waiting",

@@ -14,7 +14,9 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.models.models import (
+    STATES,
     ModelList,
+    ModelState,
     ModelView,
     Parts,
     no_such_model,
@@ -35,6 +37,12 @@ class ServerQuery(QueryModel):
     server: Annotated[str | None, Field(max_length=100, description="If several have the model.")] = None
 
 
+class ModelsQuery(ServerQuery):
+    state: Annotated[
+        list[ModelState], Field(description="One or more states, repeated or separated by commas.")
+    ] = []  # noqa: RUF012  # pydantic copies it
+
+
 class LoadModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -51,15 +59,25 @@ class PinModel(BaseModel):
 
 
 @resource.route(
-    "GET /models", "models_list", Scope.MODELS_INFER, ModelList, "not-found store-unavailable follower-stale"
+    "GET /models",
+    "models_list",
+    Scope.MODELS_INFER,
+    ModelList,
+    "not-found store-unavailable follower-stale validation-failed",
 )
-async def list_models(parts: Parts) -> Response:
-    """List the models of all servers, server by server: those in memory, those that wait for it, and all
-    others of the repository."""
+async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> Response:
+    """List the models of all servers: first those in memory, then those that wait for it, then all others of
+    the repositories."""
     outside = parts.outside
     residencies = parts.residencies if not outside else parts.held or ()
     each = await asyncio.gather(*map(parts.views, residencies), *map(outside_views, outside))
-    view: ModelList = {**parts.freshness.as_of(), "items": [*chain(*each)]}
+    found = [
+        one
+        for one in chain(*each)
+        if query.server in (None, one["server"]) and (not query.state or one["state"] in query.state)
+    ]
+    found.sort(key=lambda one: (STATES.index(one["state"]), one["server"], one["name"]))
+    view: ModelList = {**parts.freshness.as_of(), "items": found}
     return answer(view)
 
 
