@@ -4,11 +4,13 @@
 PYTHON ?= python3
 UV := .tools/bin/uv
 RUN := $(UV) run --frozen --no-sync
+# Tests compile a stand-in for NVIDIA's library, with the machine's C compiler if it has one.
+COMPILER := $(if $(shell command -v cc || command -v gcc || command -v clang),,--group compiler)
 
 .venv/.installed: pyproject.toml client/pyproject.toml uv.lock
 	@echo 'installing dependencies into .venv: under a minute, once'
 	@test -x $(UV) || ($(PYTHON) -m venv .tools && .tools/bin/pip install --quiet --disable-pip-version-check uv==0.13.9)
-	@$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON)
+	@$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON) $(COMPILER)
 	@touch $@
 
 # The real Triton Inference Server of the tests. Its models run in this environment, whose Python has to have
