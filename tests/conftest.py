@@ -21,7 +21,7 @@ from gpubroker_server.adapters.sql.store import migrate
 from hypothesis import HealthCheck, settings
 
 from tests.dealing import Dealer, put_in_turn
-from tests.nvml.machine import Machine, a_library, forget_start
+from tests.nvml.machine import Machine, a_library, forget_start, load
 from tests.places import put_files_in_memory
 from tests.postgres import PostgresServer, a_server, reset
 
@@ -112,8 +112,9 @@ def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def nvml_library() -> Iterator[Path]:
-    """The folder of a stand-in for NVIDIA's library."""
+    """The folder of the stand-in for NVIDIA's library that this process has loaded."""
     with a_library() as folder:
+        load(folder)
         yield folder
 
 

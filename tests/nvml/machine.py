@@ -80,7 +80,7 @@ class Machine:
     """What a library in `folder` tells. `apply` makes changes of `gpus` known."""
 
     def __init__(self, folder: Path, *gpus: Gpu, init: int = 0) -> None:
-        self._folder = folder
+        self.folder = folder
         self.gpus = list(gpus)
         self.init = init
         """What the library's start answers."""
@@ -88,9 +88,9 @@ class Machine:
 
     def apply(self) -> None:
         records = [("init", self.init), *(record for gpu in self.gpus for record in gpu.records())]
-        draft = self._folder / "machine.new"
+        draft = self.folder / "machine.new"
         draft.write_text("".join("\t".join(map(str, record)) + "\n" for record in records))
-        draft.replace(self._folder / "machine")
+        draft.replace(self.folder / "machine")
 
     def lose(self, gpu: Gpu, code: int = pynvml.NVML_ERROR_GPU_IS_LOST) -> None:
         """Every call about it fails from now on."""
@@ -107,7 +107,7 @@ class Machine:
 
     def is_hanging(self, gpu: Gpu) -> bool:
         """A call waits."""
-        return (self._folder / f"hangs-{gpu.uuid}").exists()
+        return (self.folder / f"hangs-{gpu.uuid}").exists()
 
 
 def build(folder: Path) -> None:
@@ -120,14 +120,18 @@ def build(folder: Path) -> None:
 
 @contextmanager
 def a_library() -> Iterator[Path]:
-    """The folder of one that `pynvml` finds in this process: what is loaded is found by its name."""
+    """The folder of one; who has it first in LD_LIBRARY_PATH when it starts has this machine's GPUs."""
     folder = Path(tempfile.mkdtemp(prefix="gpb-nvml-"))
     try:
         build(folder)
-        ctypes.CDLL(str(folder / LIBRARY))
         yield folder
     finally:
         shutil.rmtree(folder)
+
+
+def load(folder: Path) -> None:
+    """For this process, which has started: what is loaded is found by its name."""
+    ctypes.CDLL(str(folder / LIBRARY))
 
 
 def forget_start() -> None:

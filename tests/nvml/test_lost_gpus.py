@@ -29,9 +29,9 @@ def machine(new_machine: NewMachine) -> Machine:
 
 @pytest.fixture
 def _soon_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that does not answer is waited for and given up in moments."""
+    """A device that does not answer is waited for, and reported, after moments."""
     monkeypatch.setattr(meter, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(meter, "STRAGGLER_SECONDS", 0.1)
+    monkeypatch.setattr(meter, "STRAGGLER_SECONDS", 1.0)
 
 
 def uuids(seen: Any) -> list[str]:

@@ -17,8 +17,8 @@ from gpubroker_server.ports.devices import (
 
 MEASURE_SECONDS = 30.0
 STRAGGLER_SECONDS = 2.0
-"""Samples of other devices wait no longer for one that does not answer: less than three periods, after which
-they would be out of date."""
+"""Samples of other devices wait no longer for one that does not answer. Three of the usual periods make a
+sample too old to plan by."""
 SILENT_SECONDS = 30.0
 """A device that could not be measured for so long is reported, and no run that has ended waits for it."""
 
