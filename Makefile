@@ -21,13 +21,18 @@ COMPILER := $(if $(shell command -v cc || command -v gcc || command -v clang),,-
 	@$(UV) pip install --quiet --no-deps --python .tools/triton/bin/python -r $<
 	@touch $@
 
-.PHONY: help setup triton mlserver demo try serve test check coverage properties evidence format bench clean
+.PHONY: help setup triton gpu mlserver demo try serve test check coverage properties evidence format bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/.installed  ## install uv and all dependencies into this folder
 
 triton: .tools/triton/.installed  ## install the Triton Inference Server that tests and benchmarks use
+
+gpu: .venv/.installed  ## test on this machine's real GPU, with torch; adds evidence/gpu-<kind>.json
+	@$(UV) venv --quiet --clear --python '>=3.11' .tools/torch
+	@$(UV) pip install --quiet --python .tools/torch/bin/python 'torch>=2.8'
+	$(RUN) pytest -q -m gpu tests/nvml
 
 mlserver: .venv/.installed  ## install MLServer, for `bench proxy --beside mlserver`
 	@$(UV) venv --quiet --clear --python '>=3.11,<3.13' .tools/mlserver
