@@ -39,6 +39,13 @@ def of_uuid(read: Sampled | Gone) -> Mapping[str, DeviceSample]:
     return {sample.device.rpartition("/")[2]: sample for sample in read.samples}
 
 
+async def sampled(leader: Leader, *uuids: str) -> Mapping[str, DeviceSample]:
+    """The next samples that are of these devices and no others. A busy machine may miss one in between."""
+    while list(found := await next_samples(leader)) != list(uuids):
+        pass
+    return found
+
+
 async def next_samples(leader: Leader) -> Mapping[str, DeviceSample]:
     """Measured after this call."""
     called_at = time.time()

@@ -12,7 +12,7 @@ from gpubroker_server.adapters.nvml import meter
 from gpubroker_server.adapters.ray.agent import node_agent
 
 from tests.contracts.fake_runners import FakeRunners, Leader
-from tests.nvml.heard import core_report, inventory, next_samples, of_uuid
+from tests.nvml.heard import core_report, inventory, of_uuid, sampled
 from tests.nvml.machine import Gpu, Machine, Process
 
 NewMachine = Callable[..., Machine]
@@ -72,7 +72,7 @@ async def test_with_one_gpu_lost_before_the_agent_starts_the_others_are_offered_
     assert seen.complete, "a lost GPU is known not to be in use"
     await leader.start("run", leases=(("GPU-a", 1000), ("GPU-c", 1000)))
     await leader.until(lambda: "run" in runners.started)
-    assert list(await next_samples(leader)) == OTHERS
+    await sampled(leader, *OTHERS)
 
 
 async def test_a_gpu_lost_during_a_run_is_announced_as_absent_and_the_run_frees_the_others(
@@ -99,7 +99,7 @@ async def test_a_gpu_that_comes_back_is_offered_again(machine: Machine, open_lea
     machine.mend(machine.gpus[1])
     seen = await inventory(leader, lambda seen: uuids(seen) == UUIDS)
     assert (seen.faults, seen.complete) == ((), True)
-    assert list(await next_samples(leader)) == UUIDS
+    await sampled(leader, *UUIDS)
 
 
 @pytest.mark.usefixtures("_soon_silent")
@@ -108,22 +108,21 @@ async def test_a_call_that_hangs_holds_up_no_other_gpu_and_costs_one_thread(
 ) -> None:
     leader = open_leader()
     await leader.announce()
-    await next_samples(leader)
+    await sampled(leader, *UUIDS)
     hung = machine.gpus[1]
     machine.hang(hung, "nvmlDeviceGetComputeRunningProcesses_v3")
     await leader.until(lambda: machine.is_hanging(hung))
-    for _ in range(3):
-        assert [uuid for uuid in await next_samples(leader) if uuid != "GPU-b"] == OTHERS
+    await sampled(leader, *OTHERS)
     threads = set(threading.enumerate())
     for _ in range(20):
-        assert list(await next_samples(leader)) == OTHERS
+        await sampled(leader, *OTHERS)
     assert set(threading.enumerate()) <= threads
-    seen = await inventory(leader, lambda seen: bool(seen.faults))
+    seen = await inventory(leader, lambda seen: "GPU-b" in dict(seen.faults))
     assert uuids(seen) == UUIDS, "it may be in use, so it stays; without samples it takes nothing new"
-    assert dict(seen.faults) == {"GPU-b": "the driver does not answer"}
+    assert dict(seen.faults)["GPU-b"] == "the driver does not answer"
     machine.mend(hung)
     seen = await inventory(leader, lambda seen: not seen.faults)
-    assert list(await next_samples(leader)) == UUIDS
+    await sampled(leader, *UUIDS)
 
 
 @pytest.mark.usefixtures("_soon_silent")
@@ -137,7 +136,7 @@ async def test_an_agent_answers_though_a_gpu_hangs_from_the_beginning(
     seen = await inventory(leader)
     assert uuids(seen) == OTHERS
     assert not seen.complete, "nobody knows which one it is, so none is known to be removed"
-    assert list(await next_samples(leader)) == OTHERS
+    await sampled(leader, *OTHERS)
     machine.mend(machine.gpus[1])
     assert (await inventory(leader, lambda seen: uuids(seen) == UUIDS)).complete
 
@@ -155,10 +154,22 @@ async def test_a_run_is_gone_though_a_gpu_of_it_has_long_been_silent(
         machine.hang(silent)
     else:
         machine.lose(silent, pynvml.NVML_ERROR_UNKNOWN)
-    await inventory(leader, lambda seen: bool(seen.faults))
+    await inventory(leader, lambda seen: "GPU-b" in dict(seen.faults))
     gone = await end_of(leader, runners, machine)
     assert list(of_uuid(gone)) == OTHERS
     machine.mend(silent)
+
+
+async def test_the_first_announcement_and_the_end_of_a_run_wait_for_a_slow_gpu(
+    machine: Machine, open_leader: OpenLeader, runners: FakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "STRAGGLER_SECONDS", 0.0)  # each answer is too late for the others' samples
+    leader = open_leader()
+    await leader.announce()
+    assert uuids(await inventory(leader)) == UUIDS
+    await a_run_of_four(leader, runners, machine)
+    gone = await end_of(leader, runners, machine)
+    assert list(of_uuid(gone)) == UUIDS
 
 
 async def test_a_driver_that_does_not_start_says_why_and_proves_no_gpu_removed(

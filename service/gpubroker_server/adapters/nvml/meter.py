@@ -56,9 +56,15 @@ class GpuThread:
         """What cannot be measured: why, and since when."""
 
     @property
+    def is_new(self) -> bool:
+        """It was never asked."""
+        return self.devices is None and self._began is None and not self._silent
+
+    @property
     def hangs(self) -> bool:
         """A question would wait behind one that is not answered."""
-        return self._began is not None and time.monotonic() - self._began > STRAGGLER_SECONDS
+        began = self._began  # its thread may set it back at any moment
+        return began is not None and time.monotonic() - began > STRAGGLER_SECONDS
 
     async def measure(self, holders: Holders) -> list[MeasuredDevice]:
         """Empty if it cannot be measured."""
@@ -137,23 +143,25 @@ class DeviceMeter:
     ) -> Sequence[MeasuredDevice]:
         """`holders` is called in a thread. Devices that do not answer are left out.
 
-        Waits longer for the `needed` UUIDs, and for a GPU that has never answered. Raises NotMeasured if one
-        of the needed is in this machine and has not been silent for long; and TimeoutError.
+        Waits longer for the `needed` UUIDs, and for GPUs that are asked for the first time. Raises NotMeasured
+        if one of the needed is in this machine and has not been silent for long; and TimeoutError.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_seconds
         async with asyncio.timeout(timeout_seconds):
             groups = await loop.run_in_executor(self._thread, holders)
         asked = {asyncio.ensure_future(gpu.measure(groups)): gpu for gpu in self._gpus if not gpu.hangs}
-        wanted = {call for call, gpu in asked.items() if gpu.devices is None or _has(gpu, needed)}
+        wanted = {call for call, gpu in asked.items() if gpu.is_new or _has(gpu, needed)}
         await _wait(asked, min(STRAGGLER_SECONDS, timeout_seconds))
         await _wait(wanted, until - loop.time())
         measured: list[MeasuredDevice] = []
-        for call, gpu in asked.items():
+        for call in asked:
             if call.done():
                 measured += call.result()
             else:
                 call.cancel()
+        for gpu in self._gpus:
+            if gpu.hangs:
                 gpu.note_silence()
         self._require(set(needed) - {device.uuid for device in measured})
         return measured

@@ -174,7 +174,7 @@ class NvmlProbe:
                 listed = listing(handle)
             except nvml.NVMLError_NotSupported:
                 continue
-            except nvml.NVMLLibraryMismatchError:  # drivers before 510 do not have this call
+            except nvml.NVMLLibraryMismatchError:  # drivers before 510, and some of 535, lack it
                 return None
             for process in listed:
                 if process.usedGpuMemory is None:

@@ -225,6 +225,9 @@ class NodeAgent:
     def _described(self, runs: NodeRuns) -> Report:
         config = self._config
         inventory = self._announced = self._meter.inventory()
+        if inventory.faults:
+            faults = "; ".join(f"{gpu}: {why}" for gpu, why in inventory.faults)
+            log.warning("GPUs of this node cannot be used", node=config.node, fault=faults)
         memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
         node = {
             "name": config.node,
