@@ -235,3 +235,11 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned int *room, 
 int nvmlDeviceGetGraphicsRunningProcesses_v3(Device *device, unsigned int *room, Process *processes) {
     return list(device, __func__, "graphics", room, processes);
 }
+
+int nvmlDeviceGetComputeRunningProcesses_v2(Device *device, unsigned int *room, Process *processes) {
+    return list(device, __func__, "compute", room, processes);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v2(Device *device, unsigned int *room, Process *processes) {
+    return list(device, __func__, "graphics", room, processes);
+}

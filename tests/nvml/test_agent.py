@@ -193,17 +193,14 @@ async def test_an_instance_of_a_gpu_is_a_device_whose_use_is_nobodys(
     assert measured.keys() >= {"MIG-2", "GPU-b"}
 
 
-async def test_a_driver_that_cannot_list_processes_by_the_newest_call_attributes_no_use(
+async def test_a_driver_that_lacks_the_newest_call_for_processes_is_asked_by_the_one_before(
     new_machine: NewMachine, open_leader: OpenLeader, runners: FakeRunners
 ) -> None:
-    """`pynvml` asks for the newest form and raises an error of a class of its own if the driver lacks it."""
-    missing = dict.fromkeys(
-        ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v3"),
-        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-    )
-    new_machine(Gpu("GPU-a", 80_000, used_mb=700, errors=missing))
+    names = [f"nvmlDeviceGet{purpose}RunningProcesses_v3" for purpose in ("Compute", "Graphics")]
+    gpu = Gpu("GPU-a", 80_000, errors=dict.fromkeys(names, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
+    machine = new_machine(gpu)
     leader = open_leader()
     await leader.announce()
-    await a_run(leader, runners)
+    use(machine, gpu, compute=[Process(await a_run(leader, runners), 700)], graphics=[Process(1, 200)])
     measured = (await next_samples(leader))["GPU-a"]
-    assert (measured.used_mb, measured.foreign_mb, measured.by_holder) == (700, None, {})
+    assert (measured.used_mb, measured.foreign_mb, measured.by_holder) == (900, 200, {"run:1": 700})

@@ -143,8 +143,9 @@ class DeviceMeter:
     ) -> Sequence[MeasuredDevice]:
         """`holders` is called in a thread. Devices that do not answer are left out.
 
-        Waits longer for the `needed` UUIDs, and for GPUs that are asked for the first time. Raises NotMeasured
-        if one of the needed is in this machine and has not been silent for long; and TimeoutError.
+        Waits longer for the `needed` UUIDs, and for GPUs that are asked for the first time.
+
+        Raises TimeoutError, and NotMeasured if a needed one is in this machine and was not silent for long.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_seconds

@@ -163,24 +163,25 @@ class NvmlProbe:
     def _processes(self, handle: Any) -> Mapping[int, int] | None:
         """Pid -> MiB; None if the driver cannot say of each. A process may be listed for compute and for
         graphics, with the same MiB."""
-        nvml = self._nvml
-        compute, graphics = (
-            nvml.nvmlDeviceGetComputeRunningProcesses,
-            nvml.nvmlDeviceGetGraphicsRunningProcesses,
-        )
         found: dict[int, int] = {}
-        for listing in (compute, graphics):
+        for purpose in ("Compute", "Graphics"):
             try:
-                listed = listing(handle)
-            except nvml.NVMLError_NotSupported:
+                listed = self._listed(purpose, handle)
+            except self._nvml.NVMLError_NotSupported:
                 continue
-            except nvml.NVMLLibraryMismatchError:  # drivers before 510, and some of 535, lack it
+            if any(process.usedGpuMemory is None for process in listed):
                 return None
-            for process in listed:
-                if process.usedGpuMemory is None:
-                    return None
-                found[process.pid] = process.usedGpuMemory // MIB
+            found |= {process.pid: process.usedGpuMemory // MIB for process in listed}
         return found
+
+    def _listed(self, purpose: str, handle: Any) -> Sequence[Any]:
+        """By the newest call that the driver has: those before 510, and some of 535, lack the third."""
+        name = f"nvmlDeviceGet{purpose}RunningProcesses"
+        try:
+            newest: Sequence[Any] = getattr(self._nvml, f"{name}_v3")(handle)
+        except self._nvml.NVMLError_FunctionNotFound:
+            newest = getattr(self._nvml, f"{name}_v2")(handle)
+        return newest
 
     def _is_split(self, handle: Any) -> bool:
         """MIG: the processes of an instance are not listed with the whole device."""
