@@ -193,6 +193,20 @@ async def test_an_instance_of_a_gpu_is_a_device_whose_use_is_nobodys(
     assert measured.keys() >= {"MIG-2", "GPU-b"}
 
 
+async def test_a_gpu_that_is_sliced_again_is_announced_with_its_new_instances(
+    new_machine: NewMachine, open_leader: OpenLeader
+) -> None:
+    machine = new_machine(Gpu("GPU-a", 80_000, mig=True, instances=(Gpu("MIG-1", 40_000),)))
+    leader = open_leader()
+    await leader.announce()
+    await inventory(leader, lambda seen: [d.uuid for d in seen.devices] == ["GPU-a", "MIG-1"])
+    machine.gpus[0].instances = (Gpu("MIG-2", 20_000), Gpu("MIG-3", 20_000))
+    machine.apply()
+    seen = await inventory(leader, lambda seen: "MIG-2" in [d.uuid for d in seen.devices])
+    assert [(d.uuid, d.parent) for d in seen.devices[1:]] == [("MIG-2", "GPU-a"), ("MIG-3", "GPU-a")]
+    assert (seen.complete, seen.faults) == (True, ()), "the old instance is removed"
+
+
 async def test_a_driver_that_lacks_the_newest_call_for_processes_is_asked_by_the_one_before(
     new_machine: NewMachine, open_leader: OpenLeader, runners: FakeRunners
 ) -> None:
