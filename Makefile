@@ -4,11 +4,13 @@
 PYTHON ?= python3
 UV := .tools/bin/uv
 RUN := $(UV) run --frozen --no-sync
+# Tests compile a stand-in for NVIDIA's library, with the machine's C compiler if it has one.
+COMPILER := $(if $(shell command -v cc || command -v gcc || command -v clang),,--group compiler)
 
 .venv/.installed: pyproject.toml client/pyproject.toml uv.lock
 	@echo 'installing dependencies into .venv: under a minute, once'
 	@test -x $(UV) || ($(PYTHON) -m venv .tools && .tools/bin/pip install --quiet --disable-pip-version-check uv==0.13.9)
-	@$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON)
+	@$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON) $(COMPILER)
 	@touch $@
 
 # The real Triton Inference Server of the tests. Its models run in this environment, whose Python has to have
@@ -19,13 +21,18 @@ RUN := $(UV) run --frozen --no-sync
 	@$(UV) pip install --quiet --no-deps --python .tools/triton/bin/python -r $<
 	@touch $@
 
-.PHONY: help setup triton mlserver demo try serve test check coverage properties evidence format bench clean
+.PHONY: help setup triton gpu mlserver demo try serve test check coverage properties evidence format bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/.installed  ## install uv and all dependencies into this folder
 
 triton: .tools/triton/.installed  ## install the Triton Inference Server that tests and benchmarks use
+
+gpu: .venv/.installed  ## test on this machine's real GPU, with torch; adds evidence/gpu-<kind>.json
+	@$(UV) venv --quiet --clear --python '>=3.11' .tools/torch
+	@$(UV) pip install --quiet --python .tools/torch/bin/python 'torch>=2.8'
+	$(RUN) pytest -q -m gpu tests/nvml
 
 mlserver: .venv/.installed  ## install MLServer, for `bench proxy --beside mlserver`
 	@$(UV) venv --quiet --clear --python '>=3.11,<3.13' .tools/mlserver

@@ -10,7 +10,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +21,14 @@ from gpubroker_server.adapters.sql.store import migrate
 from hypothesis import HealthCheck, settings
 
 from tests.dealing import Dealer, put_in_turn
+from tests.nvml.machine import Machine, a_library, forget_start, load
 from tests.places import put_files_in_memory
 from tests.postgres import PostgresServer, a_server, reset
 
-_SHARED = ("bootstrap", "broker", "builders", "chaos", "client", "contracts", "e2e", "gateway", "simulation")
+_SHARED = (
+    *("bootstrap", "broker", "builders", "chaos", "client"),
+    *("contracts", "e2e", "gateway", "nvml.heard", "simulation"),
+)
 # What is asserted there shows its values as in the tests themselves.
 pytest.register_assert_rewrite(*(f"tests.{part}" for part in _SHARED))
 
@@ -102,3 +108,19 @@ def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
     url = postgres_server.new_database()
     yield url
     postgres_server.drop(url)
+
+
+@pytest.fixture(scope="session")
+def nvml_library() -> Iterator[Path]:
+    """The folder of the stand-in for NVIDIA's library that this process has loaded."""
+    with a_library() as folder:
+        load(folder)
+        yield folder
+
+
+@pytest.fixture
+def new_machine(nvml_library: Path) -> Iterator[Callable[..., Machine]]:
+    """Makes the machine that the real `pynvml` sees in this process."""
+    yield partial(Machine, nvml_library)
+    (nvml_library / "machine").unlink(missing_ok=True)
+    forget_start()

@@ -66,7 +66,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 7, "cef9f3c0f048"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 7, "1f20dea60fa4"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 5, "90ca60bafacd"),
     ],
     ids=["driver and agent", "agent and run process"],

@@ -122,11 +122,21 @@ TENANT = {
         ),
         ("gpus", {"items": [{**GPU, "free_mb": 24576}]}, ["n1  1 GPU ", "24.0 GiB free of 24.0", "░ free"]),
         ("nodes", {"items": [NODE]}, ["n1", "ready", "1.5/4", "0.0/8.0 GiB"]),
+        (
+            "nodes",
+            {"items": [{**NODE, "agent": {"gpu_faults": {"GPU-b": "GPU is lost"}}}]},
+            ["n1", "ready", "! n1: GPU-b: GPU is lost"],
+        ),
         ("nodes", {"items": [{**NODE, "silent_since": "2026-01-01T00:00:00Z"}]}, ["n1", "silent"]),
         (
             "gpus",
             {"items": [{**GPU, "free_mb": 20480, "stranded_mb": 5120}]},
             ["20.0 GiB free of 24.0, 5.0 GiB stranded"],
+        ),
+        (
+            "gpus",
+            {"items": [{**GPU, "present": False, "stale": True, "fault": "GPU is lost"}]},
+            ["not in its machine   ! GPU is lost"],
         ),
         ("policy", POLICY, POLICY_SAYS),
         ("policy", {"preemption": {"enabled": False}}, ["preemption  off"]),

@@ -195,6 +195,15 @@ class Leader:
                         return report
                 await self._poll()
 
+    async def until_announced(self, true: Callable[[Report], bool]) -> Report:
+        """The newest announcement, as soon as this holds for it."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                seen = [report for report in self.received if report[0] == "node_seen"]
+                if seen and true(seen[-1]):
+                    return seen[-1]
+                await self._poll()
+
     async def until(self, true: Callable[[], Any]) -> None:
         """For what an agent does and does not tell."""
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -205,6 +214,8 @@ class Leader:
         return [report[0] for report in self.received if report[1] == task]
 
     async def _poll(self) -> None:
+        if self._acknowledged < 0:  # the agent has ended the conversation
+            await self.announce()
         self._acknowledged, packed = await self.agent.poll(self.incarnation, self._acknowledged, 10.0)
         if packed:
             self.received += unpack(packed)[-1]

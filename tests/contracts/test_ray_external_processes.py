@@ -10,17 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pynvml
 import pytest
 from gpubroker.runtime.process import INSTANCE_MARK
-from gpubroker_server.adapters.nvml.probe import DeviceMeter, NvmlProbe
+from gpubroker_server.adapters.nvml.meter import DeviceMeter
+from gpubroker_server.adapters.nvml.probe import NvmlProbe
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles
 from gpubroker_server.adapters.ray.processes import disjoint_trees, marks_of, process_id
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import ProcessGroup
 
 from tests.contracts.fake_runners import GPU, FakeRunners, Leader, a_leader
-from tests.contracts.nvml_machine import Gpu, Machine
-from tests.contracts.nvml_machine import process as process_on
+from tests.nvml.machine import Gpu, Machine
+from tests.nvml.machine import Process as ProcessOn
 
 OpenLeader = Callable[..., Leader]
 Process = subprocess.Popen[bytes]
@@ -209,14 +211,16 @@ async def test_a_process_belongs_to_one_lease(open_leader: OpenLeader, family: F
     assert await proof_of_end(leader, "first") == "process_absent"
 
 
-async def test_a_process_below_a_run_and_an_external_process_counts_for_the_run(family: Family) -> None:
+async def test_a_process_below_a_run_and_an_external_process_counts_for_the_run(
+    new_machine: Callable[..., Machine], family: Family
+) -> None:
     """As when the broker is restarted from the shell that holds a lease."""
-    gpu = Gpu(
-        "GPU-a", used_mb=900, compute=[process_on(family.child, 700), process_on(family.parent.pid, 200)]
-    )
+    gpu = Gpu("GPU-a", used_mb=900, compute=[ProcessOn(family.child, 700), ProcessOn(family.parent.pid, 200)])
     trees = disjoint_trees({"run": process_id(family.child), "lease": process_id(family.parent.pid)})
     groups = {name: ProcessGroup(pids, {"GPU-a": Mib(1000)}) for name, pids in trees.items()}
-    [device] = await DeviceMeter(NvmlProbe(Machine(gpu))).measure(lambda: groups)
+    new_machine(gpu)
+    pynvml.nvmlInit()
+    [device] = await DeviceMeter([NvmlProbe(pynvml, 0)]).measure(lambda: groups)
     assert (device.foreign_mb, device.by_holder) == (0, {"run": 700, "lease": 200})
 
 

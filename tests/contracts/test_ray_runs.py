@@ -16,34 +16,34 @@ from typing import Any
 import pytest
 from gpubroker.runtime.journal import AT_ONCE
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
-from gpubroker_server.adapters.nvml.probe import DeviceMeter
+from gpubroker_server.adapters.nvml.meter import DeviceMeter
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
 from gpubroker_server.adapters.ray.processes import has_stopped
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.ports.devices import MeasuredDevice, ProcessGroup
+from gpubroker_server.ports.devices import DeviceReading, MeasuredDevice, ProcessGroup
 
 from tests.contracts.fake_runners import GPU, FakeRunners, an_agent_config
 from tests.patience import PATIENCE_SECONDS
 
 
 class Probe:
-    """Implements `device_ports.DeviceProbe` of one device, which the test can silence."""
+    """Implements `ports.devices.DeviceProbe` of one device, which the test can silence."""
+
+    name = "a GPU"
 
     def __init__(self) -> None:
         self.fault: Exception | None = None
         self.is_on_the_bus = True
         self.asked = 0
 
-    def inventory(self) -> Sequence[ReportedDevice]:
-        return [ReportedDevice(GPU, "sim", 0, Mib(1000), True)]
-
-    def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
+    def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:
         self.asked += 1
         if self.fault is not None:
             raise self.fault
         used = Mib(sum(group.leased_mb[GPU] for group in holders.values()))
-        return [MeasuredDevice(GPU, used, Mib(0), {}, None)] if self.is_on_the_bus else []
+        measured = MeasuredDevice(GPU, used, Mib(0), {}, None) if self.is_on_the_bus else None
+        return [DeviceReading(ReportedDevice(GPU, "sim", 0, Mib(1000), True), measured, "no answer")]
 
 
 class Scene:
@@ -54,7 +54,7 @@ class Scene:
         self.probe = Probe()
         self.reports: list[Report] = []
         self.config = an_agent_config(run_dir)
-        self.runs = NodeRuns(self.config, self.report, DeviceMeter(self.probe), self.runners)
+        self.runs = NodeRuns(self.config, self.report, DeviceMeter([self.probe]), self.runners)
 
     def report(self, report: Report, _delay_seconds: float = AT_ONCE) -> None:
         self.reports.append(report)

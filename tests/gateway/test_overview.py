@@ -95,6 +95,18 @@ async def test_a_node_shows_the_release_of_its_agent_and_what_to_do(gateway: Gat
     assert [node["agent"] for node in (await api.get("/nodes")).json()["items"]] == [old]
 
 
+async def test_a_gpu_that_cannot_be_used_is_shown_with_the_reason(gateway: Gateway, api: Client) -> None:
+    [gpu] = (await api.get("/gpus")).json()["items"]
+    assert gpu["fault"] is None
+    agent = {"release": "0.1.0", "protocol": 7, "outdated": False, "message": None}
+    agent["gpu_faults"] = {gpu["uuid"]: "the driver does not answer", "GPU 3": "GPU is lost"}
+    gateway.executor = {**gateway.executor, "agents": {"n1": agent}}
+    [gpu] = (await api.get("/gpus")).json()["items"]
+    assert gpu["fault"] == "the driver does not answer"
+    [node] = (await api.get("/nodes")).json()["items"]
+    assert node["agent"]["gpu_faults"]["GPU 3"] == "GPU is lost"
+
+
 async def test_a_node_shows_since_when_its_agent_is_silent(gateway: Gateway, api: Client) -> None:
     assert (await api.get("/nodes")).json()["items"][0]["silent_since"] is None
     gateway.silent = {NodeName("n1"): Instant(0.0), NodeName("elsewhere"): Instant(1.0)}

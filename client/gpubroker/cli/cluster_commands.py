@@ -80,12 +80,15 @@ def _nodes(listed: Sequence[Node]) -> RenderableType:
         )
         for node in listed
     ]
-    notes = [
-        Text(f"! {node.name}: {node.agent['message']}", style="yellow")
-        for node in listed
-        if node.agent and node.agent.get("message")
-    ]
+    notes = [Text(f"! {node.name}: {note}", style="yellow") for node in listed for note in _notes(node)]
     return Group(PlainTable(_NODE_COLUMNS, rows), *notes) if rows else Text("no nodes")
+
+
+def _notes(node: Node) -> Iterator[str]:
+    agent = node.agent or {}
+    if agent.get("message"):
+        yield agent["message"]
+    yield from (f"{gpu}: {why}" for gpu, why in agent.get("gpu_faults", {}).items())
 
 
 def _state(node: Node) -> Text:

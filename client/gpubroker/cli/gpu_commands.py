@@ -93,7 +93,8 @@ def _facts(gpu: Gpu) -> str:
         ),
         f"! {size(foreign)} used but not leased" if foreign else "",
         f"{gpu.utilization:.0%} busy" if gpu.utilization is not None else "",
-        "no recent measurement" if gpu.stale else "",
+        "" if gpu.present else "not in its machine",
+        f"! {gpu.fault}" if gpu.fault else "no recent measurement" if gpu.stale else "",
     )
     return "   ".join(fact for fact in facts if fact)
 

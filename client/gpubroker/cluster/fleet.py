@@ -79,6 +79,8 @@ class Gpu:
     """0 to 1."""
     sampled_at: datetime | None = None
     stale: bool = False
+    fault: str | None = None
+    """Why its node's agent cannot measure it."""
     holders: tuple[Holder, ...] = ()
     pledges: tuple[Pledge, ...] = ()
     raw: Raw = field(default_factory=dict, repr=False)
@@ -87,7 +89,8 @@ class Gpu:
 @dataclass(frozen=True, slots=True)
 class Node:
     """One machine. `cpu`, `memory_mb` and `runs` say what is used of the total. `agent` has the node agent's
-    `release`, whether it is `outdated`, and a `message` if something has to be done."""
+    `release`, whether it is `outdated`, a `message` if something has to be done, and `gpu_faults`: GPUs that
+    it cannot use, and why."""
 
     name: str
     ready: bool = True

@@ -8,13 +8,21 @@ from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 
 
+class DeviceLost(Exception):
+    """The driver has lost the GPU: no process can use it any more. The text says it in the driver's words."""
+
+
 class DeviceProbe(Protocol):
-    """The devices of this machine and their use."""
+    """Devices that are measured together: a GPU with its instances, or all simulated ones."""
 
-    def inventory(self) -> Sequence[ReportedDevice]: ...
+    name: str
+    """For people, while no UUID is known."""
 
-    def sample(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["MeasuredDevice"]:
-        """One entry per device. `holders`: by the key of a run (`mark_of`)."""
+    def read(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["DeviceReading"]:
+        """One entry per device. `holders`: by the key of a run (`mark_of`). One call at a time; it may hang.
+
+        Raises DeviceLost, and whatever the driver raises if it cannot say which devices there are.
+        """
         ...
 
 
@@ -35,3 +43,12 @@ class MeasuredDevice:
     foreign_mb: Mib | None
     by_holder: Mapping[str, Mib]
     utilization: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReading:
+    device: ReportedDevice
+    measured: MeasuredDevice | None
+    """None if it cannot be measured."""
+    fault: str = ""
+    """Why not."""

@@ -123,6 +123,17 @@ def test_a_device_that_left_its_machine_ends_the_quarantine_of_what_was_on_it_an
     assert removed(world) == []
 
 
+def test_of_a_run_whose_process_stays_only_the_lease_on_the_lost_gpu_ends() -> None:
+    """Its process cannot be killed: the kernel waits for the GPU that is lost."""
+    task = a_task("run", gpus=2, gpu_mb=8 * GIB)
+    world = a_world(a_device("gpu0"), a_device("gpu1"), holding(task, "gpu0", "gpu1"))
+    lost(world)
+    seen = replace(answer("n1-2"), runs=((RUN, Fence(1), 0),), faults=(("gpu1", "GPU is lost"),))
+    commit(world, reconcile(world, seen, LATER, Policy(), RULES), LATER)
+    assert hear(world, *removed(world)) == [Proof.DEVICE_REMOVED]
+    assert [lease.device for lease in leases(world)] == [a_device("gpu0").key]
+
+
 def test_an_operators_statement_ends_it_and_says_who_and_why() -> None:
     world = a_lost_run()
     decision = statement(world)

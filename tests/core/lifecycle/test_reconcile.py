@@ -22,6 +22,7 @@ from tests.builders import (
     a_lease,
     a_node,
     a_pledge,
+    a_sample,
     a_task,
     a_world,
     commit,
@@ -143,6 +144,27 @@ def test_a_device_that_came_back_counts_again() -> None:
     hear(world)
     hear(world, uuids=("gpu0", "gpu1"))
     assert world.ledgers[key("gpu1")].device.present
+
+
+def test_a_device_that_came_back_takes_nothing_before_it_is_measured_again() -> None:
+    task = a_task("run", gpus=2, gpu_mb=8 * GIB)
+    world = a_world(a_device("gpu0"), a_device("gpu1"), holding(task, "gpu0", "gpu1"))
+    world.measure([a_sample("gpu0"), a_sample("gpu1")])
+    hear(world, ("run", 1))
+    hear(world, ("run", 1), uuids=("gpu0", "gpu1"))
+    assert [world.ledgers[key(gpu)].is_stale(NOW, 2.0) for gpu in ("gpu0", "gpu1")] == [False, True]
+    world.measure([a_sample("gpu1", at=NOW + 1.0)])
+    assert not world.ledgers[key("gpu1")].is_stale(NOW, 2.0)
+
+
+def test_a_device_is_removed_only_if_the_agent_knows_all_of_its_gpus() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"))
+    there = (ReportedDevice("gpu0", "H100", 0, Mib(80 * GIB), True),)
+    unknown = NodeReport(a_node(), there, (), NOW, faults=(("GPU 1", "no answer"),), complete=False)
+    for seen, present in ((unknown, True), (replace(unknown, complete=True), False)):
+        decisions = reconcile(world, seen, NOW, Policy(), InventoryRules("test"))
+        commit(world, decisions)
+        assert (key("gpu1") in world.ledgers) is present
 
 
 def test_leases_on_a_removed_device_stay_until_their_holder_is_gone() -> None:

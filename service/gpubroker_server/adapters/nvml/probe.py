@@ -1,41 +1,44 @@
 """GPUs through NVIDIA's management library, and how much of them each process group uses."""
 
-import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.ports.devices import DeviceProbe, MeasuredDevice, ProcessGroup
+from gpubroker_server.ports.devices import (
+    DeviceLost,
+    DeviceProbe,
+    DeviceReading,
+    MeasuredDevice,
+    ProcessGroup,
+)
 
 MIB = 2**20
-MEASURE_SECONDS = 30.0
 
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The one that Linux starts with; its number is fixed (PROC_PID_INIT_INO)."""
 
 
-def load_nvml() -> Any | None:
-    """The initialised `pynvml` module; None if there is no NVIDIA driver. The only import of it."""
-    import pynvml
+def find_probes(simulated: Sequence[ReportedDevice] | None) -> Sequence[DeviceProbe]:
+    """Of simulated devices if the configuration has a list of them (even an empty one), else of each GPU.
+
+    None on a machine without an NVIDIA driver.
+    """
+    if simulated is not None:
+        return [SimulatedProbe(simulated)]
+    import pynvml  # the only import of it
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
-
-
-def new_probe(simulated: Sequence[ReportedDevice] | None) -> DeviceProbe:
-    """Simulated devices if the configuration has a list of them (even an empty one), else those of NVML."""
-    from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
-
-    if simulated is not None:
-        return SimulatedProbe(simulated)
-    nvml = load_nvml()
-    return SimulatedProbe(()) if nvml is None else NvmlProbe(nvml, shares_pids=shares_pids())
+        count = pynvml.nvmlDeviceGetCount()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return []
+    except pynvml.NVMLError as fault:
+        return [FailedDriver(str(fault))]
+    return [NvmlProbe(pynvml, index, shares_pids=shares_pids()) for index in range(count)]
 
 
 def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
@@ -50,86 +53,96 @@ def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
         return False
 
 
+class FailedDriver:
+    """A DeviceProbe of a machine whose driver is there and does not start: its GPUs may be in use."""
+
+    name = "the driver"
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+
+    def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:  # noqa: ARG002  # the port's
+        raise RuntimeError(self._fault)
+
+
 class NvmlProbe:
-    """A DeviceProbe. A value that NVML does not have is None or left out, never an error.
+    """A DeviceProbe of one GPU with its instances (MIG). A value that NVML does not have is None or left out.
 
     Use is attributed to no holder where NVML does not say which process uses how much (MIG, some drivers), or
     says it in process ids that are not ours (`shares_pids` is False).
     """
 
-    def __init__(self, nvml: Any, *, shares_pids: bool = True) -> None:
+    def __init__(self, nvml: Any, index: int, *, shares_pids: bool = True) -> None:
+        self.name = f"GPU {index}"
         self._nvml = nvml
+        self._index = index
         self._shares_pids = shares_pids
-        self._handles: dict[str, Any] = {}
-        self._instances: set[str] = set()
-        """UUIDs of instances of a GPU (MIG)."""
-        self._devices: list[ReportedDevice] = []
-        whole = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        for handle in whole:
-            self._enter(handle)
-        for handle in whole:
-            for instance in self._instances_of(handle):
-                self._enter(instance, parent=_text(nvml.nvmlDeviceGetUUID(handle)))
+        self._described: dict[str, ReportedDevice] = {}
+        """By UUID, as it was when it was first read: what the driver keeps for itself varies a little."""
 
-    def _enter(self, handle: Any, parent: str = "") -> None:
-        """GPUs have the driver's numbers; instances are numbered after all of them."""
-        uuid = _text(self._nvml.nvmlDeviceGetUUID(handle))
-        self._handles[uuid] = handle
-        if parent:
-            self._instances.add(uuid)
-        self._devices.append(
-            ReportedDevice(
-                uuid=uuid,
-                kind=_text(self._nvml.nvmlDeviceGetName(handle)),
-                index=len(self._devices),
-                physical_mb=self._memory(handle)[0],
-                simulated=False,
-                parent=parent,
-                split=not parent and self._is_split(handle),
-            )
-        )
+    def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:
+        try:
+            return self._read(holders)
+        except self._nvml.NVMLError_GpuIsLost as fault:
+            self._described.clear()
+            raise DeviceLost(str(fault)) from None
+
+    def _read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:
+        """Handles are asked for each time, because those of a GPU that was restarted are no longer valid."""
+        whole = self._nvml.nvmlDeviceGetHandleByIndex(self._index)
+        uuid = _text(self._nvml.nvmlDeviceGetUUID(whole))
+        split = self._is_split(whole)
+        parts = self._instances_of(whole) if split else ()
+        of_parts = [self._read_one(part, holders, parent=uuid) for part in parts]
+        return [self._read_one(whole, holders, split=split), *of_parts]
+
+    def _read_one(
+        self, handle: Any, holders: Mapping[str, ProcessGroup], *, parent: str = "", split: bool = False
+    ) -> DeviceReading:
+        nvml, uuid = self._nvml, _text(self._nvml.nvmlDeviceGetUUID(handle))
+        try:
+            physical_mb, used_mb = self._memory(handle)
+            if uuid not in self._described:
+                kind = _text(nvml.nvmlDeviceGetName(handle))
+                device = ReportedDevice(uuid, kind, self._index, physical_mb, False, parent)
+                self._described[uuid] = device
+            attributed = self._shares_pids and not (parent or split)
+            measured = self._measure(uuid, handle, used_mb, holders if attributed else None)
+            return DeviceReading(replace(self._described[uuid], split=split), measured)
+        except nvml.NVMLError_GpuIsLost:
+            raise
+        except nvml.NVMLError as fault:
+            if uuid not in self._described:
+                raise
+            return DeviceReading(replace(self._described[uuid], split=split), None, str(fault))
 
     def _instances_of(self, handle: Any) -> Iterator[Any]:
-        """Of a GPU that is split (MIG). Slots may be empty."""
-        if not self._is_split(handle):
-            return
+        """Slots may be empty."""
         for slot in range(self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             try:
                 yield self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
-            except self._nvml.NVMLError:
+            except self._nvml.NVMLError_NotFound:
                 continue
 
-    def inventory(self) -> Sequence[ReportedDevice]:
-        return self._devices
-
-    def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
-        """A device that fell off the bus has no entry: its sample gets stale, so it gets no new leases."""
-        measured = []
-        for uuid, handle in self._handles.items():
-            # A run is foreign on a device on which it has no lease.
-            here = {name: group for name, group in holders.items() if uuid in group.leased_mb}
-            owners = {pid: name for name, group in here.items() for pid in group.pids}
-            try:
-                measured.append(self._measure(uuid, handle, owners))
-            except self._nvml.NVMLError:
-                continue
-        return measured
-
-    def _measure(self, uuid: str, handle: Any, owners: Mapping[int, str]) -> MeasuredDevice:
-        _, used_mb = self._memory(handle)
+    def _measure(
+        self, uuid: str, handle: Any, used_mb: Mib, holders: Mapping[str, ProcessGroup] | None
+    ) -> MeasuredDevice:
+        """Without `holders`, no use is attributed."""
         utilization = self._utilization(handle)
-        processes = dict(self._processes(handle))
-        is_split = uuid in self._instances or self._is_split(handle)
-        if not self._shares_pids or None in processes.values() or is_split:
+        processes = None if holders is None else self._processes(handle)
+        if holders is None or processes is None:
             return MeasuredDevice(uuid, used_mb, None, {}, utilization)
+        # A run is foreign on a device on which it has no lease.
+        here = {name: group for name, group in holders.items() if uuid in group.leased_mb}
+        owners = {pid: name for name, group in here.items() for pid in group.pids}
         by_holder: dict[str, Mib] = {}
         foreign_mb = 0
         for pid, mb in processes.items():
             holder = owners.get(pid)
             if holder is None:
-                foreign_mb += mb or 0
+                foreign_mb += mb
             else:
-                by_holder[holder] = Mib(by_holder.get(holder, 0) + (mb or 0))
+                by_holder[holder] = Mib(by_holder.get(holder, 0) + mb)
         return MeasuredDevice(uuid, used_mb, Mib(foreign_mb), by_holder, utilization)
 
     def _memory(self, handle: Any) -> tuple[Mib, Mib]:
@@ -147,21 +160,28 @@ class NvmlProbe:
         physical = memory.total - reserved
         return Mib(physical // MIB), Mib((physical - memory.free) // MIB)
 
-    def _processes(self, handle: Any) -> Iterator[tuple[int, int | None]]:
-        """(pid, MiB or None). A process may be listed for compute and for graphics, with the same MiB."""
-        nvml = self._nvml
-        compute, graphics = (
-            nvml.nvmlDeviceGetComputeRunningProcesses,
-            nvml.nvmlDeviceGetGraphicsRunningProcesses,
-        )
-        for listing in (compute, graphics):
+    def _processes(self, handle: Any) -> Mapping[int, int] | None:
+        """Pid -> MiB; None if the driver cannot say of each. A process may be listed for compute and for
+        graphics, with the same MiB."""
+        found: dict[int, int] = {}
+        for purpose in ("Compute", "Graphics"):
             try:
-                listed = listing(handle)
-            except nvml.NVMLError_NotSupported:
+                listed = self._listed(purpose, handle)
+            except self._nvml.NVMLError_NotSupported:
                 continue
-            for process in listed:
-                known = process.usedGpuMemory
-                yield process.pid, None if known is None else known // MIB
+            if any(process.usedGpuMemory is None for process in listed):
+                return None
+            found |= {process.pid: process.usedGpuMemory // MIB for process in listed}
+        return found
+
+    def _listed(self, purpose: str, handle: Any) -> Sequence[Any]:
+        """By the newest call that the driver has: those before 510, and some of 535, lack the third."""
+        name = f"nvmlDeviceGet{purpose}RunningProcesses"
+        try:
+            newest: Sequence[Any] = getattr(self._nvml, f"{name}_v3")(handle)
+        except self._nvml.NVMLError_FunctionNotFound:
+            newest = getattr(self._nvml, f"{name}_v2")(handle)
+        return newest
 
     def _is_split(self, handle: Any) -> bool:
         """MIG: the processes of an instance are not listed with the whole device."""
@@ -181,37 +201,3 @@ class NvmlProbe:
 def _text(value: str | bytes) -> str:
     """Older bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value
-
-
-class NotMeasured(Exception):
-    """A device that a caller needs to know about could not be measured."""
-
-
-class DeviceMeter:
-    """One measurement at a time, in a thread of its own: a driver that hangs holds up nothing else."""
-
-    def __init__(self, probe: DeviceProbe) -> None:
-        self._probe = probe
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="meter")
-
-    def inventory(self) -> Sequence[ReportedDevice]:
-        return self._probe.inventory()
-
-    async def measure(
-        self,
-        holders: Callable[[], Mapping[str, ProcessGroup]],
-        needed: Collection[str] = (),
-        timeout_seconds: float = MEASURE_SECONDS,
-    ) -> Sequence[MeasuredDevice]:
-        """`holders` is called in the thread.
-
-        Raises NotMeasured if one of the `needed` UUIDs is in this machine and gave no answer, TimeoutError,
-        and whatever the driver raises.
-        """
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(timeout_seconds):
-            measured = await loop.run_in_executor(self._thread, lambda: self._probe.sample(holders()))
-        silent = {device.uuid for device in self.inventory()} & set(needed) - {it.uuid for it in measured}
-        if silent:
-            raise NotMeasured(f"no answer of {', '.join(sorted(silent))}")
-        return measured

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.ports.devices import MeasuredDevice, ProcessGroup
+from gpubroker_server.ports.devices import DeviceReading, MeasuredDevice, ProcessGroup
 
 _VARIABLE = b"SIMULATED_GPU_MB"
 """In the environment of a process: the MiB that it uses of each of its devices."""
@@ -15,20 +15,19 @@ class SimulatedProbe:
     """A DeviceProbe. A run uses its lease while a process of it lives. If the environment of a process
     names another amount, the run uses that until its last process ends."""
 
+    name = "simulated devices"
+
     def __init__(self, devices: Sequence[ReportedDevice]) -> None:
         self._devices = tuple(devices)
         self._declared_mb: dict[str, Mib] = {}
 
-    def inventory(self) -> Sequence[ReportedDevice]:
-        return self._devices
-
-    def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
+    def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:
         self._declared_mb = {
             holder: declared_mb
             for holder, group in holders.items()
             if group.pids and (declared_mb := _declared_mb(group.pids) or self._declared_mb.get(holder))
         }
-        return [self._measured(device.uuid, holders) for device in self._devices]
+        return [DeviceReading(device, self._measured(device.uuid, holders)) for device in self._devices]
 
     def _measured(self, uuid: str, holders: Mapping[str, ProcessGroup]) -> MeasuredDevice:
         by_holder = {

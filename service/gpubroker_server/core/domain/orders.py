@@ -201,6 +201,11 @@ class NodeReport:
     at: Instant
     release: str = ""
     """Release of the agent's software; empty if unknown."""
+    faults: tuple[tuple[str, str], ...] = ()
+    """GPUs that cannot be used: (UUID, or what people call it while that is unknown; why)."""
+    complete: bool = True
+    """A device that is not named is removed or lost: no process uses it. False while the agent does not know
+    each of its GPUs."""
 
 
 @value

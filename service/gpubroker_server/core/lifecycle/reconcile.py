@@ -101,7 +101,10 @@ def _device_rows(world: World, seen: NodeReport, rules: InventoryRules) -> tuple
 
 
 def _gone_devices(world: World, seen: NodeReport) -> Iterator[Device]:
-    """Devices in the rows of this node that its agent no longer finds."""
+    """Devices in the rows of this node that its agent no longer finds. One that it does not know of yet stays
+    as it is, and takes nothing new without samples."""
+    if not seen.complete:
+        return
     found = {device.uuid for device in seen.devices}
     for key in world.by_node.get(seen.node.name, ()):
         device = world.ledgers[key].device

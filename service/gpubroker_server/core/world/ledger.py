@@ -127,8 +127,11 @@ class DeviceLedger:
         return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
 
     def register(self, device: Device) -> None:
+        """A removed device that comes back takes nothing before it was measured again."""
         self.device = device
         self._unheld_mb = None
+        if not device.present:
+            self.sample = None
 
     def put(self, lease: Lease, freeing_for: TaskId | None = None, *, stopping: bool = False) -> None:
         """Add or update a lease; a released one is removed."""

@@ -1,7 +1,7 @@
 """GPUs and nodes: what is leased, used and free, and by which holders."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, NotRequired
 
 from fastapi import Response
 from pydantic import Field
@@ -86,6 +86,7 @@ class GpuView(DeviceView):
     utilization: Annotated[float | None, Field(description="0 to 1, as last measured.")]
     sampled_at: Time | None
     stale: Annotated[bool, Field(description="Not measured recently: takes nothing new.")]
+    fault: Annotated[str | None, Field(description="Why its node's agent cannot measure it.")]
     holders: list[HolderView]
     pledges: list[PledgeView]
 
@@ -114,6 +115,10 @@ class AgentView(TypedDict):
     protocol: Annotated[int, Field(description="The version of its protocol with the leader.")]
     outdated: Annotated[bool, Field(description="It is of an earlier release than the leader.")]
     message: Annotated[str | None, Field(description="What happens to it, and what to do.")]
+    gpu_faults: Annotated[
+        NotRequired[dict[str, str]],
+        Field(description="GPUs that it cannot use, by UUID or else by number, and why."),
+    ]
 
 
 class NodeView(TypedDict):
@@ -142,13 +147,15 @@ async def list_gpus(call: Call, parts: Parts) -> Response:
     """List all devices: what is leased, used, unaccounted for and free, and their holders."""
     as_of, world = parts.freshness.as_of(), parts.world
     awaited = awaited_by_lease(world)
+    agents = parts.leadership.executor_status().get("agents", {})
     sums = fragmentation(world, parts.policy, parts.clock.now()).devices
     items: list[GpuView] = []
     for key in sorted(world.ledgers):
         ledger, sample = world.ledgers[key], world.ledgers[key].sample
+        device = ledger.device
         items.append(
             {
-                **view_of(DeviceView, ledger.device),
+                **view_of(DeviceView, device),
                 "leased_mb": ledger.leased_mb(),
                 "used_mb": None if sample is None else sample.used_mb,
                 "foreign_mb": ledger.foreign_mb,
@@ -159,6 +166,7 @@ async def list_gpus(call: Call, parts: Parts) -> Response:
                 "utilization": None if sample is None else sample.utilization,
                 "sampled_at": rfc3339_or_none(ledger.sampled_at),
                 "stale": ledger.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
+                "fault": agents.get(device.node, {}).get("gpu_faults", {}).get(device.uuid),
                 "holders": [
                     _holder_view(world, ledger.holdings[holding], call.identity, awaited)
                     for holding in sorted(ledger.holdings)

@@ -18,7 +18,8 @@ from gpubroker.runtime.journal import AT_ONCE
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
 
-from gpubroker_server.adapters.nvml.probe import MEASURE_SECONDS, DeviceMeter, new_probe
+from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter, Inventory
+from gpubroker_server.adapters.nvml.probe import find_probes
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners
 from gpubroker_server.adapters.ray.agent.runner_process import retry_until_done
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
@@ -52,7 +53,7 @@ class NodeAgent:
 
     def __init__(self, config: str, runners: RayRunners | None = None) -> None:
         self._config = AgentConfig.from_json(config)
-        self._meter = DeviceMeter(new_probe(self._config.simulated))
+        self._meter = DeviceMeter(find_probes(self._config.simulated))
         self._runners = runners or RayRunners(self._config)
         self._id = uuid4().hex[:8]
         self._announcements = 0
@@ -63,6 +64,8 @@ class NodeAgent:
         self._is_replaced = False
         """The leader wants another configuration, and waits for the reports that only this agent has."""
         self._mailbox: Mailbox | None = None
+        self._announced: Inventory | None = None
+        """What the leader knows of the devices."""
         self._runs: NodeRuns | None = None
         self._sampling: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -227,6 +230,12 @@ class NodeAgent:
             await retry_until_done("leaving the node", self._runs.close)
         os._exit(0)
 
+    def _end_conversation(self) -> None:
+        """A leader that still listens announces itself again, and so learns what is here now."""
+        if self._mailbox is not None:
+            self._announcements += 1
+            self._change_mailbox(None)
+
     def _change_mailbox(self, mailbox: Mailbox | None) -> None:
         if self._mailbox is not None:
             self._mailbox.close()
@@ -234,6 +243,10 @@ class NodeAgent:
 
     def _described(self, runs: NodeRuns) -> Report:
         config = self._config
+        inventory = self._announced = self._meter.inventory()
+        if inventory.faults:
+            faults = "; ".join(f"{gpu}: {why}" for gpu, why in inventory.faults)
+            log.warning("GPUs of this node cannot be used", node=config.node, fault=faults)
         memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
         node = {
             "name": config.node,
@@ -243,10 +256,12 @@ class NodeAgent:
             "incarnation": self._incarnation,
             "boot_id": boot_id(),
             "release": __version__,
+            "faults": dict(inventory.faults),
+            "complete": inventory.complete,
         }
         devices = [
             (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent, d.split)
-            for d in self._meter.inventory()
+            for d in inventory.devices
         ]
         return (
             "node_seen",
@@ -273,9 +288,10 @@ class NodeAgent:
 
     async def _sample(self, runs: NodeRuns) -> None:
         while True:
+            asked_at = time.time()  # the answer may come later, and be older than a release meanwhile
             samples = await self._sampled(runs, MEASURE_SECONDS)
             if samples is not None and self._mailbox is not None:
-                self._mailbox.journal.note("sampled", ("sampled", time.time(), samples), AT_ONCE)
+                self._mailbox.journal.note("sampled", ("sampled", asked_at, samples), AT_ONCE)
             try:
                 await self._look_after(runs)
             except Exception:
@@ -287,9 +303,8 @@ class NodeAgent:
         self._exit_if_replaced()
         now = time.monotonic()
         unpolled = now - self._polled_at
-        if unpolled > DESERTED_SECONDS and self._mailbox is not None:
-            self._announcements += 1
-            self._change_mailbox(None)
+        if unpolled > DESERTED_SECONDS or self._announced != self._meter.inventory():
+            self._end_conversation()
         if unpolled < DESERTED_SECONDS or not runs.is_idle:
             self._keep_alive()
         elif not self._config.keepalive and unpolled > self._config.idle_stop_seconds:

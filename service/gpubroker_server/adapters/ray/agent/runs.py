@@ -13,7 +13,7 @@ from gpubroker.runtime.journal import AT_ONCE, SOON
 from gpubroker.runtime.messages import Report, RunFault, RunKey, RunOrder, RunOutcome, ended, is_report
 from gpubroker.runtime.output import tail_of_file
 
-from gpubroker_server.adapters.nvml.probe import MEASURE_SECONDS, DeviceMeter
+from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter
 from gpubroker_server.adapters.ray.agent.external_processes import ExternalProcesses
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
@@ -91,7 +91,7 @@ class NodeRuns:
     async def measure(
         self, needed: Sequence[str] = (), timeout_seconds: float = MEASURE_SECONDS
     ) -> list[WireSample]:
-        """What every device holds now; raises as DeviceMeter.measure does."""
+        """What each device holds now that can be measured; raises as DeviceMeter.measure does."""
         holders = {
             str(run.key): (run.process.watched.id, run.order.leases)
             for run in self.table.runs.values()

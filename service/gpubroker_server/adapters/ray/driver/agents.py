@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpubroker import __version__
@@ -39,6 +39,8 @@ class AnsweringAgent:
     """Empty if unknown."""
     runs: dict[RunId, set[str]]
     """Each run that it has, or that was ordered, and what happened to it; until it is gone and forgotten."""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """GPUs that it cannot use, and why."""
     idle_since: float | None = None
 
     @property
@@ -80,7 +82,7 @@ class NodeAgents:
 
     def see(self, seen: NodeReport, protocol: int) -> None:
         runs: dict[RunId, set[str]] = {run: set() for run in seen.runs}
-        agent = AnsweringAgent(seen.node.incarnation, protocol, seen.release, runs)
+        agent = AnsweringAgent(seen.node.incarnation, protocol, seen.release, runs, dict(seen.faults))
         self._answering[seen.node.name] = agent
         if not agent.is_outdated:
             self._replaced_at.pop(seen.node.name, None)
@@ -118,7 +120,7 @@ class NodeAgents:
                 yield node
 
     def views(self) -> dict[str, Mapping[str, Any]]:
-        """For people, by node: release, protocol, whether it is outdated, and what happens then."""
+        """For people, by node: release, protocol, whether it is outdated, what happens then, GPU faults."""
         now = self._ticks()
         return {str(node): self._view(node, agent, now) for node, agent in self._answering.items()}
 
@@ -132,7 +134,12 @@ class NodeAgents:
         elif agent.is_outdated:
             message = "an earlier release started it; it stays in use and is replaced when its node is idle"
         about = {"release": agent.release or None, "protocol": agent.protocol}
-        return {**about, "outdated": agent.is_outdated, "message": message}
+        return {
+            **about,
+            "outdated": agent.is_outdated,
+            "message": message,
+            "gpu_faults": dict(agent.faults),
+        }
 
     def _was_replaced_in_vain(self, node: NodeName, now: float) -> bool:
         """An outdated agent was replaced a short time ago, so this one, outdated too, is its successor."""

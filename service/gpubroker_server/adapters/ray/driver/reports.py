@@ -116,6 +116,8 @@ class NodeForm(Struct):
     incarnation: Name
     boot_id: Name
     release: Name
+    faults: dict[Name, Text] = {}
+    complete: bool = True
 
 
 class NodeSeenForm(Form, tag="node_seen"):
@@ -245,6 +247,8 @@ def _of_node(source: Source, it: OfNode) -> Report:
                 tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in it.runs),
                 at,
                 node.release,
+                tuple(node.faults.items()),
+                node.complete,
             )
         case _:
             assert_never(it)
