@@ -22,8 +22,13 @@ from gpubroker_server.gateway.app import create_app
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
 from gpubroker_server.gateway.parts import AppParts, OperatorRules
 from gpubroker_server.gateway.submission.admission import Permissions
+from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import BlobMissing, Progress, RunSpec, TaskRecord
+from gpubroker_server.ports.store import (
+    BlobMissing,
+    RunSpec,
+    TaskRecord,
+)
 
 NOTHING = httpx.ByteStream(b"")
 

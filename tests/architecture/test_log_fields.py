@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from gpubroker_server.telemetry.metrics import LOG_FIELDS
+from gpubroker_server.telemetry.logs import LOG_FIELDS
 
 from tests.architecture.source_tree import Module, modules
 
@@ -20,7 +20,7 @@ def fields_logged(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def test_every_logged_field_is_in_the_table() -> None:
-    """If this fails: use a field of `LOG_FIELDS` in telemetry/metrics.py, or add yours there."""
+    """If this fails: use a field of `LOG_FIELDS` in telemetry/logs.py, or add yours there."""
     unknown = [
         f"{module.path}:{line} {field}"
         for module in modules("service")

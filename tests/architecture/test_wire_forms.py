@@ -24,8 +24,8 @@ ACTORS = ("NodeAgent", "Runner")
 """Actors called through handles of another release."""
 
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
-FROZEN = {"agent-7": "ad2ed3426076", "runner-5": "159adbd1a83c"}
-FIRST_RELEASED = {"agent": 7, "runner": 5}
+FROZEN = {"agent-8": "a58fcec34689", "runner-5": "159adbd1a83c"}
+FIRST_RELEASED = {"agent": 8, "runner": 5}
 """No release speaks an earlier form, so none is read."""
 
 
@@ -66,7 +66,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 7, "1f20dea60fa4"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 8, "d74cfa6dbd9a"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 5, "90ca60bafacd"),
     ],
     ids=["driver and agent", "agent and run process"],

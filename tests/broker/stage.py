@@ -24,10 +24,9 @@ from gpubroker_server.core.domain.units import Instant, Mib, MonotonicSeconds, S
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.executor import Progress, RunPayload
 from gpubroker_server.ports.store import (
     CommitVerdict,
-    Progress,
-    RunPayload,
     RunSpec,
     StoreUnavailable,
     Submission,

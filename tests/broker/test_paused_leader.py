@@ -9,7 +9,8 @@ from gpubroker_server.core.domain.leader_term import NEVER, LeaderTerm, LeaderTe
 from gpubroker_server.core.domain.orders import Ended, Ending, Order, Report, StartOrder
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Lineage, TaskId, Term
-from gpubroker_server.ports.store import RunPayload, StaleTerm
+from gpubroker_server.ports.executor import RunPayload
+from gpubroker_server.ports.store import StaleTerm
 
 from tests.broker.stage import ForgetfulStore, Hands, Stage, WitnessedExecutor
 from tests.builders import GIB, NOW

@@ -27,7 +27,8 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Lineage, Mib, Seconds, TaskId, Term
-from gpubroker_server.ports.store import Executor, RunPayload, RunSpec
+from gpubroker_server.ports.executor import Executor, RunPayload
+from gpubroker_server.ports.store import RunSpec
 
 from tests.patience import PATIENCE_SECONDS
 

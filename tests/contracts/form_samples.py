@@ -26,7 +26,8 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib, NodeName, Seconds, TaskId
-from gpubroker_server.ports.store import RunPayload, RunSpec
+from gpubroker_server.ports.executor import RunPayload
+from gpubroker_server.ports.store import RunSpec
 
 FORMS = Path(__file__).with_name("forms")
 

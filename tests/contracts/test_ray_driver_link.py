@@ -29,7 +29,8 @@ from gpubroker_server.core.domain.units import (
     TaskId,
     Term,
 )
-from gpubroker_server.ports.store import RunPayload, RunSpec
+from gpubroker_server.ports.executor import RunPayload
+from gpubroker_server.ports.store import RunSpec
 from ray.exceptions import RayError
 from structlog.testing import capture_logs
 

@@ -27,7 +27,8 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
-from gpubroker_server.ports.store import RunPayload, RunSpec
+from gpubroker_server.ports.executor import RunPayload
+from gpubroker_server.ports.store import RunSpec
 
 T, F, N = TaskId("t"), Fence(3), NodeName("n1")
 AT = Instant(1000.0)

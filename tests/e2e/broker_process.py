@@ -29,7 +29,7 @@ from gpubroker_server.core.domain.leader_term import NEVER, LeaderTerm, LeaderTe
 from gpubroker_server.core.domain.orders import Ended, Order, Report, StartOrder, StopOrder
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.units import TaskId, Term
-from gpubroker_server.ports.store import RunPayload
+from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.settings.loading import load_settings
 from gpubroker_server.telemetry.logs import configure_logs
 

@@ -35,8 +35,12 @@ from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.parts import AppParts, OperatorRules
 from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, ModelType
+from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import BlobMissing, CommitVerdict, Progress
+from gpubroker_server.ports.store import (
+    BlobMissing,
+    CommitVerdict,
+)
 from jsonschema import Draft202012Validator
 
 from tests.builders import NOW, a_device, a_node, a_sample
@@ -119,9 +123,8 @@ class Gateway:
         self.paused_nodes: PausedDetection | None = None
         self.silent: dict[NodeName, Instant] = {}
         self.hears = True
-        limited = RequestLimits(**limits)
         self.parts = AppParts(
-            waiters=Waiters(limited.tenant_waits),
+            waiters=Waiters((limited := RequestLimits(**limits)).tenant_waits),
             store=self.store,
             blobs=self.blobs,
             follower=self,

@@ -8,7 +8,7 @@ import pytest
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position
 from gpubroker_server.gateway.http.times import rfc3339
-from gpubroker_server.ports.store import Progress
+from gpubroker_server.ports.executor import Progress
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault, problem, until

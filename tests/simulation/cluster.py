@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.orders import (
     StartOrder,
 )
 from gpubroker_server.core.domain.units import Lineage, NodeName, TaskId, Term
-from gpubroker_server.ports.store import RunPayload
+from gpubroker_server.ports.executor import RunPayload
 
 from tests.simulation.machine import Announcement, Machine
 from tests.simulation.timeline import Timeline

@@ -20,7 +20,8 @@ from gpubroker_server.core.domain.orders import (
     StartOrder,
 )
 from gpubroker_server.core.domain.units import Instant, Lineage, Mib, NodeName, TaskId, Term
-from gpubroker_server.ports.store import Clock, RunPayload
+from gpubroker_server.ports.executor import RunPayload
+from gpubroker_server.ports.store import Clock
 
 from tests.simulation.line_to_database import Guard
 from tests.simulation.machine import Announcement, Machine, Program

@@ -24,8 +24,9 @@ from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.submission.demand import Defaults, ModelType
+from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.models import ModelHost
-from gpubroker_server.ports.store import Clock, Executor
+from gpubroker_server.ports.store import Clock
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.sections import (
     MaximumSettings,

@@ -14,13 +14,13 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.store import (
     EventListener,
     LineageChanged,
     LogOutgrown,
     LogShortened,
     Outgrown,
-    Progress,
     ReadTicks,
     Snapshot,
     StoreUnavailable,

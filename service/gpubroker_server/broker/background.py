@@ -11,6 +11,7 @@ from gpubroker_server.core.domain.policy import Retention
 from gpubroker_server.core.domain.units import DeviceKey, Position, Seconds, TaskId, Term
 from gpubroker_server.core.serving.slots import AWAY_SECONDS, HOLD_SECONDS, Shares, SlotShares
 from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import (
     PRESENT_SECONDS,
     LastValues,
@@ -19,7 +20,12 @@ from gpubroker_server.ports.last_values import (
     PresenceStore,
     SlotStore,
 )
-from gpubroker_server.ports.store import Clock, Progress, StaleTerm, StoreUnavailable, TaskStore
+from gpubroker_server.ports.store import (
+    Clock,
+    StaleTerm,
+    StoreUnavailable,
+    TaskStore,
+)
 
 log = structlog.get_logger("gpubroker.retention")
 

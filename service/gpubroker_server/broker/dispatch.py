@@ -16,13 +16,12 @@ from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Or
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.executor import Executor, RunPayload
 from gpubroker_server.ports.store import (
     BlobCorrupt,
     BlobMissing,
     BlobStore,
     Clock,
-    Executor,
-    RunPayload,
     RunSpec,
     StoredCheckpoint,
     StoreUnavailable,

@@ -21,8 +21,8 @@ from gpubroker_server.core.domain.leader_term import (
     ObservedLeader,
 )
 from gpubroker_server.core.domain.units import MonotonicSeconds, Term
+from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.store import (
-    Executor,
     LeaderTermOver,
     LostCommits,
     ReadTicks,

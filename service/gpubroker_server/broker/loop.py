@@ -22,10 +22,10 @@ from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencies
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.store import (
     Clock,
     CommitVerdict,
-    Executor,
     LostCommits,
     ReadTicks,
     StaleTerm,

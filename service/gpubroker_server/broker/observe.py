@@ -43,7 +43,12 @@ from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning import inferences as inference_admission
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.store import BlobStore, BlobTooLarge, Progress, ReadTicks
+from gpubroker_server.ports.executor import Progress
+from gpubroker_server.ports.store import (
+    BlobStore,
+    BlobTooLarge,
+    ReadTicks,
+)
 
 log = structlog.get_logger("gpubroker.observe")
 

@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.serving.slots import Claim, Shares
-from gpubroker_server.ports.store import Progress
+from gpubroker_server.ports.executor import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""Ports to the database, the blob store and the executor. Adapters implement them; gateway and broker use
-them."""
+"""Ports to the database and the blob store. Adapters implement them; gateway and broker use them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +8,8 @@ from typing import Any, Protocol
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.estimates import Sketch, SketchKey
-from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
+from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
-from gpubroker_server.core.domain.orders import Order, Report, TermRefused
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.submission import BatchSubmission as BatchSubmission
 from gpubroker_server.core.domain.submission import KnownKey as KnownKey
@@ -24,7 +22,6 @@ from gpubroker_server.core.domain.units import (
     Instant,
     Lineage,
     MonotonicSeconds,
-    NodeName,
     Position,
     Seconds,
     TaskId,
@@ -349,70 +346,3 @@ class BlobMissing(Exception):
 
 class BlobCorrupt(Exception):
     """The bytes of the object do not have its digest."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunPayload:
-    """What a run needs, beside its StartOrder."""
-
-    spec: RunSpec
-    arguments: bytes
-    resume_state: bytes | None
-    resume_uri: str | None
-    attempt: int
-    name: str
-    tenant: str
-    timeout_seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The last progress that a run reported; never a row."""
-
-    at: Instant
-    fraction: float | None
-    message: str
-
-
-class Executor(Protocol):
-    """Sends orders to node agents and receives their reports. No call waits for user code."""
-
-    async def connect(self) -> None:
-        """Connect, so that `start` has only to announce the term. Sends no orders and receives no reports."""
-        ...
-
-    async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
-        """Connect and announce the term; agents answer with NodeSeen reports.
-
-        Drops reports and orders of earlier terms.
-        """
-        ...
-
-    async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-        """Send committed orders. An order that cannot be delivered comes back as a report. Nothing is sent
-        after the term."""
-        ...
-
-    async def flush(self) -> None:
-        """Returns when agents have taken all orders, except agents that do not answer. Use it with a
-        timeout."""
-        ...
-
-    async def stand_back(self) -> None:
-        """End the term: send no orders and receive no reports, but stay connected."""
-        ...
-
-    def ask(self, nodes: Sequence[NodeName]) -> None:
-        """Announce the term to these nodes again; agents answer with NodeSeen."""
-        ...
-
-    async def reports(self) -> Sequence[Report | TermRefused]:
-        """All reports since the last call, in order per run; waits for at least one."""
-        ...
-
-    def status(self) -> Mapping[str, Any]:
-        """For people. Keys: state, address, message; `agents`, if there are any: release by node; `home`, of
-        Ray: which local Ray, or empty."""
-        ...
-
-    async def close(self, *, stop_cluster: bool) -> None: ...

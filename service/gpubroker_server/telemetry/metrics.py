@@ -33,36 +33,6 @@ from gpubroker_server.telemetry.inferences import inference_metrics
 
 _RELEASE = version("gpubroker-server")
 
-LOG_FIELDS: Mapping[str, str] = {
-    "request": "id of the HTTP request, as in the Request-Id header",
-    "path": "path of the HTTP request",
-    "task": "id of the task",
-    "sequence": "number of a checkpoint within its run",
-    "digest": "sha256 of an object's bytes",
-    "expected": "the digest that was announced",
-    "found": "the digest of the bytes that came",
-    "term": "number of the leader's term",
-    "lineage": "of the database; rises when that went back, as after a restore",
-    "known_lineage": "the lineage that a node agent follows",
-    "reports": "number of reports of node agents",
-    "subject": "task or node that a decision is about",
-    "why": "reason of a decision, a fixed token",
-    "node": "name of the node",
-    "processes": "number of processes",
-    "waiting": "number of tasks that wait for the same",
-    "gpus": "number of GPUs that are asked for",
-    "need_mb": "MiB that are needed on each GPU",
-    "free_mb": "free MiB on all GPUs that could be used",
-    "largest_mb": "the largest piece of that",
-    "server": "name of a Triton server, as configured",
-    "way": "the protocol in which a model server is asked",
-    "model": "name of a model, as its server knows it",
-    "runner": "name of a process that runs tasks, as Ray knows it",
-    "job": "what a node agent is doing",
-    "fault": "what went wrong, as text",
-}
-"""The fields of structured log lines."""
-
 _MIB = 1024 * 1024
 _GPU = ("gpu", "UUID", "hostname")
 """As dcgm-exporter spells them, so that both join on UUID without relabelling."""

@@ -41,7 +41,11 @@ from gpubroker_server.core.domain.units import (
     device_key,
     mark_of,
 )
-from gpubroker_server.ports.store import Clock, ReadTicks, RunPayload
+from gpubroker_server.ports.executor import RunPayload
+from gpubroker_server.ports.store import (
+    Clock,
+    ReadTicks,
+)
 
 
 @dataclass(frozen=True, slots=True)

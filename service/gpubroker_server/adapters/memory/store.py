@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 
+from gpubroker_server.adapters.memory.leadership import LeaderInMemory
 from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
     AuditNote,
@@ -16,7 +17,7 @@ from gpubroker_server.core.domain.decisions import (
 )
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.estimates import Sketch, SketchKey
-from gpubroker_server.core.domain.leader_term import LeaderRow, next_lineage
+from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
@@ -24,7 +25,6 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import (
     DeviceKey,
     Instant,
-    Lineage,
     NodeName,
     Position,
     Seconds,
@@ -40,7 +40,6 @@ from gpubroker_server.ports.store import (
     KnownKey,
     RunSpec,
     Snapshot,
-    StaleTerm,
     StoredCheckpoint,
     StoredResult,
     StoredState,
@@ -54,7 +53,7 @@ from gpubroker_server.ports.store import (
 _CHECKPOINTS_KEPT = 3
 
 
-class MemoryStore(TokensAndObjects):
+class MemoryStore(LeaderInMemory, TokensAndObjects):
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
     def __init__(
@@ -62,14 +61,10 @@ class MemoryStore(TokensAndObjects):
         now: Callable[[], float] = time.time,
         usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
     ) -> None:
-        super().__init__()
-        self._now = now
+        TokensAndObjects.__init__(self)
+        LeaderInMemory.__init__(self, now)
         self._listeners: list[EventListener] = []
         self._fault: Exception | None = None
-        self._term = Term(0)
-        self._leader = ""
-        self._lease_until = Instant(0.0)
-        self._lineage = Lineage(0)
         self._tasks: dict[TaskId, Task] = {}
         self._specs: dict[TaskId, RunSpec] = {}
         self._keys: dict[tuple[str, str], tuple[TaskId, str]] = {}
@@ -144,33 +139,13 @@ class MemoryStore(TokensAndObjects):
             self._requests[request.id] = request
             self._append([requested(request)])
 
-    async def leader(self) -> LeaderRow:
-        return LeaderRow(self._term, self._leader, self._lease_until, Instant(self._now()), self._lineage)
-
     async def take_term(
         self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow, has_lost_commits: bool = False
     ) -> Term | None:
         self._check_listeners()
-        if (instead_of.term, instead_of.lease_until) != (self._term, self._lease_until):
-            return None
-        if has_lost_commits:
-            self._lineage = next_lineage(self._lineage, Instant(self._now()))
-        self._term = Term(self._term + 1)
-        self._leader = holder
-        self._lease_until = Instant(self._now() + ttl_seconds)
-        return self._term
-
-    async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
-        self._require(term)
-        self._lease_until = Instant(self._now() + ttl_seconds)
-
-    async def resign(self, term: Term) -> None:
-        if term == self._term:
-            self._lease_until = Instant(0.0)
-
-    def _require(self, term: Term) -> None:
-        if term != self._term:
-            raise StaleTerm(f"term {term} is over: {self._leader} leads term {self._term}; stop leading")
+        return await super().take_term(
+            holder, ttl_seconds, instead_of=instead_of, has_lost_commits=has_lost_commits
+        )
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         self._check_listeners()

@@ -25,7 +25,7 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.units import DeviceKey, Mib
-from gpubroker_server.ports.store import RunPayload
+from gpubroker_server.ports.executor import RunPayload
 
 PROTOCOL = 8
 """Number of the form in which driver and agent speak; first value of every message between them."""

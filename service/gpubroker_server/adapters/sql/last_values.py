@@ -17,6 +17,7 @@ from gpubroker_server.adapters.sql.system_tables import last_value
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.units import Instant, TaskId, Term
 from gpubroker_server.core.serving.slots import Claim
+from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import (
     LastValues,
     LastValueStore,
@@ -25,7 +26,6 @@ from gpubroker_server.ports.last_values import (
     PresenceStore,
     SlotStore,
 )
-from gpubroker_server.ports.store import Progress
 
 _REVISIONS_PER_TERM = 2**32
 """More than a leader ever publishes in one term."""

@@ -22,6 +22,7 @@ from gpubroker_server.adapters.sql.session import DatabaseRefused, Session
 from gpubroker_server.adapters.sql.writer import BeginAt, CatchUp, Work, Writer
 from gpubroker_server.core.domain.decisions import Decision, Outcome, Request
 from gpubroker_server.core.domain.leader_term import LeaderRow
+from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Lineage, Position, Seconds, TaskId, Term
@@ -126,29 +127,24 @@ class RecentTasks:
         if entry is None or entry.ended is None:
             return None
         row, outcome = entry.ended
-        failure = None if outcome.failure is None else asdict(outcome.failure)
-        return TaskRecord(row, entry.spec, failure)
+        return TaskRecord(row, entry.spec, _fields(outcome.failure))
 
     def result(self, task: TaskId) -> StoredResult | None:
         entry = self._entries.get(task)
         if entry is None or entry.ended is None:
             return None
-        _, outcome = entry.ended
-        failure = None if outcome.failure is None else asdict(outcome.failure)
-        return StoredResult(
-            ending=outcome.ending,
-            format=outcome.result_format,
-            data=outcome.result,
-            digest=None,
-            failure=failure,
-            log_tail=outcome.log_tail,
-        )
+        _, it = entry.ended
+        return StoredResult(it.ending, it.result_format, it.result, None, _fields(it.failure), it.log_tail)
 
     def _grow(self, more_bytes: int) -> None:
         self._size_bytes += more_bytes
         while self._size_bytes > self._most_bytes:
             _, oldest = self._entries.popitem(last=False)
             self._size_bytes -= oldest.size_bytes
+
+
+def _fields(failure: Failure | None) -> Mapping[str, Any] | None:
+    return None if failure is None else asdict(failure)
 
 
 class SqlStore(SqlReads, SqlLastValues, SqlObjects):

@@ -12,7 +12,11 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.waiters import Waiters
-from gpubroker_server.ports.store import Clock, Progress, TaskStore
+from gpubroker_server.ports.executor import Progress
+from gpubroker_server.ports.store import (
+    Clock,
+    TaskStore,
+)
 
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, examples=["2026-11-21T10:02:11.412Z"])]
 """RFC 3339 in UTC, with Z."""

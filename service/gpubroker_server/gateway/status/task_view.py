@@ -33,7 +33,11 @@ from gpubroker_server.gateway.status.views import (
     SizingView,
     TaskView,
 )
-from gpubroker_server.ports.store import Progress, RunSpec, TaskRecord
+from gpubroker_server.ports.executor import Progress
+from gpubroker_server.ports.store import (
+    RunSpec,
+    TaskRecord,
+)
 
 ROLES_VARIABLE = "GPUBROKER_ROLES"
 """In the environment of the task's process: the names of its roles, separated by commas."""

@@ -33,7 +33,8 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, Seconds, TaskId, Term
-from gpubroker_server.ports.store import Clock, RunPayload
+from gpubroker_server.ports.executor import RunPayload
+from gpubroker_server.ports.store import Clock
 
 log = structlog.get_logger("gpubroker.ray")
 

@@ -1,0 +1,77 @@
+"""Port to what runs tasks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.orders import Order, Report, TermRefused
+from gpubroker_server.core.domain.submission import RunSpec
+from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class RunPayload:
+    """What a run needs, beside its StartOrder."""
+
+    spec: RunSpec
+    arguments: bytes
+    resume_state: bytes | None
+    resume_uri: str | None
+    attempt: int
+    name: str
+    tenant: str
+    timeout_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The last progress that a run reported; never a row."""
+
+    at: Instant
+    fraction: float | None
+    message: str
+
+
+class Executor(Protocol):
+    """Sends orders to node agents and receives their reports. No call waits for user code."""
+
+    async def connect(self) -> None:
+        """Connect, so that `start` has only to announce the term. Sends no orders and receives no reports."""
+        ...
+
+    async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
+        """Connect and announce the term; agents answer with NodeSeen reports.
+
+        Drops reports and orders of earlier terms.
+        """
+        ...
+
+    async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
+        """Send committed orders. An order that cannot be delivered comes back as a report. Nothing is sent
+        after the term."""
+        ...
+
+    async def flush(self) -> None:
+        """Returns when agents have taken all orders, except agents that do not answer. Use it with a
+        timeout."""
+        ...
+
+    async def stand_back(self) -> None:
+        """End the term: send no orders and receive no reports, but stay connected."""
+        ...
+
+    def ask(self, nodes: Sequence[NodeName]) -> None:
+        """Announce the term to these nodes again; agents answer with NodeSeen."""
+        ...
+
+    async def reports(self) -> Sequence[Report | TermRefused]:
+        """All reports since the last call, in order per run; waits for at least one."""
+        ...
+
+    def status(self) -> Mapping[str, Any]:
+        """For people. Keys: state, address, message; `agents`, if there are any: release by node; `home`, of
+        Ray: which local Ray, or empty."""
+        ...
+
+    async def close(self, *, stop_cluster: bool) -> None: ...
