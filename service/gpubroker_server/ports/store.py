@@ -261,6 +261,8 @@ class TaskStore(ObjectRows, Protocol):
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]: ...
 
+    async def pending_entrypoints(self) -> Mapping[str, int]: ...
+
     async def result(self, task: TaskId) -> StoredResult | None: ...
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
@@ -371,13 +373,11 @@ class Executor(Protocol):
         ...
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-        """Send committed orders. An order that cannot be delivered comes back as a report. Nothing is sent
-        after the term."""
+        """Send committed orders, none after the term. One that cannot be delivered comes back as a report."""
         ...
 
     async def flush(self) -> None:
-        """Returns when agents have taken all orders, except agents that do not answer. Use it with a
-        timeout."""
+        """Returns when the agents that answer have taken all orders. Use it with a timeout."""
         ...
 
     async def stand_back(self) -> None:
