@@ -149,11 +149,12 @@ class Dispatcher:
         """The failure of a task whose entrypoint was allowed when it was submitted and is not any more."""
         if spec.kind != "entrypoint" or is_entrypoint_allowed(self._entrypoints, spec.entrypoint):
             return None
+        allowed = named_patterns(self._entrypoints)
         return Failure(
             ENTRYPOINT_NOT_ALLOWED,
             f'"{spec.entrypoint}" was allowed when the task was submitted and is not any more; the operator '
-            f"allows {named_patterns(self._entrypoints)} (setting entrypoints). Have the operator allow it and "
-            "submit the task again, or submit another entrypoint",
+            f"allows {allowed} (setting entrypoints). Have the operator allow it and submit it again, or "
+            "submit another entrypoint",
         )
 
     async def _payload(self, task: Task, spec: RunSpec, saved: Sequence[StoredCheckpoint]) -> RunPayload:
