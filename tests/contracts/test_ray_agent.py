@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -269,9 +270,9 @@ async def test_a_process_that_never_answers_is_killed_and_another_is_started(
     for task in "abc":
         await leader.start(task)
     await leader.until(lambda: len(runners.started) == 3)
-    assert all(
-        runner.process.wait(PATIENCE_SECONDS) for runner in runners.made if not runner.answers.is_set()
-    )
+    mute = [runner.process for runner in runners.made if not runner.answers.is_set()]
+    assert len(mute) == runner_pool.STARTING_AT_ONCE
+    assert [process.wait(PATIENCE_SECONDS) for process in mute] == [-signal.SIGKILL] * len(mute)
 
 
 async def test_a_warm_runner_of_an_earlier_agent_is_ended_when_it_has_nothing_to_run(
