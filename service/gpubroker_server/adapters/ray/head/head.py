@@ -53,8 +53,8 @@ HEAD_LOST = "the local Ray head lost"
 
 HEAD_ENDED = "the local Ray head ended"
 
-LEAVE_MILLISECONDS = 120_000
-"""Longer than runs get to leave a head that has lost its raylet."""
+LEAVE_SECONDS = 120.0
+"""A head that has lost a vital process ends after so long, whatever its agent says; runs get less."""
 
 LOG = "ray-head.log"
 
@@ -219,7 +219,7 @@ def ray_environment(options: RayOptions) -> dict[str, str]:
             # Keeps every port on 127.0.0.1: without it Ray takes the machine's outward address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             # Ray's workers would end at once when their raylet does, and the runs in them could save nothing.
-            "RAY_raylet_death_check_interval_milliseconds": str(LEAVE_MILLISECONDS),
+            "RAY_raylet_death_check_interval_milliseconds": str(int(1000 * LEAVE_SECONDS)),
             # Ray would lower the priority of all its workers, the node agent's too; runs do that themselves.
             "RAY_worker_niceness": "0",
         }

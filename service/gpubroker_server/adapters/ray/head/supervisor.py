@@ -8,6 +8,7 @@ Everything that Ray starts stays below this process, because it adopts orphans.
 
 import contextlib
 import json
+import math
 import os
 import select
 import shutil
@@ -25,6 +26,7 @@ from gpubroker.runtime.process import adopt_orphans
 
 from gpubroker_server.adapters.ray.head.head import (
     HEAD_LOST,
+    LEAVE_SECONDS,
     READY,
     HeadState,
     read_state,
@@ -130,11 +132,11 @@ def _supervise(orders: HeadOrders, ready: int) -> int:
 
 def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Mapping[int, str]) -> None:
     """Back when the head is to end. If a vital process has ended, the agent gives the runs notice first."""
-    lost = ""
+    lost, lost_at = "", math.inf
     while not (signals.stop or _is_idle(state, LOST_IDLE_SECONDS if lost else orders.idle_stop_seconds)):
         gone = [vital[pid] for pid in _reap() if pid in vital]
         if gone and not lost:
-            lost = gone[0]
+            lost, lost_at = gone[0], time.monotonic()
             print(
                 f"{HEAD_LOST} {lost}; it ends when its runs have had their notice",
                 file=sys.stderr,
@@ -142,7 +144,7 @@ def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Map
             )
             state.keepalive.touch()
             state.lost_file.write_text(lost)
-        if lost and not _has_agent():
+        if time.monotonic() > lost_at + LEAVE_SECONDS or (lost and not _has_agent()):
             return
         signals.wait()
 
