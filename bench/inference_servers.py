@@ -12,7 +12,7 @@ import psutil
 
 from bench.load import Measured
 from bench.processes import ROOT, started, wait_for
-from tests.triton.analyzer import analyzed, analyzer_libraries
+from tests.triton.analyzer import HANGS_WITH_16_CLIENTS, Hangs, analyzed, analyzer_libraries
 from tests.triton.server import Triton, free_ports
 
 MLSERVER = ROOT / ".tools" / "mlserver"
@@ -44,6 +44,7 @@ class PerfAnalyzer:
         self._folder = folder
         self._libraries = analyzer_libraries(folder / "libraries")
         self._runs = 0
+        self._hangs = Hangs(HANGS_WITH_16_CLIENTS)
 
     def measure(
         self, port: int, model: str, floats: int, *, clients: int, requests: int, token: str = ""
@@ -56,7 +57,7 @@ class PerfAnalyzer:
         ]  # fmt: skip
         if token:
             options += ["-H", f"authorization: Bearer {token}"]
-        asked = analyzed(self._libraries, self._folder / f"run-{self._runs}.json", *options)
+        asked = analyzed(self._libraries, self._folder / f"run-{self._runs}.json", self._hangs, *options)
         spans = [(one["timestamp"], one["response_timestamps"][-1]) for one in asked]
         seconds = (max(end for _, end in spans) - min(begin for begin, _ in spans)) / 1e9
         return Measured(seconds, {"200": len(spans)}, [(end - begin) / 1e6 for begin, end in spans])

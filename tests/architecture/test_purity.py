@@ -19,6 +19,7 @@ PURE_STDLIB = frozenset(
         "dataclasses",
         "datetime",
         "enum",
+        "fnmatch",  # of strings only: nothing of the core may name a file
         "fractions",
         "functools",
         "hashlib",

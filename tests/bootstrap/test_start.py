@@ -9,14 +9,16 @@ import socket
 import sqlite3
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from tests.bootstrap.refusals import WAITING, refusal
 from tests.chaos.forked import ForkedService
-from tests.e2e.service_process import ServiceProcess
+from tests.e2e.service_process import ServiceProcess, until
 
 
 @pytest.fixture
@@ -54,6 +56,21 @@ def test_a_second_start_keeps_the_token_and_the_tasks(service: ServiceProcess) -
     service.start()
     assert json.loads((service.data_dir / "client.json").read_text())["token"] == before
     assert service.broker.get(task.id).state == "succeeded"
+
+
+def test_a_start_names_waiting_tasks_whose_entrypoint_was_withdrawn_and_they_fail(tmp_path: Path) -> None:
+    in_an_hour = datetime.fromtimestamp(time.time() + 3600.0, UTC)
+    with ForkedService(tmp_path / "data", **WAITING) as service:
+        waiting = service.broker.submit("tests.e2e.work:add", 1, 2, cpu=0.5, not_before=in_an_hour)
+        assert "does not allow any more" not in service.log()
+    with ForkedService(tmp_path / "data", **WAITING | {"entrypoints": ["other:*"]}) as service:
+        named = "1 waiting task names an entrypoint that the setting entrypoints does not allow any more"
+        until(lambda: f"{named}: tests.e2e.work:add (1)." in service.log(), "the start says so")
+        service.broker.change(waiting.id, not_before=None)
+        ended = service.broker.wait(waiting.id)
+    assert ended.error is not None
+    assert ended.error.kind == "entrypoint_not_allowed"
+    assert "Have the operator allow it" in ended.error.message
 
 
 def test_a_lost_token_file_is_replaced_by_one_with_a_new_admin_token(service: ServiceProcess) -> None:

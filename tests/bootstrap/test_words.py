@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpubroker_server.bootstrap.process import farewell, greeting
+from gpubroker_server.bootstrap.process import farewell, greeting, waiting_in_vain
 from gpubroker_server.settings.loading import Settings, default_data_dir
 
 
@@ -18,3 +18,18 @@ def test_the_farewell_names_what_keeps_running_and_how_to_stop_it() -> None:
     assert "gpubroker down" in said
     assert "the local Ray goes on" in farewell(Settings(), 0, stop_cluster=False)
     assert farewell(Settings(), 2, stop_cluster=True) == "gpubroker stopped"
+
+
+def test_waiting_tasks_of_an_earlier_configuration_are_named_with_what_to_do() -> None:
+    settings = Settings(entrypoints=["jobs:*"])
+    [said] = waiting_in_vain(settings, {"jobs:f": 7, "demo:f": 2, "demo:g": 40})
+    assert "42 waiting tasks" in said
+    assert "demo:g (40), demo:f (2)." in said
+    assert "allow them again, or cancel them" in said
+    assert waiting_in_vain(settings, {"jobs:f": 7}) == []
+
+
+def test_of_many_withdrawn_entrypoints_a_start_names_the_most_frequent() -> None:
+    [said] = waiting_in_vain(Settings(), {f"demo:f{n}": n for n in range(1, 9)})
+    assert said.count("demo:") == 5
+    assert "demo:f4 (4), and 3 more." in said

@@ -135,6 +135,8 @@ class Stage:
         self.executor = WitnessedExecutor(self.store, self.clock)
         self.progress: dict[TaskId, Progress] = {}
         self.policy = Policy(**policy)
+        self.entrypoints: tuple[str, ...] = ("m:*",)
+        """What a leader allows that begins from now on."""
         self.leader = self.new_leader(LeaderTerm(Term(0)))
         self.store.listen(self._on_events)
 
@@ -164,7 +166,14 @@ class Stage:
                 self.world, self.policy, self.blobs, rules, 1024, self.progress, self.clock.ticks
             ),
             dispatcher=Dispatcher(
-                self.store, self.blobs, self.executor, self.world, self.clock, desk, inferences
+                self.store,
+                self.blobs,
+                self.executor,
+                self.world,
+                self.clock,
+                self.entrypoints,
+                desk,
+                inferences,
             ),
             clock=self.clock,
         )

@@ -85,7 +85,7 @@ async def test_a_start_is_sent_though_the_picture_has_not_heard_of_its_claim(sta
     behind = replayed(await log_of(stage.store))
     [admission] = plan_cycle(stage.world, Policy(), stage.clock.now()).decisions
     await stage.store.commit(stage.leader.leader_term.term, [admission])
-    dispatcher = Dispatcher(stage.store, stage.blobs, stage.executor, behind, stage.clock)
+    dispatcher = Dispatcher(stage.store, stage.blobs, stage.executor, behind, stage.clock, ("m:*",))
     assert list(await dispatcher.send([admission])) == []
     assert started(stage) == ["one"]
     assert stage.executor.payloads[TaskId("one")].attempt == 1
@@ -96,7 +96,7 @@ async def test_a_start_whose_task_has_ended_meanwhile_is_not_sent(stage: Stage) 
     [admission] = plan_cycle(stage.world, Policy(), stage.clock.now()).decisions
     await stage.store.commit(stage.leader.leader_term.term, [admission])
     await stage.hear(ended("one"), Gone(TaskId("one"), Fence(1), Instant(NOW), "process_absent"))
-    dispatcher = Dispatcher(stage.store, stage.blobs, stage.executor, stage.world, stage.clock)
+    dispatcher = Dispatcher(stage.store, stage.blobs, stage.executor, stage.world, stage.clock, ("m:*",))
     assert list(await dispatcher.send([admission])) == []
     assert started(stage) == []
 

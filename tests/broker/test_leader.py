@@ -163,6 +163,32 @@ async def test_a_run_with_missing_arguments_fails_with_the_reason(stage: Stage) 
     assert stage.world.ledgers[stage.world.by_node["n1"][0]].free_mb() == 24 * GIB  # type: ignore[index]
 
 
+async def test_an_entrypoint_that_was_withdrawn_while_its_task_waited_is_not_started(stage: Stage) -> None:
+    await stage.submit("one", gpu_mb=GIB, max_retries=3)
+    stage.entrypoints = ("jobs:train", "team.*:*")
+    await stage.lead()
+    await stage.leader.cycle()
+    result = await stage.store.result(TaskId("one"))
+    row = await stage.row("one")
+    assert (row.state, row.max_retries) == (TaskState.FAILED, 3)
+    assert result is not None
+    assert result.failure is not None
+    assert result.failure["kind"] == "entrypoint_not_allowed"
+    for part in ('"m:f"', "jobs:train, team.*:*", "Have the operator allow it"):
+        assert part in result.failure["message"]
+    assert all(not isinstance(order, StartOrder) for order, _ in stage.executor.sent)
+    assert stage.world.ledgers[stage.world.by_node["n1"][0]].free_mb() == 24 * GIB  # type: ignore[index]
+
+
+async def test_what_is_no_entrypoint_starts_whatever_is_allowed(stage: Stage) -> None:
+    for kind in ("command", "function"):
+        await stage.submit(kind, gpu_mb=GIB, spec={"kind": kind})
+    stage.entrypoints = ()
+    await stage.lead()
+    await stage.leader.cycle()
+    assert {order.task for order, _ in stage.executor.sent} == {"command", "function"}
+
+
 async def test_a_large_result_becomes_a_blob_before_its_row(stage: Stage) -> None:
     await running(stage, "one", gpu_mb=GIB)
     large = b'"' + b"x" * 5000 + b'"'

@@ -7,7 +7,7 @@ import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Move, OnFailure, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.ports.store import StoredState, TaskFilter, TaskStore, TokenRow
+from gpubroker_server.ports.store import RunSpec, StoredState, Submission, TaskFilter, TaskStore, TokenRow
 
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import (
@@ -188,3 +188,18 @@ async def test_states_are_read_of_tasks_that_have_a_record(store: TaskStore) -> 
         "t2": StoredState("default", TaskState.FAILED, TaskId("t1")),
     }
     assert await store.states([]) == {}
+
+
+async def test_the_entrypoints_of_pending_tasks_are_counted(store: TaskStore) -> None:
+    """Not those of tasks that run or have ended, nor what else a task may be."""
+    assert await store.pending_entrypoints() == {}
+    term = await with_gpu(store)
+    tasks = {name: a_task(name) for name in ("runs", "over", "a", "b", "c")}
+    for name, task in tasks.items():
+        entrypoint = "jobs:g" if name == "c" else "demo:f"
+        await store.submit(Submission(task, RunSpec("entrypoint", entrypoint=entrypoint)))
+    await store.submit(Submission(a_task("command"), RunSpec("command", command=("true",))))
+    expiry = write_move(tasks["over"], Move.EXPIRED, finished_at=Instant(NOW))
+    decided = [admission(tasks["runs"]), Decision(TaskId("over"), "expired", tasks=(expiry,))]
+    assert [str(verdict) for verdict in await store.commit(term, decided)] == ["committed"] * 2
+    assert await store.pending_entrypoints() == {"demo:f": 2, "jobs:g": 1}

@@ -33,10 +33,13 @@ def who() -> dict[str, Any]:
         "devices": list(task.devices),
         "cuda": os.environ["CUDA_VISIBLE_DEVICES"],
         "greeting": os.environ.get("GREETING"),
-        "secret": os.environ.get("GPUBROKER_TEST_SECRET"),
         "uid": os.getuid(),
         "directory": os.getcwd(),
     }
+
+
+def variables(names: list[str]) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
 
 
 def give(value: str) -> Any:

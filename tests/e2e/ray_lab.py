@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from gpubroker.runtime.process import RUN_MARK
 from gpubroker_server.adapters.ray.agent.node_agent import DESERTED_SECONDS
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
@@ -88,6 +89,17 @@ def is_there(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/status").read_text().partition("State:\t")[2][:1] not in "ZX"
     return False
+
+
+def vital_pid(head: HeadState | None, name: str) -> int | None:
+    """Of a head that may still be starting; read from /proc, whose names appear with the program."""
+    for process in psutil.process_iter(["name"]) if head is not None else ():
+        try:
+            if process.info["name"] == name and os.getsid(process.pid) == head.pid and is_there(process.pid):
+                return process.pid
+        except ProcessLookupError:
+            continue
+    return None
 
 
 def command_lines(word: str) -> dict[int, str]:

@@ -76,7 +76,8 @@ async def test_a_waiting_model_is_explained_like_a_task() -> None:
         await gateway.admin.post("/models/llm/load", json={"priority": 10})
         answer = await gateway.admin.get(f"/tasks/{holder(gateway).id}/explain")
         assert answer.status_code == 200
-        assert answer.json()["devices"] or answer.json()["nodes"]
+        assert [one["reason"] for one in answer.json()["blockers"]] == ["PendingEvaluation"]
+        assert [one["key"] for one in answer.json()["devices"]] == ["test/n1/gpu0"]
 
 
 async def test_an_unloaded_model_is_loaded_again_on_request() -> None:

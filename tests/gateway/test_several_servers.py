@@ -212,18 +212,6 @@ async def test_a_server_that_failed_three_times_gets_nothing_until_it_answers_ag
         assert told == ["a model server does not answer", "a model server answers again"]
 
 
-async def test_a_server_that_goes_and_comes_back_is_reported_once_each_however_many_ask_it() -> None:
-    async with a_stage(breaking_off(times=40)) as stage:
-        with capture_logs() as logs:
-            for _ in range(40):
-                assert (await stage.ask("POST", INFER, b"{}"))[0] == 502
-            watch = asyncio.create_task(HealthChecks([server(stage, "main")], SHORT).keep())
-            await until(lambda: server(stage, "main").is_up)
-            watch.cancel()
-        told = [log["event"] for log in logs if log["log_level"] != "debug"]
-        assert told == ["a model server does not answer", "a model server answers again"]
-
-
 async def test_a_model_is_not_asked_elsewhere_because_its_only_server_does_not_answer() -> None:
     async with a_stage(None, others=[b := Heard()]) as stage:
         have(stage, {b"any"}, {b"other"})
@@ -327,7 +315,7 @@ async def test_a_server_is_checked_with_its_credentials_and_says_what_it_has() -
         watch = HealthChecks(stage.fleet.servers, SHORT)
         for _ in range(3):
             await watch.check_all()
-        assert all(b"Bearer theirs" in head for head in main.heads)
+        assert [b"Bearer theirs" in head for head in main.heads] == [True] * len(main.heads) != []
         assert server(stage, "main").contents == Contents(frozenset({b"m", b"n"}), frozenset({b"m", b"m/1"}))
         assert [one.is_up for one in stage.fleet.servers] == [True, False]
         main.answer = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"

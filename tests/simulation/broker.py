@@ -194,6 +194,7 @@ class Life:
                 self.wire,
                 picture.world,
                 picture.clock,
+                entrypoints=(),
             ),
             clock=picture.clock,
         )

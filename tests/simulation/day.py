@@ -209,7 +209,7 @@ class Day:
             store=self._store,
             executor=self._cluster,
             observer=observer,
-            dispatcher=Dispatcher(self._store, self._blobs, self._cluster, self._world, self._timeline),
+            dispatcher=Dispatcher(self._store, self._blobs, self._cluster, self._world, self._timeline, ()),
             clock=self._timeline,
         )
         try:

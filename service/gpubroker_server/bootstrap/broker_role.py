@@ -154,7 +154,8 @@ class BrokerRole:
         )
         inferences = inference_desk_of(self._settings, self._clients, clock)
         world = self._follower.world
-        return Dispatcher(self._store, self._blobs, self.executor, world, clock, desk, inferences)
+        allowed = tuple(self._settings.entrypoints)
+        return Dispatcher(self._store, self._blobs, self.executor, world, clock, allowed, desk, inferences)
 
     async def _have_let_go(self, claim: str) -> bool:
         if self._store.is_shared:

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Union
@@ -20,8 +20,9 @@ from gpubroker_server.bootstrap.compose import policy_of
 from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.start_checks import StartRefused, process_name
+from gpubroker_server.core.domain.submission import withdrawn_entrypoints
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.ports.store import Outgrown
+from gpubroker_server.ports.store import Outgrown, StoreUnavailable
 from gpubroker_server.settings.loading import Settings, default_data_dir
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ log = structlog.get_logger("gpubroker")
 WIND_UP_SECONDS = 0.1
 """How long the leader may take to commit reports and send orders; another one shall lead within half a
 second. The next leader gets what is left again."""
+
+MOST_NAMED = 5
+"""Entrypoints that one line of a start names."""
 
 CLOSE_SECONDS = 1.0
 """The part of drain_seconds that is reserved for the end itself."""
@@ -91,6 +95,9 @@ class Process:
             raise
         jobs = self._begin_all(self._follower, self._lead, self._gateway)
         self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
+        if self._broker is not None:
+            with suppress(StoreUnavailable):
+                self._say(*waiting_in_vain(self._settings, await self._store.pending_entrypoints()))
         await self._stop.wait()
         await self._drain(serving, leading)
         await _end(jobs)
@@ -224,6 +231,25 @@ def greeting(settings: Settings, url: str | None) -> list[str]:
             "task_user keeps accidents from that, not attackers"
         )
     return lines
+
+
+def waiting_in_vain(settings: Settings, pending: Mapping[str, int]) -> list[str]:
+    """The line that a start prints about tasks that an earlier configuration accepted. `pending`: the
+    entrypoints of waiting tasks, and how many tasks name each."""
+    found = withdrawn_entrypoints(tuple(settings.entrypoints), pending)
+    if not found:
+        return []
+    names = ", ".join(f"{name} ({count})" for name, count in found[:MOST_NAMED])
+    more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    tasks = sum(count for _, count in found)
+    waiting = (
+        "1 waiting task names an entrypoint" if tasks == 1 else f"{tasks} waiting tasks name entrypoints"
+    )
+    line = (
+        f"  warning: {waiting} that the setting entrypoints does not allow any more: {names}{more}. They fail"
+        " when it is their turn; allow them again, or cancel them (gpubroker ps --state pending)"
+    )
+    return [line]
 
 
 def farewell(settings: Settings, runs: int, stop_cluster: bool) -> str:

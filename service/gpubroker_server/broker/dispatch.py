@@ -13,6 +13,12 @@ from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder, ModelOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
+from gpubroker_server.core.domain.submission import (
+    ENTRYPOINT_NOT_ALLOWED,
+    EntrypointPatterns,
+    is_entrypoint_allowed,
+    named_patterns,
+)
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.world.world import World
@@ -47,15 +53,18 @@ class Dispatcher:
         executor: Executor,
         world: World,
         clock: Clock,
+        entrypoints: EntrypointPatterns,
         desk: ModelDispatcher | None = None,
         inferences: InferenceDispatcher | None = None,
     ) -> None:
-        """`desk`: for leased models; `inferences`: for queued inferences."""
+        """`entrypoints`: those that are allowed now. `desk`: for leased models; `inferences`: for queued
+        inferences."""
         self._store = store
         self._blobs = blobs
         self._executor = executor
         self._world = world
         self._clock = clock
+        self._entrypoints = entrypoints
         self._desk = desk
         self._inferences = inferences
         self._specs: Mapping[TaskId, RunSpec] = {}
@@ -122,14 +131,30 @@ class Dispatcher:
         impossible: list[Report] = []
         for order in starts:
             task = rows[order.task, order.fence]
+            if (failure := self._withdrawn(specs[task.id])) is not None:
+                impossible += self._never_started(order, failure)
+                continue
             saved = await self._store.checkpoints(task.id) if task.checkpoint_at is not None else ()
             try:
                 payloads[task.id] = await self._payload(task, specs[task.id], saved)
             except StoreUnavailable as fault:
                 impossible.append(self._put_back(order, fault))
             except (BlobMissing, BlobCorrupt) as fault:
-                impossible += self._never_started(order, fault)
+                why = f"the stored arguments cannot be used: {fault}; submit the task again"
+                impossible += self._never_started(order, Failure("corrupt_order", why))
         return payloads, impossible
+
+    def _withdrawn(self, spec: RunSpec) -> Failure | None:
+        """The failure of a task whose entrypoint was allowed when it was submitted and is not any more."""
+        if spec.kind != "entrypoint" or is_entrypoint_allowed(self._entrypoints, spec.entrypoint):
+            return None
+        allowed = named_patterns(self._entrypoints)
+        return Failure(
+            ENTRYPOINT_NOT_ALLOWED,
+            f'"{spec.entrypoint}" was allowed when the task was submitted and is not any more; the operator '
+            f"allows {allowed} (setting entrypoints). Have the operator allow it and submit it again, or "
+            "submit another entrypoint",
+        )
 
     async def _payload(self, task: Task, spec: RunSpec, saved: Sequence[StoredCheckpoint]) -> RunPayload:
         arguments = spec.arguments
@@ -171,12 +196,9 @@ class Dispatcher:
         log.error("run not started: what it needs cannot be read now", task=order.task, fault=str(fault))
         return Gone(order.task, order.fence, self._clock.now(), Proof.NEVER_STARTED, rank=order.rank)
 
-    def _never_started(self, order: Start, fault: Exception) -> list[Report]:
+    def _never_started(self, order: Start, failure: Failure) -> list[Report]:
         now = self._clock.now()
-        failure = Failure(
-            "corrupt_order", f"the stored arguments cannot be used: {fault}; submit the task again"
-        )
-        log.error("run cannot be started", task=order.task, fault=str(fault))
+        log.error("run cannot be started", task=order.task, fault=failure.message)
         return [
             Ended(order.task, order.fence, now, Ending.FAILED, failure=failure, rank=order.rank),
             Gone(order.task, order.fence, now, Proof.NEVER_STARTED, rank=order.rank),

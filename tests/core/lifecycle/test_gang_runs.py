@@ -9,6 +9,7 @@ from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
     Ending,
+    Failure,
     GoOrder,
     Ready,
     Started,
@@ -115,6 +116,16 @@ def test_with_retries_left_a_failed_gang_is_pending_again_once_all_ranks_are_gon
     task = gang.task
     assert (task.state, task.failures, task.members, task.node) == (TaskState.PENDING, 1, (), None)
     assert task.not_before == NOW + 1.0
+
+
+def test_a_gang_whose_entrypoint_was_withdrawn_fails_although_retries_are_left() -> None:
+    gang = admitted(max_retries=3)
+    refused = replace(gang.ended(0, Ending.FAILED), failure=Failure("entrypoint_not_allowed", "ask"))
+    ranks = [replace(refused, rank=rank) for rank in range(3)]
+    outcome = outcome_of(gang, *(r for n in ranks for r in (n, gang.gone(n.rank, "never_started"))))
+    assert outcome.failure == Failure("entrypoint_not_allowed", "rank 0: ask")
+    assert gang.id not in gang.world.tasks
+    assert gang.world.finished["default", TaskState.FAILED] == 1
 
 
 def test_a_rank_that_ends_without_a_report_fails_the_gang() -> None:

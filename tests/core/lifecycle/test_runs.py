@@ -92,6 +92,15 @@ def test_a_start_makes_the_task_run_and_its_memory_held() -> None:
     assert lease_states(world) == [LeaseState.HELD]
 
 
+def test_a_task_whose_entrypoint_was_withdrawn_fails_although_retries_are_left() -> None:
+    world = a_world(a_run(TaskState.ADMITTED, max_retries=3))
+    withdrawn = ended(Ending.FAILED, failure=Failure("entrypoint_not_allowed", "ask"))
+    (decision,) = tell(world, withdrawn, gone(proof="never_started"))
+    assert decision.tasks[0].task.state is TaskState.FAILED
+    assert decision.tasks[0].task.max_retries == 3
+    assert lease_states(world) == []
+
+
 def test_a_repeated_start_writes_nothing() -> None:
     assert tell(a_world(a_run()), started()) == []
 

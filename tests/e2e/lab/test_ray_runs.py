@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
 import cloudpickle
@@ -46,10 +47,7 @@ async def test_a_command_runs_without_a_shell_in_its_directory_and_with_its_envi
     assert (await run.first(Ended)).log_tail == b"hi /usr $HOME\n"
 
 
-async def test_a_run_sees_its_devices_by_uuid_and_its_own_environment_only(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GPUBROKER_TEST_SECRET", "of the service")
+async def test_a_run_sees_its_devices_by_uuid_and_its_own_environment(lab: Lab) -> None:
     run = await lab.start("who", gpu_mb=1000, env={"GREETING": "hi"}, working_directory="/usr", fence=7)
     assert await run.result() == {
         "id": run.order.task,
@@ -57,10 +55,22 @@ async def test_a_run_sees_its_devices_by_uuid_and_its_own_environment_only(
         "devices": ["GPU-sim-0"],
         "cuda": "GPU-sim-0",
         "greeting": "hi",
-        "secret": None,
         "uid": os.getuid(),
         "directory": "/usr",
     }
+
+
+async def test_a_run_inherits_of_the_services_environment_what_the_operator_names_and_no_secret(
+    open_lab: Callable[..., Awaitable[Lab]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are in this process before head, driver and agent descend from it."""
+    monkeypatch.setenv("DATABASE_PASSWORD", "of the service")
+    monkeypatch.setenv("PROXY_OF_THE_SITE", "for all")
+    lab = await open_lab(inherit_env=("PROXY_OF_THE_SITE",), warm_runners=1)
+    names = ["DATABASE_PASSWORD", "PROXY_OF_THE_SITE"]
+    own = await lab.start("variables", names)
+    shared = await lab.start("variables", names, shareable=True)
+    assert [await own.result(), await shared.result()] == [[None, "for all"]] * 2
 
 
 async def test_a_run_without_devices_sees_none(lab: Lab) -> None:

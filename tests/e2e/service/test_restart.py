@@ -1,9 +1,13 @@
 """kill -9 in the middle of a run loses nothing and repeats nothing."""
 
+import os
+import signal
 from pathlib import Path
 
 import psutil
+from gpubroker_server.adapters.ray.head.head import read_state
 
+from tests.e2e.ray_lab import vital_pid
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 
@@ -55,6 +59,28 @@ def test_a_run_survives_kill_9_of_the_ray_driver(service: ServiceProcess, tmp_pa
     after = broker.submit("tests.e2e.work:add", 1, 1, cpu=0.1)
     assert broker.result(after.id, timeout_seconds=PATIENCE_SECONDS) == 2
     assert len(lines(witness)) == 1
+    assert_ledger_is_empty(service)
+
+
+def test_a_run_whose_head_lost_its_raylet_resumes_where_its_notice_came_and_uses_no_retry(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
+    witness, enough = tmp_path / "witness", tmp_path / "enough"
+    work = {"witness": str(witness), "enough": str(enough)}
+    broker = service.broker
+    task = broker.submit("tests.e2e.work:count", kwargs=work, gpu_mb=20_000, max_retries=0)
+    until(lambda: len(lines(witness)) > 3, "the run is at work")
+
+    raylet = vital_pid(read_state(service.data_dir), "raylet")
+    assert raylet is not None
+    os.kill(raylet, signal.SIGKILL)
+    until(lambda: broker.get(task.id).attempt == 2, "it starts again on the next head")
+    enough.touch()
+
+    steps = broker.result(task.id, timeout_seconds=PATIENCE_SECONDS)
+    assert lines(witness) == list(map(str, steps)) == list(map(str, range(len(steps))))
+    assert broker.get(task.id).failures == 0
+    assert "the local Ray head lost raylet" in service.log()
     assert_ledger_is_empty(service)
 
 

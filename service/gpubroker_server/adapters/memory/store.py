@@ -314,9 +314,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
 
     def _record(self, task: Task) -> TaskRecord:
         outcome = self._outcomes.get(task.id)
-        if outcome is None:
-            return TaskRecord(task, self._specs[task.id])
-        failure = None if outcome.failure is None else asdict(outcome.failure)
+        failure = None if outcome is None or outcome.failure is None else asdict(outcome.failure)
         return TaskRecord(task, self._specs[task.id], failure)
 
     async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, StoredState]:
@@ -325,6 +323,10 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
         return {task: self._specs[task] for task in tasks if task in self._specs}
+
+    async def pending_entrypoints(self) -> Mapping[str, int]:
+        specs = [self._specs[id] for id, task in self._tasks.items() if task.state is TaskState.PENDING]
+        return Counter(spec.entrypoint for spec in specs if spec.kind == "entrypoint")
 
     async def result(self, task: TaskId) -> StoredResult | None:
         outcome = self._outcomes.get(task)

@@ -62,11 +62,13 @@ def process_id(pid: int) -> ProcessId:
     return entry.id
 
 
-def process_table() -> dict[int, ProcessEntry]:
-    """All processes that have not ended, by pid."""
+def process_table(*, with_ended: bool = False) -> dict[int, ProcessEntry]:
+    """All processes that have not ended, by pid; also those that wait to be reaped, if asked for."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     entries = (entry_of(pid) for pid in pids)
-    return {entry.id.pid: entry for entry in entries if entry is not None and not entry.has_ended}
+    return {
+        entry.id.pid: entry for entry in entries if entry is not None and (with_ended or not entry.has_ended)
+    }
 
 
 def name_of(pid: int) -> str:

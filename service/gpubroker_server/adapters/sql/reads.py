@@ -114,6 +114,12 @@ SELECT (
     SELECT coalesce(max(greatest(age(xmin), age(catalog_xmin))), 0) FROM pg_replication_slots
 )
 """
+_PENDING_ENTRYPOINTS = (
+    select(_spec.c.entrypoint, func.count().label("tasks"))
+    .join(_task, _task.c.id == _spec.c.task)
+    .where(~_task.c.finished, _task.c.state == TaskState.PENDING, _spec.c.kind == "entrypoint")
+    .group_by(_spec.c.entrypoint)
+)
 _NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
 _TASK_NAMES = tuple(column.name for column in TASK)
 
@@ -205,6 +211,9 @@ class SqlReads:
     async def stored_specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
         found = await self._rows(select(*_SPEC).where(_spec.c.task.in_(tasks)))
         return {TaskId(row["task"]): rows.spec_of_row(row) for row in found}
+
+    async def pending_entrypoints(self) -> Mapping[str, int]:
+        return {row["entrypoint"]: row["tasks"] for row in await self._rows(_PENDING_ENTRYPOINTS)}
 
     async def stored_result(self, task: TaskId) -> StoredResult | None:
         found = await self._rows(_NEWEST_OUTCOME, {"task": task})

@@ -1,8 +1,10 @@
-"""Tasks on their way in, and the store's answers."""
+"""Tasks on their way in, which entrypoints they may name, and the store's answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from gpubroker_server.core.domain.task import Task
@@ -87,3 +89,41 @@ class KnownKey:
 class SubmitOutcome:
     verdict: SubmitVerdict
     task: TaskId
+
+
+ENTRYPOINT_NOT_ALLOWED = "entrypoint_not_allowed"
+"""Failure kind of a task whose entrypoint was withdrawn before its run started."""
+
+EntrypointPatterns = tuple[str, ...]
+
+
+@lru_cache(1024)
+def is_entrypoint_allowed(patterns: EntrypointPatterns, entrypoint: str) -> bool:
+    return any(_matches(entrypoint, pattern) for pattern in patterns)
+
+
+def named_patterns(patterns: EntrypointPatterns) -> str:
+    """What is allowed, for people."""
+    return ", ".join(patterns) or "nothing yet"
+
+
+def withdrawn_entrypoints(patterns: EntrypointPatterns, waiting: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Of the entrypoints of waiting tasks those that are not allowed, and how many tasks name each. The most
+    frequent first."""
+    found = [(name, count) for name, count in waiting.items() if not is_entrypoint_allowed(patterns, name)]
+    return sorted(found, key=lambda each: (-each[1], each[0]))
+
+
+def _matches(entrypoint: str, pattern: str) -> bool:
+    """Left of the colon a wildcard covers whole packages; right of it, one name.
+
+    Otherwise `jobs:*` would allow `jobs:os.system`, which reaches whatever the module imports.
+    """
+    module, _, path = entrypoint.partition(":")
+    wanted_module, _, wanted_path = pattern.partition(":")
+    names, wanted_names = path.split("."), wanted_path.split(".")
+    return (
+        fnmatchcase(module, wanted_module)
+        and len(names) == len(wanted_names)
+        and all(map(fnmatchcase, names, wanted_names))
+    )

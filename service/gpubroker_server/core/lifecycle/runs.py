@@ -24,6 +24,7 @@ from gpubroker_server.core.domain.orders import (
     Started,
 )
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
+from gpubroker_server.core.domain.submission import ENTRYPOINT_NOT_ALLOWED
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
 from gpubroker_server.core.domain.values import changed
@@ -149,7 +150,7 @@ def _ended(update: TaskUpdate, world: World, report: Ended, now: Instant, policy
         _requeue(update, "never_started", not_before=next_retry_at(1, now, policy))
     else:
         update.outcome = _outcome(report, at, _failure_of(report))
-        _fail(update, task, at, now, policy)
+        _fail(update, _with_retries(task, report), at, now, policy)
     update.move_leases(report.fence, report.rank, LeaseState.RELEASING)
     update.orders.append(forget)
 
@@ -306,9 +307,9 @@ def _never_sent(update: TaskUpdate, report: Gone, now: Instant, policy: Policy) 
 
 
 def _with_retries(task: Task, report: Ended) -> Task:
-    if report.ending is Ending.LOST:
+    if report.ending is Ending.LOST and task.is_inference:
         return changed(task, max_retries=max(task.max_retries, LOST_RETRIES))
-    if report.failure is not None and report.failure.kind == INFERENCE_REFUSED:
+    if report.failure is not None and report.failure.kind in (INFERENCE_REFUSED, ENTRYPOINT_NOT_ALLOWED):
         return changed(task, max_retries=0)
     return task
 

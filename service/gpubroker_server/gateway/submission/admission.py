@@ -4,12 +4,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from importlib.metadata import version
 
 from gpubroker_server.core.domain.demand import Demand, interned
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Refusal
+from gpubroker_server.core.domain.submission import EntrypointPatterns, is_entrypoint_allowed, named_patterns
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.admission import check_demand, check_priority, check_times
 from gpubroker_server.core.explain.pools import apply_pool
@@ -89,7 +89,7 @@ def _problem(refusal: Refusal, pointer: str) -> Problem:
 @dataclass(frozen=True, slots=True)
 class Permissions:
     policy: Policy
-    entrypoints: tuple[str, ...]
+    entrypoints: EntrypointPatterns
     """Patterns of `module:function` that tasks may name, such as `myteam.*:*`."""
     env_allowed: tuple[str, ...] = ()
     """Patterns of the environment variables that a token without a scope for code may set."""
@@ -169,9 +169,10 @@ class Permissions:
             raise invalid(Fault(pointer="/stream", detail=detail, code="unknown"))
 
     def _check_entrypoint(self, entrypoint: str) -> None:
-        if not _is_allowed(self.entrypoints, entrypoint):
-            allowed = ", ".join(self.entrypoints) or "nothing yet"
-            problem = Problem("entrypoint-not-allowed", entrypoint=entrypoint, allowed=allowed)
+        if not is_entrypoint_allowed(self.entrypoints, entrypoint):
+            problem = Problem(
+                "entrypoint-not-allowed", entrypoint=entrypoint, allowed=named_patterns(self.entrypoints)
+            )
             code = "entrypoint-not-allowed"
             problem.errors = [Fault(pointer="/run/entrypoint", detail=problem.detail, code=code)]
             raise problem
@@ -191,26 +192,6 @@ class Permissions:
                 f"{self.cloudpickle}; install cloudpickle {_major(self.cloudpickle)} where you submit, or "
                 "name an entrypoint instead",
             )
-
-
-@lru_cache(1024)
-def _is_allowed(patterns: tuple[str, ...], entrypoint: str) -> bool:
-    return any(_matches(entrypoint, pattern) for pattern in patterns)
-
-
-def _matches(entrypoint: str, pattern: str) -> bool:
-    """Left of the colon a wildcard covers whole packages; right of it, one name.
-
-    Otherwise `jobs:*` would allow `jobs:os.system`, which reaches whatever the module imports.
-    """
-    module, _, path = entrypoint.partition(":")
-    wanted_module, _, wanted_path = pattern.partition(":")
-    names, wanted_names = path.split("."), wanted_path.split(".")
-    return (
-        fnmatchcase(module, wanted_module)
-        and len(names) == len(wanted_names)
-        and all(map(fnmatchcase, names, wanted_names))
-    )
 
 
 def _mismatch(field: str, detail: str) -> Problem:

@@ -23,6 +23,7 @@ from gpubroker_server.adapters.nvml.probe import find_probes
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners
 from gpubroker_server.adapters.ray.agent.runner_process import retry_until_done
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
+from gpubroker_server.adapters.ray.head.head import lost_file
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import boot_id
 from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, WireSample, unpack, write_reports
@@ -39,6 +40,11 @@ OPENING_MEASURE_SECONDS = 5.0
 """The answer to an announcement waits no longer for the devices; they can be measured later."""
 
 LOG_LIMIT_SECONDS = 30.0
+
+WATCH_HEAD_SECONDS = 1.0
+
+LOST_HEAD_GRACE_SECONDS = 30.0
+"""What runs get to leave a head that has lost a vital process, from notice to force."""
 
 
 class LineageTerm(NamedTuple):
@@ -63,6 +69,8 @@ class NodeAgent:
         """The form that the leader speaks."""
         self._is_replaced = False
         """The leader wants another configuration, and waits for the reports that only this agent has."""
+        self._head_is_lost = False
+        """Nothing new starts here; the agent ends when its runs have left."""
         self._mailbox: Mailbox | None = None
         self._announced: Inventory | None = None
         """What the leader knows of the devices."""
@@ -70,6 +78,7 @@ class NodeAgent:
         self._sampling: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
         self._announced_at = 0.0
         self._limited_logs_at = 0.0
@@ -151,6 +160,9 @@ class NodeAgent:
 
     def report(self, report: Report, delay_seconds: float = AT_ONCE) -> None:
         """Of progress and checkpoints only the newest of a run waits for the next poll."""
+        if self._head_is_lost and self._runs is not None and self._runs.table.was_stopped(report):
+            self._runs.forget(RunKey(*report[1:4]))
+            return
         if self._mailbox is None:
             return
         journal = self._mailbox.journal
@@ -171,7 +183,7 @@ class NodeAgent:
         match order:
             case ("start", incarnation, shareable, run):
                 wanted = RunOrder.from_wire(run)
-                if is_over or incarnation != self._incarnation:
+                if is_over or incarnation != self._incarnation or self._head_is_lost:
                     runs.refuse(wanted.key)
                 else:
                     runs.start(wanted, shareable=shareable)
@@ -204,6 +216,8 @@ class NodeAgent:
             runs = NodeRuns(self._config, self.report, self._meter, self._runners)
             await runs.adopt()
             self._runs = runs
+            if self._config.keepalive:
+                self._watching = asyncio.create_task(self._watch_head(runs))
         return self._runs
 
     def _answer(self, runs: NodeRuns, broker: str, samples: list[WireSample] | None) -> None:
@@ -252,7 +266,8 @@ class NodeAgent:
             "name": config.node,
             "cpu": config.cpu or float(len(os.sched_getaffinity(0))),
             "memory_mb": config.memory_mb or memory_mb,
-            "max_runs": 0 if self._is_replaced else config.max_runs,  # a start on its way would be lost
+            # A start on its way would be lost.
+            "max_runs": 0 if self._is_replaced or self._head_is_lost else config.max_runs,
             "incarnation": self._incarnation,
             "boot_id": boot_id(),
             "release": __version__,
@@ -305,7 +320,9 @@ class NodeAgent:
         unpolled = now - self._polled_at
         if unpolled > DESERTED_SECONDS or self._announced != self._meter.inventory():
             self._end_conversation()
-        if unpolled < DESERTED_SECONDS or not runs.is_idle:
+        if self._head_is_lost:
+            pass  # `_watch_head` says whether there are runs
+        elif unpolled < DESERTED_SECONDS or not runs.is_idle:
             self._keep_alive()
         elif not self._config.keepalive and unpolled > self._config.idle_stop_seconds:
             await self.leave()
@@ -313,6 +330,30 @@ class NodeAgent:
             self._limited_logs_at = now
             await runs.limit_logs()
         await runs.enforce_memory_limit()
+
+    async def _watch_head(self, runs: NodeRuns) -> None:
+        """Have the runs leave a head that has lost a vital process, then end: its supervisor waits for that.
+
+        The end of a run that this stops is not reported, as no leader asked for it: the task is planned again
+        when the node is lost, and the memory is free when the next agent finds the run gone.
+        """
+        lost = lost_file(Path(self._config.keepalive))
+        while not lost.exists():  # noqa: ASYNC110  # no event: another process writes it
+            await asyncio.sleep(WATCH_HEAD_SECONDS)
+        log.error("the head lost a process that Ray needs; its runs get notice", fault=lost.read_text())
+        self._head_is_lost = True
+        if self._mailbox is not None:
+            self.report(self._described(runs))
+        for key in list(runs.table.runs):
+            runs.stop(key, LOST_HEAD_GRACE_SECONDS)
+        while runs.table.has_processes or (runs.has_unrecorded_state and self._is_polled):
+            self._keep_alive()
+            await asyncio.sleep(WATCH_HEAD_SECONDS / 10)
+        os._exit(0)
+
+    @property
+    def _is_polled(self) -> bool:
+        return time.monotonic() - self._polled_at < DESERTED_SECONDS
 
     def _keep_alive(self) -> None:
         if self._config.keepalive:

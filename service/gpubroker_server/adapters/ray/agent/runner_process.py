@@ -226,6 +226,15 @@ class RunTable:
         """Only this agent knows how some run has ended: its process is gone, or soon will be."""
         return any(run.has_ended and not run.forgotten for run in self.runs.values())
 
+    @property
+    def has_processes(self) -> bool:
+        return any(run.process is not None for run in self.runs.values())
+
+    def was_stopped(self, report: Report) -> bool:
+        """Whether this says the end, or the absence, of a run that did not end by itself."""
+        run = self.runs.get(RunKey(*report[1:4])) if report[0] in ("ended", "gone") else None
+        return run is not None and run.reports.get("ended", ("",) * 6)[5] in ("stopped", "lost")
+
     def gone_report(self, key: RunKey) -> Report | None:
         """Of a run that was dropped not long ago."""
         return next((report for report in self._gone if report[1:4] == key), None)

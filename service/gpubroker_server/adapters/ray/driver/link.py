@@ -14,12 +14,14 @@ from uuid import uuid4
 import structlog
 
 from gpubroker_server.adapters.ray.head.head import (
+    HEAD_ENDED,
     HeadRefused,
     HeadState,
     advice,
     ray_environment,
     reach,
     running_head,
+    why_ended,
 )
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.processes import WatchedProcess
@@ -40,7 +42,6 @@ KILL_SECONDS = 5.0
 LOG_BYTES = 4 * 2**20
 DRIVER = "gpubroker_server.adapters.ray.driver.process"
 ENDED = "the Ray driver process ended"
-HEAD_ENDED = "the local Ray head ended"
 
 
 class DriverLink:
@@ -198,7 +199,7 @@ class DriverKeeper:
             driver.send(*self._opening(head))
             await driver.listen(self._on_message)
             head_ended = watched is not None and watched.ended
-            return (HEAD_ENDED if head_ended else driver.fault), head_ended
+            return (why_ended(self._options.data_dir) if head_ended else driver.fault), head_ended
         except ProcessLookupError:
             return HEAD_ENDED, False
         finally:

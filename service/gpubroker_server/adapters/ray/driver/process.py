@@ -26,6 +26,14 @@ log = structlog.get_logger("gpubroker.driver")
 
 CONNECT_SECONDS = 60.0
 """Ray itself tries for minutes."""
+JOINED_HEAD = (
+    "it must be a Ray head; one with a token needs RAY_AUTH_MODE=token in this service's environment, and "
+    "the token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"
+)
+HANGING_HEAD = (
+    "the processes of this local head run but do not answer; the service tries again. If that goes on, have "
+    "a new head started: `gpubroker down`, which ends all runs, and start the service again"
+)
 LOOK_SECONDS = 1.0
 """Between two questions to Ray for its nodes; each takes half a millisecond."""
 LOOK_PATIENCE_SECONDS = 10.0
@@ -106,9 +114,8 @@ class Driver:
                 await asyncio.to_thread(_connect, address)
         except TimeoutError:
             raise CannotConnect(
-                f"Ray at {address} did not accept the connection within {CONNECT_SECONDS:g} s; it must be a "
-                "Ray head; one with a token needs RAY_AUTH_MODE=token in this service's environment, and the "
-                "token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"
+                f"Ray at {address} did not accept the connection within {CONNECT_SECONDS:g} s; "
+                + (HANGING_HEAD if self._opening.local_node else JOINED_HEAD)
             ) from None
         except Exception as fault:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault

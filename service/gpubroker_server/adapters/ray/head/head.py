@@ -1,6 +1,7 @@
 """The Ray head that a broker uses: a local one, found again after a restart, or one that others run."""
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import json
@@ -37,11 +38,25 @@ START_SECONDS = 60.0
 STOP_SECONDS = 15.0
 REACH_SECONDS = 5.0
 POLL_SECONDS = 0.02
+MOST_SAID_BYTES = 4096
 
 KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH"}) | frozenset(
     {"SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"}
 )
 """What a run's process inherits of this process's environment, besides LC_* and `inherit_env`."""
+
+READY = b"1"
+"""What the supervisor says when Ray is up; anything else is why it is not."""
+
+HEAD_LOST = "the local Ray head lost"
+"""Begins what the supervisor says in ray-head.log when a process without which there is no Ray has ended."""
+
+HEAD_ENDED = "the local Ray head ended"
+
+LEAVE_SECONDS = 120.0
+"""A head that has lost a vital process ends after so long, whatever its agent says; runs get less."""
+
+LOG = "ray-head.log"
 
 SUPERVISOR = "gpubroker_server.adapters.ray.head.supervisor"
 
@@ -74,6 +89,11 @@ class HeadState:
         return Path(self.temp_dir) / "alive"
 
     @property
+    def lost_file(self) -> Path:
+        """Names the vital process that has ended: the agent has its runs leave, and ends."""
+        return lost_file(self.keepalive)
+
+    @property
     def address_file(self) -> Path:
         """Where the supervisor reads Ray's address once Ray is up."""
         return Path(self.temp_dir) / "address"
@@ -85,6 +105,10 @@ class HeadState:
 
     def is_running(self) -> bool:
         return self.boot_id == boot_id() and is_alive(self.process)
+
+
+def lost_file(keepalive: Path) -> Path:
+    return keepalive.with_name("lost")
 
 
 def state_file(data_dir: Path) -> Path:
@@ -170,6 +194,15 @@ async def stop_head(data_dir: Path) -> None:
     await asyncio.to_thread(_clear_away, data_dir, state)
 
 
+def why_ended(data_dir: Path) -> str:
+    """What the supervisor of a head that has ended said last, if it said why."""
+    with contextlib.suppress(OSError):
+        for line in reversed((data_dir / LOG).read_text(errors="replace").splitlines()):
+            if line.startswith(HEAD_LOST):
+                return line
+    return HEAD_ENDED
+
+
 def ray_environment(options: RayOptions) -> dict[str, str]:
     """For every process that talks to Ray. The operator of a joined cluster chooses its authentication."""
     environment = {
@@ -185,6 +218,8 @@ def ray_environment(options: RayOptions) -> dict[str, str]:
             "RAY_AUTH_TOKEN_PATH": str(_token_file(options.data_dir)),
             # Keeps every port on 127.0.0.1: without it Ray takes the machine's outward address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            # Ray's workers would end at once when their raylet does, and the runs in them could save nothing.
+            "RAY_raylet_death_check_interval_milliseconds": str(int(1000 * LEAVE_SECONDS)),
             # Ray would lower the priority of all its workers, the node agent's too; runs do that themselves.
             "RAY_worker_niceness": "0",
         }
@@ -212,13 +247,15 @@ def _check_access(data_dir: Path) -> None:
 
 
 async def _start(options: RayOptions) -> HeadState:
-    log_file = options.data_dir / "ray-head.log"
-    is_up = await asyncio.to_thread(_run_supervisor, options, log_file)
+    log_file = options.data_dir / LOG
+    said = await asyncio.to_thread(_run_supervisor, options, log_file)
     state = read_state(options.data_dir)
-    if is_up and state is not None:
+    if said == READY and state is not None:
         return state
     if state is not None:
         await asyncio.to_thread(_clear_away, options.data_dir, state)
+    if said not in (b"", READY):
+        raise HeadRefused(said.decode())
     tail = log_file.read_text(errors="replace")[-1000:]
     raise HeadRefused(
         f"the local Ray head did not start within {START_SECONDS:g} s or failed; the service tries again. "
@@ -226,8 +263,8 @@ async def _start(options: RayOptions) -> HeadState:
     )
 
 
-def _run_supervisor(options: RayOptions, log_file: Path) -> bool:
-    """Start it in the background and wait until it says that Ray is up; False if it does not."""
+def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
+    """Start it in the background and wait for what it says; empty if it says nothing in time."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb", 0) as ready, os.fdopen(writing, "wb", 0) as theirs:
         orders = {
@@ -247,7 +284,7 @@ def _run_supervisor(options: RayOptions, log_file: Path) -> bool:
             )
         theirs.close()
         answered, _, _ = select.select([ready], [], [], START_SECONDS)
-        return bool(answered) and ready.read(1) == b"1"
+        return ready.read(MOST_SAID_BYTES) if answered else b""
 
 
 def _inherited(options: RayOptions) -> dict[str, str]:

@@ -1,12 +1,14 @@
 """The process around a local Ray head: starts it, ends with it, and leaves nothing behind.
 
 Started as `python -m gpubroker_server.adapters.ray.head.supervisor '{"data_dir": ...}' DESCRIPTOR`. It goes
-into the background at once, in a session of its own, and writes a byte to the descriptor when Ray is up.
+into the background at once, in a session of its own, and writes to the descriptor when Ray is up, or why it
+is not.
 Everything that Ray starts stays below this process, because it adopts orphans.
 """
 
 import contextlib
 import json
+import math
 import os
 import select
 import shutil
@@ -15,16 +17,28 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gpubroker.runtime.process import adopt_orphans
 
-from gpubroker_server.adapters.ray.head.head import HeadState, read_state, state_file, versions, write_state
+from gpubroker_server.adapters.ray.head.head import (
+    HEAD_LOST,
+    LEAVE_SECONDS,
+    READY,
+    HeadState,
+    read_state,
+    state_file,
+    versions,
+    write_state,
+)
 from gpubroker_server.adapters.ray.processes import (
+    ProcessId,
     boot_id,
     descendants,
+    is_alive,
     kill_all,
     name_of,
     process_id,
@@ -32,9 +46,18 @@ from gpubroker_server.adapters.ray.processes import (
 )
 
 WATCH_SECONDS = 1.0
+START_WATCH_SECONDS = 0.1
+LOST_IDLE_SECONDS = 5.0
+"""A head that has lost a vital process stays while its agent says more often than this that runs are left."""
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 VITAL = frozenset({"gcs_server", "raylet"})
 """Without one of these there is no cluster."""
+AGENT = "ray::NodeAgent"
+"""How the name of an agent's process begins."""
+
+
+class HeadLost(Exception):
+    """A vital process ended; the text says which one, when, and what is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +81,9 @@ class SignalPipe:
         for number in WATCHED_SIGNALS:
             signal.signal(number, self._note)
 
-    def wait(self) -> None:
-        """Back after a signal, or after a second."""
-        if select.select([self._reading], [], [], WATCH_SECONDS)[0]:
+    def wait(self, most_seconds: float = WATCH_SECONDS) -> None:
+        """Back after a signal, at the latest after this time."""
+        if select.select([self._reading], [], [], most_seconds)[0]:
             os.read(self._reading, 4096)
 
     def close_in_child(self) -> None:
@@ -89,18 +112,41 @@ def _supervise(orders: HeadOrders, ready: int) -> int:
         print(f"cannot make a directory for the Ray head: {fault}", file=sys.stderr)
         return 1
     try:
-        if not _start_ray(orders, state, signals):
+        vital = _start_ray(orders, state, signals)
+        if not vital:
             return 1
-        vital = _vital_pids()
         state.keepalive.touch()
         write_state(Path(orders.data_dir), replace(state, address=state.address_file.read_text()))
-        os.write(ready, b"1")
+        os.write(ready, READY)
         os.close(ready)
-        while not (signals.stop or _reap() & vital or _is_idle(state, orders)):
-            signals.wait()
+        _watch(orders, state, signals, vital)
+    except HeadLost as lost:
+        print(lost, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            os.write(ready, str(lost).encode())
+        return 1
     finally:
         _clear_away(orders, state)
     return 0
+
+
+def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Mapping[int, str]) -> None:
+    """Back when the head is to end. If a vital process has ended, the agent gives the runs notice first."""
+    lost, lost_at = "", math.inf
+    while not (signals.stop or _is_idle(state, LOST_IDLE_SECONDS if lost else orders.idle_stop_seconds)):
+        gone = [vital[pid] for pid in _reap() if pid in vital]
+        if gone and not lost:
+            lost, lost_at = gone[0], time.monotonic()
+            print(
+                f"{HEAD_LOST} {lost}; it ends when its runs have had their notice",
+                file=sys.stderr,
+                flush=True,
+            )
+            state.keepalive.touch()
+            state.lost_file.write_text(lost)
+        if time.monotonic() > lost_at + LEAVE_SECONDS or (lost and not _has_agent()):
+            return
+        signals.wait()
 
 
 def _begin(orders: HeadOrders) -> HeadState:
@@ -124,18 +170,30 @@ def _begin(orders: HeadOrders) -> HeadState:
     return state
 
 
-def _start_ray(orders: HeadOrders, state: HeadState, signals: SignalPipe) -> bool:
-    """Whether Ray is up. Ray is imported in a child, which ends then: its modules take 60 MB."""
+def _start_ray(orders: HeadOrders, state: HeadState, signals: SignalPipe) -> dict[int, str]:
+    """Ray's vital processes by pid once Ray is up; empty if it does not come up. Raises HeadLost.
+
+    Ray is imported in a child, which ends then: its modules take 60 MB. That child notices late or never that
+    a process has ended, so this one looks.
+    """
     starting = os.fork()
     if not starting:
         signals.close_in_child()
         _start_ray_and_exit(orders, state)
+    seen: dict[ProcessId, str] = {}
     while not signals.stop:
         ended, status = os.waitpid(starting, os.WNOHANG)
+        seen |= _vital_processes()
+        gone = {name for process, name in seen.items() if not is_alive(process)}
+        if ended and status == 0:
+            gone |= VITAL.difference(seen.values())
+        if gone:
+            names = " and ".join(sorted(gone))
+            raise HeadLost(f"{HEAD_LOST} {names} while it started; it was ended and is started anew")
         if ended:
-            return status == 0
-        signals.wait()
-    return False
+            return {process.pid: name for process, name in seen.items()} if status == 0 else {}
+        signals.wait(START_WATCH_SECONDS)
+    return {}
 
 
 def _start_ray_and_exit(orders: HeadOrders, state: HeadState) -> NoReturn:
@@ -150,9 +208,15 @@ def _start_ray_and_exit(orders: HeadOrders, state: HeadState) -> NoReturn:
     os._exit(0)
 
 
-def _vital_pids() -> set[int]:
+def _vital_processes() -> dict[ProcessId, str]:
+    """Also those that have ended already, and that the child which started them has not reaped."""
+    below = descendants(os.getpid(), process_table(with_ended=True))
+    return {process: name for process in below if (name := name_of(process.pid)) in VITAL}
+
+
+def _has_agent() -> bool:
     below = descendants(os.getpid(), process_table())
-    return {process.pid for process in below if name_of(process.pid) in VITAL}
+    return any(name_of(process.pid).startswith(AGENT) for process in below)
 
 
 def _reap() -> set[int]:
@@ -163,8 +227,8 @@ def _reap() -> set[int]:
     return ended
 
 
-def _is_idle(state: HeadState, orders: HeadOrders) -> bool:
-    """Whether no agent has had a broker or a run for long."""
+def _is_idle(state: HeadState, most_seconds: float) -> bool:
+    """Whether no agent has been of use for so long."""
     try:
         useful_at = state.keepalive.stat().st_mtime
     except OSError:
@@ -172,7 +236,7 @@ def _is_idle(state: HeadState, orders: HeadOrders) -> bool:
         with contextlib.suppress(OSError):
             state.keepalive.touch()
         return False
-    return time.time() - useful_at > orders.idle_stop_seconds
+    return time.time() - useful_at > most_seconds
 
 
 def _clear_away(orders: HeadOrders, state: HeadState) -> None:

@@ -1,0 +1,22 @@
+"""What the log says of a model server."""
+
+import asyncio
+
+from gpubroker_server.gateway.proxy.health_checks import HealthChecks
+from structlog.testing import capture_logs
+
+from tests.gateway.harness import until
+from tests.gateway.inference_stage import INFER, a_stage
+from tests.gateway.test_several_servers import SHORT, breaking_off, server
+
+
+async def test_a_server_that_goes_and_comes_back_is_reported_once_each_however_many_ask_it() -> None:
+    async with a_stage(breaking_off(times=40)) as stage:
+        with capture_logs() as logs:
+            for _ in range(40):
+                assert (await stage.ask("POST", INFER, b"{}"))[0] == 502
+            watch = asyncio.create_task(HealthChecks([server(stage, "main")], SHORT).keep())
+            await until(lambda: server(stage, "main").is_up)
+            watch.cancel()
+        told = [log["event"] for log in logs if log["log_level"] != "debug"]
+        assert told == ["a model server does not answer", "a model server answers again"]
