@@ -86,6 +86,8 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
                 raise no_shared_memory()
         except Problem as problem:
             return grpc.stream_stream_rpc_method_handler(partial(call.refused, problem))
+        if operation.scope is None:
+            return grpc.stream_stream_rpc_method_handler(call.unread)
         if operation.is_stream:
             return grpc.stream_stream_rpc_method_handler(call.stream)
         return grpc.unary_unary_rpc_method_handler(call.unary)
@@ -130,6 +132,11 @@ class GrpcCall(ProxiedRequest):
         context.set_trailing_metadata(self._signed(reply.last))
         self._count(grpc.StatusCode.OK)
         return reply.message
+
+    async def unread(self, _stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        """Needs no token, so its message is not read: the library would keep as much of one as comes. Those
+        of health checks are empty, or name a service, which Triton ignores."""
+        await context.write(await self.unary(b"", context))
 
     async def stream(self, stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """It goes where its first message belongs, once the model of that is there. It is never retried."""
@@ -356,39 +363,6 @@ class _UnaryCall(UpstreamRequest):
             call.on_failed(failed)
         else:
             call.on_reply(reply)
-
-
-class GrpcPort:
-    """Listens. Raises OSError if the port cannot be had."""
-
-    def __init__(
-        self, calls: GrpcCalls, host: str, port: int, most_calls: int, most_message_bytes: int
-    ) -> None:
-        """`most_message_bytes`: a longer one is refused before it is read, with RESOURCE_EXHAUSTED."""
-        limit = ("grpc.max_receive_message_length", min(most_message_bytes, _MOST_MESSAGE_BYTES))
-        self._server = grpc.aio.server(options=(limit, *_OPTIONS), maximum_concurrent_rpcs=most_calls)
-        self._server.add_generic_rpc_handlers((calls,))
-        address = f"[{host}]" if ":" in host else host
-        try:
-            self.port: int = self._server.add_insecure_port(f"{address}:{port}")
-        except RuntimeError as fault:
-            raise OSError(str(fault)) from None
-
-    async def begin(self) -> None:
-        await self._server.start()
-
-    async def close(self, most_seconds: float) -> None:
-        """Take no more calls; those under way may go on for so long."""
-        await self._server.stop(most_seconds)
-
-
-_MOST_MESSAGE_BYTES: Final = 2**31 - 1
-"""The library counts in 32 bits."""
-
-_OPTIONS: Final = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.so_reuseport", 0),  # or a port in use would be taken for a free one
-)
 
 
 async def _send_all(first: Sequence[bytes], stream: AsyncIterator[bytes], call: CallStream) -> None:
