@@ -3,6 +3,7 @@ may become gigabytes inside Triton."""
 
 import asyncio
 import zlib
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from gpubroker_server.gateway.http.problems import Problem
@@ -13,6 +14,12 @@ ENCODINGS: Final = frozenset({b"gzip", b"deflate"})
 
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
 _STEP_BYTES: Final = 1024 * 1024
+
+
+def inflating(encodings: Sequence[bytes]) -> bytes:
+    """The values of the header, if Triton might inflate one of them. It refuses others itself."""
+    together = b", ".join(encoding for encoding in encodings if encoding != b"identity")
+    return together if any(encoding in together for encoding in ENCODINGS) else b""
 
 
 class Sink(Protocol):

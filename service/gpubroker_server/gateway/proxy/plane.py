@@ -8,7 +8,7 @@ from gpubroker_server.gateway.http.identity import Callers, Identity, Scope
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES, USUAL_BYTES, WaitingBytes
-from gpubroker_server.gateway.proxy.inflation import ENCODINGS
+from gpubroker_server.gateway.proxy.inflation import ENCODINGS, inflating
 from gpubroker_server.gateway.proxy.lanes import MODEL_TYPE, PRIORITY, TIMEOUT, Lanes
 from gpubroker_server.gateway.proxy.operations import Operation, Target, http_target
 from gpubroker_server.gateway.proxy.refusals import bad_encoding, body_too_large, no_shared_memory
@@ -66,7 +66,7 @@ class ClientHead(NamedTuple):
     is_idempotent: bool
     expects_continue: bool
     encoding: bytes
-    """Of the body; empty if it is as it is."""
+    """Of the body, if Triton might inflate it; else empty."""
 
     @property
     def body_bytes(self) -> int | None:
@@ -100,7 +100,7 @@ def client_head(method: bytes, path: bytes, headers: Sequence[Header]) -> Client
         queue=tuple(None if value is None else value.decode("latin-1").strip() for value in queue),
         is_idempotent=to_us.get(IDEMPOTENT.encode(), b"").lower() == b"true",
         expects_continue=to_us.get(b"expect", b"").lower() == b"100-continue",
-        encoding=b", ".join(encoding for encoding in encodings if encoding != b"identity"),
+        encoding=inflating(encodings) if encodings else b"",
     )
 
 

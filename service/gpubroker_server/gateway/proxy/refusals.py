@@ -39,7 +39,7 @@ def body_too_large(most: str, body_bytes: int, remedy: str) -> Problem:
 def bad_encoding(encoding: bytes) -> Problem:
     return Problem(
         "unsupported-media-type",
-        f'Content-Encoding is "{encoding.decode("latin-1")[:40]}"; Triton reads gzip and deflate',
+        f'Content-Encoding is "{encoding.decode("latin-1")[:40]}"; give one of gzip and deflate',
     )
 
 
