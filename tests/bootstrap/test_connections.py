@@ -1,13 +1,17 @@
 """What connections may take from the service before they have sent a valid token."""
 
+import resource
 import select
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
+from pathlib import Path
 
 import psutil
 import pytest
+from gpubroker_server.gateway.http.connections import network_of
 
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
@@ -270,3 +274,39 @@ def test_all_connections_together_have_a_limit(service: ServiceProcess) -> None:
         one.ask()
         assert one.status() == 200
         one.__exit__()
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("fe80::1%eth0", "fe80::"),
+        ("", ""),
+    ],
+)
+def test_an_address_of_ipv6_counts_with_its_network(host: str, network: str) -> None:
+    assert network_of(host) == network
+
+
+@contextmanager
+def ending(service: ServiceProcess) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        service.stop()
+
+
+def test_a_low_limit_of_open_files_is_raised_to_what_the_connections_need(tmp_path: Path) -> None:
+    def begin() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1500))
+
+    service = ForkedService(tmp_path / "data", **WAITING, limits={"connections": 400})
+    with ending(service.start(begin)):
+        assert psutil.Process(service.pid).rlimit(resource.RLIMIT_NOFILE) == (1424, 1500)
+        assert "too few open files" not in service.log()
+    service = ForkedService(tmp_path / "other", **WAITING, limits={"connections": 1000})
+    with ending(service.start(begin)):
+        assert psutil.Process(service.pid).rlimit(resource.RLIMIT_NOFILE) == (1500, 1500)
+        assert "too few open files are allowed" in service.log()
