@@ -23,8 +23,8 @@ MOST_HEADERS: Final = 128
 """Each costs far more memory than its bytes."""
 
 LINGER_SECONDS: Final = 1.0
-LINGER_BYTES: Final = 1024 * 1024
-"""A client whose head is refused while it sends would not read why: so much more is read and dropped."""
+"""A connection that is closed while the client sends takes the answer with it. So it stays open for so long,
+and nothing more is read of it: a client that sends without end has to wait."""
 
 _LINE_BYTES: Final = len(b": \r\n")
 _REQUEST_LINE_BYTES: Final = len(b"  HTTP/1.1\r\n\r\n")
@@ -112,8 +112,7 @@ class LimitedConnection(HttpToolsProtocol):
         """Of whole pieces that brought nothing of that."""
         self._refusal: Problem | None = None
         """Of the incoming request, which goes no further."""
-        self._lingering_bytes: int | None = None
-        """It is refused and told so; this much more is read."""
+        self._is_turned_away = False
         self._head_timer: asyncio.TimerHandle | None = None
 
     # What the event loop calls.
@@ -139,8 +138,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def take_parsed(self, data: bytes) -> bytes:
         """Parse the next piece; the rest of the data, if it may go on."""
-        if self._lingering_bytes is not None:
-            self._linger(len(data))
+        if self._is_turned_away:
             return b""
         most, rest = self.port.limits.head_bytes, b""
         if len(data) > most and not (self._is_in_body and self.is_authenticated):
@@ -189,8 +187,9 @@ class LimitedConnection(HttpToolsProtocol):
         headers = self.headers
         if not self.is_authenticated:
             for name, value in headers:
-                if name.lower() == b"authorization":
-                    self.is_authenticated = self.port.authenticate(self, value)
+                if name.lower() == b"authorization" and self.port.authenticate(self, value):
+                    self.is_authenticated = True
+                    break
         is_cut = self._head_timer is not None
         if is_cut and self.is_authenticated:
             self._stop_timer()
@@ -273,10 +272,10 @@ class LimitedConnection(HttpToolsProtocol):
     def _turn_away(self, problem: Problem) -> None:
         """Answer so, and close; in the middle of another answer, close after that."""
         self._stop_timer()
-        self._lingering_bytes = LINGER_BYTES
+        self._is_turned_away = True
+        self.flow.pause_reading()
         if self._is_answering():
             self.cycle.keep_alive = False
-            self.flow.pause_reading()
             return
         self.transport.write(self._rendered(problem))
         if problem.code == "headers-too-large":
@@ -284,12 +283,6 @@ class LimitedConnection(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
         else:
             self.transport.close()
-
-    def _linger(self, read_bytes: int) -> None:
-        assert self._lingering_bytes is not None
-        self._lingering_bytes -= read_bytes
-        if self._lingering_bytes < 0:
-            self.transport.abort()
 
     def _rendered(self, problem: Problem) -> bytes:
         request_id = self.port.ids.exchange()
