@@ -123,12 +123,12 @@ def _inherited(module: Module, declared: ast.ClassDef) -> set[str]:
     used = {node.attr for node in ast.walk(declared) if isinstance(node, ast.Attribute)}
     used |= {node.name for node in ast.walk(declared) if isinstance(node, ast.FunctionDef)}
     private = set(filter(_is_private, used))
-    imported = {name.rpartition(".")[2] for name in _imported(module.tree)}
-    bases = {ast.unparse(base).partition(".")[0] for base in declared.bases}
-    if not private or not bases & imported:
-        return set()
     name = ".".join(module.path.removesuffix(".py").split("/")[1:])
-    ours: type = getattr(importlib.import_module(name), declared.name)
+    if not private or not declared.bases:
+        return set()
+    ours: type | None = getattr(importlib.import_module(name), declared.name, None)
+    if ours is None:
+        return set()  # inside a function
     models = {base.__module__ for base in ours.__mro__ if not _is_known(base.__module__.partition(".")[0])}
     texts = "\n".join(inspect.getsource(importlib.import_module(home)) for home in models)
     return {name for name in private if re.search(rf"\b{name}\b", texts)}

@@ -9,8 +9,10 @@ import grpc
 from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.http.connections import ConnectionLimits
 from gpubroker_server.gateway.http.identity import Callers, new_token
-from gpubroker_server.gateway.proxy.calls import GrpcCalls, GrpcPort
+from gpubroker_server.gateway.proxy.calls import GrpcCalls
+from gpubroker_server.gateway.proxy.grpc_port import GrpcPort
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 from gpubroker_server.gateway.proxy.plane import Plane
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
@@ -25,6 +27,7 @@ SERVICE = "/inference.GRPCInferenceService/"
 INFER = SERVICE + "ModelInfer"
 STREAM = SERVICE + "ModelStreamInfer"
 NAMES = ("main", "b", "c")
+LIMITS = ConnectionLimits()
 
 Handler = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]
 """Of one call, whichever it is."""
@@ -93,6 +96,7 @@ async def a_stage(
     others: Sequence[Handler | None] = (),
     most_body_bytes: int = 10**9,
     most_waiting_bytes: int = 10**9,
+    limits: ConnectionLimits = LIMITS,
 ) -> AsyncIterator[Stage]:
     """`server` is what stands for Triton; None: there is nobody. `others`: more of them, as in NAMES.
     `certificate`: with its key; the server shows it, and it is believed."""
@@ -127,7 +131,7 @@ async def a_stage(
             takes_files=takes_files,
             residencies=gateway.parts.residencies,
         )
-        door = GrpcPort(GrpcCalls(plane), "127.0.0.1", 0, 64, most_body_bytes)
+        door = GrpcPort(GrpcCalls(plane), "127.0.0.1", 0, 64, most_body_bytes, limits)
         await door.begin()
         address = f"127.0.0.1:{door.port}"
         async with grpc.aio.insecure_channel(address) as channel:

@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.http.connections import ConnectionLimits, Connections
 from gpubroker_server.gateway.http.identity import Callers, new_token
 from gpubroker_server.gateway.proxy.connection import in_front_of
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
@@ -172,7 +173,9 @@ async def a_stage(
         secret = await a_token(gateway, "me", "*")
         fleet = Fleet(servers, gateway.parts.residencies)
         plane = _plane(gateway, fleet, lanes or Lanes(LaneOptions()), most_body_bytes, most_waiting_bytes)
-        config = uvicorn.Config(gateway.app, http=in_front_of(plane), lifespan="off", log_config=None)
+        callers = Callers(gateway.parts.tokens, gateway.parts.rules.allowed_hosts)
+        port = Connections(ConnectionLimits(), callers, gateway.parts.ids)
+        config = uvicorn.Config(gateway.app, http=in_front_of(plane, port), lifespan="off", log_config=None)
         config.load()
         state = ServerState()
         door = await asyncio.get_running_loop().create_server(

@@ -59,6 +59,18 @@ async def test_requests_of_both_kinds_on_one_connection_are_answered_in_their_or
     assert heard.connections == 1
 
 
+async def test_thousands_of_requests_in_one_reading_are_all_answered() -> None:
+    count = 3000
+    for body in (b"", b"x"):
+        async with a_stage(heard := Heard()) as stage:
+            client = await stage.connect()
+            client.ask("POST", INFER, body)  # the next heads equal this one
+            assert (await client.answer())[0] == 200
+            client.send(*[client.head("POST", INFER, len(body)).encode() + body] * count)
+            assert [(await client.answer())[0] for _ in range(count)] == [200] * count
+        assert heard.bodies == [body] * (count + 1)
+
+
 async def test_a_large_body_goes_both_ways_as_it_came_and_the_connection_goes_on() -> None:
     sent = bytes(range(256)) * 20_000
 

@@ -1,6 +1,7 @@
 """What the data plane says itself: who may not ask, and that a server is away, silent or talks nonsense."""
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -312,3 +313,15 @@ async def test_an_internal_error_is_reported_as_one(monkeypatch: pytest.MonkeyPa
         with capture_logs() as logs:
             error = refused(await stage.ask("POST", INFER, b"{}"), 500, "internal-error")
         assert logs[0]["request"] == error["request_id"]
+
+
+@pytest.mark.parametrize("start", [b"0\r\nX: ", b"5;x="])
+async def test_trailers_and_extensions_of_chunks_without_end_are_cut_off(start: bytes) -> None:
+    async with a_stage(Heard()) as stage:
+        client = await stage.connect()
+        client.send(client.head("POST", INFER, Transfer_Encoding="chunked"), start)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(400):
+                client.send(b"x" * 65536)
+                await client.writer.drain()
+        assert await client.is_closed()

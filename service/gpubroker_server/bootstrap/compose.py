@@ -23,6 +23,7 @@ from gpubroker_server.core.domain.policy import (
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.gateway.http.bodies import RequestLimits
+from gpubroker_server.gateway.http.connections import ConnectionLimits
 from gpubroker_server.gateway.submission.demand import Defaults, ModelType
 from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.models import ModelHost
@@ -185,6 +186,16 @@ def limits_of(settings: Settings) -> RequestLimits:
         object_seconds=Seconds(settings.retention.object_seconds),
         inline_bytes=given.inline_bytes,
         stale_seconds=Seconds(given.stale_seconds),
+    )
+
+
+def connection_limits_of(settings: Settings) -> ConnectionLimits:
+    given = settings.limits
+    return ConnectionLimits(
+        head_bytes=given.head_bytes,
+        head_seconds=Seconds(given.head_seconds),
+        connections=given.connections,
+        unauthenticated_connections=given.unauthenticated_connections,
     )
 
 

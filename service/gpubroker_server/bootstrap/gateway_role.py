@@ -14,13 +14,21 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
-from gpubroker_server.bootstrap.compose import defaults_of, hosts_of, kinds_of, limits_of, policy_of
+from gpubroker_server.bootstrap.compose import (
+    connection_limits_of,
+    defaults_of,
+    hosts_of,
+    kinds_of,
+    limits_of,
+    policy_of,
+)
 from gpubroker_server.bootstrap.follower import Job, LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
-from gpubroker_server.bootstrap.start_checks import own_host, write_private
+from gpubroker_server.bootstrap.start_checks import allow_open_files, own_host, write_private
 from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.gateway.app import create_app
+from gpubroker_server.gateway.http.connections import ConnectionLimits, Connections, limited_by
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Callers, Tokens, new_token
 from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.parts import AppParts, OperatorRules
@@ -38,7 +46,7 @@ from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.metrics import Telemetry
 
 if TYPE_CHECKING:
-    from gpubroker_server.gateway.proxy.calls import GrpcPort
+    from gpubroker_server.gateway.proxy.grpc_port import GrpcPort
 
 
 FIRST_LOOK_SECONDS = 1.0
@@ -93,13 +101,16 @@ class GatewayRole:
             served=served_of(settings, hosts_of(settings)),
         )
         app = create_app(parts)
-        plane = self._plane(parts, app.state.telemetry) if parts.servers else None
-        protocol = "httptools" if plane is None else in_front_of(plane)
+        callers = Callers(parts.tokens, parts.rules.allowed_hosts)
+        allow_open_files(settings.limits.connections * (1 if settings.triton.grpc_port is None else 2))
+        connection_limits = connection_limits_of(settings)
+        port = Connections(connection_limits, callers, parts.ids)
+        plane = self._plane(parts, callers, app.state.telemetry) if parts.servers else None
         config = uvicorn.Config(
-            app, http=protocol, loop="none", log_config=None, access_log=False, lifespan="off",
-            server_header=False, proxy_headers=False,
+            app, http=limited_by(port) if plane is None else in_front_of(plane, port), ws="none", loop="none",
+            log_config=None, access_log=False, lifespan="off", server_header=False, proxy_headers=False,
         )  # fmt: skip
-        self._calls = None if plane is None else self._grpc_port(plane)
+        self._calls = None if plane is None else self._grpc_port(plane, connection_limits)
         self._closing: asyncio.Task[None] | None = None
         self._server = QuietServer(config)
         follower.listen(self._waiters.on_events)
@@ -173,7 +184,7 @@ class GatewayRole:
     def _host(self) -> str:
         return own_host(self._listener.getsockname()[0])
 
-    def _plane(self, parts: AppParts, telemetry: Telemetry) -> Plane:
+    def _plane(self, parts: AppParts, callers: Callers, telemetry: Telemetry) -> Plane:
         lanes = Lanes(lane_options_of(self._settings), on_waited=telemetry.on_waited, now=boot_seconds)
         slots = self._settings.triton.slots
         if slots and self._store.is_shared:
@@ -189,7 +200,7 @@ class GatewayRole:
                 self._broker.let_go = self._draining.drained
         telemetry.show_servers(fleet.rows)
         return Plane(
-            callers=Callers(parts.tokens, parts.rules.allowed_hosts),
+            callers=callers,
             ids=parts.ids,
             on_request=telemetry.on_request,
             on_call=telemetry.on_call,
@@ -201,13 +212,13 @@ class GatewayRole:
             residencies=parts.residencies,
         )
 
-    def _grpc_port(self, plane: Plane) -> "GrpcPort | None":
+    def _grpc_port(self, plane: Plane, limits: ConnectionLimits) -> "GrpcPort | None":
         """Raises StartRefused."""
         if self._settings.triton.grpc_port is None:
             return None
         from gpubroker_server.bootstrap.grpc_proxy import grpc_port_of
 
-        return grpc_port_of(self._settings, plane, self._listener.getsockname()[0])
+        return grpc_port_of(self._settings, plane, self._listener.getsockname()[0], limits)
 
     async def _write_client_file(self) -> None:
         """Write where this service is; on the first start, create the admin token."""

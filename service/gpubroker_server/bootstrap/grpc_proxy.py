@@ -13,7 +13,9 @@ from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcS
 from gpubroker_server.bootstrap.model_servers import headers_of
 from gpubroker_server.bootstrap.start_checks import StartRefused
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.proxy.calls import GrpcCalls, GrpcPort
+from gpubroker_server.gateway.http.connections import ConnectionLimits
+from gpubroker_server.gateway.proxy.calls import GrpcCalls
+from gpubroker_server.gateway.proxy.grpc_port import GrpcPort
 from gpubroker_server.gateway.proxy.plane import Plane
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.triton import TritonServerSettings
@@ -22,7 +24,7 @@ CALLS_PER_CONNECTION = 16
 """Calls at once for each connection that a server may have; more are refused."""
 
 
-def grpc_port_of(settings: Settings, plane: Plane, host: str) -> GrpcPort:
+def grpc_port_of(settings: Settings, plane: Plane, host: str, limits: ConnectionLimits) -> GrpcPort:
     """Raises StartRefused."""
     port = settings.triton.grpc_port
     assert port is not None
@@ -32,7 +34,7 @@ def grpc_port_of(settings: Settings, plane: Plane, host: str) -> GrpcPort:
             server.calls = RpcBackend(rpc_server_of(speaking[server.name]))
     most_calls = CALLS_PER_CONNECTION * sum(given.connections for given in speaking.values())
     try:
-        return GrpcPort(GrpcCalls(plane), host, port, most_calls, plane.most_body_bytes)
+        return GrpcPort(GrpcCalls(plane), host, port, most_calls, plane.most_body_bytes, limits)
     except OSError as fault:
         raise StartRefused(
             f"cannot listen on {host}:{port} for gRPC: {fault}; is the port in use? "

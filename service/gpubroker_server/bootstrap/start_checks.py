@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pwd
+import resource
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,9 +12,15 @@ from secrets import token_hex
 from typing import Any
 
 import psutil
+import structlog
 
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.settings.loading import Settings
+
+log = structlog.get_logger("gpubroker.start")
+
+_OTHER_FILES = 1024
+"""Databases, model servers, runs' files."""
 
 
 class StartRefused(Exception):
@@ -105,6 +112,21 @@ def listening_socket(host: str, port: int) -> socket.socket:
             "stop that process, or choose another port with --port (0 takes a free one)"
         ) from None
     return listener
+
+
+def allow_open_files(most_connections: int) -> None:
+    """Raise the soft limit of open files, which is low on many systems for programs that use select()."""
+    wanted = most_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        log.warning(
+            "too few open files are allowed",
+            fault=f"limits.connections needs {wanted} open files, and this process may have {hard}; "
+            "raise its hard limit (LimitNOFILE, ulimit -Hn), or lower the setting",
+        )
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def own_host(bound: str) -> str:

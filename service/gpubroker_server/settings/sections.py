@@ -179,6 +179,10 @@ class PolicySettings(Section):
 
 
 class LimitSettings(Section):
+    head_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024
+    head_seconds: Annotated[float, Field(gt=0)] = 10.0
+    connections: Annotated[int, Field(gt=0)] = 2048
+    unauthenticated_connections: Annotated[int, Field(gt=0)] = 256
     body_bytes: Annotated[int, Field(gt=0)] = 8 * 1024 * 1024
     batch_body_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
     object_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024

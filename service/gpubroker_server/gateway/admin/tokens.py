@@ -102,7 +102,7 @@ async def delete_token(call: Call, parts: Parts, name: str) -> Response:
     known = any(row.name == name for row in await parts.store.tokens())
     if not known or not await parts.store.drop_token(name, by=call.identity.name):
         raise Problem("not-found", f'there is no token "{name[:100]}"; GET /tokens lists them')
-    await parts.tokens.load()
+    parts.tokens.drop(name)
     return Response(status_code=204)
 
 

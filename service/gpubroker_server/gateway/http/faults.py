@@ -7,6 +7,7 @@ from itertools import islice
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin
 
+from jiter import from_json
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -45,6 +46,21 @@ class InvalidPart(Exception):
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__(faults)
         self.faults = faults
+
+
+def duplicate_key(text: bytes) -> Fault | None:
+    """If a key stands twice in one object: which one counts differs from parser to parser. Text that is no
+    JSON has none; validation says what is wrong with it."""
+    try:
+        from_json(text, catch_duplicate_keys=True)
+    except ValueError as twice:
+        try:
+            from_json(text)
+        except ValueError:
+            return None
+        detail = f"{str(twice)[:1].lower()}{str(twice)[1:200]}; send each key of an object once"
+        return Fault(pointer="", detail=detail, code="duplicate-key")
+    return None
 
 
 def body_faults(error: ValidationError, model: type[BaseModel]) -> list[Fault]:

@@ -107,20 +107,38 @@ class Tokens:
         self._clock = clock
         self._refresh_seconds = refresh_seconds
         self._by_hash: dict[str, Identity] = {}
+        self._begun = self._shown = 0
+        """Numbers of loads: of the one that began last, and of the one that `_by_hash` is from."""
+        self._drops = 0
 
     def tenants(self) -> set[str]:
         """Of all tokens, expired ones too."""
         return {identity.tenant for identity in self._by_hash.values()}
 
     async def load(self) -> None:
-        """Read all rows; called at start and after a change."""
-        rows = await self._store.tokens()
+        """Read all rows; called at start and after a change. Loads may overlap: the one that began last
+        counts, and none brings back what was dropped while it read."""
+        while True:
+            drops = self._drops
+            self._begun += 1
+            number = self._begun
+            rows = await self._store.tokens()
+            if number < self._shown:
+                return
+            if drops == self._drops:
+                break
+        self._shown = number
         self._by_hash = {
             row.sha256: Identity(
                 row.name, row.tenant, frozenset(row.scopes), row.max_priority, row.expires_at
             )
             for row in rows
         }
+
+    def drop(self, name: str) -> None:
+        """The store has dropped it."""
+        self._drops += 1
+        self._by_hash = {key: identity for key, identity in self._by_hash.items() if identity.name != name}
 
     async def keep_fresh(self, changed: asyncio.Event) -> None:
         """Reload after a change of another process, and once in `refresh_seconds`, until cancelled."""

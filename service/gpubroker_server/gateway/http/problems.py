@@ -43,6 +43,12 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "method-not-allowed": ProblemKind(
         405, "The path does not support the method", "{path} does not support {method}; it supports {allowed}"
     ),
+    "request-timeout": ProblemKind(
+        408,
+        "The head of the request did not come in time",
+        "the head of a request did not come within {seconds} s (limits.head_seconds); send it at once",
+        retryable=True,
+    ),
     # 409: the request is valid, but not in the present state of what it names.
     "task-already-finished": ProblemKind(
         409,
@@ -156,7 +162,7 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     ),
     "model-queue-full": ProblemKind(429, "The model's queue is full", retryable=True),
     "model-queue-share": ProblemKind(429, "The tenant's share of the model's queue is full", retryable=True),
-    "headers-too-large": ProblemKind(431, "The headers are longer than the model server accepts"),
+    "headers-too-large": ProblemKind(431, "The headers are too long"),
     "internal-error": ProblemKind(
         500, "Internal error", "internal error; the service's log has more under {request_id}"
     ),
@@ -170,6 +176,12 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "The database cannot be reached",
         "the database, or the disk for large objects, cannot be reached and nothing was changed; "
         "send the request again",
+        retryable=True,
+    ),
+    "too-many-connections": ProblemKind(
+        503,
+        "Too many connections",
+        "{most} connections are open, as many as may be (limits.connections); close some, or try again later",
         retryable=True,
     ),
     "model-server-unavailable": ProblemKind(503, "The model server cannot be reached", retryable=True),

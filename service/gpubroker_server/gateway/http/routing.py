@@ -27,6 +27,7 @@ from gpubroker_server.gateway.http.bodies import BinaryBody, ListBody, Query
 from gpubroker_server.gateway.http.faults import (
     InvalidPart,
     body_faults,
+    duplicate_key,
     invalid,
     parameter_faults,
     unknown_parameter,
@@ -254,6 +255,7 @@ def _body_reader(model: type[BaseModel], default: Any) -> Reader:
         if optional and not raw:
             return default
         _check_content_type(call.header(b"content-type"))
+        _check_keys(raw)
         try:
             return validate(raw)
         except ValidationError as error:
@@ -272,6 +274,7 @@ def _binary_reader(model: type[BinaryBody]) -> Reader:
         json_bytes = call.json_length(raw)
         if json_bytes is None:
             return read_json(call, raw)
+        _check_keys(raw[:json_bytes])
         try:
             return validate(raw[:json_bytes])
         except ValidationError as error:
@@ -290,6 +293,7 @@ def _list_reader(model: type[ListBody]) -> Reader:
             raise InvalidPart([Fault(pointer="", detail=detail, code="model-type")]) from None
         except msgspec.DecodeError as error:
             raise Problem("malformed-json", why=error) from None
+        _check_keys(raw.replace(members.get(model.list_name, b"{"), b"0", 1))  # the route checks the items
         values = {
             name: _items(text) if name == model.list_name else _value(text) for name, text in members.items()
         }
@@ -299,6 +303,13 @@ def _list_reader(model: type[ListBody]) -> Reader:
             raise InvalidPart(body_faults(error, model)) from None
 
     return read
+
+
+def _check_keys(text: bytes) -> None:
+    """Raises InvalidPart."""
+    fault = duplicate_key(text)
+    if fault is not None:
+        raise InvalidPart([fault])
 
 
 def _items(text: bytes) -> Any:

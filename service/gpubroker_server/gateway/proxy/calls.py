@@ -63,6 +63,10 @@ _TO_US: Final = frozenset({"authorization", "user-agent", IDEMPOTENT, *QUEUE_HEA
 """Of a call's metadata; all else is passed on."""
 
 
+TOKEN_SECONDS: Final = 1.0
+"""How often a stream looks whether its token is still valid."""
+
+
 class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     """Sees each call before any message of it is read: a refused client has sent nothing but a head."""
 
@@ -79,6 +83,7 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
                 token = to_us.get("authorization")
                 # perf_analyzer sends the space after the colon, which HTTP/1.1 would have removed
                 given = None if token is None else token.strip().encode("latin-1", "replace")
+                call.authorization = given
                 call.identity = self._plane.authorize(operation.scope, operation.name, given)
                 call.wish = self._plane.lanes.wish_in(call.identity, *map(to_us.get, QUEUE_HEADERS))
                 call.is_idempotent = to_us.get(IDEMPOTENT, "").lower() == "true"
@@ -86,6 +91,8 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
                 raise no_shared_memory()
         except Problem as problem:
             return grpc.stream_stream_rpc_method_handler(partial(call.refused, problem))
+        if operation.scope is None:
+            return grpc.stream_stream_rpc_method_handler(call.unread)
         if operation.is_stream:
             return grpc.stream_stream_rpc_method_handler(call.stream)
         return grpc.unary_unary_rpc_method_handler(call.unary)
@@ -93,6 +100,8 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
 
 class GrpcCall(ProxiedRequest):
     over_grpc = True
+    authorization: bytes | None = None
+    """The header with the client's token."""
     _context: grpc.aio.ServicerContext
     _opened: "_UnaryCall | None" = None
     """To be carried out next."""
@@ -131,8 +140,14 @@ class GrpcCall(ProxiedRequest):
         self._count(grpc.StatusCode.OK)
         return reply.message
 
+    async def unread(self, _stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        """Needs no token, so its message is not read: the library would keep as much of one as comes. Those
+        of health checks are empty, or name a service, which Triton ignores."""
+        await context.write(await self.unary(b"", context))
+
     async def stream(self, stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """It goes where its first message belongs, once the model of that is there. It is never retried."""
+        """It goes where its first message belongs, once the model of that is there. It is never retried, and
+        lasts no longer than its token."""
         first: list[bytes] = []
         plane, operation = self.plane, self.target.operation
         try:
@@ -277,21 +292,47 @@ class GrpcCall(ProxiedRequest):
         assert server.calls is not None
         self._context = context
         call = server.calls.open(self._method, self._metadata, self.seconds_left())
-        sending = asyncio.create_task(_send_all(first, stream, call))
         server.in_flight += 1
         try:
-            with self.plane.lanes.streaming(self._model):
-                await context.send_initial_metadata(await call.first())
-                while (answer := await call.read()) is not None:
-                    await context.write(answer)
-                context.set_trailing_metadata(self._signed(await call.last()))
-        except CallFailed as failed:
-            server.grpc.call_failed(failed)
-            raise
+            async with asyncio.TaskGroup() as tasks:
+                sending = tasks.create_task(self._send_all(first, stream, call))
+                watching = tasks.create_task(self._watch_token())
+                with self.plane.lanes.streaming(self._model):
+                    await context.send_initial_metadata(await call.first())
+                    while (answer := await call.read()) is not None:
+                        await context.write(answer)
+                    context.set_trailing_metadata(self._signed(await call.last()))
+                sending.cancel()
+                watching.cancel()
+        except ExceptionGroup as group:
+            fault = group.exceptions[0]
+            if isinstance(fault, CallFailed):
+                server.grpc.call_failed(fault)
+            raise fault from None
         finally:
             server.in_flight -= 1
-            sending.cancel()
             call.cancel()
+
+    async def _send_all(self, first: Sequence[bytes], stream: AsyncIterator[bytes], call: CallStream) -> None:
+        """Raises Problem."""
+        for message in first:
+            await call.write(message)
+        async for message in stream:
+            self._authorize()  # whichever model it names, as a call of its own
+            await call.write(message)
+        await call.end()
+
+    async def _watch_token(self) -> None:
+        """A stream may only listen. Raises Problem."""
+        while True:
+            await asyncio.sleep(TOKEN_SECONDS)
+            self._authorize()
+
+    def _authorize(self) -> None:
+        """Raises Problem."""
+        operation = self.target.operation
+        assert operation.scope is not None
+        self.identity = self.plane.authorize(operation.scope, operation.name, self.authorization)
 
     # The end.
 
@@ -356,44 +397,3 @@ class _UnaryCall(UpstreamRequest):
             call.on_failed(failed)
         else:
             call.on_reply(reply)
-
-
-class GrpcPort:
-    """Listens. Raises OSError if the port cannot be had."""
-
-    def __init__(
-        self, calls: GrpcCalls, host: str, port: int, most_calls: int, most_message_bytes: int
-    ) -> None:
-        """`most_message_bytes`: a longer one is refused before it is read, with RESOURCE_EXHAUSTED."""
-        limit = ("grpc.max_receive_message_length", min(most_message_bytes, _MOST_MESSAGE_BYTES))
-        self._server = grpc.aio.server(options=(limit, *_OPTIONS), maximum_concurrent_rpcs=most_calls)
-        self._server.add_generic_rpc_handlers((calls,))
-        address = f"[{host}]" if ":" in host else host
-        try:
-            self.port: int = self._server.add_insecure_port(f"{address}:{port}")
-        except RuntimeError as fault:
-            raise OSError(str(fault)) from None
-
-    async def begin(self) -> None:
-        await self._server.start()
-
-    async def close(self, most_seconds: float) -> None:
-        """Take no more calls; those under way may go on for so long."""
-        await self._server.stop(most_seconds)
-
-
-_MOST_MESSAGE_BYTES: Final = 2**31 - 1
-"""The library counts in 32 bits."""
-
-_OPTIONS: Final = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.so_reuseport", 0),  # or a port in use would be taken for a free one
-)
-
-
-async def _send_all(first: Sequence[bytes], stream: AsyncIterator[bytes], call: CallStream) -> None:
-    for message in first:
-        await call.write(message)
-    async for message in stream:
-        await call.write(message)
-    await call.end()

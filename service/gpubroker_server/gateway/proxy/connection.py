@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from gpubroker_server.gateway.http.connections import Connections, LimitedConnection
 from gpubroker_server.gateway.proxy.exchange import HttpExchange
 from gpubroker_server.gateway.proxy.operations import is_triton_path
 from gpubroker_server.gateway.proxy.plane import ClientHead, Plane, client_head
@@ -19,9 +20,6 @@ from gpubroker_server.ports.backends import write_together
 
 WRITE_BUFFER_BYTES = 1024 * 1024
 """How much of an answer may wait for the client to take it before the model server is paused."""
-
-IDLE_SECONDS = 75
-"""Clients of Triton keep connections for later: Triton never closes one."""
 
 
 class ParsedText(NamedTuple):
@@ -31,7 +29,7 @@ class ParsedText(NamedTuple):
     head: ClientHead
 
 
-class InferenceConnection(HttpToolsProtocol):
+class InferenceConnection(LimitedConnection):
     plane: ClassVar[Plane]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,8 +44,6 @@ class InferenceConnection(HttpToolsProtocol):
         """The request that is being answered."""
         self._unparsed_bytes = 0
         """Of a body, that are passed on without being parsed."""
-        self._is_between = True
-        """All that has come was whole requests."""
         self._heads = 0
         """That were parsed in one reading."""
         self._parsed: ClientHead | None = None
@@ -66,32 +62,41 @@ class InferenceConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._unparsed_bytes:
-            self._take_unparsed(data)
-            return
+        while True:  # a reading may hold thousands of requests
+            if self._unparsed_bytes:
+                data = self._take_unparsed(data)
+            elif self._known is not None and self._is_between and data.startswith(self._known.text):
+                data = self._take_known(self._known, data)
+            else:
+                data = self.take_parsed(data)
+            if not data or self.transport.is_closing():
+                break
+        if self._incoming is not None:
+            self._incoming.flush()
+
+    def parse(self, data: bytes) -> bytes:
         self._unset_keepalive_if_required()
-        is_first = self._is_between
-        if is_first and self._known is not None and data.startswith(self._known.text):
-            self._take_known(self._known, data)
-            return
-        self._heads = 0
+        is_first, self._heads = self._is_between, 0
+        rest = b""
         try:
             self.parser.feed_data(data)
         except HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
         except HttpParserUpgrade as offer:
-            if self._is_ours:
-                self._decline(data[offer.args[0] :])
+            if self._refusal is not None:
+                pass
+            elif self._is_ours:
+                rest = data[offer.args[0] :]
+                self._decline()
             elif self._should_upgrade():
                 self.handle_websocket_upgrade()
             else:
                 self._unsupported_upgrade_warning()
-        incoming = self._incoming
-        if incoming is not None:
-            incoming.flush()
-            self._unparsed_bytes = incoming.left_bytes or 0
+        if self._incoming is not None:
+            self._unparsed_bytes = self._incoming.left_bytes or 0
         elif is_first and self._heads == 1 and self._is_between:
             self._remember(data)
+        return rest
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -107,16 +112,18 @@ class InferenceConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self.url = b""
+        self.headers = []
         self._is_ours = None
-        self._is_between = False
+        self._is_between = self._is_in_body = False
+        self._advanced = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_ours is None:
             self._decide()
-        if self._is_ours:
-            self.headers.append((name, value))  # spelled as they came
-        else:
+        if not self._is_ours:
             super().on_header(name, value)
+        elif not self._is_in_body:
+            self.headers.append((name, value))  # spelled as they came
 
     def on_headers_complete(self) -> None:
         if self._is_ours is None:
@@ -124,13 +131,17 @@ class InferenceConnection(HttpToolsProtocol):
         if not self._is_ours:
             super().on_headers_complete()
             return
+        if not self.may_begin():
+            return
         parser = self.parser
         self._heads += 1
         self._offers_upgrade = parser.should_upgrade()
         is_current = parser.get_http_version() != "1.0"
         keep_alive = is_current and parser.should_keep_alive()
         head = client_head(parser.get_method(), self.url, self.headers)
-        may_skip = keep_alive and head.body_bytes is not None and not self._offers_upgrade
+        may_skip = (
+            self.is_authenticated and keep_alive and head.body_bytes is not None and not self._offers_upgrade
+        )
         self._parsed = head if may_skip else None
         self._begin_request(head, keep_alive, is_current)
 
@@ -151,16 +162,17 @@ class InferenceConnection(HttpToolsProtocol):
         if self._incoming is None:
             super().on_body(body)
         else:
+            self._advanced = True
             self._incoming.on_request_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_between = not self._offers_upgrade
+        if self._offers_upgrade:
+            return  # the body is yet to come, which the parser takes for something else
         incoming = self._incoming
         if incoming is None:
             super().on_message_complete()
-        elif (
-            not self._offers_upgrade
-        ):  # or the body is yet to come, which the parser takes for something else
+        else:
+            self.on_whole_request()
             self._incoming = None
             incoming.on_request_end()
 
@@ -202,7 +214,7 @@ class InferenceConnection(HttpToolsProtocol):
 
     def on_answered(self, exchange: HttpExchange) -> None:
         self._current = None
-        self.timeout_keep_alive = IDLE_SECONDS
+        self.timeout_keep_alive = self.port.limits.idle_seconds
         if not exchange.keep_alive:
             self.transport.close()
         self.on_response_complete()
@@ -214,25 +226,22 @@ class InferenceConnection(HttpToolsProtocol):
         """The path is complete. A request that is not ours goes to uvicorn from its beginning."""
         url = self.url
         self._is_ours = is_triton_path(url)
-        if self._is_ours:
-            self.headers = []
-        else:
+        if not self._is_ours:
             super().on_message_begin()
             self.url = url
 
-    def _decline(self, rest: bytes) -> None:
+    def _decline(self) -> None:
         """The protocol stays as it is: the body follows the head, and the next request the body."""
         self._offers_upgrade = False
         incoming = self._incoming
         assert incoming is not None
         if incoming.left_bytes is None:
             self.cut_off()  # chunks would have to be read without the parser; no known client offers that
-            return
-        self._unparsed_bytes = incoming.left_bytes
-        self._take_unparsed(rest)
+        elif not incoming.left_bytes:
+            self._end_unparsed()
 
-    def _take_unparsed(self, data: bytes) -> None:
-        """The rest of a body of known length goes past the parser, which starts again after it."""
+    def _take_unparsed(self, data: bytes) -> bytes:
+        """The rest of a body of known length goes past the parser. What follows the body."""
         self._unset_keepalive_if_required()
         incoming = self._incoming
         assert incoming is not None
@@ -240,14 +249,15 @@ class InferenceConnection(HttpToolsProtocol):
         mine = data[: self._unparsed_bytes] if rest else data
         self._unparsed_bytes -= len(mine)
         incoming.on_request_body(mine)
-        if self._unparsed_bytes:
-            incoming.flush()
-            return
+        if not self._unparsed_bytes:
+            self._end_unparsed()
+        return rest
+
+    def _end_unparsed(self) -> None:
+        """The parser starts again after what it has not seen."""
         if not self._is_between:
             self.parser = HttpRequestParser(self)
         self.on_message_complete()
-        if rest:
-            self.data_received(rest)
 
     def _remember(self, data: bytes) -> None:
         """The head of this one request, if that is all there is and ends where it should."""
@@ -257,24 +267,22 @@ class InferenceConnection(HttpToolsProtocol):
             if len(data) == end + (parsed.body_bytes or 0):
                 self._known = ParsedText(data[:end], parsed)
 
-    def _take_known(self, known: ParsedText, data: bytes) -> None:
-        """A request whose head needs no parsing. The parser sees nothing of it, and stays between two."""
+    def _take_known(self, known: ParsedText, data: bytes) -> bytes:
+        """A request whose head needs no parsing. The parser sees nothing of it, and stays between two. What
+        follows the head."""
+        self._unset_keepalive_if_required()
         self._begin_request(known.head, True, True)
         self._unparsed_bytes = known.head.body_bytes or 0
-        rest = data[len(known.text) :]
-        if rest and self._unparsed_bytes:
-            self._take_unparsed(rest)
-        elif not self._unparsed_bytes:
+        if not self._unparsed_bytes:
             self.on_message_complete()
-            if rest:
-                self.data_received(rest)
+        return data[len(known.text) :]
 
 
-def in_front_of(plane: Plane) -> type[InferenceConnection]:
+def in_front_of(plane: Plane, port: Connections) -> type[InferenceConnection]:
     """What uvicorn makes of each connection."""
 
     class Connection(InferenceConnection):
         pass
 
-    Connection.plane = plane
+    Connection.plane, Connection.port = plane, port
     return Connection

@@ -15,13 +15,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.fan_out import FAN_OUT_SECONDS, ask_all, merged_response
 from gpubroker_server.gateway.proxy.fetch import Fetched, NotFetched, fetch
+from gpubroker_server.gateway.proxy.inflation import Inflation
 from gpubroker_server.gateway.proxy.operations import FanOut
-from gpubroker_server.gateway.proxy.plane import (
-    ClientHead,
-    Plane,
-    brings_files,
-)
-from gpubroker_server.gateway.proxy.proxied_request import ProxiedRequest
+from gpubroker_server.gateway.proxy.plane import ClientHead, Plane, brings_files
+from gpubroker_server.gateway.proxy.proxied_request import ProxiedRequest, State
 from gpubroker_server.gateway.proxy.refusals import (
     no_files,
     our_mistake,
@@ -99,6 +96,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     _held_body = b""
     _refusal: Problem | None = None
     _giving_up: asyncio.TimerHandle | None = None
+    _inflation: Inflation | None = None
+    """Of a compressed body."""
 
     def __init__(
         self,
@@ -117,6 +116,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self._takes_chunks = takes_chunks
         self._out: list[bytes] = []
         """Of the answer, until the end of one reading."""
+        if head.encoding:
+            self._inflation = Inflation(self, head.encoding, plane.most_body_bytes)
 
     @property
     def left_bytes(self) -> int | None:
@@ -160,18 +161,22 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             except Problem as problem:
                 self.refuse(problem)
                 return
-        self.write(data)
+        if self._inflation is None:
+            self.write(data)
+        else:
+            self._client.pause_body()
+            self._inflation.add(data)
 
     def _check_chunks(self) -> None:
         """The length of a body in chunks shows only when it comes. Raises Problem."""
         self.plane.check_size(self.target.operation, self._seen_bytes)
 
     def on_request_end(self) -> None:
-        if self._refusal is None:
-            self.end()
-        else:
+        if self._refusal is not None:
             self.is_complete = True
             self._send_refusal()
+        elif self._inflation is None or self._inflation.end():
+            self.end()
 
     def on_gone(self) -> None:
         """The client has closed the connection."""
@@ -198,7 +203,26 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self._client.pause_body()
 
     def _resume_client(self) -> None:
-        self._client.resume_body()
+        if self._inflation is None or not self._inflation.is_busy:
+            self._client.resume_body()
+
+    # What the check of a compressed body calls.
+
+    @property
+    def is_over(self) -> bool:
+        return self.state is State.DONE
+
+    def check_inflated(self, body_bytes: int) -> None:
+        self.plane.check_size(self.target.operation, body_bytes)
+
+    def on_inflated(self, fault: Problem | None) -> None:
+        assert self._inflation is not None
+        if fault is not None:
+            self.refuse(fault)
+        elif self._inflation.has_ended:
+            self.end()
+        elif not self._is_paused:
+            self._client.resume_body()
 
     # What the server answers.
 
@@ -302,6 +326,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     def refuse(self, fault: Exception) -> None:
         """Answer so once the body is there, or as much of it as is waited for."""
         self._refusal = self._problem_of(fault)
+        self.is_complete |= self._inflation is not None and self._inflation.has_ended
         self.close()
         self._client.resume_body()
         if self.is_complete or (self._head.expects_continue and not self._seen_bytes):

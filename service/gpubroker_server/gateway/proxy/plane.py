@@ -8,9 +8,10 @@ from gpubroker_server.gateway.http.identity import Callers, Identity, Scope
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES, USUAL_BYTES, WaitingBytes
+from gpubroker_server.gateway.proxy.inflation import ENCODINGS, inflating
 from gpubroker_server.gateway.proxy.lanes import MODEL_TYPE, PRIORITY, TIMEOUT, Lanes
 from gpubroker_server.gateway.proxy.operations import Operation, Target, http_target
-from gpubroker_server.gateway.proxy.refusals import body_too_large, no_shared_memory
+from gpubroker_server.gateway.proxy.refusals import bad_encoding, body_too_large, no_shared_memory
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.servers import Fleet
 from gpubroker_server.ports.backends import Header, RequestHead
@@ -64,6 +65,8 @@ class ClientHead(NamedTuple):
     """The values of QUEUE_HEADERS."""
     is_idempotent: bool
     expects_continue: bool
+    encoding: bytes
+    """Of the body, if Triton might inflate it; else empty."""
 
     @property
     def body_bytes(self) -> int | None:
@@ -74,8 +77,11 @@ class ClientHead(NamedTuple):
 def client_head(method: bytes, path: bytes, headers: Sequence[Header]) -> ClientHead:
     to_us: dict[bytes, bytes] = {}
     passed_on: list[Header] = []
+    encodings: list[bytes] = []
     for header in headers:
         name = header[0].lower()
+        if name == b"content-encoding":
+            encodings.append(header[1].strip().lower())
         if name in _TO_US:
             to_us[name] = header[1]
         else:
@@ -94,6 +100,7 @@ def client_head(method: bytes, path: bytes, headers: Sequence[Header]) -> Client
         queue=tuple(None if value is None else value.decode("latin-1").strip() for value in queue),
         is_idempotent=to_us.get(IDEMPOTENT.encode(), b"").lower() == b"true",
         expects_continue=to_us.get(b"expect", b"").lower() == b"100-continue",
+        encoding=inflating(encodings) if encodings else b"",
     )
 
 
@@ -136,6 +143,8 @@ class Plane:
             raise no_shared_memory()
         if head.to_us.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             raise Problem("unsupported-media-type", "the only Transfer-Encoding that is read is chunked")
+        if head.encoding and head.encoding not in ENCODINGS:
+            raise bad_encoding(head.encoding)
         if head.body_bytes is not None:
             self.check_size(operation, head.body_bytes)
         return identity

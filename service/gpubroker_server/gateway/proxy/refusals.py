@@ -36,6 +36,20 @@ def body_too_large(most: str, body_bytes: int, remedy: str) -> Problem:
     return Problem("payload-too-large", f"{most} and this one has {body_bytes} or more; {remedy}")
 
 
+def bad_encoding(encoding: bytes) -> Problem:
+    return Problem(
+        "unsupported-media-type",
+        f'Content-Encoding is "{encoding.decode("latin-1")[:40]}"; give one of gzip and deflate',
+    )
+
+
+def not_encoded(encoding: bytes, fault: Exception) -> Problem:
+    return Problem(
+        "unsupported-media-type",
+        f"Content-Encoding is {encoding.decode()}, and the body cannot be inflated: {fault}",
+    )
+
+
 def no_shared_memory() -> Problem:
     """In Triton's own words, which clients know."""
     return Problem(

@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.planning.forecasts.run_estimates import Size
 from gpubroker_server.gateway.http.bodies import ListBody
-from gpubroker_server.gateway.http.faults import body_faults, invalid
+from gpubroker_server.gateway.http.faults import body_faults, duplicate_key, invalid
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem, ProblemDocument, problem_document
 from gpubroker_server.gateway.http.routing import Call, Resource, json_answer
@@ -205,6 +205,8 @@ class BatchTasks:
         until = monotonic() + SLICE_SECONDS
         for id, text in zip(self._submissions.ids.tasks(self._now, len(texts)), texts, strict=True):
             try:
+                if fault := duplicate_key(text):
+                    raise invalid(fault)
                 made.append(self._as_the_last(text, id) or await self._submission(text, id))
             except Problem as problem:
                 made.append(problem)
