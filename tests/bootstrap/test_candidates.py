@@ -47,7 +47,7 @@ class Member:
 @asynccontextmanager
 async def a_member(url: str, folder: Path, name: str) -> AsyncIterator[Member]:
     (folder / name).mkdir()
-    settings = load_settings(data_dir=folder / name, database_url=url, **WAITING)
+    settings = load_settings(data_dir=folder / name, database_url=url, entrypoints=["jobs:*"], **WAITING)
     store = await open_store(url)
 
     def fail(part: str, fault: BaseException) -> None:

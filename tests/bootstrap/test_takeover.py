@@ -37,7 +37,8 @@ class Pair:
 
     def new(self) -> BrokerProcess:
         self._brokers += 1
-        broker = BrokerProcess(self._folder, f"broker-{self._brokers}", database_url=self._url, **WAITING)
+        settings = {"database_url": self._url, "entrypoints": ["m:*"], **WAITING}
+        broker = BrokerProcess(self._folder, f"broker-{self._brokers}", **settings)
         return self._stack.enter_context(broker)
 
     def taken_over(self, since: float, how: str) -> float:

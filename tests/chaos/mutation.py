@@ -61,9 +61,9 @@ MUTANTS = (
     ),
     Mutant(
         "the fence counts failed attempts instead of claims",
-        "service/gpubroker_server/core/planning/decisions.py",
-        "fence = Fence(task.fence + 1)",
-        "fence = Fence(task.failures + 1)",
+        "service/gpubroker_server/core/world/world.py",
+        "return Fence(max(holder.fence, self.lineage) + 1)",
+        "return Fence(max(holder.failures, self.lineage) + 1)",
         "tests/simulation/test_day.py::test_the_same_seed_is_the_same_day",
     ),
     Mutant(

@@ -156,6 +156,7 @@ def test_commands_that_need_no_service_work_without_one(gpubroker: Run, tmp_path
     document: dict[str, Any] = yaml.safe_load(gpubroker("openapi").out)
     assert "/tasks" in document["paths"]
     assert "the database is now at" in gpubroker("migrate --data-dir", str(tmp_path / "new")).err
+    assert "the database is now in lineage" in gpubroker("new-lineage --data-dir", str(tmp_path / "new")).err
     assert "no service has run in" in gpubroker("down --data-dir", str(tmp_path / "new")).err
     refused = apart("gpubroker", "serve", "--data-dir", "/dev/null/x")
     assert refused.returncode == 2

@@ -8,9 +8,11 @@ from itertools import count
 from typing import Any, TypeVar
 
 from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
+    Ending,
     ForgetOrder,
     Gone,
     GoOrder,
@@ -88,6 +90,14 @@ class Run:
         order = self.order
         at = order.task, order.fence, order.node, order.incarnation
         await self.bench.send(GoOrder(*at, rank_zero_address, order.rank))
+
+    def never_began(self) -> bool:
+        """Each order to start it was answered so, and nothing else was reported of it."""
+        answers = len(self.reports) // 2
+        never = [Ending.NEVER_STARTED] * answers
+        endings = [report.ending for report in self.reports if isinstance(report, Ended)]
+        proofs = [report.proof for report in self.reports if isinstance(report, Gone)]
+        return answers > 0 and (endings, proofs) == (never, [Proof.NEVER_STARTED] * answers)
 
     def order_of_kinds(self) -> list[str]:
         return [type(report).__name__ for report in self.reports]

@@ -87,7 +87,7 @@ def talking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., An
         scene = Talk(monkeypatch)
         scene.faults += faults
         async with asyncio.TaskGroup() as tasks:
-            link = NodeLink("ray-node", config, "broker", term, scene.received, tasks)
+            link = NodeLink("ray-node", config, "broker", 0, term, scene.received, tasks)
             yield scene, link
             link.close()
 
@@ -153,7 +153,7 @@ async def test_a_standby_calls_no_agent(talking: Callable[..., Any]) -> None:
     async with talking(term=0) as (scene, link):
         await link._talking
         assert scene.found.empty()
-        link.change_term(7)
+        link.change_term(0, 7)
         await welcomed(scene)
         await link.dismiss()
 
@@ -164,7 +164,7 @@ async def test_orders_of_an_earlier_term_are_not_delivered_in_a_later_one(
     async with talking() as (scene, link):
         await scene.found.get()  # it hears the announcement of term 1, and does not answer
         link.send(b"of term 1")
-        link.change_term(2)
+        link.change_term(0, 2)
         link.send(b"of term 2")
         agent = await welcomed(scene)
         await agent.orders.answer(None)
@@ -177,7 +177,7 @@ async def test_a_former_leader_can_dismiss_its_agents_and_a_standby_cannot(
     async with talking() as (scene, link):
         agent = await welcomed(scene)
         await agent.poll.made()
-        link.change_term(0)
+        link.change_term(0, 0)
         dismissing = asyncio.create_task(link.dismiss())
         await agent.leave.answer(None)
         await dismissing
@@ -198,7 +198,7 @@ async def test_an_agent_of_the_release_before_gets_orders_in_its_form_and_is_rep
         link.send(b"orders")
         await old.orders.answer(None)
         assert [said[0] for said in old.announce.said] == [PROTOCOL + 1, PROTOCOL]
-        assert old.orders.said == [(PROTOCOL, 1, b"orders")]
+        assert old.orders.said == [(PROTOCOL, 0, 1, b"orders")]
         assert scene.killed == []
 
         await link.replace()

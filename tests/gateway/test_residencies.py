@@ -116,7 +116,7 @@ async def test_a_request_must_name_the_server_if_two_have_the_model() -> None:
         left = await gateway.admin.post("/models/llm/unload?server=a")
         assert (left.json()["server"], left.json()["state"]) == ("a", "draining")
         items = (await gateway.admin.get("/models")).json()["items"]
-        assert [(one["server"], one["state"]) for one in items] == [("a", "draining"), ("b", "resident")]
+        assert [(one["server"], one["state"]) for one in items] == [("b", "resident"), ("a", "draining")]
 
 
 async def test_an_unknown_server_is_reported_with_those_that_exist() -> None:

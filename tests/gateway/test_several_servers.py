@@ -366,7 +366,7 @@ async def test_models_of_all_servers_are_listed_and_servers_with_their_health() 
         boss = await stage.gateway.client("boss")
         items = (await boss.get("/models")).json()["items"]
         assert [(one["server"], one["name"], one["state"]) for one in items] == [
-            ("main", "m", "resident"), ("main", "n", "cold"), ("b", "n", "cold"),
+            ("main", "m", "resident"), ("b", "n", "cold"), ("main", "n", "cold"),
         ]  # fmt: skip
         assert (await boss.get("/models/m")).json()["server"] == "main"
         assert (await boss.get("/models/n?server=b")).json()["reason"] == "unloaded"

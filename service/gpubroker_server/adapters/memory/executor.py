@@ -185,9 +185,7 @@ class WaitingExecutor:
 
     def _start(self, order: StartOrder, payload: RunPayload) -> None:
         key = _key(order)
-        if not self._is_new(key):
-            return
-        if order.incarnation != self._incarnation:
+        if not self._is_new(key) or order.incarnation != self._incarnation:
             self._refuse(key)
             return
         self._note_fence(key)
@@ -237,7 +235,9 @@ class WaitingExecutor:
             self._report_gone(key, Proof.PROCESS_ABSENT, self._samples(self._used))
 
     def _refuse(self, key: RunId) -> None:
-        """It has not been started and never will be."""
+        """It never will be started by this order; one that is here says by itself what becomes of it."""
+        if key in self._runs:
+            return
         self._note_fence(key)
         task, fence, rank = key
         self._report(Ended(task, fence, self._clock.now(), Ending.NEVER_STARTED, rank=rank))
@@ -249,7 +249,7 @@ class WaitingExecutor:
 
     def _note_fence(self, key: RunId) -> None:
         task, fence, rank = key
-        self._fences[task, rank] = fence
+        self._fences[task, rank] = max(fence, self._fences.get((task, rank), Fence(0)))
         if len(self._fences) > REMEMBERED_FENCES:
             del self._fences[next(iter(self._fences))]
 

@@ -217,7 +217,8 @@ def check_server(url: str, named: str = SETTING) -> None:
 
 
 def check_waits_for_standby(url: str) -> None:
-    """Raises DatabaseRefused if the URL names several hosts and a commit is confirmed by one alone."""
+    """Raises DatabaseRefused if the URL names several hosts and a commit is confirmed by one alone. After
+    `check_server`, which refuses what is no URL."""
     hosts = str(psycopg.conninfo.conninfo_to_dict(url).get("host", "")).split(",")
     if len(hosts) < 2:
         return

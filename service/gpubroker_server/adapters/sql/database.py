@@ -44,9 +44,7 @@ def open_database(url: str, *, pooled: bool = False, may_lose_commits: bool = Fa
     """Open and migrate. Raises DatabaseRefused."""
     if is_file(url):
         return _open_file(path_of(url))
-    if not may_lose_commits:
-        connections.check_waits_for_standby(url)
-    return _open_server(url, pooled=pooled)
+    return _open_server(url, pooled=pooled, may_lose_commits=may_lose_commits)
 
 
 def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
@@ -205,8 +203,10 @@ def file_engine(file: SqliteFile) -> Engine:
     return engine
 
 
-def _open_server(url: str, *, pooled: bool) -> Database:
+def _open_server(url: str, *, pooled: bool, may_lose_commits: bool) -> Database:
     connections.check_server(url)
+    if not may_lose_commits:
+        connections.check_waits_for_standby(url)
     session = postgres.PostgresSession(url, pooled=pooled)
     try:
         bring_to(server_engine(url), "head", "the database")
