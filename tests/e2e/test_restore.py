@@ -59,7 +59,7 @@ class ServerBackup(Backup):
             connection.execute(statement.format(sql.Identifier(target), sql.Identifier(source)))
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.evidence)])
 def backup(
     request: pytest.FixtureRequest, tmp_path: Path, postgres_server: PostgresServer
 ) -> Iterator[Backup]:

@@ -69,7 +69,14 @@ async def healed_after(name: str, after_seconds: float) -> float:
             await lab.close()
 
 
-@pytest.mark.parametrize(("name", "after_seconds"), [("gcs_server", 0.0), ("raylet", 0.0), ("raylet", 2.0)])
+@pytest.mark.parametrize(
+    ("name", "after_seconds"),
+    [
+        ("gcs_server", 0.0),
+        pytest.param("raylet", 0.0, marks=pytest.mark.evidence),
+        pytest.param("raylet", 2.0, marks=pytest.mark.evidence),
+    ],
+)
 async def test_a_head_that_loses_a_process_while_it_starts_is_replaced(
     name: str, after_seconds: float
 ) -> None:
@@ -86,7 +93,7 @@ async def test_a_head_that_loses_a_process_at_any_moment_of_its_start_is_replace
     assert healed[-1] <= HEAL_SECONDS
 
 
-@pytest.mark.parametrize("name", VITAL)
+@pytest.mark.parametrize("name", ["raylet", pytest.param("gcs_server", marks=pytest.mark.evidence)])
 async def test_the_runs_of_a_head_that_loses_a_process_get_notice_and_what_they_end_with_counts(
     open_lab: OpenLab, name: str
 ) -> None:
