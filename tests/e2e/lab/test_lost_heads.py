@@ -93,7 +93,8 @@ async def test_a_head_that_loses_a_process_at_any_moment_of_its_start_is_replace
     assert healed[-1] <= HEAL_SECONDS
 
 
-@pytest.mark.parametrize("name", ["raylet", pytest.param("gcs_server", marks=pytest.mark.evidence)])
+@pytest.mark.evidence
+@pytest.mark.parametrize("name", VITAL)
 async def test_the_runs_of_a_head_that_loses_a_process_get_notice_and_what_they_end_with_counts(
     open_lab: OpenLab, name: str
 ) -> None:
