@@ -93,8 +93,9 @@ def migrate(
 def new_lineage(config: Config = None, data_dir: DataDir = None, database_url: DatabaseUrl = None) -> None:
     """Go on with a database that was restored from a backup. Stop the service first.
 
-    Needed only if nodes refuse it because they have followed a later lineage of it: the log says so. Runs
-    that started after the backup are killed.
+    Needed only if nodes refuse it: they follow a later lineage of it, as the log says.
+
+    Runs that started after the backup are killed.
     """
     from gpubroker_server.bootstrap.commands import StartRefused, start_new_lineage
 

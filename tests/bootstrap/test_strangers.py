@@ -88,7 +88,7 @@ def test_a_client_with_a_token_is_answered_beside_many_without(tmp_path: Path) -
 
 
 @pytest.mark.evidence
-def test_three_thousand_connections_without_a_token_slow_nobody_down(tmp_path: Path) -> None:
+def test_three_thousand_connections_without_a_token_slow_no_client_down(tmp_path: Path) -> None:
     with ForkedService(tmp_path / "data", **WAITING) as service:
         found = measured(service, idle=3000, seconds=30.0)
     print(found)

@@ -1,13 +1,16 @@
 """One suite, three stores: what a test here claims holds in memory, on SQLite and on PostgreSQL."""
 
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.adapters.sql.store import migrate, open_store
 from gpubroker_server.ports.store import TaskStore
+
+from tests.contracts.fake_runners import FakeRunners
 
 Open = Callable[[], Awaitable[TaskStore]]
 
@@ -43,3 +46,9 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A database that outlives the store that has it open."""
     return database_url(request.param, request, tmp_path)
+
+
+@pytest.fixture
+def runners() -> Iterator[FakeRunners]:
+    with closing(FakeRunners()) as runners:
+        yield runners

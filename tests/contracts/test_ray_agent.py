@@ -4,8 +4,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +22,6 @@ from tests.contracts.fake_runners import GPU, FakeRunners, Leader, Runner, a_lea
 from tests.patience import PATIENCE_SECONDS
 
 OpenLeader = Callable[..., Leader]
-
-
-@pytest.fixture
-def runners() -> Iterator[FakeRunners]:
-    with closing(FakeRunners()) as runners:
-        yield runners
 
 
 @pytest.fixture

@@ -1,19 +1,11 @@
 """What an agent makes of a database that went back."""
 
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
 from tests.contracts.fake_runners import FakeRunners, Leader, a_leader
-
-
-@pytest.fixture
-def runners() -> Iterator[FakeRunners]:
-    with closing(FakeRunners()) as runners:
-        yield runners
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,12 +37,6 @@ def newer_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of this test also speak the form after this one, with their leaders and with runners."""
     monkeypatch.setattr(messages, "SPOKEN", (PROTOCOL, NEWER))
     monkeypatch.setattr(node_agent, "SPOKEN", (wire.PROTOCOL, wire.PROTOCOL + 1))
-
-
-@pytest.fixture
-def runners() -> Iterator[FakeRunners]:
-    with closing(FakeRunners()) as runners:
-        yield runners
 
 
 @pytest.fixture

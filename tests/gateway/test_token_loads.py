@@ -37,14 +37,22 @@ async def a_known_token() -> tuple[SlowReads, Tokens, str]:
     return store, tokens, secret
 
 
-async def test_a_load_that_began_earlier_does_not_bring_back_a_revoked_token() -> None:
-    store, tokens, secret = await a_known_token()
-    assert store.held is not None
+async def loads_around_a_revocation(
+    store: SlowReads, tokens: Tokens
+) -> tuple["asyncio.Task[None]", "asyncio.Task[None]"]:
+    """One has read the rows before it and one after it; neither has its answer."""
     early = asyncio.create_task(tokens.load())
     await until(lambda: len(store.held or ()) == 1)
     await store.drop_token("guest", by="test")
     late = asyncio.create_task(tokens.load())
     await until(lambda: len(store.held or ()) == 2)
+    return early, late
+
+
+async def test_a_load_that_began_earlier_does_not_bring_back_a_revoked_token() -> None:
+    store, tokens, secret = await a_known_token()
+    assert store.held is not None
+    early, late = await loads_around_a_revocation(store, tokens)
     store.held[1].set()
     await late
     assert tokens.identify(secret) is None
@@ -56,11 +64,7 @@ async def test_a_load_that_began_earlier_does_not_bring_back_a_revoked_token() -
 async def test_loads_that_end_in_their_order_all_count() -> None:
     store, tokens, secret = await a_known_token()
     assert store.held is not None
-    early = asyncio.create_task(tokens.load())
-    await until(lambda: len(store.held or ()) == 1)
-    await store.drop_token("guest", by="test")
-    late = asyncio.create_task(tokens.load())
-    await until(lambda: len(store.held or ()) == 2)
+    early, late = await loads_around_a_revocation(store, tokens)
     store.held[0].set()
     await early
     assert tokens.identify(secret) is not None

@@ -120,7 +120,7 @@ def build(folder: Path) -> None:
 
 @contextmanager
 def a_library() -> Iterator[Path]:
-    """The folder of one; who has it first in LD_LIBRARY_PATH when it starts has this machine's GPUs."""
+    """The folder of one; a process that starts with it first in LD_LIBRARY_PATH has this machine's GPUs."""
     folder = Path(tempfile.mkdtemp(prefix="gpb-nvml-"))
     try:
         build(folder)
@@ -135,7 +135,7 @@ def load(folder: Path) -> None:
 
 
 def forget_start() -> None:
-    """The next start of the library looks at the machine anew."""
+    """The next start of the library looks at the machine again."""
     try:
         while True:
             pynvml.nvmlShutdown()

@@ -1,6 +1,6 @@
 /* Stands in for NVIDIA's management library: the calls that the service makes, answered from a file.
 
-   The file is named `machine` and lies beside this library; it is read anew in every call, so a test changes
+   The file is named `machine` and lies beside this library; it is read again in every call, so a test changes
    the machine under a process that has loaded the library. One record a line, fields between tabs:
 
        init      CODE

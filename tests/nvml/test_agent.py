@@ -160,7 +160,7 @@ async def test_a_run_is_gone_only_with_a_measurement_after_its_last_process(
     assert (after.used_mb, after.foreign_mb, after.by_holder) == (300, 300, {})
 
 
-async def test_an_instance_of_a_gpu_is_a_device_whose_use_is_nobodys(
+async def test_an_instance_of_a_gpu_is_a_device_whose_use_has_no_holder(
     new_machine: NewMachine, open_leader: OpenLeader, runners: FakeRunners
 ) -> None:
     slices = (

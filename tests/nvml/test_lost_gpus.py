@@ -135,7 +135,7 @@ async def test_an_agent_answers_though_a_gpu_hangs_from_the_beginning(
     assert await asyncio.wait_for(leader.announce(), 30.0) == "welcome"
     seen = await inventory(leader)
     assert uuids(seen) == OTHERS
-    assert not seen.complete, "nobody knows which one it is, so none is known to be removed"
+    assert not seen.complete, "it is unknown which one it is, so none is known to be removed"
     await sampled(leader, *OTHERS)
     machine.mend(machine.gpus[1])
     assert (await inventory(leader, lambda seen: uuids(seen) == UUIDS)).complete

@@ -320,11 +320,10 @@ class NodeAgent:
         unpolled = now - self._polled_at
         if unpolled > DESERTED_SECONDS or self._announced != self._meter.inventory():
             self._end_conversation()
-        if self._head_is_lost:
-            pass  # `_watch_head` says whether there are runs
-        elif unpolled < DESERTED_SECONDS or not runs.is_idle:
+        is_used = unpolled < DESERTED_SECONDS or not runs.is_idle
+        if is_used and not self._head_is_lost:  # else `_watch_head` says whether there are runs
             self._keep_alive()
-        elif not self._config.keepalive and unpolled > self._config.idle_stop_seconds:
+        if not is_used and not self._config.keepalive and unpolled > self._config.idle_stop_seconds:
             await self.leave()
         if now > self._limited_logs_at + LOG_LIMIT_SECONDS:
             self._limited_logs_at = now

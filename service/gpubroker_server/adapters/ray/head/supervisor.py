@@ -189,7 +189,7 @@ def _start_ray(orders: HeadOrders, state: HeadState, signals: SignalPipe) -> dic
             gone |= VITAL.difference(seen.values())
         if gone:
             names = " and ".join(sorted(gone))
-            raise HeadLost(f"{HEAD_LOST} {names} while it started; it was ended and is started anew")
+            raise HeadLost(f"{HEAD_LOST} {names} while it started; it was ended, and another one is started")
         if ended:
             return {process.pid: name for process, name in seen.items()} if status == 0 else {}
         signals.wait(START_WATCH_SECONDS)
