@@ -126,6 +126,7 @@ class TwoBrokers:
     def end(self) -> None:
         """Remove the agents from the nodes, and check the log; see `outcome.wrong`."""
         self.outcome.wrong += violations(self._database.log())
+        self._successor.end(signal.SIGTERM)  # it would lead when the other leaves, and start another agent
         self._leader.order(LEAVE)
         self._leader.next("left")
 
