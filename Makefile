@@ -47,8 +47,8 @@ try: .venv/.installed  ## start the service with two simulated GPUs and an examp
 serve: .venv/.installed  ## start the service in the foreground; settings: make serve CONFIG=config.yaml
 	@$(RUN) gpubroker serve $(if $(CONFIG),--config $(CONFIG))
 
-test: .venv/.installed .tools/triton/.installed  ## run all tests, in three processes
-	$(RUN) pytest -n 3
+test: .venv/.installed .tools/triton/.installed  ## run all tests, in four processes
+	$(RUN) pytest -n 4
 
 check: .venv/.installed  ## formatting, lint, types, contracts, sizes, migrations, openapi
 	$(RUN) ruff format --check .

@@ -79,6 +79,11 @@ class Journal:
         with self._lock:
             return self._taken < self._last or bool(self._news)
 
+    def is_received(self, acknowledged: int) -> bool:
+        """Whether its reader has everything, having acknowledged so much."""
+        with self._lock:
+            return not self._news and self._last <= acknowledged
+
     def _enter(self, report: Report) -> None:
         self._last += 1
         self._entries.append((self._last, report))

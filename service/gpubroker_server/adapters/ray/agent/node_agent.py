@@ -72,6 +72,8 @@ class NodeAgent:
         self._head_is_lost = False
         """Nothing new starts here; the agent ends when its runs have left."""
         self._mailbox: Mailbox | None = None
+        self._acknowledged = 0
+        """Reports of the mailbox that its reader has."""
         self._announced: Inventory | None = None
         """What the leader knows of the devices."""
         self._runs: NodeRuns | None = None
@@ -141,6 +143,7 @@ class NodeAgent:
         if mailbox is None or incarnation != self._incarnation:
             return -1, b""
         asked_at = self._polled_at = time.monotonic()
+        self._acknowledged = acknowledged
         read = await mailbox.read(acknowledged, may_come=lambda: True, timeout_seconds=timeout_seconds)
         if incarnation != self._incarnation:
             return -1, b""
@@ -253,7 +256,7 @@ class NodeAgent:
     def _change_mailbox(self, mailbox: Mailbox | None) -> None:
         if self._mailbox is not None:
             self._mailbox.close()
-        self._mailbox = mailbox
+        self._mailbox, self._acknowledged = mailbox, 0
 
     def _described(self, runs: NodeRuns) -> Report:
         config = self._config
@@ -345,10 +348,15 @@ class NodeAgent:
             self.report(self._described(runs))
         for key in list(runs.table.runs):
             runs.stop(key, LOST_HEAD_GRACE_SECONDS)
-        while runs.table.has_processes or (runs.has_unrecorded_state and self._is_polled):
+        while runs.table.has_processes or (self._is_polled and self._keeps_news(runs)):
             self._keep_alive()
             await asyncio.sleep(WATCH_HEAD_SECONDS / 10)
         os._exit(0)
+
+    def _keeps_news(self, runs: NodeRuns) -> bool:
+        """The last checkpoint of a run that was stopped here is in the mailbox only."""
+        is_received = self._mailbox is None or self._mailbox.journal.is_received(self._acknowledged)
+        return runs.has_unrecorded_state or not is_received
 
     @property
     def _is_polled(self) -> bool:
