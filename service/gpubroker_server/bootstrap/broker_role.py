@@ -19,11 +19,12 @@ from gpubroker_server.bootstrap.compose import (
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
 from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
-from gpubroker_server.broker.background import Pruner, Publisher, SlotDivider, gateways_have_let_go
+from gpubroker_server.broker.background import Pruner, Publisher, SlotDivider, present_gateways
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
+from gpubroker_server.broker.model_use import ModelUse
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.units import Seconds, Term
@@ -63,6 +64,7 @@ class BrokerRole:
             store, follower.clock, retention_of(settings), self.term, lambda: follower.world.position
         )
         self.let_go: Callable[[], frozenset[str]] | None = None
+        self.in_use: Callable[[], frozenset[str]] | None = None
         """Claims on models that the gateway in this process has let go of, if there is one. Gateways of other
         processes say so in the database."""
         self._publisher = Publisher(follower.world, follower.progress, self.seen, store)
@@ -149,18 +151,30 @@ class BrokerRole:
 
     def _dispatcher(self) -> Dispatcher:
         clock = self._follower.clock
+        world = self._follower.world
         desk = ModelDispatcher(
-            self._hosts, clock, boot_seconds, wait_seconds=self._wait_seconds, have_let_go=self._have_let_go
+            self._hosts,
+            clock,
+            boot_seconds,
+            wait_seconds=self._wait_seconds,
+            have_let_go=self._have_let_go,
+            watch_use=ModelUse(world, self._in_use).keep,
         )
         inferences = inference_desk_of(self._settings, self._clients, clock)
-        world = self._follower.world
         allowed = tuple(self._settings.entrypoints)
         return Dispatcher(self._store, self._blobs, self.executor, world, clock, allowed, desk, inferences)
 
     async def _have_let_go(self, claim: str) -> bool:
-        if self._store.is_shared:
-            return await gateways_have_let_go(self._store, self._follower.clock, claim)
-        return self.let_go is None or claim in self.let_go()
+        if not self._store.is_shared:
+            return self.let_go is None or claim in self.let_go()
+        present = await present_gateways(self._store, self._follower.clock)
+        return present is not None and all(claim in gateway.let_go for gateway in present)
+
+    async def _in_use(self) -> frozenset[str] | None:
+        if not self._store.is_shared:
+            return frozenset() if self.in_use is None else self.in_use()
+        present = await present_gateways(self._store, self._follower.clock)
+        return None if present is None else frozenset().union(*(gateway.in_use for gateway in present))
 
     def _on_reread(self, fault: LogShortened | LineageChanged) -> None:
         lost = isinstance(fault, LineageChanged) and fault.has_lost_commits

@@ -194,10 +194,10 @@ class GatewayRole:
         fleet = Fleet(self._parts.servers, parts.residencies)
         telemetry.show_lanes(lanes.figures)
         if parts.residencies is not None:
-            self._draining = Draining(parts.follower.world, lanes.has_older, lanes.now)
+            self._draining = Draining(parts.follower.world, lanes)
             self._follower.listen(self._draining.on_events)
             if self._broker is not None:
-                self._broker.let_go = self._draining.drained
+                self._broker.let_go, self._broker.in_use = self._draining.drained, lanes.in_use
         telemetry.show_servers(fleet.rows)
         return Plane(
             callers=callers,

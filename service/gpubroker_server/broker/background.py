@@ -17,6 +17,7 @@ from gpubroker_server.ports.last_values import (
     LastValues,
     LastValueStore,
     LeaderSeen,
+    Presence,
     PresenceStore,
     SlotStore,
 )
@@ -168,12 +169,11 @@ class Pruner:
             await asyncio.sleep(PRUNE_PAUSE_SECONDS)
 
 
-async def gateways_have_let_go(store: PresenceStore, clock: Clock, claim: str) -> bool:
-    """Whether all gateways have let go of a claim on a model, without those that have been silent for too
-    long."""
+async def present_gateways(store: PresenceStore, clock: Clock) -> list[Presence] | None:
+    """Without those that have been silent for too long; None while the database does not answer."""
     try:
         presences = await store.presences()
     except StoreUnavailable:
-        return False
+        return None
     since = clock.now() - PRESENT_SECONDS
-    return all(claim in presence.let_go for presence in presences if presence.at >= since)
+    return [presence for presence in presences if presence.at >= since]

@@ -7,10 +7,10 @@ a server has.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -76,8 +76,11 @@ class ModelDispatcher:
         rules: ModelDispatchRules | None = None,
         wait_seconds: Seconds = Seconds(0.0),
         have_let_go: HaveLetGo = _no_gateways,
+        watch_use: Callable[[Hear], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """`wait_seconds`: how long calls of an older leader may be under way."""
+        """`wait_seconds`: how long calls of an older leader may be under way. `watch_use` runs beside the
+        calls, and reports which models are in use."""
+        self._watch_use = watch_use
         self._clock = clock
         self._ticks = ticks
         self._wait_seconds = wait_seconds
@@ -101,6 +104,8 @@ class ModelDispatcher:
         async with asyncio.TaskGroup() as group:
             for queue in self._queues.values():
                 group.create_task(queue.keep(hear))
+            if self._watch_use is not None and self._queues:
+                group.create_task(self._watch_use(hear))
 
     def send(self, order: ModelOrder) -> None:
         """Queue a committed order."""

@@ -10,7 +10,7 @@ import structlog
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome
 from gpubroker_server.core.domain.device import DeviceSample
-from gpubroker_server.core.domain.model_orders import ServerIndex
+from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerIndex
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -32,6 +32,7 @@ from gpubroker_server.core.lifecycle import (
     deadlines,
     model_adoption,
     model_lifecycle,
+    model_turns,
     quarantine,
     runs,
 )
@@ -72,14 +73,14 @@ def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> N
 
 
 def next_batch(heard: Iterable[Report]) -> list[Report]:
-    """The reports up to the next NodeReport or ServerIndex, or that one alone.
+    """The reports up to the next NodeReport, ServerIndex or ModelsInUse, or that one alone.
 
-    These two list all runs of an agent, or all models of a server, at one moment: earlier reports must be
-    committed when the list is read, and later ones must not.
+    These list all runs of an agent, all models of a server or all in use at one moment: earlier reports must
+    be committed when the list is read, and later ones must not.
     """
     batch: list[Report] = []
     for report in heard:
-        if isinstance(report, NodeReport | ServerIndex):
+        if isinstance(report, NodeReport | ServerIndex | ModelsInUse):
             return batch or [report]
         batch.append(report)
     return batch
@@ -217,6 +218,8 @@ class Observer:
                     self._on_progress(report)
                 case ServerIndex():
                     decisions += model_lifecycle.seen(self._world, report, now, self._policy)
+                case ModelsInUse():
+                    decisions += model_turns.turns(self._world, report.names, now)
                 case NodeReport():
                     decisions += reconcile(self._world, report, now, self._policy, self._inventory)
                 case _:

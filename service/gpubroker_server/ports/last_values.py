@@ -52,6 +52,8 @@ class Presence:
     at: Instant
     let_go: frozenset[str] = frozenset()
     """By `claim_name`: the gateway sends them no more requests, and all its requests are answered."""
+    in_use: frozenset[str] = frozenset()
+    """Models that have a request here, under way or waiting."""
 
 
 PRESENT_SECONDS = Seconds(5.0)

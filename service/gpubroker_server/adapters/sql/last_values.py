@@ -64,7 +64,7 @@ class SqlLastValues(LastValueStore, PresenceStore, SlotStore):
         return await self._readers.run(_published, after)
 
     async def present(self, presence: Presence) -> None:
-        value = {"at": presence.at, "let_go": sorted(presence.let_go)}
+        value = {"at": presence.at, "let_go": sorted(presence.let_go), "in_use": sorted(presence.in_use)}
         await self._put("gateway", presence.gateway, presence.at, value)
 
     async def absent(self, gateway: str) -> None:
@@ -154,4 +154,7 @@ def _claims(connection: Connection) -> Sequence[Claim]:
 
 def _presences(connection: Connection) -> Sequence[Presence]:
     found = [(gateway, from_json(value)) for gateway, value in connection.execute(_PRESENCES)]
-    return [Presence(gateway, value["at"], frozenset(value["let_go"])) for gateway, value in found]
+    return [
+        Presence(gateway, value["at"], frozenset(value["let_go"]), frozenset(value.get("in_use", ())))
+        for gateway, value in found
+    ]

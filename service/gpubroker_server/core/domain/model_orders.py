@@ -65,6 +65,13 @@ ModelOrder = LoadOrder | UnloadOrder | CheckOrder
 
 
 @dataclass(frozen=True, slots=True)
+class ModelsInUse:
+    """Models that have a request, under way or waiting, at any gateway."""
+
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class ServerIndex:
     """The index of a server. Reports of one server arrive in the order in which they were read."""
 

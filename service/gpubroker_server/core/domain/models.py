@@ -21,10 +21,14 @@ WEIGHTS = (1, 2, 3, 5)
 HORIZON_SECONDS = Seconds(600.0)
 """A use within this time after an eviction counts as a loss."""
 
-MIN_RESIDENCY_SECONDS = Seconds(10.0)
 LOAD_TIME_FACTOR = 2.0
 """A model stays for at least this many times its load time: models that do not fit together then spend at
 most a third of the time on loading."""
+
+TURN_SECONDS = Seconds(10.0)
+TURN_LOAD_TIMES = 4.0
+"""A model that is asked all the time leaves for an equal after the longer of ten seconds and four times its
+load time: at most a fifth of the time goes into loading."""
 
 _PER_SECOND = tuple(
     weight / sum(WEIGHTS) * log(2) / half_life
@@ -67,9 +71,14 @@ class ModelUsage:
 NEVER_USED = ModelUsage()
 
 
-def min_residency_seconds(load_seconds: Seconds) -> Seconds:
-    """How long after its load a model is protected from preemption."""
-    return Seconds(max(MIN_RESIDENCY_SECONDS, LOAD_TIME_FACTOR * load_seconds))
+def min_residency_seconds(load_seconds: Seconds, least_seconds: Seconds) -> Seconds:
+    """How long after its load a model is protected from preemption; not at all if `least_seconds` is 0."""
+    return Seconds(max(least_seconds, LOAD_TIME_FACTOR * load_seconds)) if least_seconds else Seconds(0.0)
+
+
+def turn_seconds(load_seconds: Seconds) -> Seconds:
+    """How long after its load a model that is asked all the time keeps its memory from its equals."""
+    return Seconds(max(TURN_SECONDS, TURN_LOAD_TIMES * load_seconds))
 
 
 def expected_seconds(load_seconds: Seconds, usage: ModelUsage, now: Instant) -> Seconds:
@@ -98,6 +107,8 @@ class ModelTerms:
     queued: bool = False
     """Queued inferences want it at that priority: the leader knows when they no longer do."""
     pinned: bool = False
+    yields: bool = False
+    """An equal that waits may have its memory: no request is under way or queued, or its turn is over."""
     load_seconds: Seconds = Seconds(0.0)
     usage: ModelUsage = NEVER_USED
     steps: tuple[str, ...] = ()

@@ -171,6 +171,8 @@ class Policy:
     """(name, weight) of work streams: of tasks with equal aged priority the heavier stream goes first."""
     min_run_seconds: Seconds = Seconds(0.0)
     """A run is not preempted for this long after its start, except by critical tasks."""
+    min_residency_seconds: Seconds = Seconds(5.0)
+    """The same for a model, from its load; longer for one that loads slowly. 0: no protection at all."""
     maximum: TaskMaximum = TaskMaximum()  # frozen
     serving: InferenceServers = NO_SERVERS
 

@@ -1,7 +1,7 @@
 """Models as holders of memory: what changes with their server's index, requests and time.
 
 A model is a task that waits, is loaded, stays and leaves. While it is wanted its priority is that of its
-requests; afterwards 0, so that any task may take its memory.
+requests, or one less if equals may have its memory; afterwards 0, so that any task may take it.
 """
 
 from collections.abc import Iterator
@@ -72,15 +72,9 @@ def standing(task: Task, now: Instant) -> int:
     assert task.model is not None
     if task.model.pinned or not task.model.model:
         return TOP_PRIORITY
-    return task.model.asked_priority if is_wanted(task, now) else 0
-
-
-def ready_while_wanted(task: Task, room_by: Instant) -> bool:
-    """Whether a model that gets its memory by then would be loaded while it is wanted; always true for
-    others."""
-    if task.model is None or task.expires_at is None:
-        return True
-    return room_by + task.model.load_seconds <= task.expires_at
+    if not is_wanted(task, now):
+        return 0
+    return max(0, task.model.asked_priority - 1) if task.model.yields else task.model.asked_priority
 
 
 def due(world: World, now: Instant) -> list[Decision]:
@@ -139,6 +133,7 @@ def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, po
                 task.model,
                 load_seconds=took_seconds or task.model.load_seconds,
                 versions=index.versions_of(task.model.model),
+                yields=False,
             )
             priority = standing(task, now)
             update.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
@@ -199,15 +194,16 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
     if task.model is None:
         return done
     fields = request.fields
-    usage = _used(task.model.usage, min(int(fields.get("uses", 1)), MAX_USES), now)
+    used_at = Instant(min(now, fields.get("used_at", now)))
+    usage = _used(task.model.usage, min(int(fields.get("uses", 1)), MAX_USES), used_at)
     terms = replace(task.model, usage=usage)
     if not fields.get("doubted"):
         terms = _asked(
-            terms, int(fields["priority"]), now, wanted=is_wanted(task, now), queued="queued" in fields
+            terms, int(fields["priority"]), used_at, wanted=is_wanted(task, now), queued="queued" in fields
         )
     changes: dict[str, Any] = {"model": terms}
     if task.expires_at is not None:
-        changes["expires_at"] = Instant(now + terms.wanted_seconds)
+        changes["expires_at"] = Instant(max(task.expires_at, used_at + terms.wanted_seconds))
     after = replace(task, **changes)
     priority = standing(after, now) if task.state is TaskState.RUNNING else terms.asked_priority
     if priority != task.priority:

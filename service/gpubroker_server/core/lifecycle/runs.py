@@ -7,7 +7,7 @@ from typing import Any, assert_never
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd, Proof
-from gpubroker_server.core.domain.model_orders import ServerIndex
+from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerIndex
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -68,7 +68,7 @@ def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy:
 
     Reports of one run must be in the order in which its agent made them. A report with a (task, fence) that
     is not the task's active claim never touches the task; its Gone still releases that claim's leases.
-    NodeReport and ServerIndex are handled elsewhere, in their place between the reports.
+    NodeReport, ServerIndex and ModelsInUse are handled elsewhere, in their place between the reports.
     """
     updates = TaskUpdates(world, now)
     nodes: dict[NodeName, Decision] = {}
@@ -89,7 +89,7 @@ def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy:
                 if node is not None and node.incarnation == report.incarnation:
                     _give_up_runs(world, node, updates, now, policy)
                     nodes |= _close(world, node)
-            case NodeReport() | ServerIndex() | Heartbeat() | Sampled() | Progressed():
+            case NodeReport() | ServerIndex() | ModelsInUse() | Heartbeat() | Sampled() | Progressed():
                 pass
             case _:
                 assert_never(report)

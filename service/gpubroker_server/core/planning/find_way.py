@@ -10,7 +10,6 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import rank_task
 from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.core.lifecycle.model_lifecycle import ready_while_wanted
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps, finish
 from gpubroker_server.core.planning.forecasts.limits import LimitReservations
 from gpubroker_server.core.planning.forecasts.reservations import Reservations
@@ -94,8 +93,6 @@ class WaitReason(StrEnum):
     """Its tenant would borrow, and what it could preempt is guaranteed to others."""
     PLEDGED = "pledged"
     """Its victims have not left yet."""
-    TOO_LATE = "too_late"
-    """Its victims would leave after its own deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +126,6 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
 
 def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Steps[Way]:
     """The same, yielding whenever the view's budget calls for a pause."""
-    way = yield from _climb(task, view, nodes)
-    if isinstance(way, Evict) and not ready_while_wanted(task, way.eviction.deadline_at):
-        return Wait(WaitReason.TOO_LATE)
-    return way
-
-
-def _climb(task: Task, view: View, nodes: Set[NodeName] | None) -> Steps[Way]:
     has_pledges = bool(view.draft.pledges_of(task.id))
     if not has_pledges and (view.is_short_of_limits(task) or view.limits.ahead_of(task)):
         return Wait(WaitReason.LIMIT)

@@ -14,7 +14,7 @@ from gpubroker_server.core.planning.nodes.node_revisions import NodeRevisions
 from gpubroker_server.core.planning.nodes.node_room import Room
 from gpubroker_server.core.world.queue import EquivalenceClass, QueueGroup
 
-OWN = frozenset({WaitReason.LIMIT, WaitReason.PLEDGED, WaitReason.TOO_LATE})
+OWN = frozenset({WaitReason.LIMIT, WaitReason.PLEDGED})
 """Reasons that concern one task alone: nothing is remembered of them."""
 
 SHARED = frozenset({WaitReason.NO_ROOM, WaitReason.COMING})

@@ -240,6 +240,11 @@ class Lanes:
         lane = self._lanes.get(model.encode())
         return lane is not None and any(entry.since <= at for entry in self._started[lane])
 
+    def in_use(self) -> frozenset[str]:
+        """Models that have a request here, under way or waiting."""
+        lanes = (name.decode("utf-8", "replace") for name, lane in self._lanes.items() if not lane.is_idle)
+        return frozenset((*lanes, *self._streams))
+
     @property
     def tenant_share(self) -> float:
         return self._options.rules.tenant_share

@@ -248,7 +248,7 @@ class ProxiedRequest(ABC):
     async def _bring(self) -> bool:
         residencies = self.plane.residencies
         assert residencies is not None
-        return await residencies.ready_if_known(self._model, self.wish.priority)
+        return await residencies.ready_if_known(self._model, self.wish.priority, self.wish.seconds)
 
     def _is_resident(self) -> bool | None:
         """As the ledger says; None where it is not the ledger's to say."""

@@ -39,7 +39,8 @@ def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
     """It has just started; or its preemption budget is spent, and this attempt has neither saved a checkpoint
     nor run for the shield time."""
     if run.started_at is None:
-        return is_young(run, policy, now) or run.preemptions >= policy.preemption_budget
+        is_spent = run.model is None and run.preemptions >= policy.preemption_budget
+        return run.model is not None or is_spent or is_young(run, policy, now)
     return now - run.started_at < shield_seconds_of(run, policy)
 
 
@@ -53,14 +54,19 @@ def _least_seconds(run: Task, policy: Policy) -> Seconds:
     """The minimum run time; of a model its minimum residency, if longer."""
     if run.model is None:
         return policy.min_run_seconds
-    return max(policy.min_run_seconds, min_residency_seconds(run.model.load_seconds))
+    least = min_residency_seconds(run.model.load_seconds, policy.min_residency_seconds)
+    return max(policy.min_run_seconds, least)
 
 
 def shield_seconds_of(run: Task, policy: Policy, *, is_first: bool = False) -> Seconds:
     """How long after its start a run is protected, as things are. `is_first`: from tasks that it was ahead of
     when it was admitted."""
     least = _least_seconds(run, policy)
-    if _has_saved(run) or not (is_first or run.preemptions >= policy.preemption_budget):
+    if (
+        run.model is not None
+        or _has_saved(run)
+        or not (is_first or run.preemptions >= policy.preemption_budget)
+    ):
         return least
     return max(policy.shield_seconds, least)
 
@@ -75,7 +81,7 @@ def has_turn_protection(run: Task, for_priority: int, policy: Policy, now: Insta
 
 def turn_protection_ends_at(run: Task, policy: Policy) -> float:
     """When that protection ends; infinite if it has not started."""
-    if policy.shield_seconds <= 0 or _has_saved(run):
+    if policy.shield_seconds <= 0 or run.model is not None or _has_saved(run):
         return -inf
     return inf if run.started_at is None else run.started_at + policy.shield_seconds
 

@@ -1,12 +1,14 @@
-"""A gateway drains models that are to leave: it reports when none of its requests to one is unanswered."""
+"""A gateway reports which models its requests need, and drains those that are to leave: it says so when none
+of its requests to one is unanswered."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.lifecycle import model_turns
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.last_values import PRESENT_SECONDS, Presence, PresenceStore, claim_name
@@ -16,18 +18,29 @@ _REPORT_SECONDS: Final = Seconds(PRESENT_SECONDS / 5)
 """How often the gateway reports that it is present."""
 
 _CHECK_SECONDS: Final = Seconds(0.05)
-"""How often it checks whether the last answer has come, while there is one to wait for."""
+"""How often it checks what has changed, while the leader waits for that."""
+
+_WAITS: Final = frozenset({"task.stopping", "task.submitted", "task.requeued"})
+
+
+class Requests(Protocol):
+    """The requests of this gateway."""
+
+    def now(self) -> float: ...
+
+    def has_older(self, model: str, at: float) -> bool:
+        """Whether a request to the model is unanswered that was sent by then, by the clock `now`."""
+        ...
+
+    def in_use(self) -> frozenset[str]:
+        """Models that have a request here, under way or waiting."""
+        ...
 
 
 class Draining:
-    def __init__(
-        self, world: World, has_older: Callable[[str, float], bool], now: Callable[[], float]
-    ) -> None:
-        """`has_older`: whether a request to a model is unanswered that was sent by then, by the clock
-        `now`."""
+    def __init__(self, world: World, requests: Requests) -> None:
         self._world = world
-        self._has_older = has_older
-        self._now = now
+        self._requests = requests
         self._leaving_since: dict[str, float] = {}
         """By claim, when it became known here that it is to leave: later requests go elsewhere."""
         self._woken = asyncio.Event()
@@ -39,34 +52,36 @@ class Draining:
             for task in self._world.models.live()
             if task.state is TaskState.STOPPING and task.model is not None
         }
-        since = {claim: self._leaving_since.get(claim, self._now()) for claim in leaving}
+        since = {claim: self._leaving_since.get(claim, self._requests.now()) for claim in leaving}
         self._leaving_since = since
         return frozenset(
-            claim for claim, model in leaving.items() if not self._has_older(model, since[claim])
+            claim for claim, model in leaving.items() if not self._requests.has_older(model, since[claim])
         )
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Report at once; the World must have applied the events before."""
-        if any(event.kind == "task.stopping" for event in events):
+        if any(event.kind in _WAITS for event in events):
             self._woken.set()
 
-    async def report(self, store: PresenceStore, name: str, at: Instant) -> frozenset[str]:
+    async def report(self, store: PresenceStore, name: str, at: Instant) -> Presence:
         """Raises StoreUnavailable."""
-        claims = self.drained()
-        await store.present(Presence(name, at, claims))
-        return claims
+        presence = Presence(name, at, self.drained(), self._requests.in_use())
+        await store.present(presence)
+        return presence
 
     async def keep_reporting(self, store: PresenceStore, name: str, clock: Clock) -> None:
         """Until cancelled. A report that fails is made the next time."""
-        reported: frozenset[str] = frozenset()
-        reported_at = Instant(0.0)
+        last = Presence(name, Instant(0.0))
         while True:
-            if self.drained() != reported or clock.now() >= reported_at + _REPORT_SECONDS:
-                at = clock.now()
+            is_contended, at = model_turns.is_contended(self._world), clock.now()
+            is_news = self.drained() != last.let_go or (
+                is_contended and self._requests.in_use() != last.in_use
+            )
+            if is_news or at >= last.at + _REPORT_SECONDS:
                 with suppress(StoreUnavailable):
-                    reported, reported_at = await self.report(store, name, at), at
+                    last = await self.report(store, name, at)
             self._woken.clear()
-            is_waiting = len(self._leaving_since) > len(reported)
+            is_waiting = is_contended or len(self._leaving_since) > len(last.let_go)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_SECONDS if is_waiting else _REPORT_SECONDS):
                     await self._woken.wait()

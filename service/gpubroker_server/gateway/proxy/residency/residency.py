@@ -2,8 +2,7 @@
 task that holds a model, tells the leader which models are wanted, and waits."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
@@ -28,6 +27,7 @@ from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.waiters import Waiters, moves_of
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules, place_fault
+from gpubroker_server.gateway.proxy.residency.uses import UseCounts, Uses
 from gpubroker_server.gateway.submission.admission import Capacity
 from gpubroker_server.ports.models import (
     Described,
@@ -79,10 +79,8 @@ class Residency:
         self.rules = rules
         self._parts = parts
         self._host = host
-        self._uses: Counter[str] = Counter()
-        """Since the last report, by model."""
-        self._priorities: dict[str, int] = {}
-        """The highest of these uses, by model."""
+        self._uses = UseCounts()
+        self._reported_now: set[str] = set()
         self._dead_until: dict[str, Instant] = {}
         """By model, until when it isn't reported dead again."""
         self._reporting: set[asyncio.Future[None]] = set()
@@ -125,8 +123,15 @@ class Residency:
     # What the leader hears.
 
     def note_use(self, model: str, priority: int) -> None:
-        self._uses[model] += 1
-        self._priorities[model] = max(priority, self._priorities.get(model, 0))
+        """Reported at once if the leader might give the model's memory away; else with the next report."""
+        now = self._parts.clock.now()
+        self._uses.add(model, Uses(1, priority, now))
+        task = self.of(model)
+        if task is None or task.state is not TaskState.RUNNING or model in self._reported_now:
+            return
+        if needs_want_request(task, priority, now):
+            self._reported_now.add(model)
+            self._do(self._report_now(model))
 
     async def keep_reporting(self, every_seconds: Seconds = REPORT_SECONDS) -> None:
         """Until cancelled."""
@@ -139,25 +144,39 @@ class Residency:
 
     async def report_use(self) -> None:
         """Raises StoreUnavailable: the rest is reported the next time."""
-        for model in list(self._uses):
-            uses, priority = self._uses.pop(model), self._priorities.pop(model)
-            task = self.of(model)
-            try:
-                if task is not None:
-                    await self.ask_leader(task, "want", priority=priority, uses=uses)
-            except StoreUnavailable:
-                self._uses[model] += uses
-                self._priorities[model] = max(priority, self._priorities.get(model, 0))
-                raise
+        for model in self._uses.models():
+            await self._report_uses(model)
+
+    async def _report_uses(self, model: str) -> None:
+        """Raises StoreUnavailable."""
+        uses, task = self._uses.take(model), self.of(model)
+        if uses is None or task is None:
+            return
+        times, priority, last_at = uses
+        try:
+            await self.ask_leader(task, "want", priority=priority, uses=times, used_at=last_at)
+        except StoreUnavailable:
+            self._uses.add(model, uses)
+            raise
+
+    async def _report_now(self, model: str) -> None:
+        try:
+            with suppress(StoreUnavailable):  # the next report has it
+                await self._report_uses(model)
+        finally:
+            self._reported_now.discard(model)
+
+    def _do(self, reporting: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(reporting)
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
 
     def report_dead(self, model: str) -> None:
         """Have the leader check whether the model's process is alive."""
         now = self._parts.clock.now()
         if self.is_there(model) and now >= self._dead_until.get(model, now):
             self._dead_until[model] = Instant(now + _DEAD_SECONDS)
-            reporting = asyncio.ensure_future(self._report_dead(model))
-            self._reporting.add(reporting)
-            reporting.add_done_callback(self._reporting.discard)
+            self._do(self._report_dead(model))
 
     async def _report_dead(self, model: str) -> None:
         task = self.of(model)
@@ -177,8 +196,8 @@ class Residency:
     # Waiting.
 
     async def ready(self, model: str, priority: int, seconds: Seconds | None = None) -> Task:
-        """Have the model brought, and wait until it is in memory. Raises Problem: model-not-ready, with the
-        time to come again, at once if that is known to be too late; model-not-loaded if the load failed."""
+        """Have the model brought, and wait until it is in memory: `seconds`, else `cold_seconds`. Raises
+        Problem: model-not-ready, with the time to come again; model-not-loaded if the load failed."""
         until = self._parts.clock.now() + (self.rules.cold_seconds if seconds is None else seconds)
         task = await self.want(model, priority)
         was_leaving = False
@@ -194,9 +213,11 @@ class Residency:
                 if known.is_terminal:
                     raise await self._failed(known)
                 was_leaving = known.state is TaskState.STOPPING
-                if now >= until or self._parts.waiters.is_closed or self._is_too_late(known, until, now):
+                if now >= until or self._parts.waiters.is_closed:
                     raise self._not_ready(known, now)
-                await moved.within(Seconds(min(until - now, 1.0)))
+                # Wanted as long as a request waits, however short that is.
+                again_seconds = min(1.0, self.rules.wanted_seconds / 4)
+                await moved.within(Seconds(min(until - now, again_seconds)))
             await self._keep_wanted(known, priority)
 
     async def returned(self, model: str) -> None:
@@ -230,10 +251,6 @@ class Residency:
     def _starts_at(self, task: Task, now: Instant) -> Instant | None:
         start = expected_ready_at(self._parts.world, task, self._parts.forecasts(), now)
         return None if start is None else start.p50_at
-
-    def _is_too_late(self, task: Task, until: float, now: Instant) -> bool:
-        at = self._starts_at(task, now) if task.state is TaskState.PENDING else None
-        return at is not None and at > until
 
     def _not_ready(self, task: Task, now: Instant) -> Problem:
         at = self._starts_at(task, now)

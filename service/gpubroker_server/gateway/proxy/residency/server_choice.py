@@ -56,13 +56,15 @@ class Residencies:
             residency.note_use(model, priority)
         return any(there.is_there(model) and self.is_up(there.rules.name) for there in self._each)
 
-    async def ready_if_known(self, model: str, asked: int | None) -> bool:
-        """Wait until the model is in memory at one of the servers. False: no server has such a model. Raises
-        Problem."""
+    async def ready_if_known(self, model: str, asked: int | None, seconds: float | None = None) -> bool:
+        """Wait until the model is in memory at one of the servers: `cold_seconds`, or less if the request
+        says so. False: no server has such a model. Raises Problem."""
         priority = self.priority_of(model, asked)
         try:
             residency, _ = await self.want(model, priority)
-            await residency.ready(model, priority)
+            cold_seconds = residency.rules.cold_seconds
+            own = cold_seconds if seconds is None else Seconds(min(seconds, cold_seconds))
+            await residency.ready(model, priority, own)
         except UnknownModel:
             return False
         return True
