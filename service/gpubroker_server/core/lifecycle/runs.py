@@ -85,10 +85,7 @@ def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy:
             case Gone():
                 _gone(updates[report.task], world, report, now, policy)
             case NodeLost():
-                node = world.nodes.get(report.node)
-                if node is not None and node.incarnation == report.incarnation:
-                    _give_up_runs(world, node, updates, now, policy)
-                    nodes |= _close(world, node)
+                nodes |= _give_up_node(world, report, updates, now, policy)
             case NodeReport() | ServerIndex() | ModelsInUse() | Heartbeat() | Sampled() | Progressed():
                 pass
             case _:
@@ -201,6 +198,17 @@ def _fail(update: TaskUpdate, task: Task, at: Instant, now: Instant, policy: Pol
 def _requeue(update: TaskUpdate, why: str, **changes: Any) -> None:
     assert update.task is not None
     update.move(Move.REQUEUED, why, **requeued_fields(update.task, **changes))
+
+
+def _give_up_node(
+    world: World, report: NodeLost, updates: TaskUpdates, now: Instant, policy: Policy
+) -> dict[NodeName, Decision]:
+    """By node, how it is closed; nothing if another incarnation was lost."""
+    node = world.nodes.get(report.node)
+    if node is None or node.incarnation != report.incarnation:
+        return {}
+    _give_up_runs(world, node, updates, now, policy)
+    return _close(world, node)
 
 
 def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, policy: Policy) -> None:
