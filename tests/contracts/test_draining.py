@@ -9,7 +9,7 @@ from functools import partial
 import psycopg
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import LogFollower
-from gpubroker_server.broker.background import gateways_have_let_go
+from gpubroker_server.broker.background import gateways_have_let_go, models_in_use
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
@@ -25,14 +25,31 @@ from tests.contracts.scenes import admission, claimed, opened, start, with_gpu
 from tests.patience import PATIENCE_SECONDS
 
 
+class Requests:
+    """What a gateway has under way."""
+
+    def __init__(self) -> None:
+        self.unanswered = False
+        self.models: frozenset[str] = frozenset()
+
+    def now(self) -> float:
+        return 0.0
+
+    def has_older(self, _model: str, _at: float) -> bool:
+        return self.unanswered
+
+    def in_use(self) -> frozenset[str]:
+        return self.models
+
+
 class Gateway:
     """Of one process: its own store, its own picture."""
 
     def __init__(self, store: SqlStore, picture: LogFollower) -> None:
         self.store = store
         self.picture = picture
-        self.has_older = False
-        self.draining = Draining(picture.world, lambda _model, _at: self.has_older, lambda: 0.0)
+        self.requests = Requests()
+        self.draining = Draining(picture.world, self.requests)
         picture.listen(self.draining.on_events)
 
 
@@ -83,7 +100,7 @@ async def let_go(leader: Gateway, claim: str) -> None:
 async def test_a_model_is_drained_when_the_last_gateway_has_its_answers(postgres_url: str) -> None:
     async with a_gateway(postgres_url, "one") as one, a_gateway(postgres_url, "two") as two:
         have_let_go = partial(gateways_have_let_go, one.store, one.picture.clock)
-        two.has_older = True
+        two.requests.unanswered = True
         term, task = await a_resident_model(one.store)
         claim = await stop(one, term, task)
         said = one.store.presences
@@ -91,9 +108,26 @@ async def test_a_model_is_drained_when_the_last_gateway_has_its_answers(postgres
             while claim not in {name for row in await said() for name in row.let_go}:  # noqa: ASYNC110  # as above
                 await asyncio.sleep(0.01)
         assert not await have_let_go(claim), "the other one has a request there still"
-        two.has_older = False
+        two.requests.unanswered = False
         await let_go(one, claim)
         assert not await have_let_go(claim_name(task.id, Fence(task.fence + 1)))
+
+
+async def test_a_gateway_says_at_once_what_is_in_use_while_an_equal_waits(postgres_url: str) -> None:
+    async with a_gateway(postgres_url, "one") as one, a_gateway(postgres_url, "two") as two:
+        await a_resident_model(one.store)
+        two.requests.models = frozenset({"llm"})
+        rival = a_task("rival", gpu_mb=1, model=ModelTerms("main", "rival"))
+        await one.store.submit(Submission(rival, RunSpec(kind="model")))
+
+        async def until_in_use(models: set[str]) -> None:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while await models_in_use(one.store, one.picture.clock) != models:  # noqa: ASYNC110  # as above
+                    await asyncio.sleep(0.01)
+
+        await until_in_use({"llm"})
+        two.requests.models = frozenset()
+        await until_in_use(set())
 
 
 async def test_gateways_that_are_gone_or_silent_are_not_waited_for(postgres_url: str) -> None:

@@ -63,6 +63,28 @@ async def test_a_request_that_has_waited_long_enough_says_when_to_retry_and_the_
         assert task.state is TaskState.PENDING
 
 
+async def test_a_request_waits_for_its_model_no_longer_than_it_says() -> None:
+    async with resident_models(Heard()) as there:
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"x", X_Timeout_Seconds="0.05")
+        await there.wanted()
+        there.gateway.clock.advance(0.1)
+        assert (await client.answer())[0] == 503
+
+
+async def test_the_leader_learns_at_once_that_a_model_which_was_idle_is_used() -> None:
+    async with resident_models(Heard()) as there:
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"x")
+        await there.load()
+        assert (await client.answer())[0] == 200
+        there.gateway.clock.advance(400.0)
+        made: list[str] = []
+        there.gateway.store.listen(lambda events: made.extend(event.kind for event in events))
+        client.ask("POST", INFER, b"x")
+        await until(lambda: "request.made" in made)
+
+
 async def test_the_priority_of_a_request_is_that_of_its_model_up_to_what_its_token_may() -> None:
     async with resident_models(Heard(), cold_seconds=Seconds(0.0)) as there:
         await there.stage.ask("POST", INFER, b"x", X_Priority="20")

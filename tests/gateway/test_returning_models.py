@@ -146,7 +146,7 @@ class Slow(Heard):
 
 async def test_a_model_is_drained_when_its_earlier_requests_are_answered() -> None:
     async with resident_models(heard := Slow()) as there:
-        draining = Draining(there.gateway.world, there.lanes.has_older, there.lanes.now)
+        draining = Draining(there.gateway.world, there.lanes)
         await resident(there)
         assert draining.drained() == frozenset()
         heard.may_answer.clear()
@@ -165,7 +165,7 @@ async def test_a_model_is_drained_when_its_earlier_requests_are_answered() -> No
 
 async def test_requests_to_a_copy_elsewhere_keep_no_model_from_leaving() -> None:
     async with resident_models(Heard()) as there:
-        draining = Draining(there.gateway.world, there.lanes.has_older, there.lanes.now)
+        draining = Draining(there.gateway.world, there.lanes)
         await resident(there)
         await there.unload()
         task = await there.wanted()

@@ -1,6 +1,7 @@
 """Models of a real Triton in the ledger beside tasks: brought, evicted, and never given memory twice."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,6 +132,25 @@ def test_a_model_is_loaded_for_its_first_request_and_makes_room_for_the_next_mod
     assert infer(service, "line_fp32", **{"x-priority": "95"}) == [1, 2, 3]
     assert ready(own_triton) == ["line_fp32"]
     assert leased_mb(service.broker) == [20 * GIB]
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.evidence)])
+def test_two_models_that_do_not_fit_together_take_turns(
+    own_triton: Triton, tmp_path: Path, times: int
+) -> None:
+    chosen = settings(own_triton, "simulated", min_residency_seconds=0.0)
+    with ForkedService(tmp_path / "data", **chosen) as service:
+        took = []
+        for number in range(times):
+            model = ("identity_fp32", "line_fp32")[number % 2]
+            began_at = time.monotonic()
+            assert infer(service, model) == [1, 2, 3]
+            loading = service.broker.model(model).load_seconds
+            took.append(time.monotonic() - began_at - (loading or 0.0))
+        took.sort()
+        print(f"{times} turns: longest {took[-1]:.2f} s beside the load, median {took[len(took) // 2]:.2f} s")
+        # Triton itself takes 1.2 s to end the process of a model, and the device is measured every 2 s.
+        assert took[-1] <= 1.2 + 2.0 + 2.0
 
 
 def test_an_unused_model_is_unloaded_so_that_a_task_can_run(own_triton: Triton, tmp_path: Path) -> None:

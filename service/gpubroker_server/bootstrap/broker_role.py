@@ -19,7 +19,13 @@ from gpubroker_server.bootstrap.compose import (
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
 from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
-from gpubroker_server.broker.background import Pruner, Publisher, SlotDivider, present_gateways
+from gpubroker_server.broker.background import (
+    Pruner,
+    Publisher,
+    SlotDivider,
+    gateways_have_let_go,
+    models_in_use,
+)
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.loop import Leader
@@ -165,16 +171,14 @@ class BrokerRole:
         return Dispatcher(self._store, self._blobs, self.executor, world, clock, allowed, desk, inferences)
 
     async def _have_let_go(self, claim: str) -> bool:
-        if not self._store.is_shared:
-            return self.let_go is None or claim in self.let_go()
-        present = await present_gateways(self._store, self._follower.clock)
-        return present is not None and all(claim in gateway.let_go for gateway in present)
+        if self._store.is_shared:
+            return await gateways_have_let_go(self._store, self._follower.clock, claim)
+        return self.let_go is None or claim in self.let_go()
 
     async def _in_use(self) -> frozenset[str] | None:
-        if not self._store.is_shared:
-            return frozenset() if self.in_use is None else self.in_use()
-        present = await present_gateways(self._store, self._follower.clock)
-        return None if present is None else frozenset().union(*(gateway.in_use for gateway in present))
+        if self._store.is_shared:
+            return await models_in_use(self._store, self._follower.clock)
+        return frozenset() if self.in_use is None else self.in_use()
 
     def _on_reread(self, fault: LogShortened | LineageChanged) -> None:
         lost = isinstance(fault, LineageChanged) and fault.has_lost_commits

@@ -61,7 +61,11 @@ def policy_of(settings: Settings) -> Policy:
         CustomLimit(f"pool:{pool.name}:{field}", most) for pool in pools for field, most in pool.amounts()
     ]
     return Policy(
-        **chosen, custom_limits=tuple(sorted(customs)), pools=pools, serving=serving_of(settings.triton)
+        **chosen,
+        custom_limits=tuple(sorted(customs)),
+        pools=pools,
+        serving=serving_of(settings.triton),
+        min_residency_seconds=Seconds(settings.triton.min_residency_seconds),
     )
 
 

@@ -169,8 +169,20 @@ class Pruner:
             await asyncio.sleep(PRUNE_PAUSE_SECONDS)
 
 
-async def present_gateways(store: PresenceStore, clock: Clock) -> list[Presence] | None:
-    """Without those that have been silent for too long; None while the database does not answer."""
+async def gateways_have_let_go(store: PresenceStore, clock: Clock, claim: str) -> bool:
+    """Whether all gateways have let go of a claim on a model."""
+    present = await _present(store, clock)
+    return present is not None and all(claim in gateway.let_go for gateway in present)
+
+
+async def models_in_use(store: PresenceStore, clock: Clock) -> frozenset[str] | None:
+    """The models that have a request at any gateway; None while the database does not answer."""
+    present = await _present(store, clock)
+    return None if present is None else frozenset().union(*(gateway.in_use for gateway in present))
+
+
+async def _present(store: PresenceStore, clock: Clock) -> list[Presence] | None:
+    """Gateways that have not been silent for too long."""
     try:
         presences = await store.presences()
     except StoreUnavailable:

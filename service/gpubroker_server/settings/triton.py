@@ -73,6 +73,7 @@ class TritonSettings(Section):
     grpc_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
     cold_seconds: Annotated[float, Field(ge=0, le=3600)] = 55.0
     wanted_seconds: Annotated[float, Field(gt=0)] = 300.0
+    min_residency_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
     priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)] = BAND_NAMES["interactive"]
     tenant: str = "default"
     least_mb: Annotated[int, Field(gt=0)] = 512

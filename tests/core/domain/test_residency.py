@@ -8,6 +8,7 @@ from gpubroker_server.core.domain.models import (
     ModelUsage,
     expected_seconds,
     min_residency_seconds,
+    turn_seconds,
 )
 from gpubroker_server.core.domain.units import Instant, Seconds
 from hypothesis import given
@@ -67,9 +68,15 @@ def test_evicting_a_model_that_was_never_used_costs_nothing():
     assert cost(9 * DAY, ModelUsage()) == 0
 
 
-def test_a_model_stays_for_ten_seconds_or_twice_its_load_time_whichever_is_longer():
-    assert min_residency_seconds(Seconds(1.0)) == 10
-    assert min_residency_seconds(Seconds(30.0)) == 60
+def test_a_model_stays_for_the_least_time_or_twice_its_load_time_whichever_is_longer():
+    assert min_residency_seconds(Seconds(1.0), Seconds(5.0)) == 5
+    assert min_residency_seconds(Seconds(30.0), Seconds(5.0)) == 60
+    assert min_residency_seconds(Seconds(30.0), Seconds(0.0)) == 0
+
+
+def test_a_turn_lasts_ten_seconds_or_four_load_times_whichever_is_longer():
+    assert turn_seconds(Seconds(1.0)) == 10
+    assert turn_seconds(Seconds(30.0)) == 120
 
 
 @given(moments, st.floats(0, DAY))

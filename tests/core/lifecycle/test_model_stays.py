@@ -9,13 +9,9 @@ from gpubroker_server.core.domain.models import ModelTerms, ModelUsage
 from gpubroker_server.core.domain.orders import NodeLost
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, NodeName, Seconds
-from gpubroker_server.core.explain.what_if import WhatIf
 from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
-from gpubroker_server.core.lifecycle.model_lifecycle import ready_while_wanted
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
-from gpubroker_server.core.planning.find_way import Wait
-from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.victims import lost_gpu_seconds
 
 from tests.builders import (
@@ -116,22 +112,13 @@ def test_a_critical_model_stops_a_task_of_low_priority() -> None:
     assert the(world).state is TaskState.ADMITTED
 
 
-def test_a_model_that_would_load_too_late_preempts_nothing() -> None:
+def test_a_model_preempts_also_if_it_will_be_ready_later_than_it_is_wanted_as_things_are() -> None:
+    """A request that waits keeps it wanted."""
     run = holding(a_task("run", priority=20, gpu_mb=60 * GIB, grace_seconds=Seconds(30.0)), "gpu0")
     world = a_world(run)
     submit(world, a_model(priority=95, terms={"load_seconds": Seconds(271.0)}))
-    assert plan(world) == []
-    assert the(world, "run").state is TaskState.RUNNING
-    planner = WhatIf(Draft(world), POLICY, at(0.0))
-    assert isinstance(planner.way(the(world)), Wait), "nor is anybody told that it would"
-    assert planner.way(replace(the(world), expires_at=at(302.0))).eviction is not None
-
-
-def test_a_model_without_expiry_is_always_in_time() -> None:
-    assert ready_while_wanted(a_task("run"), at(1e9))
-    assert ready_while_wanted(a_model(expires_at=None), at(1e9))
-    assert ready_while_wanted(a_model(), at(WANTED))
-    assert not ready_while_wanted(a_model(), at(WANTED + 1))
+    plan(world)
+    assert the(world, "run").freeing_for == LLM
 
 
 def test_a_model_survives_the_loss_of_its_node() -> None:

@@ -109,6 +109,8 @@ class ModelTerms:
     pinned: bool = False
     yields: bool = False
     """An equal that waits may have its memory: no request is under way or queued, or its turn is over."""
+    left_at: Instant | None = None
+    """When it last left for another holder: its place in the queue is behind those that waited then."""
     load_seconds: Seconds = Seconds(0.0)
     usage: ModelUsage = NEVER_USED
     steps: tuple[str, ...] = ()

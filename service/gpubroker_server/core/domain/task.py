@@ -236,6 +236,12 @@ class Task:
     """The ranks of a gang's newest claim, by rank; empty for other tasks. `node` is that of rank 0."""
 
     @property
+    def queued_at(self) -> Instant:
+        """The time that its place in the queue and its age count from."""
+        left_at = None if self.model is None else self.model.left_at
+        return self.submitted_at if left_at is None else left_at
+
+    @property
     def is_terminal(self) -> bool:
         return self.state in TERMINAL
 

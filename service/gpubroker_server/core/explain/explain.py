@@ -125,7 +125,7 @@ def position_of(
         return None
     shares = FairShares(world, policy, now) if shares is None else shares
     own = order_within_tenant(
-        world.queue.effective_priority_of(task), task.stream, task.submitted_at, task.id, now, policy
+        world.queue.effective_priority_of(task), task.stream, task.queued_at, task.id, now, policy
     )
     key = order_key(own, shares.rank(task.tenant))
     return is_new + world.queue.count_until(key, shares.rank, now, policy)

@@ -127,7 +127,7 @@ class _TasksAhead:
             self._shares = FairShares(self._survey.draft.world, policy, now)
             world = self._survey.draft.world
             standing = world.queue.effective_priority_of(task)
-            own = order_within_tenant(standing, task.stream, task.submitted_at, task.id, now, policy)
+            own = order_within_tenant(standing, task.stream, task.queued_at, task.id, now, policy)
             key = order_key(own, self._shares.rank(task.tenant))
             to_place = (kin for kin in world.queue.kin.values() if not kin.demand.answered_by)
             found = [one for kin in to_place for one in self._of(kin, key)]

@@ -185,7 +185,7 @@ class _LazyShares:
 
     def key_of(self, task: Task) -> OrderKey:
         standing = self._world.queue.effective_priority_of(task)
-        own = order_within_tenant(standing, task.stream, task.submitted_at, task.id, self._now, self._policy)
+        own = order_within_tenant(standing, task.stream, task.queued_at, task.id, self._now, self._policy)
         return order_key(own, self._shares().rank(task.tenant))
 
     def count_ahead(self, task: Task) -> int:

@@ -135,7 +135,7 @@ def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, po
                 versions=index.versions_of(task.model.model),
                 yields=False,
             )
-            priority = standing(task, now)
+            priority = standing(replace(task, model=terms), now)
             update.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
             update.move_leases(task.fence, 0, LeaseState.HELD)
         case TaskState.PENDING, ModelState.ABSENT if task.held:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome, TaskWrite, write_move
@@ -80,7 +81,8 @@ def _after_unload(task: Task, now: Instant) -> tuple[Move, dict[str, Any]]:
     if task.stop_reason is StopReason.CANCEL:
         return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
     if task.expires_at is None or now < task.expires_at:
-        again = {"preemptions": task.preemptions + 1, "priority": task.model.asked_priority}
+        terms = replace(task.model, left_at=now)
+        again = {"preemptions": task.preemptions + 1, "priority": terms.asked_priority, "model": terms}
         return Move.REQUEUED, requeued_fields(task, **again)
     return Move.SUCCEEDED, {"finished_at": now, "freeing_for": None}
 

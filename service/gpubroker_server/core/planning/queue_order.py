@@ -262,5 +262,5 @@ class QueueOrder:
     def _own_key(self, task: Task) -> TenantOrderKey:
         standing = self._world.queue.effective_priority_of(task)
         return order_within_tenant(
-            standing, task.stream, task.submitted_at, task.id, self._ordered_at, self._policy
+            standing, task.stream, task.queued_at, task.id, self._ordered_at, self._policy
         )

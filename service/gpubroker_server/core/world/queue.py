@@ -261,7 +261,7 @@ class PendingQueue:
         key = self._where.pop(task.id, None)
         if key is not None:
             group = self.groups[key]
-            group.remove((task.submitted_at, task.id))
+            group.remove((task.queued_at, task.id))
             if not group:
                 self._drop(group)
 
@@ -289,7 +289,7 @@ class PendingQueue:
             group = self.groups[key] = QueueGroup(key, kin)
             kin.put(group)
             self.tenants[task.tenant] += 1
-        group.add((task.submitted_at, task.id))
+        group.add((task.queued_at, task.id))
         self._where[task.id] = key
 
     def _drop(self, group: QueueGroup) -> None:

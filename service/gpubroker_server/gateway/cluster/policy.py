@@ -168,6 +168,7 @@ class PreemptionView(TypedDict):
     budget: int
     shield_seconds: float
     min_run_seconds: float
+    min_residency_seconds: float
 
 
 class TenantRuleView(TypedDict):
@@ -219,6 +220,7 @@ async def get_policy(call: Call, parts: Parts) -> Response:
             "budget": policy.preemption_budget,
             "shield_seconds": policy.shield_seconds,
             "min_run_seconds": policy.min_run_seconds,
+            "min_residency_seconds": policy.min_residency_seconds,
         },
         "overuse": policy.overuse,
         "overuse_tolerance": policy.overuse_tolerance,

@@ -91,7 +91,7 @@ def ahead_of_priority(run: Task, policy: Policy, now: Instant) -> int:
     Of a waiting task: if it were admitted now."""
     admitted_at = run.admitted_at
     at = admitted_at if admitted_at is not None and run.is_active else now
-    return aged_priority(run.priority, band_of(run.priority)[2], at - run.submitted_at, policy)
+    return aged_priority(run.priority, band_of(run.priority)[2], at - run.queued_at, policy)
 
 
 def _has_saved(run: Task) -> bool:

@@ -1,0 +1,165 @@
+"""Models that do not fit together take turns: who makes room for an equal, and when."""
+
+from collections.abc import Set
+from dataclasses import replace
+
+import pytest
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.demand import PlacementConstraints
+from gpubroker_server.core.domain.model_orders import ModelState
+from gpubroker_server.core.domain.models import ModelTerms, turn_seconds
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
+from gpubroker_server.core.lifecycle.model_turns import is_contended, turns
+from gpubroker_server.core.world.world import World
+
+from tests.builders import GIB, a_device, a_task, a_world, commit, submit
+from tests.core.served import LLM, POLICY, WANTED, a_model, an_inference, ask, at, index, loaded, plan, the
+
+IN_USE = frozenset({LLM})
+IDLE: frozenset[str] = frozenset()
+TURN = turn_seconds(Seconds(1.0))
+
+
+def tell(world: World, in_use: Set[str], seconds: float) -> list[Decision]:
+    decisions = turns(world, in_use, at(seconds))
+    commit(world, decisions, at(seconds))
+    return decisions
+
+
+@pytest.mark.parametrize("rival", [a_model("other"), a_task("run", priority=50, gpu_mb=60 * GIB)])
+def test_an_idle_model_makes_room_at_once_for_an_equal(rival: Task) -> None:
+    world = loaded()
+    submit(world, rival)
+    assert plan(world, 20.0) == []
+    assert is_contended(world)
+    tell(world, IDLE, 20.0)
+    assert the(world).priority == 49
+    plan(world, 20.1)
+    assert the(world).freeing_for == rival.id
+
+
+def test_a_model_in_use_makes_room_when_its_turn_is_over() -> None:
+    world = loaded()
+    submit(world, a_model("other"))
+    assert tell(world, IN_USE, 1.0 + TURN - 0.1) == []
+    tell(world, IN_USE, 1.0 + TURN)
+    plan(world, 1.1 + TURN)
+    assert the(world).freeing_for == "other"
+
+
+def test_a_model_makes_room_for_a_lower_priority_only_when_it_is_no_longer_wanted() -> None:
+    world = loaded()
+    submit(world, a_task("low", priority=49, gpu_mb=60 * GIB))
+    assert not is_contended(world)
+    assert tell(world, IDLE, 20.0) == []
+    assert plan(world, 20.0) == []
+    commit(world, standings_due(world, at(WANTED + 1)))
+    plan(world, WANTED + 1)
+    assert the(world).freeing_for == "low"
+
+
+def test_a_model_that_is_asked_again_before_it_has_left_no_longer_yields() -> None:
+    world = loaded()
+    submit(world, a_model("other"))
+    tell(world, IDLE, 3.0)
+    assert (the(world).priority, plan(world, 3.0)) == (49, []), "it was loaded a second ago"
+    tell(world, IN_USE, 4.0)
+    assert the(world).priority == 50
+
+
+def test_a_model_no_longer_yields_when_nothing_waits() -> None:
+    world = loaded()
+    submit(world, a_model("other"))
+    tell(world, IDLE, 3.0)
+    ask(world, "cancel", 3.5, task="other")
+    assert is_contended(world), "to take it back"
+    tell(world, IDLE, 4.0)
+    assert (the(world).priority, is_contended(world)) == (50, False)
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_model_that_queued_inferences_wait_for_is_in_use(is_sent: bool) -> None:
+    world = loaded()
+    submit(world, a_model("other", priority=50))
+    submit(world, an_inference())
+    if is_sent:
+        world.models.note(replace(the(world, "ask"), state=TaskState.RUNNING))
+        world.queue.remove(the(world, "ask"))
+    assert tell(world, IDLE, 3.0) == []
+
+
+def test_a_pinned_model_never_yields() -> None:
+    world = loaded()
+    ask(world, "pin", 2.0, pinned=True)
+    submit(world, a_model("other", priority=100, terms={"asked_priority": 100}))
+    assert tell(world, IDLE, 100.0) == []
+    base = replace(a_model("base"), model=ModelTerms("main", ""))
+    world = a_world()
+    submit(world, base)
+    plan(world)
+    index(world, {}, 1.0)
+    submit(world, a_model("other", priority=50))
+    assert tell(world, IDLE, 100.0) == []
+
+
+def test_an_equal_that_may_not_use_the_node_changes_nothing() -> None:
+    world = loaded()
+    submit(
+        world,
+        a_task(
+            "elsewhere", priority=50, gpu_mb=60 * GIB, where=PlacementConstraints(nodes=(("node", ("n9",)),))
+        ),
+    )
+    assert not is_contended(world)
+    submit(world, a_task("no_gpu", priority=50, cpu=1.0, gpus=0))
+    assert not is_contended(world)
+
+
+def test_without_a_least_residency_a_model_leaves_at_once_but_not_while_it_loads() -> None:
+    policy = replace(POLICY, min_residency_seconds=Seconds(0.0))
+    world = a_world()
+    submit(world, a_model())
+    plan(world, 0.0, policy)
+    submit(world, a_task("run", priority=80, gpu_mb=60 * GIB))
+    assert plan(world, 0.5, policy) == []
+    index(world, {LLM: ModelState.READY}, 1.0)
+    plan(world, 1.1, policy)
+    assert the(world).freeing_for == "run"
+
+
+def test_a_model_is_not_protected_for_having_been_preempted_often() -> None:
+    model = a_model(preemptions=POLICY.preemption_budget)
+    world = loaded(model)
+    submit(world, a_task("run", priority=80, gpu_mb=60 * GIB))
+    plan(world, 8.0)
+    assert the(world).freeing_for == "run"
+
+
+def test_five_models_that_are_always_asked_take_turns_in_the_order_in_which_they_waited() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    world, held = a_world(a_device("gpu0")), []
+    submit(world, *(a_model(name, expires_at=None) for name in names))
+    now = 0.0
+    for _ in range(12):
+        plan(world, now)
+        [model] = [task for task in world.models.live() if task.state is TaskState.ADMITTED]
+        held.append(model.id)
+        index(world, {model.name: ModelState.READY}, now + 1.0)
+        now += 1.0 + TURN
+        tell(world, frozenset(names), now)
+        plan(world, now)
+        assert the(world, model.id).state is TaskState.STOPPING
+        now += 0.1
+        index(world, {model.name: ModelState.ABSENT}, now)
+        now += 0.1
+    assert "".join(held) == "abcdeabcdeab"
+
+
+def test_a_use_that_is_reported_late_does_not_count_as_new() -> None:
+    world = loaded()
+    ask(world, "want", 30.0, priority=50, used_at=at(2.0))
+    assert the(world).expires_at == at(2.0 + WANTED)
+    ask(world, "want", 31.0, priority=50, used_at=at(1.0))
+    assert the(world).expires_at == at(2.0 + WANTED), "never earlier than it was"
