@@ -149,8 +149,14 @@ class BrokerRole:
 
     def _dispatcher(self) -> Dispatcher:
         clock = self._follower.clock
+        at_once = {given.name: given.loads_at_once for given in self._settings.triton.servers}
         desk = ModelDispatcher(
-            self._hosts, clock, boot_seconds, wait_seconds=self._wait_seconds, have_let_go=self._have_let_go
+            self._hosts,
+            clock,
+            boot_seconds,
+            ModelDispatchRules(loads_at_once=at_once),
+            wait_seconds=self._wait_seconds,
+            have_let_go=self._have_let_go,
         )
         inferences = inference_desk_of(self._settings, self._clients, clock)
         world = self._follower.world

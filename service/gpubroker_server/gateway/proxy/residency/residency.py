@@ -274,10 +274,10 @@ class Residency:
             await self.ask_leader(task, "want", priority=priority, uses=1)
 
     async def _enter(self, model: str, priority: int, *, queued: bool) -> Task:
-        demand, described = await self._demand(model)
+        demand, described, sized = await self._demand(model)
         self._parts.capacity.check(demand, priority, self.rules.tenant, at="")
         now = self._parts.clock.now()
-        terms = self._terms(model, priority, described.steps, asked_at=now, queued=queued)
+        terms = self._terms(model, priority, described.steps, asked_at=now, queued=queued, sized=sized)
         return await self._submit(model, demand, terms, now, expires_at=self._wanted_until(now))
 
     async def steps_of(self, model: str) -> Sequence[str]:
@@ -287,8 +287,8 @@ class Residency:
     async def adopt(self, model: str) -> None:
         """Make a holder for a model that is in memory without one: its leases are where it is. No request has
         asked for it. Raises Problem, UnknownModel, StoreUnavailable."""
-        demand, described = await self._demand(model)
-        now, terms = self._parts.clock.now(), self._terms(model, 0, described.steps)
+        demand, described, sized = await self._demand(model)
+        now, terms = self._parts.clock.now(), self._terms(model, 0, described.steps, sized=sized)
         await self._submit(model, demand, terms, now, expires_at=self._wanted_until(now), held=True)
 
     async def hold_base(self) -> None:
@@ -298,7 +298,7 @@ class Residency:
             await self.ask_leader(task, "cancel")
         elif task is None and rules.base_mb:
             demand = Demand(gpus=max(1, len(rules.devices)), gpu_mb=rules.base_mb, where=self._where())
-            terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0)
+            terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0, sized=True)
             name, now = f"{rules.name} itself", self._parts.clock.now()
             await self._submit(name, self._settled(demand), terms, now, held=True)
 
@@ -329,8 +329,8 @@ class Residency:
         record = None if outcome.task == task.id else await parts.store.record(outcome.task)
         return task if record is None else record.task
 
-    async def _demand(self, model: str) -> tuple[Demand, Described]:
-        """The size is what the operator says, or was measured, or is estimated from the files. Raises
+    async def _demand(self, model: str) -> tuple[Demand, Described, bool]:
+        """The size is what the operator says, or was measured, or (False) is estimated from the files. Raises
         Problem, UnknownModel."""
         rules, granted_mb = self.rules, self.rules_of(model).gpu_mb
         try:
@@ -346,10 +346,11 @@ class Residency:
         if size_mb is None:
             world, margin = self._parts.world, self._parts.policy.learned_margin
             size_mb = learned_mb(world, rules.tenant, model, self._kinds(), margin, described.versions)
+        sized = size_mb is not None
         if size_mb is None:
             size_mb = first_guess_mb(described.file_bytes, rules.least_mb)
         demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=self._where())
-        return self._settled(demand), described
+        return self._settled(demand), described, sized
 
     def _settled(self, demand: Demand) -> Demand:
         return self._parts.capacity.settled(demand, "", self.rules.tenant, {}, at="")
