@@ -33,6 +33,8 @@ class Described:
     """The models that are loaded with it, if it is an ensemble."""
     versions: tuple[str, ...] = ()
     """Those that a load brings, sorted as in an index; empty where they cannot be seen."""
+    revision: str = ""
+    """Another text after its files have changed; empty where they cannot be seen."""
 
 
 class HostFault(StrEnum):

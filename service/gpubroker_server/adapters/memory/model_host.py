@@ -32,6 +32,7 @@ class SimulatedModel:
     """An unload does not finish: a request of it never ends."""
     dead: bool = False
     """Its process was killed, and the server did not notice: it stays ready until it is unloaded."""
+    revision: str = ""
     unreadable: bool = False
     """Its configuration cannot be read."""
 
@@ -126,7 +127,7 @@ class SimulatedHost(ModelHost):
         known = self._known(model)
         if known.unreadable:
             raise HostRefused(HostFault.FAILED, f"the configuration of {model} cannot be read")
-        return Described(known.size_mb * MIB_BYTES, known.steps)
+        return Described(known.size_mb * MIB_BYTES, known.steps, revision=known.revision)
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:  # noqa: ARG002
         self._reach()

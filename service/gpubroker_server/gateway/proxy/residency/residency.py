@@ -27,6 +27,7 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.waiters import Waiters, moves_of
+from gpubroker_server.gateway.proxy.residency.failed_loads import FailedLoads
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules, place_fault
 from gpubroker_server.gateway.submission.admission import Capacity
 from gpubroker_server.ports.models import (
@@ -83,6 +84,7 @@ class Residency:
         """Since the last report, by model."""
         self._priorities: dict[str, int] = {}
         """The highest of these uses, by model."""
+        self.failed_loads = FailedLoads()
         self._dead_until: dict[str, Instant] = {}
         """By model, until when it isn't reported dead again."""
         self._reporting: set[asyncio.Future[None]] = set()
@@ -250,7 +252,16 @@ class Residency:
         record = await self._parts.store.record(task.id)
         failure = None if record is None else record.failure
         why = "it was unloaded" if failure is None else failure.get("message", "")
+        if failure is not None and failure.get("kind") == "load_failed":
+            revision = await self._revision(task.name)
+            return self.failed_loads.note(task.name, why, revision, self._parts.clock.now())
         return Problem("model-not-loaded", f"model {task.name} is not in memory ({task.state.value}): {why}")
+
+    async def _revision(self, model: str) -> str:
+        try:
+            return (await self._host.describe(model, DESCRIBE_SECONDS)).revision
+        except HostRefused:
+            return ""
 
     async def _row(self, task: Task) -> Task:
         record = await self._parts.store.record(task.id)
@@ -275,6 +286,7 @@ class Residency:
 
     async def _enter(self, model: str, priority: int, *, queued: bool) -> Task:
         demand, described, sized = await self._demand(model)
+        self.failed_loads.check(model, described.revision, self._parts.clock.now())
         self._parts.capacity.check(demand, priority, self.rules.tenant, at="")
         now = self._parts.clock.now()
         terms = self._terms(model, priority, described.steps, asked_at=now, queued=queued, sized=sized)

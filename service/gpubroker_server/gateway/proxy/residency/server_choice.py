@@ -78,6 +78,11 @@ class Residencies:
         if (there := self.at(server)) is not None:
             there.report_dead(model)
 
+    def try_again(self, model: str) -> None:
+        """Somebody asks for a load: one that has failed lately does not count."""
+        for residency in self._each:
+            residency.failed_loads.forget(model)
+
     async def want(self, model: str, priority: int, *, queued: bool = False) -> tuple[Residency, Task]:
         """The model's holder, made if there is none, and where it is: at the first server of these that has
         the model and a GPU that is large enough. Raises Problem, UnknownModel, StoreUnavailable.
