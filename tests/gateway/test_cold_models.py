@@ -136,6 +136,22 @@ async def test_the_size_of_an_unknown_model_is_estimated_as_a_quarter_more_than_
         assert (await client.answer())[0] == 200
 
 
+@pytest.mark.parametrize(("rules", "gpus"), [(ModelRules(), 0), (ModelRules(Mib(8 * GIB)), 1)])
+async def test_a_model_on_cpus_leases_no_gpu_memory_unless_the_operator_says_so(
+    rules: ModelRules, gpus: int
+) -> None:
+    on_cpus = SimulatedModel("any", Mib(8 * GIB), on_cpu=True)
+    async with resident_models(Heard(), on_cpus, models={"any": rules}, devices=("gpu0",)) as there:
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"x")
+        task = await there.load()
+        assert task.demand.gpus == gpus
+        assert len(there.gateway.world.leases_of(task)) == gpus
+        assert task.model is not None
+        assert task.model.sized
+        assert (await client.answer())[0] == 200
+
+
 async def test_a_model_that_was_measured_before_takes_that_size_and_a_margin() -> None:
     async with resident_models(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
         world = there.gateway.world

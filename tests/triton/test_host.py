@@ -151,6 +151,22 @@ async def test_a_model_is_described_by_its_files_or_by_the_server_that_has_loade
     await from_afar.close()
 
 
+@pytest.mark.parametrize("seen", [True, False])
+async def test_a_model_on_cpus_is_known_by_its_configuration(
+    host: TritonHost, own_triton: Triton, seen: bool
+) -> None:
+    """`seen`: its file; else the server says so once it is loaded."""
+    from_afar = TritonHost(TritonRpcServer("main", f"127.0.0.1:{own_triton.grpc_port}"))
+    told = {}
+    for model in ("two_versions", "queued"):
+        await host.load(model, (), SOON)
+        told[model] = (await (host if seen else from_afar).describe(model, SOON)).on_cpu
+    await from_afar.close()
+    assert told == {"two_versions": True, "queued": True}
+    assert not (await host.describe("fails_at_load", SOON)).on_cpu, "it does not say"
+    assert not (await host.describe("chain", SOON)).on_cpu
+
+
 async def test_whether_a_load_that_took_too_long_was_done_is_unknown(
     host: TritonHost, own_triton: Triton
 ) -> None:

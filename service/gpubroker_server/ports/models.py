@@ -35,6 +35,8 @@ class Described:
     """Those that a load brings, sorted as in an index; empty where they cannot be seen."""
     revision: str = ""
     """Another text after its files have changed; empty where they cannot be seen."""
+    on_cpu: bool = False
+    """It takes no GPU memory, as its configuration says."""
 
 
 class HostFault(StrEnum):

@@ -109,7 +109,7 @@ class TritonHost(ModelHost):
     async def describe(self, model: str, within_seconds: Seconds) -> Described:
         files = await asyncio.to_thread(self._files_of, model)
         config = files.config or await self._config_from_server(model, within_seconds)
-        return Described(files.file_bytes, config.steps, files.versions, files.revision)
+        return Described(files.file_bytes, config.steps, files.versions, files.revision, config.on_cpu)
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:
         """Sends zeros for all inputs: only a request finds out that a model's process was killed, because its

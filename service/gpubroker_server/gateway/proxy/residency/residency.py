@@ -18,7 +18,7 @@ from gpubroker_server.core.domain.models import ModelKey, ModelTerms, first_gues
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.submission import MODEL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
 from gpubroker_server.core.lifecycle.learning import learned_mb
 from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
 from gpubroker_server.core.planning.forecasts.forecast_rounds import expected_ready_at
@@ -342,8 +342,8 @@ class Residency:
         return task if record is None else record.task
 
     async def _demand(self, model: str) -> tuple[Demand, Described, bool]:
-        """The size is what the operator says, or was measured, or (False) is estimated from the files. Raises
-        Problem, UnknownModel."""
+        """The size is what the operator says, or none on CPUs, or was measured, or (False) is estimated from
+        the files. Raises Problem, UnknownModel."""
         rules, granted_mb = self.rules, self.rules_of(model).gpu_mb
         try:
             described = await self._host.describe(model, DESCRIBE_SECONDS)
@@ -354,7 +354,7 @@ class Residency:
                 detail = f"server {rules.name} does not describe model {model[:100]}: {refused}"
                 raise Problem("model-not-loaded", detail) from None
             described = Described()
-        size_mb = granted_mb
+        size_mb = Mib(0) if granted_mb is None and described.on_cpu else granted_mb
         if size_mb is None:
             world, margin = self._parts.world, self._parts.policy.learned_margin
             size_mb = learned_mb(world, rules.tenant, model, self._kinds(), margin, described.versions)
