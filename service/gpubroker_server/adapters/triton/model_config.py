@@ -1,4 +1,4 @@
-"""What a model's `config.pbtxt` says that matters before a load: an ensemble's steps, versions, CPU or not."""
+"""What a model's `config.pbtxt` says that matters before a load: steps of an ensemble, versions, and CPUs."""
 
 import re
 from dataclasses import dataclass
