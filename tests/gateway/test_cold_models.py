@@ -16,7 +16,7 @@ from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules
 from tests.builders import GIB, a_sample, a_sketch
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, Heard
-from tests.gateway.resident_models import resident_models
+from tests.gateway.resident_models import ResidentModels, resident_models
 
 
 async def test_a_request_for_a_cold_model_waits_until_it_is_loaded_and_is_sent_as_it_came() -> None:
@@ -93,21 +93,58 @@ async def test_the_priority_of_a_request_is_that_of_its_model_up_to_what_its_tok
         assert (await there.wanted()).priority == 50, "the token may no more"
 
 
+async def fail_to_load(there: ResidentModels) -> None:
+    """As often as it is tried."""
+    task = await there.wanted()
+    for _ in range(3):
+        there.gateway.clock.advance(60.0)
+        there.gateway.world.measure([a_sample("gpu0", there.gateway.clock.now())])
+        await there.gateway.plan(task.id)
+        known = there.gateway.task(task.id)
+        failure = Failure("load_failed", "no such layer")
+        now = there.gateway.clock.now()
+        await there.gateway.hear(Ended(known.id, known.fence, now, Ending.FAILED, failure=failure))
+        await there.index()
+        there.gateway.world.measure([a_sample("gpu0", now + 1)])
+
+
+@pytest.mark.parametrize(
+    "again", ["later", "with changed files", "by hand", "by hand over Triton's protocol"]
+)
+async def test_a_failed_load_is_told_to_later_requests_at_once_until_it_is_time_for_another_try(
+    again: str,
+) -> None:
+    async with resident_models(Heard()) as there:
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"x")
+        await fail_to_load(there)
+        assert (await client.answer())[0] == 502
+        there.gateway.clock.advance(10.0)
+        status, headers, body = await there.stage.ask("POST", INFER, b"x")
+        assert (status, headers["retry-after"]) == (502, "20")
+        assert "no such layer" in json.loads(body)["error"]
+        assert there.of() is None, "nothing is loaded for it"
+        path = INFER
+        match again:
+            case "later":
+                there.gateway.clock.advance(20.0)
+            case "with changed files":
+                there.host.models["any"].revision = "2"
+            case "by hand":
+                boss = await there.gateway.client("boss")
+                assert (await boss.post("/models/any/load", json={})).status_code == 202
+            case _:
+                path = "/v2/repository/models/any/load"
+        client.ask("POST", path, b"x" if path == INFER else b"")
+        await there.load()
+        assert (await client.answer())[0] == 200
+
+
 async def test_a_failed_load_is_reported_in_the_words_of_the_server() -> None:
     async with resident_models(Heard()) as there:
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
-        task = await there.wanted()
-        for _ in range(3):
-            there.gateway.clock.advance(60.0)
-            there.gateway.world.measure([a_sample("gpu0", there.gateway.clock.now())])
-            await there.gateway.plan(task.id)
-            known = there.gateway.task(task.id)
-            failure = Failure("load_failed", "no such layer")
-            now = there.gateway.clock.now()
-            await there.gateway.hear(Ended(known.id, known.fence, now, Ending.FAILED, failure=failure))
-            await there.index()
-            there.gateway.world.measure([a_sample("gpu0", now + 1)])
+        await fail_to_load(there)
         status, _, body = await client.answer()
         assert (status, json.loads(body)["code"]) == (502, "model-not-loaded")
         assert "no such layer" in json.loads(body)["error"]
@@ -118,6 +155,22 @@ async def test_the_size_of_an_unknown_model_is_estimated_as_a_quarter_more_than_
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
         assert (await there.load()).demand.gpu_mb == 10 * GIB
+        assert (await client.answer())[0] == 200
+
+
+@pytest.mark.parametrize(("rules", "gpus"), [(ModelRules(), 0), (ModelRules(Mib(8 * GIB)), 1)])
+async def test_a_model_on_cpus_leases_no_gpu_memory_unless_the_operator_says_so(
+    rules: ModelRules, gpus: int
+) -> None:
+    on_cpus = SimulatedModel("any", Mib(8 * GIB), on_cpu=True)
+    async with resident_models(Heard(), on_cpus, models={"any": rules}, devices=("gpu0",)) as there:
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"x")
+        task = await there.load()
+        assert task.demand.gpus == gpus
+        assert len(there.gateway.world.leases_of(task)) == gpus
+        assert task.model is not None
+        assert task.model.sized
         assert (await client.answer())[0] == 200
 
 

@@ -1,6 +1,7 @@
 """What the leader relies on of a server of models, asked of a real one, which may be killed at any moment."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from gpubroker_server.adapters.triton.grpc_backend import TritonRpcServer
-from gpubroker_server.adapters.triton.host import TritonHost
+from gpubroker_server.adapters.triton.host import TritonHost, fault_of_load
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.ports.models import HostFault, HostRefused, ModelState
 
@@ -86,24 +87,42 @@ async def test_an_ensemble_comes_and_goes_with_its_steps(host: TritonHost) -> No
 async def test_a_load_that_fails_says_why_and_so_does_the_index(host: TritonHost) -> None:
     with pytest.raises(HostRefused, match="cannot allocate 12345 bytes") as refused:
         await host.load("fails_at_load", (), SOON)
-    assert refused.value.fault is HostFault.OUT_OF_MEMORY
+    assert refused.value.fault is HostFault.FAILED, "the model says so, not the server"
     found = (await host.index(SOON)).models["fails_at_load"]
     assert found.stage is ModelState.ABSENT
     assert "cannot allocate 12345 bytes" in found.reason
 
 
-async def test_a_load_that_fails_for_another_reason_than_memory_is_distinguished(
+def unavailable(version: int, said: str) -> str:
+    return f"version {version} is at UNAVAILABLE state: Internal: {said};\n"
+
+
+OF_A_USER = "RuntimeError: out of memory\n\nAt:\n  /m/1/model.py(6): initialize\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        (unavailable(1, "CUDA error: out of memory"), HostFault.OUT_OF_MEMORY),
+        ("memory limit set for CUDA 0 has exceeded, model loading is rejected.", HostFault.OUT_OF_MEMORY),
+        (f"load failed for model 'out_of_memory': {unavailable(1, 'no such file')}", HostFault.FAILED),
+        (unavailable(1, OF_A_USER), HostFault.FAILED),
+        (unavailable(1, OF_A_USER) + unavailable(2, "failed to allocate"), HostFault.OUT_OF_MEMORY),
+    ],
+)
+def test_only_the_words_of_the_server_say_that_there_is_no_memory(said: str, fault: HostFault) -> None:
+    assert fault_of_load(said) is fault
+
+
+async def test_changed_files_are_another_revision_of_a_model_and_a_load_of_it_is_none(
     host: TritonHost, own_triton: Triton
 ) -> None:
-    code = own_triton.repository / "fails_at_load" / "1" / "model.py"
-    before = code.read_text(encoding="utf-8")
-    code.write_text(before.replace("out of memory: cannot allocate 12345 bytes", "no such weights"))
-    try:
-        with pytest.raises(HostRefused, match="no such weights") as refused:
-            await host.load("fails_at_load", (), SOON)
-    finally:
-        code.write_text(before, encoding="utf-8")
-    assert refused.value.fault is HostFault.FAILED
+    before = await host.describe("line_fp32", SOON)
+    assert before.revision
+    await host.load("line_fp32", (), SOON)
+    assert (await host.describe("line_fp32", SOON)).revision == before.revision
+    os.utime(own_triton.repository / "line_fp32" / "1" / "model.py")
+    assert (await host.describe("line_fp32", SOON)).revision != before.revision
 
 
 async def test_a_model_that_is_not_in_the_repository_is_not_found(host: TritonHost) -> None:
@@ -130,6 +149,22 @@ async def test_a_model_is_described_by_its_files_or_by_the_server_that_has_loade
         await from_afar.describe("nope", SOON)
     assert refused.value.fault is HostFault.NOT_FOUND
     await from_afar.close()
+
+
+@pytest.mark.parametrize("seen", [True, False])
+async def test_a_model_on_cpus_is_known_by_its_configuration(
+    host: TritonHost, own_triton: Triton, seen: bool
+) -> None:
+    """`seen`: its file; else the server says so once it is loaded."""
+    from_afar = TritonHost(TritonRpcServer("main", f"127.0.0.1:{own_triton.grpc_port}"))
+    told = {}
+    for model in ("two_versions", "queued"):
+        await host.load(model, (), SOON)
+        told[model] = (await (host if seen else from_afar).describe(model, SOON)).on_cpu
+    await from_afar.close()
+    assert told == {"two_versions": True, "queued": True}
+    assert not (await host.describe("fails_at_load", SOON)).on_cpu, "it does not say"
+    assert not (await host.describe("chain", SOON)).on_cpu
 
 
 async def test_whether_a_load_that_took_too_long_was_done_is_unknown(

@@ -158,10 +158,12 @@ class BrokerRole:
     def _dispatcher(self) -> Dispatcher:
         clock = self._follower.clock
         world = self._follower.world
+        at_once = {given.name: given.loads_at_once for given in self._settings.triton.servers}
         desk = ModelDispatcher(
             self._hosts,
             clock,
             boot_seconds,
+            ModelDispatchRules(loads_at_once=at_once),
             wait_seconds=self._wait_seconds,
             have_let_go=self._have_let_go,
             watch_use=ModelUse(world, self._in_use).keep,

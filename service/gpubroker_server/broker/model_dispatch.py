@@ -1,4 +1,4 @@
-"""Sends orders to model servers, one after the other, and reads the servers' indexes.
+"""Sends orders to model servers, at once where they do not harm one another, and reads the servers' indexes.
 
 A model server has no fences: it does what any process sends, however late. So nothing is sent after the
 term, a new leader waits until the calls of the older one have arrived, and only the index says which models
@@ -6,10 +6,9 @@ a server has.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import structlog
@@ -22,9 +21,10 @@ from gpubroker_server.core.domain.model_orders import (
     ModelState,
     ServerIndex,
     UnloadOrder,
+    is_in_the_way,
 )
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Report
-from gpubroker_server.core.domain.units import DeviceKey, Fence, Seconds, TaskId
+from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
 from gpubroker_server.ports.last_values import claim_name
 from gpubroker_server.ports.models import HostFault, HostRefused, Index, ModelHost
 from gpubroker_server.ports.store import Clock, ReadTicks
@@ -35,6 +35,9 @@ Hear = Callable[[Sequence[Report]], None]
 Claim = tuple[TaskId, Fence]
 HaveLetGo = Callable[[str], Awaitable[bool]]
 """Whether no gateway uses a claim any more. The argument is its `claim_name`."""
+
+LOADS_AT_ONCE = 4
+"""Triton's own default (`--model-load-thread-count`): it begins no more of them."""
 
 _MESSAGES = {
     HostFault.NOT_FOUND: "the server has no such model",
@@ -56,6 +59,8 @@ class ModelDispatchRules:
     """The timeout of a load; then the index shows its result."""
     gone_seconds: Seconds = Seconds(3.0)
     """How long the unload of a model with a dead process may take, before it is loaded again anyway."""
+    loads_at_once: Mapping[str, int] = field(default_factory=dict)
+    """By server, where it is not LOADS_AT_ONCE."""
     drain_look_seconds: Seconds = Seconds(0.05)
     """How often gateways are asked whether they still use a model that leaves. After its grace period it is
     unloaded anyway; the server finishes the requests that it has."""
@@ -86,10 +91,16 @@ class ModelDispatcher:
         self._wait_seconds = wait_seconds
         self._unheard: list[Report] = []
         self._hear: Hear = self._unheard.extend
-        locks: dict[DeviceKey, asyncio.Lock] = {}
+        under_way: list[ModelOrder] = []
         self._queues = {
             host.name: _ServerQueue(
-                host, clock, rules or ModelDispatchRules(), locks, self._may_send, have_let_go
+                host,
+                clock,
+                rules or ModelDispatchRules(),
+                under_way,
+                self._begin,
+                self._may_send,
+                have_let_go,
             )
             for host in hosts
         }
@@ -117,6 +128,11 @@ class ModelDispatcher:
             failure = Failure("load_failed", message)
             self._hear([_ended(order, self._clock, Ending.FAILED, failure)])
 
+    def _begin(self) -> None:
+        """An order has ended: others, also of other servers on its devices, may begin."""
+        for queue in self._queues.values():
+            queue.wake()
+
     def _may_send(self) -> bool:
         return self._leader_term is not None and not self._leader_term.is_over(self._ticks())
 
@@ -128,29 +144,31 @@ class _Leaving(NamedTuple):
 
 
 class _ServerQueue:
-    """The orders of one server: one call that changes something at a time, and its index beside it."""
+    """The orders of one server, and its index beside them."""
 
     def __init__(
         self,
         host: ModelHost,
         clock: Clock,
         rules: ModelDispatchRules,
-        locks: dict[DeviceKey, asyncio.Lock],
+        under_way: list[ModelOrder],
+        on_end: Callable[[], None],
         may_send: Callable[[], bool],
         have_let_go: HaveLetGo,
     ) -> None:
         self._host = host
         self._clock = clock
         self._rules = rules
-        self._locks = locks
+        self._loads_at_once = rules.loads_at_once.get(host.name, LOADS_AT_ONCE)
+        self._now = under_way
+        """The orders that are being carried out, of all servers: two servers may share a device."""
+        self._on_end = on_end
         self._may_send = may_send
         self._have_let_go = have_let_go
         self._leaving: dict[Claim, _Leaving] = {}
         """To be unloaded when no gateway uses them any more."""
         self._left = asyncio.Event()
-        self._waiting: deque[ModelOrder] = deque()
-        self._now: ModelOrder | None = None
-        """The order that is being carried out."""
+        self._waiting: list[ModelOrder] = []
         self._woken = asyncio.Event()
         self._done = asyncio.Event()
         """A call has returned: read the index."""
@@ -169,12 +187,15 @@ class _ServerQueue:
             self._waiting.remove(other)
         if any(isinstance(other, LoadOrder) for other in mine) and isinstance(order, UnloadOrder):
             return
-        if self._now is not None and _claim(self._now) == _claim(order) and type(self._now) is type(order):
+        if any(_claim(now) == _claim(order) and type(now) is type(order) for now in self._now):
             return
         if isinstance(order, UnloadOrder) and not any(isinstance(other, UnloadOrder) for other in mine):
             self._leave(order)
         else:
             self._waiting.append(order)
+        self._woken.set()
+
+    def wake(self) -> None:
         self._woken.set()
 
     def _leave(self, order: UnloadOrder) -> None:
@@ -205,16 +226,38 @@ class _ServerQueue:
                     await self._left.wait()
 
     async def _carry_out(self, hear: Hear) -> None:
-        while True:
-            while self._waiting:
-                self._now = self._waiting.popleft()
-                try:
-                    await self._call(self._now, hear)
-                finally:
-                    self._now = None
-                    self._done.set()
-            self._woken.clear()
-            await self._woken.wait()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._woken.clear()
+                for order in self._that_may_begin():
+                    self._waiting.remove(order)
+                    self._now.append(order)
+                    group.create_task(self._carry_out_one(order, hear))
+                await self._woken.wait()
+
+    def _that_may_begin(self) -> list[ModelOrder]:
+        """Orders that concern one model keep their order. A load that has to wait for another one's device
+        keeps no other load waiting."""
+        begun: list[ModelOrder] = []
+        earlier: list[ModelOrder] = []
+        for order in self._waiting:
+            ahead = [*self._now, *begun]
+            loads = [one for one in ahead if one.server == order.server and not isinstance(one, UnloadOrder)]
+            is_blocked = (
+                (len(loads) >= self._loads_at_once and not isinstance(order, UnloadOrder))
+                or any(is_in_the_way(one, order) for one in ahead)
+                or any(order.concerns(one) for one in earlier)
+            )
+            (earlier if is_blocked else begun).append(order)
+        return begun
+
+    async def _carry_out_one(self, order: ModelOrder, hear: Hear) -> None:
+        try:
+            await self._call(order, hear)
+        finally:
+            self._now.remove(order)
+            self._done.set()
+            self._on_end()
 
     async def _call(self, order: ModelOrder, hear: Hear) -> None:
         try:
@@ -244,18 +287,14 @@ class _ServerQueue:
             if loop.time() >= until:
                 break  # it may stay UNLOADING, and can be loaded then
             await asyncio.sleep(rules.busy_look_seconds)
-        await self._load(LoadOrder(order.task, order.fence, order.server, order.model, order.devices))
+        await self._load(order)
 
-    async def _load(self, order: LoadOrder) -> None:
-        """Devices are locked in the order of their keys, so that loads cannot deadlock."""
-        devices = sorted(device for device, _ in order.devices)
-        async with AsyncExitStack() as held:
-            for device in devices:
-                await held.enter_async_context(self._locks.setdefault(device, asyncio.Lock()))
-            if not order.model or await self._has(order.model):
-                return  # with changed files this would reload it, with both copies in memory
-            if self._may_send():
-                await self._host.load(order.model, devices, self._rules.load_seconds)
+    async def _load(self, order: LoadOrder | CheckOrder) -> None:
+        if not order.model or await self._has(order.model):
+            return  # with changed files this would reload it, with both copies in memory
+        if self._may_send():
+            devices = sorted(device for device, _ in order.devices)
+            await self._host.load(order.model, devices, self._rules.load_seconds)
 
     async def _has(self, model: str) -> bool:
         index = await self._host.index(self._rules.call_seconds)
@@ -295,8 +334,8 @@ class _ServerQueue:
         return index
 
     def _under_way(self) -> frozenset[Claim]:
-        orders = [*self._waiting] if self._now is None else [*self._waiting, self._now]
-        return frozenset((*map(_claim, orders), *self._leaving))
+        mine = (order for order in self._now if order.server == self._host.name)
+        return frozenset((*map(_claim, self._waiting), *map(_claim, mine), *self._leaving))
 
 
 def _claim(order: ModelOrder) -> Claim:

@@ -33,6 +33,10 @@ class Described:
     """The models that are loaded with it, if it is an ensemble."""
     versions: tuple[str, ...] = ()
     """Those that a load brings, sorted as in an index; empty where they cannot be seen."""
+    revision: str = ""
+    """Another text after its files have changed; empty where they cannot be seen."""
+    on_cpu: bool = False
+    """It takes no GPU memory, as its configuration says."""
 
 
 class HostFault(StrEnum):

@@ -41,7 +41,12 @@ _MESSAGES: Final[dict[str, _Fields]] = {
     "ModelStreamInferResponse": {"error_message": (1, "string")},
     "ModelConfigRequest": {"name": (1, "string")},
     "ModelConfigResponse": {"config": (1, "ModelConfig")},
-    "ModelConfig": {"version_policy": (3, "VersionPolicy"), "ensemble_scheduling": (15, "Ensemble")},
+    "ModelConfig": {
+        "version_policy": (3, "VersionPolicy"),
+        "instance_group": (7, "repeated InstanceGroup"),
+        "ensemble_scheduling": (15, "Ensemble"),
+    },
+    "InstanceGroup": {"kind": (4, "InstanceKind")},
     "VersionPolicy": {"latest": (1, "Latest"), "all": (2, "All"), "specific": (3, "Specific")},
     "Latest": {"num_versions": (1, "uint32")},
     "All": {},
@@ -88,12 +93,19 @@ _MESSAGES: Final[dict[str, _Fields]] = {
     "MemoryUsage": {"type": (1, "string"), "id": (2, "int64"), "byte_size": (3, "uint64")},
 }
 
+_ENUMS: Final = {"InstanceKind": ("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL")}
+"""Their values count from 0."""
+
 _PACKAGE: Final = "gpubroker"
 """Not Triton's own: a process may have that from tritonclient as well."""
 
 
 def _file() -> Any:
     file = FileDescriptorProto(name="triton_messages.proto", package=_PACKAGE, syntax="proto3")
+    for name, values in _ENUMS.items():
+        enum = file.enum_type.add(name=name)
+        for number, value in enumerate(values):
+            enum.value.add(name=value, number=number)
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         for field, (number, kind) in fields.items():
@@ -111,7 +123,9 @@ def _add(message: Any, name: str, number: int, kind: str) -> None:
     one = kind.removeprefix("repeated ")
     label = FieldDescriptorProto.LABEL_OPTIONAL if one == kind else FieldDescriptorProto.LABEL_REPEATED
     field = message.field.add(name=name, number=number, label=label)
-    if one[0].isupper():
+    if one in _ENUMS:
+        field.type, field.type_name = FieldDescriptorProto.TYPE_ENUM, f".{_PACKAGE}.{one}"
+    elif one[0].isupper():
         field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{_PACKAGE}.{one}"
     else:
         field.type = getattr(FieldDescriptorProto, f"TYPE_{one.upper()}")

@@ -30,6 +30,7 @@ class TritonServerSettings(Section):
     silence_seconds: Annotated[float, Field(gt=0, le=86_400)] = 300.0
 
     node: str = ""
+    loads_at_once: Annotated[int, Field(ge=1, le=64)] = 4
     base_mb: Annotated[int, Field(ge=0)] = 0
     devices: list[str] = Field(default_factory=list)
     models: dict[str, ModelSettings] = Field(default_factory=dict)

@@ -115,6 +115,22 @@ def test_beside_another_model_only_the_load_counts() -> None:
     assert decision.lessons[0].topic.subject == "model other", "their requests are one process's"
 
 
+def test_a_load_teaches_nothing_if_another_holder_came_and_went_meanwhile() -> None:
+    scene = Scene()
+    scene.look(1.5)
+    submit(scene.world, a_model("other", gpu_mb=20 * GIB))
+    plan(scene.world, 2.0)
+    scene.look(2.5)
+    ask(scene.world, "cancel", 3.0, task="other")
+    index(scene.world, {"llm": ModelState.LOADING}, 3.5)
+    scene.look(4.0)
+    index(scene.world, {"llm": ModelState.READY}, 5.0)
+    scene.measure(6.0, 55)
+    assert scene.look(6.5) == []
+    assert scene.look(WARM) == []
+    assert scene.learned is None
+
+
 def test_each_version_of_a_model_has_its_own_size() -> None:
     scene = Scene()
     scene.begin(40, versions=("1", "3"))

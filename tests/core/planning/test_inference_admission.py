@@ -290,6 +290,11 @@ def test_one_that_its_server_could_not_take_waits_a_moment_and_uses_up_nothing()
     end(world, ending=Ending.NEVER_STARTED, seconds=6.0)
     task = the(world, "ask")
     assert (task.state, task.failures, task.not_before) == (TaskState.PENDING, 0, at(7.5))
+    found = explain(world, task.id, OPEN, at(6.5))
+    assert (found.reason, found.message) == (
+        Reason.MODEL_LOADING,
+        "its server does not answer or does not have model llm; it is asked again in 1 s",
+    )
     world.enter_due(at(4000))
     admit(world, 4000)
     end(world, ending=Ending.NEVER_STARTED, seconds=4000, fence=2)
@@ -351,6 +356,11 @@ def test_an_inference_whose_request_cannot_be_read_now_is_retried() -> None:
     commit(world, apply_reports(world, [unread, replace(unread, fence=Fence(0))], at(6), POLICY), at(6))
     task = the(world, "ask")
     assert (task.state, task.failures, task.not_before) == (TaskState.PENDING, 0, at(7.5))
+    found = explain(world, task.id, OPEN, at(6.5))
+    assert (found.reason, found.message) == (
+        Reason.MODEL_LOADING,
+        "its server does not answer or does not have model llm; it is asked again in 1 s",
+    )
     assert apply_reports(world, [unread], at(7), POLICY) == []
 
 

@@ -32,6 +32,8 @@ class SimulatedModel:
     """An unload does not finish: a request of it never ends."""
     dead: bool = False
     """Its process was killed, and the server did not notice: it stays ready until it is unloaded."""
+    revision: str = ""
+    on_cpu: bool = False
     unreadable: bool = False
     """Its configuration cannot be read."""
 
@@ -126,7 +128,8 @@ class SimulatedHost(ModelHost):
         known = self._known(model)
         if known.unreadable:
             raise HostRefused(HostFault.FAILED, f"the configuration of {model} cannot be read")
-        return Described(known.size_mb * MIB_BYTES, known.steps)
+        size_bytes = known.size_mb * MIB_BYTES
+        return Described(size_bytes, known.steps, revision=known.revision, on_cpu=known.on_cpu)
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:  # noqa: ARG002
         self._reach()

@@ -3,8 +3,10 @@ server's few HTTP threads, and health checks with it."""
 
 import asyncio
 import math
+import os
+import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -52,6 +54,12 @@ _NO_MEMORY: Final = (
 )
 """What backends say, in lowercase: there is no code for it."""
 
+_OF_A_VERSION: Final = re.compile(r"version \d+ is at [A-Z]+ state: ")
+"""Before what a version's backend says."""
+
+_OF_PYTHON: Final = "\n\nAt:\n"
+"""In the text of an exception of a model in Python, before its place: its words are the model's own."""
+
 _NOT_HEALTHY: Final = "is not healthy"
 """How Triton's message about a model ends whose process is gone."""
 
@@ -70,6 +78,7 @@ class _Files(NamedTuple):
     config: ModelConfig | None = None
     file_bytes: int | None = None
     versions: tuple[str, ...] = ()
+    revision: str = ""
 
 
 class TritonHost(ModelHost):
@@ -100,7 +109,7 @@ class TritonHost(ModelHost):
     async def describe(self, model: str, within_seconds: Seconds) -> Described:
         files = await asyncio.to_thread(self._files_of, model)
         config = files.config or await self._config_from_server(model, within_seconds)
-        return Described(files.file_bytes, config.steps, files.versions)
+        return Described(files.file_bytes, config.steps, files.versions, files.revision, config.on_cpu)
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:
         """Sends zeros for all inputs: only a request finds out that a model's process was killed, because its
@@ -144,19 +153,21 @@ class TritonHost(ModelHost):
             return _Files()
         folder = self._repository / model
         try:
-            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            files = {file: file.stat() for file in folder.rglob("*") if file.is_file()}
         except OSError:
             return _Files()
         if not folder.is_dir():
             raise HostRefused(HostFault.NOT_FOUND, f"{self.name} has no model {model} in {self._repository}")
+        size = sum(found.st_size for found in files.values())
+        revision = _revision_of(files)
         file = folder / "config.pbtxt"
         try:
             if not file.exists():  # the server makes out all of it
-                return _Files(None, size, ModelConfig().versions_in(folder))
+                return _Files(None, size, ModelConfig().versions_in(folder), revision)
             config = config_in(file)
-            return _Files(config, size, config.versions_in(folder))
+            return _Files(config, size, config.versions_in(folder), revision)
         except (OSError, ValueError):
-            return _Files(None, size)
+            return _Files(None, size, revision=revision)
 
     async def _config_from_server(self, model: str, within_seconds: Seconds) -> ModelConfig:
         """The server knows the configuration of what is loaded and of nothing else."""
@@ -172,6 +183,13 @@ class TritonHost(ModelHost):
         return ModelConfig()
 
 
+def _revision_of(files: Mapping[Path, os.stat_result]) -> str:
+    """A load itself may write a `__pycache__`."""
+    mine = [found for file, found in files.items() if file.parent.name != "__pycache__"]
+    newest = max((found.st_mtime_ns for found in mine), default=0)
+    return f"{len(mine)}:{sum(found.st_size for found in mine)}:{newest}"
+
+
 def _refused(failed: CallFailed, what: str) -> HostRefused:
     said = failed.detail
     if failed.trouble is Trouble.UNREACHABLE:
@@ -182,9 +200,16 @@ def _refused(failed: CallFailed, what: str) -> HostRefused:
         return HostRefused(HostFault.UNKNOWN, f"{what}: {said}")
     if failed.code == _CODE_NOT_FOUND or any(words in said for words in _NOT_FOUND):
         return HostRefused(HostFault.NOT_FOUND, said)
-    if any(words in said.lower() for words in _NO_MEMORY):
-        return HostRefused(HostFault.OUT_OF_MEMORY, said)
-    return HostRefused(HostFault.FAILED, said)
+    return HostRefused(fault_of_load(said), said)
+
+
+def fault_of_load(said: str) -> HostFault:
+    """What a server's words say of a load that it has refused. They name the model, and may quote it."""
+    _, *of_versions = _OF_A_VERSION.split(said)
+    for words in of_versions or [said]:
+        if _OF_PYTHON not in words and any(sign in words.lower() for sign in _NO_MEMORY):
+            return HostFault.OUT_OF_MEMORY
+    return HostFault.FAILED
 
 
 def _indexed(rows: Any) -> dict[str, IndexedModel]:

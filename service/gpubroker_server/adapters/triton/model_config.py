@@ -1,4 +1,4 @@
-"""What a model's `config.pbtxt` says that matters before a load: steps of an ensemble, versions."""
+"""What a model's `config.pbtxt` says that matters before a load: steps of an ensemble, versions, and CPUs."""
 
 import re
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from typing import Any
 from google.protobuf import text_format
 
 from gpubroker_server.ports.triton_messages import messages
+
+_KIND_CPU = 2
 
 _VERSION = re.compile("[1-9][0-9]*")
 """The name of a folder that Triton takes for a version."""
@@ -24,6 +26,8 @@ class ModelConfig:
     """How many of the highest versions are loaded; None: all."""
     specific: tuple[str, ...] = ()
     """If there are any, these versions are loaded instead."""
+    on_cpu: bool = False
+    """All its instances are on CPUs (`KIND_CPU`): it takes no GPU memory."""
 
     def versions_in(self, folder: Path) -> tuple[str, ...]:
         """The versions in the model's folder that a load brings, sorted as in an index. Raises OSError."""
@@ -41,6 +45,8 @@ def config_of(config: Any) -> ModelConfig:
         steps=tuple(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step)),
         latest=None if policy.HasField("all") else policy.latest.num_versions or 1,
         specific=tuple(str(version) for version in policy.specific.versions),
+        on_cpu=bool(config.instance_group)
+        and all(group.kind == _KIND_CPU for group in config.instance_group),
     )
 
 

@@ -5,7 +5,7 @@ order's answer, but from its index, which is read again and again.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gpubroker_server.core.domain.task import Task
@@ -39,11 +39,20 @@ class _ModelOrder:
     fence: Fence
     server: str
     model: str
+    steps: tuple[str, ...] = field(default=(), kw_only=True)
+    """Of an ensemble: the models that come and go with it."""
+
+    def concerns(self, other: "_ModelOrder") -> bool:
+        """Whether both change a model of one server."""
+        mine, others = {self.model, *self.steps}, {other.model, *other.steps}
+        return self.server == other.server and not mine.isdisjoint(others)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder(_ModelOrder):
     devices: tuple[tuple[DeviceKey, Mib], ...]
+    sized: bool = field(default=False, kw_only=True)
+    """Its size is known, so other models of known size may be loaded on its devices meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +68,22 @@ class CheckOrder(_ModelOrder):
     devices."""
 
     devices: tuple[tuple[DeviceKey, Mib], ...]
+    sized: bool = field(default=False, kw_only=True)
 
 
 ModelOrder = LoadOrder | UnloadOrder | CheckOrder
+
+
+def is_in_the_way(under_way: ModelOrder, order: ModelOrder) -> bool:
+    """Whether an order has to wait for one that is being carried out: they change one model, or load on one
+    device, and the size of either model has yet to be measured there."""
+    if order.concerns(under_way):
+        return True
+    if isinstance(order, UnloadOrder) or isinstance(under_way, UnloadOrder):
+        return False
+    if order.sized and under_way.sized:
+        return False
+    return not {key for key, _ in order.devices}.isdisjoint(key for key, _ in under_way.devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +114,25 @@ class ServerIndex:
 
 
 def load_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> LoadOrder:
-    assert task.model is not None
-    return LoadOrder(task.id, task.fence, task.model.server, task.model.model, devices)
+    terms = task.model
+    assert terms is not None
+    return LoadOrder(
+        task.id, task.fence, terms.server, terms.model, devices, steps=terms.steps, sized=terms.sized
+    )
 
 
 def check_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> CheckOrder:
-    assert task.model is not None
-    return CheckOrder(task.id, task.fence, task.model.server, task.model.model, devices)
+    terms = task.model
+    assert terms is not None
+    return CheckOrder(
+        task.id, task.fence, terms.server, terms.model, devices, steps=terms.steps, sized=terms.sized
+    )
 
 
 def unload_order(task: Task, grace_seconds: Seconds) -> UnloadOrder:
-    assert task.model is not None
-    return UnloadOrder(task.id, task.fence, task.model.server, task.model.model, grace_seconds)
+    terms = task.model
+    assert terms is not None
+    return UnloadOrder(task.id, task.fence, terms.server, terms.model, grace_seconds, steps=terms.steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,9 @@ class ModelTerms:
     """Of an ensemble: the models loaded with it; its size includes theirs."""
     versions: tuple[str, ...] = ()
     """The versions loaded when it was last ready, sorted; empty if unknown."""
+    sized: bool = False
+    """The operator said how large it is, or a load of it was measured. Otherwise it is loaded alone on its
+    device, so that its size can be measured."""
 
     @property
     def home(self) -> ModelKey:

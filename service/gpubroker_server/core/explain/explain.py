@@ -142,10 +142,7 @@ def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list
     if task.held:
         blockers.append(Blocker(Reason.HELD, "held in the queue; release it to let it run"))
     if task.not_before is not None and task.not_before > now:
-        message = f"does not start for another {task.not_before - now:.0f} s"
-        if task.failures:
-            message += f", because it has failed {task.failures} of at most {task.max_retries + 1} times"
-        blockers.append(Blocker(Reason.NOT_BEFORE, message))
+        blockers.append(_not_yet(task, task.not_before - now))
     if task.awaits:
         blockers.append(Blocker(Reason.DEPENDENCY_PENDING, _awaited(survey.draft.world, task)))
     if not blockers:
@@ -154,6 +151,19 @@ def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list
         message = f"there is room for it now; the next cycle plans it{ahead}"
         blockers.append(Blocker(Reason.PENDING_EVALUATION, message))
     return sorted(blockers, key=lambda blocker: blocker.tier)
+
+
+def _not_yet(task: Task, seconds: float) -> Blocker:
+    message = f"does not start for another {seconds:.0f} s"
+    if task.failures:
+        message += f", because it has failed {task.failures} of at most {task.max_retries + 1} times"
+    elif task.is_inference and task.fence:
+        model = task.demand.answered_by
+        said = (
+            f"its server does not answer or does not have model {model}; it is asked again in {seconds:.0f} s"
+        )
+        return Blocker(Reason.MODEL_LOADING, said)
+    return Blocker(Reason.NOT_BEFORE, message)
 
 
 def _awaited(world: World, task: Task) -> str:

@@ -209,7 +209,7 @@ class ModelMeter:
             if watch is None:
                 continue
             watch = _updated(world, task, watch, now)
-            if task.id in excluded or not watch.is_over:
+            if task.id in excluded or not watch.is_over or task.state is TaskState.ADMITTED:
                 self._watches[task.id] = watch
             else:
                 decisions += _lessons(world, task, watch, sketches, now)
@@ -237,8 +237,15 @@ def _others(ledger: DeviceLedger, task: Task) -> dict[str, int] | None:
 
 
 def _updated(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
-    if task.state is TaskState.ADMITTED or watch.is_over:
+    if watch.is_over:
         return watch
+    if task.state is TaskState.ADMITTED:
+        others = _others(world.ledgers[watch.device], task)
+        return (
+            watch
+            if others is not None and others.keys() <= watch.others.keys()
+            else replace(watch, is_over=True)
+        )
     if task.state is not TaskState.RUNNING or task.started_at is None:
         return replace(watch, is_over=True)
     ledger = world.ledgers[watch.device]

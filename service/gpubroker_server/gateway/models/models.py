@@ -127,7 +127,8 @@ class ModelParts:
         return (self.residencies if server is None else self.at(server)).priority_of(name)
 
     async def want(self, name: str, server: str | None, priority: int) -> tuple[Residency, Task]:
-        """Raises Problem, UnknownModel."""
+        """By hand, so it is loaded even if that has just failed. Raises Problem, UnknownModel."""
+        self.residencies.try_again(name)
         if server is None:
             return await self.residencies.want(name, priority)
         residency = self.at(server)

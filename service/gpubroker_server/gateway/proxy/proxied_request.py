@@ -248,6 +248,8 @@ class ProxiedRequest(ABC):
     async def _bring(self) -> bool:
         residencies = self.plane.residencies
         assert residencies is not None
+        if self.target.operation.loads:
+            residencies.try_again(self._model)
         return await residencies.ready_if_known(self._model, self.wish.priority, self.wish.seconds)
 
     def _is_resident(self) -> bool | None:

@@ -17,7 +17,7 @@ from gpubroker_server.core.domain.models import ModelKey, ModelTerms, first_gues
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.submission import MODEL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
 from gpubroker_server.core.lifecycle.learning import learned_mb
 from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
 from gpubroker_server.core.planning.forecasts.forecast_rounds import expected_ready_at
@@ -26,6 +26,7 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.waiters import Waiters, moves_of
+from gpubroker_server.gateway.proxy.residency.failed_loads import FailedLoads
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules, place_fault
 from gpubroker_server.gateway.proxy.residency.uses import UseCounts, Uses
 from gpubroker_server.gateway.submission.admission import Capacity
@@ -44,9 +45,6 @@ log = structlog.get_logger("gpubroker.tasks.task")
 DESCRIBE_SECONDS: Final = Seconds(5.0)
 _INDEX_SECONDS: Final = Seconds(0.25)
 """How often a server is asked whether a model is back that it has lost."""
-
-REPORT_SECONDS: Final = Seconds(30.0)
-"""How often the leader hears which models were used."""
 
 _DEAD_SECONDS: Final = Seconds(5.0)
 """How long the leader has to check a model that is reported dead before it is reported again."""
@@ -79,6 +77,7 @@ class Residency:
         self.rules = rules
         self._parts = parts
         self._host = host
+        self.failed_loads = FailedLoads()
         self._uses = UseCounts()
         self._reported_now: set[str] = set()
         self._dead_until: dict[str, Instant] = {}
@@ -132,15 +131,6 @@ class Residency:
         if needs_want_request(task, priority, now):
             self._reported_now.add(model)
             self._do(self._report_now(model))
-
-    async def keep_reporting(self, every_seconds: Seconds = REPORT_SECONDS) -> None:
-        """Until cancelled."""
-        while True:
-            await asyncio.sleep(every_seconds)
-            try:
-                await self.report_use()
-            except StoreUnavailable as fault:
-                log.warning("the use of models is reported later", fault=str(fault))
 
     async def report_use(self) -> None:
         """Raises StoreUnavailable: the rest is reported the next time."""
@@ -267,7 +257,16 @@ class Residency:
         record = await self._parts.store.record(task.id)
         failure = None if record is None else record.failure
         why = "it was unloaded" if failure is None else failure.get("message", "")
+        if failure is not None and failure.get("kind") == "load_failed":
+            revision = await self._revision(task.name)
+            return self.failed_loads.note(task.name, why, revision, self._parts.clock.now())
         return Problem("model-not-loaded", f"model {task.name} is not in memory ({task.state.value}): {why}")
+
+    async def _revision(self, model: str) -> str:
+        try:
+            return (await self._host.describe(model, DESCRIBE_SECONDS)).revision
+        except HostRefused:
+            return ""
 
     async def _row(self, task: Task) -> Task:
         record = await self._parts.store.record(task.id)
@@ -291,10 +290,11 @@ class Residency:
             await self.ask_leader(task, "want", priority=priority, uses=1)
 
     async def _enter(self, model: str, priority: int, *, queued: bool) -> Task:
-        demand, described = await self._demand(model)
+        demand, described, sized = await self._demand(model)
+        self.failed_loads.check(model, described.revision, self._parts.clock.now())
         self._parts.capacity.check(demand, priority, self.rules.tenant, at="")
         now = self._parts.clock.now()
-        terms = self._terms(model, priority, described.steps, asked_at=now, queued=queued)
+        terms = self._terms(model, priority, described.steps, asked_at=now, queued=queued, sized=sized)
         return await self._submit(model, demand, terms, now, expires_at=self._wanted_until(now))
 
     async def steps_of(self, model: str) -> Sequence[str]:
@@ -304,8 +304,8 @@ class Residency:
     async def adopt(self, model: str) -> None:
         """Make a holder for a model that is in memory without one: its leases are where it is. No request has
         asked for it. Raises Problem, UnknownModel, StoreUnavailable."""
-        demand, described = await self._demand(model)
-        now, terms = self._parts.clock.now(), self._terms(model, 0, described.steps)
+        demand, described, sized = await self._demand(model)
+        now, terms = self._parts.clock.now(), self._terms(model, 0, described.steps, sized=sized)
         await self._submit(model, demand, terms, now, expires_at=self._wanted_until(now), held=True)
 
     async def hold_base(self) -> None:
@@ -315,7 +315,7 @@ class Residency:
             await self.ask_leader(task, "cancel")
         elif task is None and rules.base_mb:
             demand = Demand(gpus=max(1, len(rules.devices)), gpu_mb=rules.base_mb, where=self._where())
-            terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0)
+            terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0, sized=True)
             name, now = f"{rules.name} itself", self._parts.clock.now()
             await self._submit(name, self._settled(demand), terms, now, held=True)
 
@@ -346,9 +346,9 @@ class Residency:
         record = None if outcome.task == task.id else await parts.store.record(outcome.task)
         return task if record is None else record.task
 
-    async def _demand(self, model: str) -> tuple[Demand, Described]:
-        """The size is what the operator says, or was measured, or is estimated from the files. Raises
-        Problem, UnknownModel."""
+    async def _demand(self, model: str) -> tuple[Demand, Described, bool]:
+        """The size is what the operator says, or none on CPUs, or was measured, or (False) is estimated from
+        the files. Raises Problem, UnknownModel."""
         rules, granted_mb = self.rules, self.rules_of(model).gpu_mb
         try:
             described = await self._host.describe(model, DESCRIBE_SECONDS)
@@ -359,14 +359,15 @@ class Residency:
                 detail = f"server {rules.name} does not describe model {model[:100]}: {refused}"
                 raise Problem("model-not-loaded", detail) from None
             described = Described()
-        size_mb = granted_mb
+        size_mb = Mib(0) if granted_mb is None and described.on_cpu else granted_mb
         if size_mb is None:
             world, margin = self._parts.world, self._parts.policy.learned_margin
             size_mb = learned_mb(world, rules.tenant, model, self._kinds(), margin, described.versions)
+        sized = size_mb is not None
         if size_mb is None:
             size_mb = first_guess_mb(described.file_bytes, rules.least_mb)
         demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=self._where())
-        return self._settled(demand), described
+        return self._settled(demand), described, sized
 
     def _settled(self, demand: Demand) -> Demand:
         return self._parts.capacity.settled(demand, "", self.rules.tenant, {}, at="")

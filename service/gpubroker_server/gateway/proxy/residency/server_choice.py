@@ -4,17 +4,20 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+import structlog
+
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import NodeName, Seconds
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.proxy.residency.residency import (
-    REPORT_SECONDS,
-    Residency,
-    ResidencyParts,
-    UnknownModel,
-)
+from gpubroker_server.gateway.proxy.residency.residency import Residency, ResidencyParts, UnknownModel
 from gpubroker_server.gateway.proxy.residency.server_rules import PlaceChecks, ServerRules
 from gpubroker_server.ports.models import ModelHost
+from gpubroker_server.ports.store import StoreUnavailable
+
+log = structlog.get_logger("gpubroker.tasks.task")
+
+REPORT_SECONDS: Final = Seconds(30.0)
+"""How often the leader hears which models were used."""
 
 _NEVER: Final = 422
 """Of a problem: the model does not fit on that server, now or later."""
@@ -80,6 +83,11 @@ class Residencies:
         if (there := self.at(server)) is not None:
             there.report_dead(model)
 
+    def try_again(self, model: str) -> None:
+        """Somebody asks for a load: one that has failed lately does not count."""
+        for residency in self._each:
+            residency.failed_loads.forget(model)
+
     async def want(self, model: str, priority: int, *, queued: bool = False) -> tuple[Residency, Task]:
         """The model's holder, made if there is none, and where it is: at the first server of these that has
         the model and a GPU that is large enough. Raises Problem, UnknownModel, StoreUnavailable.
@@ -114,16 +122,15 @@ class Residencies:
     async def keep_reporting(self, every_seconds: Seconds = REPORT_SECONDS) -> None:
         """To the leader which models are used, and to the log which servers have no place. Until
         cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for residency in self._each:
-                group.create_task(residency.keep_reporting(every_seconds))
-            group.create_task(self._keep_checking_places(every_seconds))
-
-    async def _keep_checking_places(self, every_seconds: Seconds) -> None:
         checks = PlaceChecks(self.parts.world, [residency.rules for residency in self._each])
         while True:
             await asyncio.sleep(every_seconds)
             checks.check()
+            for residency in self._each:
+                try:
+                    await residency.report_use()
+                except StoreUnavailable as fault:
+                    log.warning("the use of models is reported later", fault=str(fault))
 
     def _in_order(self, model: str) -> list[Residency]:
         if len(self._each) == 1:

@@ -1,0 +1,104 @@
+"""Loads at one server run beside one another, unless one of them would disturb the measuring of a size."""
+
+from dataclasses import replace
+
+from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.broker.model_dispatch import LOADS_AT_ONCE, ModelDispatcher
+from gpubroker_server.core.domain.model_orders import LoadOrder, ModelState
+from gpubroker_server.core.domain.orders import Ended
+from gpubroker_server.core.domain.units import DeviceKey, Mib, Seconds
+from gpubroker_server.ports.models import HostFault, HostRefused
+
+from tests.broker.stage import Hands
+from tests.broker.test_model_desk import AT_ONCE, GPU, Desk, a_load, an_unload, running
+
+OTHER_GPU = DeviceKey("test/n1/gpu1")
+ENDLESS = Seconds(1e6)
+
+
+def sized(model: str, **fields: object) -> LoadOrder:
+    return replace(a_load(model, model=model), sized=True, **fields)
+
+
+def unmeasured(model: str, device: DeviceKey = GPU) -> LoadOrder:
+    return replace(a_load(model, model=model), devices=((device, Mib(10)),))
+
+
+async def test_a_quick_and_a_failing_load_end_beside_a_slow_one() -> None:
+    desk = Desk(
+        SimulatedModel("slow", load_seconds=ENDLESS),
+        SimulatedModel("broken", fails=HostRefused(HostFault.FAILED, "no weights")),
+        SimulatedModel("quick"),
+    )
+    async with running(desk):
+        for model in ("slow", "broken", "quick"):
+            desk.desk.send(sized(model))
+        index = await desk.seen("quick", ModelState.READY)
+        while ("broken", 1) in index.under_way:
+            index = await desk.seen("quick", ModelState.READY)
+        assert index.stage_of("slow") is ModelState.LOADING
+        assert ("slow", 1) in index.under_way
+        [ended] = [report for report in desk.told if isinstance(report, Ended)]
+        assert ended.task == "broken"
+
+
+async def test_a_model_is_unloaded_while_another_one_is_being_loaded() -> None:
+    async with running(Desk(SimulatedModel("slow", load_seconds=ENDLESS), SimulatedModel("llm"))) as desk:
+        desk.desk.send(sized("llm"))
+        await desk.seen("llm", ModelState.READY)
+        desk.desk.send(sized("slow"))
+        desk.desk.send(an_unload())
+        await desk.seen("llm", ModelState.ABSENT)
+
+
+async def test_a_model_of_unmeasured_size_is_alone_on_its_device_and_keeps_no_other_device_waiting() -> None:
+    models = [SimulatedModel(name) for name in ("known", "beside", "unknown")]
+    desk = Desk(SimulatedModel("slow", load_seconds=ENDLESS), *models)
+    async with running(desk):
+        desk.desk.send(unmeasured("slow"))
+        desk.desk.send(sized("known"))
+        desk.desk.send(unmeasured("unknown"))
+        desk.desk.send(unmeasured("beside", OTHER_GPU))
+        index = await desk.seen("beside", ModelState.READY)
+        while ("beside", 1) in index.under_way:
+            index = await desk.seen("beside", ModelState.READY)
+        assert desk.host.asked == [("load", "slow"), ("load", "beside")]
+        assert {("known", 1), ("unknown", 1)} <= index.under_way
+
+
+async def test_a_load_waits_for_the_unmeasured_one_of_another_server_on_the_same_device() -> None:
+    hosts = [
+        SimulatedHost("main", [SimulatedModel("slow", load_seconds=ENDLESS)]),
+        SimulatedHost("other", [SimulatedModel("llm"), SimulatedModel("on_cpu")]),
+    ]
+    desk = Desk()
+    desk.desk = ModelDispatcher(hosts, Hands(), lambda: desk.ticks, AT_ONCE)
+    async with running(desk):
+        desk.desk.send(unmeasured("slow"))
+        desk.desk.send(sized("llm", server="other"))
+        desk.desk.send(sized("on_cpu", server="other", devices=()))
+        await desk.seen("on_cpu", ModelState.READY)
+        assert hosts[1].asked == [("load", "on_cpu")]
+
+
+async def test_a_server_gets_only_so_many_loads_at_once() -> None:
+    names = [f"slow{n}" for n in range(LOADS_AT_ONCE)]
+    desk = Desk(*(SimulatedModel(name, load_seconds=ENDLESS) for name in names), SimulatedModel("next"))
+    async with running(desk):
+        for name in (*names, "next"):
+            desk.desk.send(sized(name))
+        await desk.seen(names[-1], ModelState.LOADING)
+        assert [model for _, model in desk.host.asked] == names
+        desk.host.restart()
+        await desk.seen("next", ModelState.READY)
+
+
+async def test_loads_that_share_a_step_come_one_after_the_other() -> None:
+    slow_step = SimulatedModel("step", load_seconds=Seconds(0.05))
+    desk = Desk(slow_step, SimulatedModel("chain", steps=("step",)), SimulatedModel("quick"))
+    async with running(desk):
+        desk.desk.send(sized("step"))
+        desk.desk.send(sized("chain", steps=("step",)))
+        desk.desk.send(sized("quick"))
+        await desk.seen("chain", ModelState.READY)
+        assert desk.host.asked == [("load", "step"), ("load", "quick"), ("load", "chain")]
