@@ -126,6 +126,10 @@ def test_nothing_ends_by_a_clock_that_was_set_and_the_service_says_so(
             scene.until_clock("ok")
             scene.check()
         assert scene.told() == (2, 2)
+        if database == "sqlite":  # on PostgreSQL they are the server's own times
+            times = [event.at for event in service.broker.events() if event.at is not None]
+            assert times == sorted(times)
+            assert present() - timedelta(hours=1) < times[0] < times[-1] < present() + timedelta(seconds=61)
         assert "Traceback" not in service.log()
 
 
