@@ -11,7 +11,7 @@ import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -105,8 +105,12 @@ def _installed() -> tuple[Path, str | None] | None:
 class OwnServer:
     """A server that whoever made it may stop and start again. It listens on a Unix socket alone."""
 
-    def __init__(self, programs: Path, user: str | None, folder: str) -> None:
+    def __init__(
+        self, programs: Path, user: str | None, folder: str, env: Mapping[str, str] | None = None
+    ) -> None:
+        """`env`: variables that it gets besides the tester's."""
         self._programs = programs
+        self._env = {**os.environ, **(env or {})}
         self._user = user
         self._folder = folder
         self.url = f"postgresql://postgres@/postgres?host={folder}"
@@ -119,6 +123,7 @@ class OwnServer:
         """A copy that follows the primary's log, once it is started."""
         standby = cls.__new__(cls)
         standby._programs, standby._user, standby._folder = primary._programs, primary._user, folder
+        standby._env = primary._env
         standby.url = f"postgresql://postgres@/postgres?host={folder}"
         if standby._user is not None:
             shutil.chown(folder, standby._user)
@@ -142,15 +147,17 @@ class OwnServer:
 
     def _run(self, program: str, *words: str) -> None:
         command = [self._programs / program, *words]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._user, cwd="/")
+        subprocess.run(
+            command, check=True, stdout=subprocess.DEVNULL, user=self._user, cwd="/", env=self._env
+        )
 
 
 @contextmanager
-def a_server_of_its_own() -> Iterator[OwnServer]:
+def a_server_of_its_own(env: Mapping[str, str] | None = None) -> Iterator[OwnServer]:
     """A running server that nobody else uses."""
     programs, user = _installed() or _bundled_programs()
     with tempfile.TemporaryDirectory(prefix="gpubroker-pg-", dir=short_place()) as folder:
-        server = OwnServer(programs, user, folder)
+        server = OwnServer(programs, user, folder, env)
         server.start()
         try:
             yield server

@@ -78,6 +78,7 @@ class FollowedWorld:
     world: World
     clock: FrozenClock
     progress: Mapping[TaskId, Progress] = field(default_factory=dict)
+    is_clock_contradicted: bool = False
 
     def age_seconds(self) -> float:
         return 0.0

@@ -36,7 +36,7 @@ async def with_an_end() -> tuple[MemoryStore, Term]:
 async def test_what_ended_long_enough_ago_is_taken_out() -> None:
     store, term = await with_an_end()
     clock = Standing(Instant(NOW + 99))
-    pruner = Pruner(store, clock, RETENTION, lambda: term, lambda: FIRST)
+    pruner = Pruner(store, clock, RETENTION, lambda: term, lambda: FIRST, lambda: True)
     await pruner.prune()
     assert await store.record(TaskId("t1")) is not None
     clock.at = Instant(NOW + 101)
@@ -47,5 +47,18 @@ async def test_what_ended_long_enough_ago_is_taken_out() -> None:
 
 async def test_a_process_that_does_not_lead_does_not_prune() -> None:
     store, _ = await with_an_end()
-    await Pruner(store, Standing(Instant(NOW + 101)), RETENTION, lambda: None, lambda: FIRST).prune()
+    await Pruner(
+        store, Standing(Instant(NOW + 101)), RETENTION, lambda: None, lambda: FIRST, lambda: True
+    ).prune()
     assert await store.record(TaskId("t1")) is not None
+
+
+async def test_nothing_is_taken_out_by_a_clock_that_does_not_count() -> None:
+    store, term = await with_an_end()
+    clock, counts = Standing(Instant(NOW + 10**6)), False
+    pruner = Pruner(store, clock, RETENTION, lambda: term, lambda: FIRST, lambda: counts)
+    await pruner.prune()
+    assert await store.record(TaskId("t1")) is not None
+    counts = True
+    await pruner.prune()
+    assert await store.record(TaskId("t1")) is None

@@ -124,7 +124,9 @@ async def over(scene: Scene, id: str) -> None:
 
 async def prune(scene: Scene, id: str) -> bool:
     later = Instant(scene.now + 1e6)
-    return await scene.store.prune(scene.term, Cutoffs(later, later, Instant(0.0), Position(10**9)))
+    return await scene.store.prune(
+        scene.term, Cutoffs(later, later, Instant(0.0), Instant(0.0), Position(10**9))
+    )
 
 
 async def takes_the_term(scene: Scene, id: str) -> Any:

@@ -264,7 +264,7 @@ class StoreMachine(RuleBasedStateMachine):
         calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
             "commit": lambda: self.store.commit(term, [node_seen(a_device("gpu9"))]),
             "renew": lambda: self.store.renew(term, TTL),
-            "prune": lambda: self.store.prune(term, Cutoffs(LATER, LATER, NEVER, ALL)),
+            "prune": lambda: self.store.prune(term, Cutoffs(LATER, LATER, NEVER, NEVER, ALL)),
         }
         try:
             self._do(calls[what]())
@@ -287,7 +287,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(cut=CUTS)
     def prune(self, cut: int | None) -> None:
         self.check()
-        if self._ask(self._once(self.store.prune(self.model.term, Cutoffs(LATER, LATER, NEVER, ALL))), cut):
+        if self._ask(
+            self._once(self.store.prune(self.model.term, Cutoffs(LATER, LATER, NEVER, NEVER, ALL))), cut
+        ):
             self.model.prune()
 
     @rule()

@@ -16,6 +16,7 @@ from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobTooLarge,
 from tests.builders import a_task
 from tests.contracts.scenes import a_checkpoint, a_submission, admission, claimed, end, with_gpu
 from tests.full_disk import file_size_limit
+from tests.patience import PATIENCE_SECONDS
 
 DIGEST = hashlib.sha256(b"weights").hexdigest()
 
@@ -216,3 +217,26 @@ async def test_a_store_names_the_blobs_of_arguments_results_and_kept_checkpoints
     asked = ["arguments", "result", *(f"digest-{n}" for n in range(1, 6)), "nobody's"]
     assert await store.referenced(asked) == {"arguments", "result", "digest-3", "digest-4", "digest-5"}
     assert await store.referenced([]) == set()
+
+
+async def test_nothing_is_swept_while_the_age_of_files_cannot_be_told(
+    blobs: DirectoryBlobs, root: Path
+) -> None:
+    """After a jump of the clock, an object whose row is on its way would count as old."""
+    await blobs.put(b"weights", owner="t1")
+    grow_old(root)
+    asked = asyncio.Semaphore(0)
+    can_tell = False
+
+    def may_prune() -> bool:
+        asked.release()
+        return can_tell
+
+    keeping = asyncio.create_task(blobs.keep_clean(naming(), may_prune, every_seconds=Seconds(0.001)))
+    for _ in range(3):
+        await asyncio.wait_for(asked.acquire(), PATIENCE_SECONDS)
+    assert await blobs.get(DIGEST) == b"weights"
+    can_tell = True
+    while files_below(root):
+        await asyncio.wait_for(asked.acquire(), PATIENCE_SECONDS)
+    keeping.cancel()

@@ -4,12 +4,18 @@ import asyncio
 import time
 from itertools import pairwise
 
-from gpubroker_server.adapters.clock import DatabaseClock
+import pytest
+from gpubroker_server.adapters.clock import DatabaseClock, WallClock
 from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.lifecycle.clock_evidence import STEADY_SECONDS
 from gpubroker_server.ports.store import StoreUnavailable
+from structlog.testing import capture_logs
 
+from tests.broker.stage import Hands
 from tests.patience import PATIENCE_SECONDS
+
+YEAR = 365 * 86_400.0
 
 
 class Away:
@@ -53,17 +59,72 @@ async def test_the_quickest_of_several_answers_counts() -> None:
     assert abs(clock.now() - time.time() - 500.0) < 0.1
 
 
-async def test_it_never_goes_back_when_a_reading_is_earlier() -> None:
+async def test_it_stands_still_until_a_database_that_was_set_back_a_little_has_caught_up() -> None:
     database = Away(500.0)
     clock = DatabaseClock(database)
     await clock.read()
     before = clock.now()
-    database.ahead = -500.0
+    database.ahead = 460.0
     await clock.read()
     assert clock.now() == before
-    database.ahead = 600.0
+    database.ahead = 540.0
     await clock.read()
-    assert clock.now() > before
+    assert clock.now() > before + 30.0
+    assert not clock.is_contradicted
+
+
+@pytest.mark.parametrize("jump", [-YEAR, YEAR], ids=["back", "ahead"])
+async def test_it_goes_on_by_the_time_since_boot_when_a_reading_is_far_away(jump: float) -> None:
+    database = Away(500.0)
+    clock = DatabaseClock(database)
+    await clock.read()
+    before = clock.now()
+    with capture_logs() as logs:
+        database.ahead += jump
+        await clock.read()
+        assert clock.is_contradicted
+        assert not clock.may_prune()
+        await clock.read()
+        assert before < clock.now() < before + PATIENCE_SECONDS
+        database.ahead -= jump
+        await clock.read()
+        assert not clock.is_contradicted
+        await clock.read()
+    told = [line["event"] for line in logs]
+    assert [event.partition(" clock ")[2][:3] for event in told] == ["was", "cou"], "once each"
+    assert f"{YEAR:.0f} s {'ahead of' if jump > 0 else 'behind'} the time" in logs[0]["fault"]
+
+
+async def test_a_database_that_stays_ahead_counts_in_the_end() -> None:
+    """Its machine was right, as when ours was paused whole."""
+    machine = Hands()
+    database = Away(500.0)
+    clock = DatabaseClock(database, ticks=machine.ticks)
+    await clock.read()
+    database.ahead += YEAR
+    await clock.read()
+    machine.time = Instant(machine.time + STEADY_SECONDS)
+    database.ahead += STEADY_SECONDS
+    await clock.read()
+    assert abs(clock.now() - time.time() - database.ahead) < 1.0
+    assert not clock.may_prune(), "not before it has counted for as long"
+    machine.time = Instant(machine.time + STEADY_SECONDS)
+    assert clock.may_prune()
+
+
+def test_the_wall_clock_of_a_machine_counts_unless_its_time_since_boot_contradicts_it() -> None:
+    machine, wall = Hands(), 1000.0
+    clock = WallClock(lambda: wall, machine.ticks)
+    assert clock.now() == 1000.0
+    wall = 1000.0 + YEAR
+    assert clock.now() == 1000.0
+    machine.time = Instant(machine.time + STEADY_SECONDS / 2)
+    assert clock.now() == 1000.0 + STEADY_SECONDS / 2
+    assert not clock.may_prune()
+    wall = 1000.0 + STEADY_SECONDS
+    machine.time = Instant(machine.time + STEADY_SECONDS / 2)
+    assert clock.now() == wall
+    assert clock.may_prune()
 
 
 async def test_it_goes_on_between_readings() -> None:

@@ -167,7 +167,7 @@ async def test_what_is_over_is_found_without_the_tasks_that_are_kept(postgres_ur
     with fetched_at_most(500, "task", postgres_url):
         async with opened(postgres_url) as store:
             term = await next_term(store)
-            kept = Cutoffs(Instant(100), Instant(0), Instant(0), Position(0))
+            kept = Cutoffs(Instant(100), Instant(0), Instant(0), Instant(0), Position(0))
             assert not await store.prune(term, kept)
             assert await store.prune(term, replace(kept, finished=Instant(131), keyed=Instant(1)))
 

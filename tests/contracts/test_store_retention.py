@@ -35,9 +35,13 @@ ALL = Position(10**9)
 
 
 def cutoffs(
-    finished: Instant = FOREVER, keyed: Instant = FOREVER, audited: Instant = NEVER, heard: Position = ALL
+    finished: Instant = FOREVER,
+    keyed: Instant = FOREVER,
+    audited: Instant = NEVER,
+    expired: Instant = NEVER,
+    heard: Position = ALL,
 ) -> Cutoffs:
-    return Cutoffs(finished, keyed, audited, heard)
+    return Cutoffs(finished, keyed, audited, expired, heard)
 
 
 async def pruned(store: TaskStore, term: Term, before: Cutoffs) -> int:

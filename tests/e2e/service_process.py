@@ -38,6 +38,7 @@ class ServiceProcess:
     """`gpubroker serve` on a data directory, which outlives it."""
 
     command = "serve"
+    module = "gpubroker_server"
 
     def __init__(
         self, home: Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT, **settings: object
@@ -71,7 +72,7 @@ class ServiceProcess:
         """Start the process, which calls `begin` first, and wait for nothing."""
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "gpubroker_server", self.command, "--config", str(self._config)],
+                [sys.executable, "-m", self.module, self.command, "--config", str(self._config)],
                 stdout=log,
                 stderr=log,
                 env=self._env,

@@ -122,7 +122,7 @@ class Gateway:
         self.has_leader = True
         self.paused_nodes: PausedDetection | None = None
         self.silent: dict[NodeName, Instant] = {}
-        self.hears = True
+        self.hears, self.is_clock_contradicted = True, False
         self.parts = AppParts(
             waiters=Waiters((limited := RequestLimits(**limits)).tenant_waits),
             store=self.store,

@@ -220,7 +220,14 @@ async def test_health_and_readiness_are_open(gateway: Gateway) -> None:
     assert (await anybody.get("/healthz")).json() == {"status": "ok"}
     assert (await anybody.get("/readyz")).json() == {
         "status": "ready",
-        "parts": {"process": "ok", "store": "ok", "world": "ok", "executor": "ok", "nodes": "ok"},
+        "parts": {
+            "process": "ok",
+            "store": "ok",
+            "world": "ok",
+            "executor": "ok",
+            "nodes": "ok",
+            "clock": "ok",
+        },
     }
 
 
@@ -250,8 +257,15 @@ async def test_readiness_names_the_part_that_does_not_work(
         "world": "stale",
         "executor": "connecting",
         "nodes": "ok",
+        "clock": "ok",
     }
     assert (await anybody.get("/healthz")).status_code == 200
+
+
+async def test_a_process_is_ready_while_its_databases_clock_is_contradicted(gateway: Gateway) -> None:
+    gateway.is_clock_contradicted = True
+    response = await gateway.with_secret(None).get("/readyz")
+    assert (response.status_code, response.json()["parts"]["clock"]) == (200, "contradicted")
 
 
 async def test_the_openapi_document_needs_no_token_and_is_the_published_one(gateway: Gateway) -> None:

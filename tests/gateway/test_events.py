@@ -117,7 +117,9 @@ async def test_a_cursor_before_the_oldest_kept_event_is_gone(gateway: Gateway, a
     first = (await api.get("/events")).json()
     assert first["oldest"] == 1
     gateway.clock.advance(100)
-    await gateway.store.prune(gateway.term, Cutoffs(gateway.clock.now(), NOW, NOW, gateway.world.position))
+    await gateway.store.prune(
+        gateway.term, Cutoffs(gateway.clock.now(), NOW, NOW, NOW, gateway.world.position)
+    )
     await api.submit()
     for path in ("/events", f"/tasks/{task}/events"):
         gone = problem(await api.get(path, params={"after": 1}), 410, "events-gone")

@@ -2,8 +2,6 @@
 
 import ctypes
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pynvml
+
+from tests.compiler import compile_library
 
 SOURCE = Path(__file__).with_name("nvml.c")
 LIBRARY = "libnvidia-ml.so.1"
@@ -112,10 +112,7 @@ class Machine:
 
 def build(folder: Path) -> None:
     """The library, compiled into this folder. Raises CalledProcessError with what the compiler said."""
-    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    compiler = [found] if found else [sys.executable, "-m", "ziglang", "cc"]
-    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY}"]
-    subprocess.run([*compiler, *options, "-o", folder / LIBRARY, SOURCE, "-ldl"], check=True)
+    compile_library(SOURCE, folder / LIBRARY, f"-Wl,-soname,{LIBRARY}")
 
 
 @contextmanager

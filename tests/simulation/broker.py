@@ -158,6 +158,7 @@ class Life:
             RETENTION,
             lambda: self.candidate.term,
             lambda: self.picture.world.position,
+            lambda: True,  # a storm is over before a clock counts for long enough
         )
         self.picture.listen(
             lambda events: self.candidate.leader.on_events(events) if self.candidate.leader else None

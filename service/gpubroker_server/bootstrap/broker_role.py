@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import random
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
-from gpubroker_server.adapters.clock import boot_seconds
+from gpubroker_server.adapters.clock import WallClock, boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.compose import (
     hosts_of,
@@ -66,9 +66,8 @@ class BrokerRole:
             catch_up=follower.catch_up,
             resigned=store.resigned,
         )
-        self._pruner = Pruner(
-            store, follower.clock, retention_of(settings), self.term, lambda: follower.world.position
-        )
+        clock, heard = follower.clock, lambda: follower.world.position
+        self._pruner = Pruner(store, clock, retention_of(settings), self.term, heard, clock.may_prune)
         self.let_go: Callable[[], frozenset[str]] | None = None
         self.in_use: Callable[[], frozenset[str]] | None = None
         """Claims on models that the gateway in this process has let go of, if there is one. Gateways of other
@@ -82,7 +81,7 @@ class BrokerRole:
         jobs = [
             ("leader", self._run_candidate()),
             ("retention", self._pruner.keep()),
-            ("objects", self._blobs.keep_clean(self._store.referenced)),
+            ("objects", self._blobs.keep_clean(self._store.referenced, WallClock().may_prune)),
         ]
         if self._store.is_shared:
             jobs.append(("publisher", self._publisher.keep(self.term, publish_seconds(self._policy))))

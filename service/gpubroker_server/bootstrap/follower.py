@@ -83,6 +83,10 @@ class LogFollower:
         """Why it will not get younger, and what to do; empty otherwise."""
         return self._why_outgrown
 
+    @property
+    def is_clock_contradicted(self) -> bool:
+        return self.clock.is_contradicted
+
     async def begin(self) -> None:
         """Read the World. Raises StoreUnavailable."""
         await self.clock.read()

@@ -141,13 +141,16 @@ class Pruner:
         retention: Retention,
         term: ReadTerm,
         heard: Callable[[], Position],
+        may_prune: Callable[[], bool],
     ) -> None:
-        """`heard`: the position in the log of this process's World."""
+        """`heard`: the position in the log of this process's World. `may_prune`: whether the clock counts for
+        long enough to delete by it."""
         self._store = store
         self._clock = clock
         self._retention = retention
         self._term = term
         self._heard = heard
+        self._may_prune = may_prune
 
     async def keep(self, every_seconds: Seconds = PRUNE_SECONDS) -> None:
         """Until cancelled."""
@@ -162,7 +165,7 @@ class Pruner:
 
     async def prune(self) -> None:
         """All that has expired by now. Raises StaleTerm, StoreUnavailable."""
-        while (term := self._term()) is not None:
+        while (term := self._term()) is not None and self._may_prune():
             cutoffs = self._retention.cutoffs(self._clock.now(), self._heard())
             if not await self._store.prune(term, cutoffs):
                 return

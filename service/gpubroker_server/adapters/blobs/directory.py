@@ -62,13 +62,20 @@ class DirectoryBlobs:
     async def keep_clean(
         self,
         referenced: Referenced,
+        may_prune: Callable[[], bool],
         *,
         every_seconds: Seconds = Seconds(900.0),
         age_seconds: Seconds = Seconds(3600.0),
     ) -> None:
-        """Sweep again and again, until cancelled. Nothing is swept while the database or the disk is away."""
+        """Sweep again and again, until cancelled. Nothing is swept while the database or the disk is away.
+
+        `may_prune`: whether the age of files may be told by this machine's wall clock. After a jump ahead,
+        files whose rows are on their way would count as old.
+        """
         while True:
             await asyncio.sleep(every_seconds)
+            if not may_prune():
+                continue
             try:
                 await self.sweep(referenced, age_seconds=age_seconds)
             except (StoreUnavailable, OSError) as fault:

@@ -291,7 +291,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         first = next((n for n, it in enumerate(stays) if it), None)
         gone = (len(self._log) if first is None else first) - self._pruned
         self._pruned += max(gone, 0)
-        return self.prune_objects(Instant(self._now())) or bool(over or gone > 0)
+        return self.prune_objects(cutoffs.expired) or bool(over or gone > 0)
 
     def _is_over(self, task: Task, cutoffs: Cutoffs) -> bool:
         held = {lease.holder for lease in self._leases.values() if lease.state is not LeaseState.RELEASED}

@@ -91,9 +91,9 @@ class SqlObjects:
         raise NotImplementedError
 
 
-def prune_objects(session: Session) -> bool:
-    """One step: whether it removed any that had expired."""
-    return bool(session.fetch(_prune, [(session.now(),)]))
+def prune_objects(session: Session, now: Instant) -> bool:
+    """One step: whether it removed any that had expired by `now`."""
+    return bool(session.fetch(_prune, [(now,)]))
 
 
 def _find(connection: Connection, tenant: str, digest: str) -> StoredObject | None:

@@ -30,7 +30,7 @@ def prune_step(session: Session, term: Term, cutoffs: Cutoffs) -> list[TaskId] |
     tasks = _prune_tasks(session, cutoffs)
     events = _prune_first(session, _FIRST_EVENTS, _DELETE_EVENTS, cutoffs.finished, cutoffs.heard)
     notes = _prune_first(session, _FIRST_NOTES, _DELETE_NOTES, cutoffs.audited)
-    objects = prune_objects(session)
+    objects = prune_objects(session, cutoffs.expired)
     return tasks if tasks or events or notes or objects else None
 
 

@@ -8,7 +8,6 @@ both, and a lock file keeps other processes out.
 import fcntl
 import os
 import sqlite3
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -21,6 +20,7 @@ from sqlalchemy import bindparam, column
 from sqlalchemy import values as values_list
 from sqlalchemy.dialects import sqlite
 
+from gpubroker_server.adapters.clock import WallClock
 from gpubroker_server.adapters.sql.session import (
     ConstraintFailed,
     DatabaseRefused,
@@ -226,7 +226,7 @@ class SqliteSession:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._connection.create_function(SQLITE_NOW, 0, self.now)
-        self._latest = Instant(0.0)
+        self._clock = WallClock()
 
     def begin(self) -> None:
         self._execute("BEGIN IMMEDIATE")
@@ -276,8 +276,7 @@ class SqliteSession:
         return found == [(event.kind, event.key, event.version, event.at)]
 
     def now(self) -> Instant:
-        self._latest = max(self._latest, Instant(time.time()))
-        return self._latest
+        return self._clock.now()
 
     def end_stuck_sessions(self) -> None:
         """No other process has the file."""

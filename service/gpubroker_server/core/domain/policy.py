@@ -230,11 +230,13 @@ def next_retry_at(failures: int, now: Instant, policy: Policy) -> Instant:
 
 @dataclass(frozen=True, slots=True)
 class Cutoffs:
-    """Rows that ended, were submitted with a key, or were audited before these instants may be deleted."""
+    """Rows that ended, were submitted with a key, were audited or expired before these instants may be
+    deleted."""
 
     finished: Instant
     keyed: Instant
     audited: Instant
+    expired: Instant
     heard: Position
     """Events after this position stay, whatever their age: the pruner has not read them yet. A clock that
     jumps far ahead makes all of them old at once."""
@@ -253,5 +255,6 @@ class Retention:
             finished=Instant(now - self.finished_seconds),
             keyed=Instant(now - self.idempotency_seconds),
             audited=Instant(now - self.audit_seconds),
+            expired=now,
             heard=heard,
         )

@@ -51,7 +51,7 @@ class Health(TypedDict):
 
 class Readiness(TypedDict):
     """Each part is `ok`, or has one word for what it is instead. While `nodes` are `paused` the process is
-    ready: all other nodes work."""
+    ready: all other nodes work. So it is while the `clock` is `contradicted`: all but pruning goes on."""
 
     status: Literal["ready", "not_ready"]
     parts: dict[str, str]
@@ -85,7 +85,8 @@ async def get_readiness(parts: Parts) -> Response:
 
     Without an executor of its own, the leader and its executor are shown as last heard of, and do not count:
     tasks are accepted without them. `nodes` is `paused` while the leader holds silent nodes back; `/stats`
-    says why.
+    says why. `clock` is `contradicted` while the database's clock was set ahead or back; the log says what
+    to do.
     """
     state = str(parts.leadership.executor_status().get("state", "unknown"))
     states = {
@@ -99,6 +100,7 @@ async def get_readiness(parts: Parts) -> Response:
         states["leader"] = "none" if parts.leadership.leader() is None else OK
     ready = all(states[part] == OK for part in counted)
     states["nodes"] = OK if parts.leadership.paused() is None else "paused"
+    states["clock"] = "contradicted" if parts.freshness.is_clock_contradicted else OK
     view: Readiness = {"status": "ready" if ready else "not_ready", "parts": states}
     return answer(view, 200 if ready else 503)
 

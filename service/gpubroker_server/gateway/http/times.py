@@ -53,6 +53,10 @@ class Follower(Protocol):
     def age_seconds(self) -> float:
         """Seconds since the World was last known to be at the head of the log."""
 
+    @property
+    def is_clock_contradicted(self) -> bool:
+        """Whether the database's clock does not count."""
+
     def why_stale(self) -> str:
         """What to do if waiting will not make the World current; empty otherwise."""
 
@@ -69,6 +73,10 @@ class Freshness:
     @property
     def is_stale(self) -> bool:
         return self._follower.age_seconds() > self._limits.stale_seconds
+
+    @property
+    def is_clock_contradicted(self) -> bool:
+        return self._follower.is_clock_contradicted
 
     def as_of(self) -> AsOf:
         """Raises Problem follower-stale if the World is too old to be shown."""
