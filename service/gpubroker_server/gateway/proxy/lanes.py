@@ -6,7 +6,6 @@ A slot is given back exactly once, however its request ends: by `LaneEntry.leave
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import inf
 from typing import Final, NamedTuple
 
@@ -176,8 +175,6 @@ class Lanes:
         self._waiting: dict[tuple[ModelLane, Place], LaneEntry] = {}
         self._started: dict[ModelLane, set[LaneEntry]] = {}
         """Those that have a slot."""
-        self._streams: dict[str, list[float]] = {}
-        """By model, when its open streams began; they take no slot."""
 
     def wish_in(
         self, identity: Identity, priority: str | None, seconds: str | None, model_type: str | None
@@ -221,22 +218,8 @@ class Lanes:
             self._waiting[lane, queued.displaced].lose(displaced(lane.estimate(queued.displaced)))
         return queued.place
 
-    @contextmanager
-    def streaming(self, model: str) -> Iterator[None]:
-        """While a stream to the model is open."""
-        since = self.now()
-        self._streams.setdefault(model, []).append(since)
-        try:
-            yield
-        finally:
-            self._streams[model].remove(since)
-            if not self._streams[model]:
-                del self._streams[model]
-
     def has_older(self, model: str, at: float) -> bool:
-        """Whether a request that got its slot by then is not answered, or a stream is open since."""
-        if any(since <= at for since in self._streams.get(model, ())):
-            return True
+        """Whether a request that got its slot by then is not answered, or a stream is open."""
         lane = self._lanes.get(model.encode())
         return lane is not None and any(entry.since <= at for entry in self._started[lane])
 

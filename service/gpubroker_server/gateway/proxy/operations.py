@@ -165,7 +165,7 @@ _OPERATIONS: Final = [
     Operation("ModelStatistics", fan_out=FanOut.STATISTICS, reads=True, model_field=1),
     Operation("RepositoryIndex", fan_out=FanOut.INDEX, reads=True),
     Operation("ModelInfer", takes_slot=True, needs_model=True, model_field=1),
-    Operation("ModelStreamInfer", is_stream=True, needs_model=True, model_field=1),
+    Operation("ModelStreamInfer", is_stream=True, takes_slot=True, needs_model=True, model_field=1),
     Operation("TraceSetting", fan_out=FanOut.EACH, sets=True, model_field=2),
     Operation("LogSettings", fan_out=FanOut.EACH, sets=True),
     Operation("RepositoryModelLoad", Scope.MODELS_MANAGE, needs_model=True, loads=True, model_field=2),

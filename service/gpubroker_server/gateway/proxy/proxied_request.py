@@ -192,14 +192,19 @@ class ProxiedRequest(ABC):
             self._collects = False
             self._check_body()
         if self.identity is not None:
-            operation = self.target.operation
-            bring = None if self.plane.residencies is None else self._missing_model()
-            if bring is None and operation.takes_slot:
-                self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
-            if bring is not None or (self.lane_entry is not None and self.lane_entry.waits):
+            bring, must_wait = self._reserve()
+            if must_wait:
                 self._wait(bring)
                 return
         self._forward()
+
+    def _reserve(self) -> tuple[Bring | None, bool]:
+        """A slot if the model is there, else how to bring it; and whether it has to wait. Raises Problem."""
+        bring = None if self.plane.residencies is None else self._missing_model()
+        if bring is None and self.target.operation.takes_slot:
+            assert self.identity is not None
+            self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
+        return bring, bring is not None or (self.lane_entry is not None and self.lane_entry.waits)
 
     def _missing_model(self) -> Bring | None:
         """What to wait for before the request is sent: that its model is there, or gone if it is unloaded."""
