@@ -208,6 +208,7 @@ class GatewayRole:
             lanes=lanes,
             most_body_bytes=self._settings.triton.body_bytes,
             most_waiting_bytes=self._settings.triton.waiting_bytes,
+            tenant_requests=self._settings.limits.tenant_requests,
             takes_files=self._settings.triton.load_files,
             residencies=parts.residencies,
         )

@@ -149,6 +149,7 @@ class GrpcCall(ProxiedRequest):
         """It goes where its first message belongs, once the model of that is there and has a slot, which it
         keeps. It is never retried, and lasts no longer than its token."""
         try:
+            self.plane.requests.enter(self._tenant, self)
             if self.target.operation.model_field:
                 async for message in stream:
                     await self._wait_for_model(message)

@@ -45,6 +45,10 @@ _TO_US: Final = frozenset(
 _PLAIN_CONNECTIONS: Final = frozenset({b"", b"close", b"keep-alive"})
 
 
+TENANT_REQUESTS: Final = 4096
+"""What a tenant may have under way if no setting says otherwise."""
+
+
 class OnRequest(Protocol):
     def __call__(self, method: str, route: str, status: int, seconds: float) -> None: ...
 
@@ -104,6 +108,29 @@ def client_head(method: bytes, path: bytes, headers: Sequence[Header]) -> Client
     )
 
 
+class TenantRequests:
+    """Those that are under way, whether they wait or were sent, by tenant."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: of one tenant."""
+        self._most = most
+        self._of: dict[str, set[object]] = {}
+
+    def enter(self, tenant: str, request: object) -> None:
+        """Raises Problem tenant-requests."""
+        known = self._of.setdefault(tenant, set())
+        if len(known) >= self._most:
+            raise Problem("tenant-requests", tenant=tenant, most=self._most)
+        known.add(request)
+
+    def leave(self, tenant: str, request: object) -> None:
+        """May be called for a request that did not enter."""
+        known = self._of.get(tenant, set())
+        known.discard(request)
+        if not known:
+            self._of.pop(tenant, None)
+
+
 class Plane:
     def __init__(
         self,
@@ -116,6 +143,7 @@ class Plane:
         lanes: Lanes,
         most_body_bytes: int,
         most_waiting_bytes: int = USUAL_BYTES,
+        tenant_requests: int = TENANT_REQUESTS,
         takes_files: bool = False,
         residencies: Residencies | None = None,
     ) -> None:
@@ -129,6 +157,7 @@ class Plane:
         self.fleet = fleet
         self.lanes = lanes
         self.most_body_bytes = most_body_bytes
+        self.requests = TenantRequests(tenant_requests)
         self.waiting_bytes = WaitingBytes(most_waiting_bytes, lanes.tenant_share)
         self._callers = callers
 

@@ -95,6 +95,8 @@ class ProxiedRequest(ABC):
 
     def start(self) -> None:
         """Its turn has come, and its client may ask this. Raises Problem."""
+        if self.identity is not None:
+            self.plane.requests.enter(self._tenant, self)
         operation = self.target.operation
         if operation.loads or operation.fan_out is not None:
             fans_out = operation.fan_out is not None and self.plane.fleet.has_choice(self.over_grpc)
@@ -138,6 +140,7 @@ class ProxiedRequest(ABC):
         if self.state is State.DONE:
             return
         self.state = State.DONE
+        self.plane.requests.leave(self._tenant, self)
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
         if self._upstream is not None:
