@@ -132,6 +132,7 @@ async def a_stage(
             tenant_requests=tenant_requests,
             takes_files=takes_files,
             residencies=gateway.parts.residencies,
+            audit=gateway.store.audit,
         )
         door = GrpcPort(GrpcCalls(plane), "127.0.0.1", 0, 64, most_body_bytes, limits)
         await door.begin()

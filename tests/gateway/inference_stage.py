@@ -241,6 +241,7 @@ def _plane(
         most_waiting_bytes=most_waiting_bytes,
         tenant_requests=tenant_requests,
         residencies=gateway.parts.residencies,
+        audit=lambda **note: gateway.store.audit(**note),
     )
 
 

@@ -211,6 +211,7 @@ class GatewayRole:
             tenant_requests=self._settings.limits.tenant_requests,
             takes_files=self._settings.triton.load_files,
             residencies=parts.residencies,
+            audit=self._store.audit,
         )
 
     def _grpc_port(self, plane: Plane, limits: ConnectionLimits) -> "GrpcPort | None":

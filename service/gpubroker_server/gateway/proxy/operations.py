@@ -55,6 +55,10 @@ class Operation:
     model_field: int = 0
     """Over gRPC: the number of the field that names the model; 0: it is about no model."""
 
+    @property
+    def is_audited(self) -> bool:
+        return self.loads or self.unloads
+
 
 class Target(NamedTuple):
     """An operation, and the model that this request names."""

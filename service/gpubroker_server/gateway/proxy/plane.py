@@ -15,6 +15,7 @@ from gpubroker_server.gateway.proxy.refusals import bad_encoding, body_too_large
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.servers import Fleet
 from gpubroker_server.ports.backends import Header, RequestHead
+from gpubroker_server.ports.store import StoreUnavailable
 
 IDEMPOTENT: Final = "x-idempotent"
 """A header, `true`: the request may be carried out twice, so that it may go to a second server when the first
@@ -55,6 +56,11 @@ class OnRequest(Protocol):
 
 class OnCall(Protocol):
     def __call__(self, method: str, code: str, seconds: float) -> None: ...
+
+
+class Audit(Protocol):
+    async def __call__(self, *, by: str, tenant: str, action: str, subject: str) -> None:
+        """Raises StoreUnavailable."""
 
 
 class ClientHead(NamedTuple):
@@ -146,6 +152,7 @@ class Plane:
         tenant_requests: int = TENANT_REQUESTS,
         takes_files: bool = False,
         residencies: Residencies | None = None,
+        audit: Audit,
     ) -> None:
         """`takes_files`: a load of a model may bring files with it. `residencies`: of the servers with
         models in the ledger."""
@@ -160,6 +167,7 @@ class Plane:
         self.requests = TenantRequests(tenant_requests)
         self.waiting_bytes = WaitingBytes(most_waiting_bytes, lanes.tenant_share)
         self._callers = callers
+        self._audit = audit
 
     def check(self, head: ClientHead) -> Identity | None:
         """The identity of the token, if one is needed. Raises Problem."""
@@ -183,6 +191,17 @@ class Plane:
         identity = self._callers.identify(authorization)
         self.check_scope(identity, scope, what)
         return identity
+
+    async def note(self, target: Target, identity: Identity | None) -> None:
+        """Write a load or an unload to the audit log, before it is carried out. Raises Problem."""
+        if identity is None or not target.operation.is_audited:
+            return
+        subject = target.model.decode(errors="replace")[:100]
+        action = "model.load" if target.operation.loads else "model.unload"
+        try:
+            await self._audit(by=identity.name, tenant=identity.tenant, action=action, subject=subject)
+        except StoreUnavailable:
+            raise Problem("store-unavailable") from None
 
     def check_scope(self, identity: Identity, scope: Scope, what: str) -> None:
         """Raises Problem."""

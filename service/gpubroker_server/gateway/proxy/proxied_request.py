@@ -97,8 +97,7 @@ class ProxiedRequest(ABC):
         """Its turn has come, and its client may ask this. Raises Problem."""
         if self.identity is not None:
             self.plane.requests.enter(self._tenant, self)
-        operation = self.target.operation
-        if operation.loads or operation.fan_out is not None:
+        if (operation := self.target.operation).loads or operation.fan_out is not None:
             fans_out = operation.fan_out is not None and self.plane.fleet.has_choice(self.over_grpc)
             self._collects = fans_out or self.plane.reads_load(operation)
             if self._collects and not self.is_complete:
@@ -203,11 +202,12 @@ class ProxiedRequest(ABC):
 
     def _reserve(self) -> tuple[Bring | None, bool]:
         """A slot if the model is there, else how to bring it; and whether it has to wait. Raises Problem."""
-        bring = None if self.plane.residencies is None else self._missing_model()
+        bring = self._missing_model()
         if bring is None and self.target.operation.takes_slot:
             assert self.identity is not None
             self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
-        return bring, bring is not None or (self.lane_entry is not None and self.lane_entry.waits)
+        waits = self.lane_entry is not None and self.lane_entry.waits
+        return bring, bring is not None or waits or self.target.operation.is_audited
 
     def _missing_model(self) -> Bring | None:
         """What to wait for before the request is sent: that its model is there, or gone if it is unloaded."""
@@ -240,6 +240,7 @@ class ProxiedRequest(ABC):
     async def _until_ready(self, bring: Bring | None) -> None:
         """Until the model is there and has a slot, both at once: while the request waits for one it may lose
         the other. Raises Problem."""
+        await self.plane.note(self.target, self.identity)
         while True:
             is_known = bring is None or await bring()
             if not self.target.operation.takes_slot:
