@@ -32,7 +32,7 @@ def servers_of(settings: Settings) -> list[Server]:
 def lane_options_of(settings: Settings) -> LaneOptions:
     given, types = settings.triton, settings.model_types
     return LaneOptions(
-        LaneRules(given.waiting, given.tenant_share),
+        LaneRules(given.waiting, given.tenant_share, settings.policy.ageing_seconds_per_point),
         Seconds(given.queue_seconds),
         given.priority,
         {name.encode(): slots for name, slots in given.slots.items()},

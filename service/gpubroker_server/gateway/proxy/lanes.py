@@ -203,15 +203,15 @@ class Lanes:
             priority = (
                 min(options.priority, identity.max_priority) if wish.priority is None else wish.priority
             )
-            place = self._enqueue(lane, identity, priority)
+            place = self._enqueue(lane, identity, priority, now)
             self._waiting[lane, place] = entry
             seconds = options.queue_seconds
             entry.wait(place, seconds if wish.seconds is None else min(seconds, wish.seconds))
         return entry
 
-    def _enqueue(self, lane: ModelLane, identity: Identity, priority: int) -> Place:
+    def _enqueue(self, lane: ModelLane, identity: Identity, priority: int, now: float) -> Place:
         """Raises Problem."""
-        queued = lane.enqueue(identity.tenant, priority)
+        queued = lane.enqueue(identity.tenant, priority, MonotonicSeconds(now))
         if isinstance(queued, LaneFull):
             raise queue_full(queued, identity.tenant)
         if queued.displaced is not None:
@@ -267,7 +267,7 @@ class Lanes:
         while lane.waiting:
             now = self.now()
             self._apply_end_of_limits(lane, now)
-            if (place := lane.start_next()) is None:
+            if (place := lane.start_next(MonotonicSeconds(now))) is None:
                 return
             entry = self._waiting[lane, place]
             self._started[lane].add(entry)
