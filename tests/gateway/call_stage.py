@@ -14,7 +14,7 @@ from gpubroker_server.gateway.http.identity import Callers, new_token
 from gpubroker_server.gateway.proxy.calls import GrpcCalls
 from gpubroker_server.gateway.proxy.grpc_port import GrpcPort
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.gateway.proxy.plane import Plane
+from gpubroker_server.gateway.proxy.plane import TENANT_REQUESTS, Plane
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.servers import Fleet, Server
 from gpubroker_server.ports.backends import Metadata
@@ -97,6 +97,7 @@ async def a_stage(
     most_body_bytes: int = 10**9,
     most_waiting_bytes: int = 10**9,
     limits: ConnectionLimits = LIMITS,
+    tenant_requests: int = TENANT_REQUESTS,
 ) -> AsyncIterator[Stage]:
     """`server` is what stands for Triton; None: there is nobody. `others`: more of them, as in NAMES.
     `certificate`: with its key; the server shows it, and it is believed."""
@@ -128,8 +129,10 @@ async def a_stage(
             fleet=Fleet(servers, gateway.parts.residencies),
             most_body_bytes=most_body_bytes,
             most_waiting_bytes=most_waiting_bytes,
+            tenant_requests=tenant_requests,
             takes_files=takes_files,
             residencies=gateway.parts.residencies,
+            audit=gateway.store.audit,
         )
         door = GrpcPort(GrpcCalls(plane), "127.0.0.1", 0, 64, most_body_bytes, limits)
         await door.begin()

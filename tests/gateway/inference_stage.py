@@ -19,7 +19,7 @@ from gpubroker_server.gateway.http.connections import ConnectionLimits, Connecti
 from gpubroker_server.gateway.http.identity import Callers, new_token
 from gpubroker_server.gateway.proxy.connection import in_front_of
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.gateway.proxy.plane import Plane
+from gpubroker_server.gateway.proxy.plane import TENANT_REQUESTS, Plane
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.servers import Fleet, Server
 from gpubroker_server.ports.models import ModelHost
@@ -154,6 +154,7 @@ async def a_stage(
     lanes: Lanes | None = None,
     others: Sequence[Handler | None] = (),
     plain: Collection[str] = (),
+    tenant_requests: int = TENANT_REQUESTS,
 ) -> AsyncIterator[Stage]:
     """`server` is called with each connection to what stands for Triton; None: there is nobody.
 
@@ -165,14 +166,19 @@ async def a_stage(
             gateway.change(served=[served])
         upstreams, servers = [], []
         for name, handler in zip(NAMES, (server, *others), strict=False):
-            shown = None if name in plain else certificate
-            upstream, behind = await _upstream(name, handler, shown)
+            upstream, behind = await _upstream(name, handler, None if name in plain else certificate)
             upstreams.append(upstream)
             behind = replace(behind, connections=connections, silence_seconds=Seconds(silence_seconds))
             servers.append(Server(name, HttpBackend(behind), is_managed=served is not None))
-        secret = await a_token(gateway, "me", "*")
         fleet = Fleet(servers, gateway.parts.residencies)
-        plane = _plane(gateway, fleet, lanes or Lanes(LaneOptions()), most_body_bytes, most_waiting_bytes)
+        plane = _plane(
+            gateway,
+            fleet,
+            lanes or Lanes(LaneOptions()),
+            most_body_bytes,
+            most_waiting_bytes,
+            tenant_requests,
+        )
         callers = Callers(gateway.parts.tokens, gateway.parts.rules.allowed_hosts)
         port = Connections(ConnectionLimits(), callers, gateway.parts.ids)
         config = uvicorn.Config(gateway.app, http=in_front_of(plane, port), lifespan="off", log_config=None)
@@ -183,7 +189,7 @@ async def a_stage(
             "127.0.0.1",
             0,
         )
-        stage = Stage(gateway, door.sockets[0].getsockname()[1], secret, fleet)
+        stage = Stage(gateway, door.sockets[0].getsockname()[1], await a_token(gateway, "me", "*"), fleet)
         try:
             yield stage
         finally:
@@ -217,7 +223,12 @@ async def _upstream(
 
 
 def _plane(
-    gateway: Gateway, fleet: Fleet, lanes: Lanes, most_body_bytes: int, most_waiting_bytes: int
+    gateway: Gateway,
+    fleet: Fleet,
+    lanes: Lanes,
+    most_body_bytes: int,
+    most_waiting_bytes: int,
+    tenant_requests: int,
 ) -> Plane:
     return Plane(
         callers=Callers(gateway.parts.tokens, gateway.parts.rules.allowed_hosts),
@@ -228,7 +239,9 @@ def _plane(
         lanes=lanes,
         most_body_bytes=most_body_bytes,
         most_waiting_bytes=most_waiting_bytes,
+        tenant_requests=tenant_requests,
         residencies=gateway.parts.residencies,
+        audit=lambda **note: gateway.store.audit(**note),
     )
 
 

@@ -75,6 +75,8 @@ async def test_a_client_that_leaves_is_one_that_the_server_hears_of(method: str)
 
     async with a_stage(waits) as stage, asyncio.timeout(PATIENCE_SECONDS):
         call = stage.ask(method) if method == INFER else stage.open()
+        if method == STREAM:
+            await call.write(b"")
         await began.wait()
         call.cancel()
         await gone.wait()

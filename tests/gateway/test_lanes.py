@@ -194,7 +194,10 @@ async def test_the_place_of_a_client_that_goes_is_free(has_slot: bool) -> None:
 async def test_a_full_lane_and_a_full_share_are_refused_at_once() -> None:
     scene = Scene(places=4)
     async with a_stage(scene.model, lanes=scene.lanes) as stage:
-        await scene.busy(stage, b"first")
+        other = await stage.of_tenant("c")
+        busy = await stage.connect()
+        busy.ask("POST", INFER, b"first", Authorization=other)
+        await scene.model.begins(b"first")
         for number in range(3):
             await scene.waits(stage, b"%d" % number)
         answered = await stage.ask("POST", INFER, b"{}")
@@ -203,7 +206,6 @@ async def test_a_full_lane_and_a_full_share_are_refused_at_once() -> None:
         assert (document["queue_position"], document["queue_eta_seconds"]) == (4, None)
         assert answered[1]["retry-after"] == "1"
         await scene.waits(stage, b"of b", Authorization=await stage.of_tenant("b"))
-        other = await stage.of_tenant("c")
         refused(await stage.ask("POST", INFER, b"{}", Authorization=other), 429, "model-queue-full")
 
 
@@ -367,7 +369,7 @@ async def test_an_entry_that_leaves_as_it_starts_or_loses_gives_its_slot_back_on
     loses = lanes.enter(b"m", SOMEBODY, QueueWish(priority=1))
     wins = lanes.enter(b"m", SOMEBODY, NO_WISH)
     loses.leave()
-    with pytest.raises(Problem, match="a request of higher priority took the place"):
+    with pytest.raises(Problem, match="a request of higher priority, or of a tenant"):
         await loses.granted()
     assert [figures[1:] for figures in lanes.figures()] == [(1, 1, 1)]
     again.leave()

@@ -90,6 +90,7 @@ async def test_an_unloaded_model_is_loaded_again_on_request() -> None:
         answer = await gateway.admin.post("/models/llm/unload")
         assert (answer.status_code, answer.json()["state"]) == (200, "cold")
         assert (await gateway.admin.post("/models/llm/load", json={})).json()["state"] == "waiting"
+        assert [note.action for note in gateway.store.audited] == ["model.load", "model.unload", "model.load"]
 
 
 async def test_a_pinned_model_is_never_a_victim() -> None:

@@ -176,9 +176,7 @@ def check_through_only_a(scene: Scene) -> None:
     assert door.ask("GET", "/v2/health/ready").status == 200
 
 
-@pytest.mark.evidence
 def test_a_model_of_a_dead_server_is_brought_at_another_one(tmp_path: Path) -> None:
-    """The short form, with servers that are simulated, is in `tests/gateway/test_residencies.py`."""
     size = {"identity_fp32": {"gpu_mb": 20 * GIB}}
     with Triton(tmp_path / "a") as a, Triton(tmp_path / "b") as b:
         held: dict[str, Any] = {"node": "local", "models": size}

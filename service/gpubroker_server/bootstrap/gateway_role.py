@@ -208,8 +208,10 @@ class GatewayRole:
             lanes=lanes,
             most_body_bytes=self._settings.triton.body_bytes,
             most_waiting_bytes=self._settings.triton.waiting_bytes,
+            tenant_requests=self._settings.limits.tenant_requests,
             takes_files=self._settings.triton.load_files,
             residencies=parts.residencies,
+            audit=self._store.audit,
         )
 
     def _grpc_port(self, plane: Plane, limits: ConnectionLimits) -> "GrpcPort | None":

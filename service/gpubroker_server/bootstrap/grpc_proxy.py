@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
-from gpubroker_server.bootstrap.model_servers import headers_of
+from gpubroker_server.bootstrap.model_servers import headers_of, trust_of
 from gpubroker_server.bootstrap.start_checks import StartRefused
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.connections import ConnectionLimits
@@ -46,11 +46,16 @@ def rpc_server_of(given: TritonServerSettings) -> TritonRpcServer:
     """Reads its files. Raises StartRefused."""
     assert given.grpc_url is not None
     url = urlsplit(given.grpc_url)
+    is_encrypted = url.scheme == "https"
+    if is_encrypted:
+        trust_of(given)  # checks the files: the library says nothing of a pair that does not fit
     return TritonRpcServer(
         name=given.name,
         address=url.netloc,
         metadata=tuple((name.lower(), value) for name, value in headers_of(given).items()),
-        roots=_roots_of(given) if url.scheme == "https" else None,
+        roots=_roots_of(given) if is_encrypted else None,
+        key=given.key_file.read_bytes() if is_encrypted and given.key_file else None,
+        chain=given.cert_file.read_bytes() if is_encrypted and given.cert_file else None,
         connect_seconds=Seconds(given.connect_seconds),
         silence_seconds=Seconds(given.silence_seconds),
     )

@@ -32,7 +32,7 @@ def servers_of(settings: Settings) -> list[Server]:
 def lane_options_of(settings: Settings) -> LaneOptions:
     given, types = settings.triton, settings.model_types
     return LaneOptions(
-        LaneRules(given.waiting, given.tenant_share),
+        LaneRules(given.waiting, given.tenant_share, settings.policy.ageing_seconds_per_point),
         Seconds(given.queue_seconds),
         given.priority,
         {name.encode(): slots for name, slots in given.slots.items()},
@@ -95,7 +95,7 @@ def server_of(given: TritonServerSettings) -> TritonServer:
         port=url.port,
         authority=url.netloc.encode(),
         headers=tuple((name.encode(), value.encode()) for name, value in headers.items()),
-        tls=_trust_of(given) if url.scheme == "https" else None,
+        tls=trust_of(given) if url.scheme == "https" else None,
         connections=given.connections,
         connect_seconds=Seconds(given.connect_seconds),
         silence_seconds=Seconds(given.silence_seconds),
@@ -123,10 +123,25 @@ def _token_in(given: TritonServerSettings) -> str:
     return token
 
 
-def _trust_of(given: TritonServerSettings) -> ssl.SSLContext:
+def trust_of(given: TritonServerSettings) -> ssl.SSLContext:
+    """Reads its files. Raises StartRefused."""
     try:
-        return ssl.create_default_context(cafile=given.ca_file)
+        trust = ssl.create_default_context(cafile=given.ca_file)
     except OSError as fault:
         raise StartRefused(
             f"triton.servers: cannot use the ca_file of {given.name}, {given.ca_file}: {fault}"
         ) from None
+    if given.cert_file is not None:
+        try:
+            trust.load_cert_chain(given.cert_file, given.key_file, _refuse_password)
+        except (OSError, ValueError) as fault:
+            raise StartRefused(
+                f"triton.servers: cannot use the cert_file and key_file of {given.name}, {given.cert_file} "
+                f"and {given.key_file}: {fault}; give PEM files without a password, of one pair"
+            ) from None
+    return trust
+
+
+def _refuse_password() -> str:
+    """Otherwise the library would ask for it on the terminal."""
+    raise ValueError("the key has a password")

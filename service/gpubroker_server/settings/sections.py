@@ -190,6 +190,7 @@ class LimitSettings(Section):
     tenant_objects: Annotated[int, Field(ge=0)] = 10_000
     tenant_pending_tasks: Annotated[int, Field(ge=0)] = 500_000
     tenant_waits: Annotated[int, Field(ge=0)] = 1_000
+    tenant_requests: Annotated[int, Field(ge=1)] = 4_096
     inline_bytes: Annotated[int, Field(gt=0)] = 64 * 1024
     result_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
     checkpoint_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024

@@ -25,6 +25,8 @@ class TritonServerSettings(Section):
     token_file: Path | None = None
     headers: dict[str, str] = Field(default_factory=dict)
     ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
     connections: Annotated[int, Field(ge=1, le=10_000)] = 128
     connect_seconds: Annotated[float, Field(gt=0, le=300)] = 5.0
     silence_seconds: Annotated[float, Field(gt=0, le=86_400)] = 300.0
@@ -61,6 +63,12 @@ class TritonServerSettings(Section):
                     f"{name!r} or its value cannot be an HTTP header; use ASCII without control characters"
                 )
         return headers
+
+    @model_validator(mode="after")
+    def _shows_a_certificate_with_its_key(self) -> Self:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError(f"{self.name} has one of cert_file and key_file; set both, or neither")
+        return self
 
 
 class BatchSettings(Section):

@@ -1,5 +1,6 @@
 """The queue in front of one model."""
 
+import pytest
 from gpubroker_server.core.domain.units import MonotonicSeconds
 from gpubroker_server.core.serving.lane import LaneFull, LaneRules, ModelLane, Place, Queued, QueueEstimate
 from hypothesis import given
@@ -17,14 +18,14 @@ def a_lane(slots: int = 1, *, places: int = 8, tenant_share: float = 0.75, busy:
 
 
 def waits(lane: ModelLane, priority: int = 50, tenant: str = "a") -> Place:
-    queued = lane.enqueue(tenant, priority)
+    queued = lane.enqueue(tenant, priority, NOW)
     assert isinstance(queued, Queued)
     assert queued.displaced is None
     return queued.place
 
 
 def is_full(lane: ModelLane, priority: int = 50, tenant: str = "a") -> LaneFull:
-    full = lane.enqueue(tenant, priority)
+    full = lane.enqueue(tenant, priority, NOW)
     assert isinstance(full, LaneFull)
     return full
 
@@ -32,7 +33,7 @@ def is_full(lane: ModelLane, priority: int = 50, tenant: str = "a") -> LaneFull:
 def all_in_order(lane: ModelLane) -> list[Place]:
     """Each one ends, and the next one starts."""
     started: list[Place] = []
-    while (place := lane.start_next()) is not None:
+    while (place := lane.start_next(NOW)) is not None:
         started.append(place)
         lane.finish(place.tenant, 1.0, NOW)
     return started
@@ -50,9 +51,9 @@ def test_a_new_limit_applies_from_the_next_request_on() -> None:
     lane.limit(1)
     place = waits(lane)
     lane.finish("a", 1.0, NOW)
-    assert lane.start_next() is None
+    assert lane.start_next(NOW) is None
     lane.limit(2)
-    assert lane.start_next() == place
+    assert lane.start_next(NOW) == place
 
 
 def test_a_number_of_slots_found_by_trying_is_no_given_limit() -> None:
@@ -65,14 +66,14 @@ def test_a_request_does_not_overtake_those_that_wait() -> None:
     first = waits(lane)
     lane.finish("a", 1.0, NOW)
     assert not lane.try_start("a")
-    assert lane.start_next() == first
-    assert lane.start_next() is None
+    assert lane.start_next(NOW) == first
+    assert lane.start_next(NOW) is None
 
 
 def test_the_highest_priority_is_first_and_among_equals_the_first_to_arrive() -> None:
     lane = a_lane(busy="z")
     low, high, as_high = waits(lane, 10), waits(lane, 90), waits(lane, 90, "b")
-    assert lane.start_next() is None
+    assert lane.start_next(NOW) is None
     lane.finish("z", 1.0, NOW)
     assert all_in_order(lane) == [high, as_high, low]
     assert lane.is_idle
@@ -91,9 +92,9 @@ def test_a_tenant_that_holds_its_share_of_the_slots_comes_after_other_tenants() 
     lane = a_lane(4, busy="aaaa")
     urgent, other = waits(lane, 90, "a"), waits(lane, 10, "b")
     lane.finish("a", 1.0, NOW)
-    assert lane.start_next() == other
+    assert lane.start_next(NOW) == other
     lane.finish("b", 1.0, NOW)
-    assert lane.start_next() == urgent  # no other tenant waits: no slot stays free
+    assert lane.start_next(NOW) == urgent  # no other tenant waits: no slot stays free
 
 
 def test_a_tenant_has_its_share_of_the_places_and_the_rest_is_kept_for_others() -> None:
@@ -116,8 +117,8 @@ def test_a_higher_priority_takes_the_last_place_of_a_full_lane() -> None:
     lane = a_lane(busy="z", places=2, tenant_share=1.0)
     waits(lane, 40, "a")
     last = waits(lane, 10, "b")
-    assert lane.enqueue("c", 10) == LaneFull(QueueEstimate(3, None), is_share=False)
-    queued = lane.enqueue("c", 90)
+    assert lane.enqueue("c", 10, NOW) == LaneFull(QueueEstimate(3, None), is_share=False)
+    queued = lane.enqueue("c", 90, NOW)
     assert isinstance(queued, Queued)
     assert queued.displaced == last
     assert lane.waiting == 2
@@ -128,7 +129,7 @@ def test_a_tenant_whose_share_is_full_loses_a_place_of_its_own_to_its_higher_pri
     waits(lane, 5, "b")
     waits(lane, 30)
     last = waits(lane, 20)
-    queued = lane.enqueue("a", 90)
+    queued = lane.enqueue("a", 90, NOW)
     assert isinstance(queued, Queued)
     assert queued.displaced == last
 
@@ -155,8 +156,56 @@ def test_a_lane_without_a_number_of_slots_finds_one() -> None:
     for moment in range(20):
         waits(lane)
         lane.finish("a", 1.0, MonotonicSeconds(moment))
-        assert lane.start_next() is not None
+        assert lane.start_next(NOW) is not None
     assert lane.slots > first
+
+
+def test_tenants_of_one_priority_take_turns() -> None:
+    lane = a_lane(busy="z")
+    firsts = [waits(lane, tenant=tenant) for tenant in "aaab"]
+    lane.finish("z", 1.0, NOW)
+    assert all_in_order(lane) == [firsts[0], firsts[3], firsts[1], firsts[2]]
+
+
+def test_a_tenant_that_comes_back_has_no_turns_saved() -> None:
+    lane = a_lane(busy="z")
+    many = [waits(lane) for _ in range(4)]
+    lane.finish("z", 1.0, NOW)
+    for place in many[:2]:
+        assert lane.start_next(NOW) == place
+        lane.finish("a", 1.0, NOW)
+    late = [waits(lane, tenant="b") for _ in range(2)]
+    order = all_in_order(lane)
+    assert order.index(late[0]) < order.index(many[3])
+    assert order.index(late[1]) > order.index(many[2])
+
+
+@pytest.mark.parametrize(
+    ("priority", "waited", "is_first"), [(69, 480.0, False), (69, 540.0, True), (70, 1e6, False)]
+)
+def test_waiting_long_gains_order_up_to_the_top_of_the_band(
+    priority: int, waited: float, is_first: bool
+) -> None:
+    lane, now = a_lane(busy="z"), MonotonicSeconds(NOW + waited)
+    old = waits(lane, 60)
+    assert isinstance(lane.enqueue("b", priority, now), Queued)
+    lane.finish("z", 1.0, now)
+    assert (lane.start_next(now) == old) is is_first
+
+
+def test_a_lone_tenant_may_fill_the_lane_and_another_one_still_gets_a_place() -> None:
+    lane = a_lane(busy="a", places=4)
+    places = [waits(lane, 90) for _ in range(4)]
+    assert not is_full(lane, 90).is_share
+    queued = lane.enqueue("b", 10, NOW)
+    assert isinstance(queued, Queued)
+    assert queued.displaced == places[-1]
+    lone = a_lane(busy="a", places=4)
+    low = [waits(lone, 10) for _ in range(4)]
+    own = lone.enqueue("a", 90, NOW)
+    assert isinstance(own, Queued)
+    assert own.displaced == low[-1]
+    assert is_full(lane, 90) == LaneFull(QueueEstimate(4, None), is_share=False)
 
 
 PRIORITIES, TENANTS = st.integers(0, 100), st.sampled_from("abc")
@@ -177,21 +226,24 @@ def test_no_slot_is_given_twice_and_none_stays_free_while_a_request_waits(
             assert not waiting
             going.append(tenant)
         elif event == "come":
-            queued = lane.enqueue(tenant, number)
+            queued = lane.enqueue(tenant, number, NOW)
             if isinstance(queued, Queued):
                 waiting.append(queued.place)
                 if queued.displaced is not None:
-                    assert queued.displaced.order > queued.place.order
+                    mine = sum(other.tenant == queued.displaced.tenant for other in waiting)
+                    is_beyond = mine > lane._share_of(places)
+                    assert is_beyond or queued.displaced.order > queued.place.order
                     waiting.remove(queued.displaced)
         elif event == "leave" and waiting:
             lane.withdraw(waiting.pop(number % len(waiting)))
         elif event == "end" and going:
             lane.finish(going.pop(number % len(going)), 1.0, NOW)
-        while (place := lane.start_next()) is not None:
+        while (place := lane.start_next(NOW)) is not None:
             better = [other for other in waiting if other < place]
             assert all(other.tenant != place.tenant for other in better)
             most = lane._share_of(slots)
-            assert all(going.count(other.tenant) >= most for other in better)
+            above = [other for other in better if other.order < place.order]
+            assert all(going.count(other.tenant) >= most for other in above)
             waiting.remove(place)
             going.append(place.tenant)
         assert lane.in_flight == len(going) <= slots

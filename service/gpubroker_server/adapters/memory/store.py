@@ -352,7 +352,8 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         return frozenset(digest for digest in digests if digest in named)
 
     async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
-        """Not kept: it would end with the process."""
+        """Kept as long as the process, as all of this store."""
+        self.audited.append(AuditNote(Instant(self._now()), tenant, by, action, subject, ""))
 
     async def held_back(self) -> None:
         return None

@@ -23,6 +23,9 @@ class TritonRpcServer:
     """Credentials, which only this server gets; they replace metadata of the client with the same names."""
     roots: bytes | None = None
     """Trusted certificates; None: without TLS."""
+    key: bytes | None = None
+    chain: bytes | None = None
+    """The private key and the certificates that are shown to the server, if it asks for them."""
     connect_seconds: Seconds = Seconds(5.0)
     silence_seconds: Seconds = Seconds(300.0)
 
@@ -68,7 +71,7 @@ class RpcBackend(CallBackend):
             if server.roots is None:
                 self._channel = grpc.aio.insecure_channel(server.address, options)
             else:
-                trust = grpc.ssl_channel_credentials(server.roots)
+                trust = grpc.ssl_channel_credentials(server.roots, server.key, server.chain)
                 self._channel = grpc.aio.secure_channel(server.address, trust, options)
         return self._channel
 

@@ -51,6 +51,15 @@ def band_of(priority: int) -> tuple[str, int, int]:
     raise ValueError(f"priority {priority} lies outside 0..100")
 
 
+AGEING_SECONDS_PER_POINT = 60.0
+
+
+def aged_priority(priority: int, waited_seconds: float, seconds_per_point: float) -> int:
+    """One point more per `seconds_per_point`, at most up to the top of its band."""
+    points = int(waited_seconds / seconds_per_point) if waited_seconds > 0 else 0
+    return min(band_of(priority)[2], priority + points) if points else priority
+
+
 class CustomLimit(NamedTuple):
     name: str
     amount: float

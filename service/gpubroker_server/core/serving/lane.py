@@ -1,14 +1,16 @@
 """The queue in front of one model: which request starts now, which one is next, which one is refused.
 
-Requests wait for seconds, so nothing here is stored, and priorities do not age: a request that has waited as
-long as it may is refused instead. `now` is on any clock that never jumps.
+Requests wait for seconds, so nothing here is stored. Among requests of one priority, tenants take turns: fair
+queueing by number of requests (Demers, Keshav, Shenker 1989), as Triton does not tell how long one will take.
+`now` is on any clock that never jumps.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import Counter
 from math import ceil
 from typing import NamedTuple
 
+from gpubroker_server.core.domain.policy import AGEING_SECONDS_PER_POINT, aged_priority
 from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 from gpubroker_server.core.serving.slots import HillClimb
 
@@ -20,16 +22,20 @@ class LaneRules(NamedTuple):
     places: int = 256
     """How many requests may wait."""
     tenant_share: float = 0.75
-    """The part of the places that one tenant may have, and of the slots while others wait; one always."""
+    """The part of the places that one tenant may have while another one is there, and of the slots while
+    others wait; one always."""
+    ageing_seconds_per_point: float = AGEING_SECONDS_PER_POINT
+    """As of tasks."""
 
 
 class Place(NamedTuple):
-    """Of a waiting request. The smallest is next; no two are equal."""
+    """Of a waiting request. The smallest came first, or has the highest priority; no two are equal."""
 
     order: int
     """The priority, negative: the highest is first."""
     arrival: int
     tenant: str
+    since: MonotonicSeconds
 
 
 class QueueEstimate(NamedTuple):
@@ -42,7 +48,7 @@ class QueueEstimate(NamedTuple):
 class Queued(NamedTuple):
     place: Place
     displaced: Place | None
-    """All places were taken: this one lost its place to the higher priority."""
+    """All places were taken: it went to a higher priority, or to a tenant within its share."""
 
 
 class LaneFull(NamedTuple):
@@ -55,8 +61,8 @@ class LaneFull(NamedTuple):
 class ModelLane:
     """Compares by identity."""
 
-    __slots__ = ("_arrivals", "_climb", "_held", "_mean_seconds", "_queues", "_rules", "_slots", "in_flight",
-                 "waiting")  # fmt: skip
+    __slots__ = ("_arrivals", "_climb", "_held", "_mean_seconds", "_queues", "_rules", "_slots", "_turn",
+                 "_turns", "_waits", "in_flight", "waiting")  # fmt: skip
 
     def __init__(self, rules: LaneRules, slots: int | None = None) -> None:
         """`slots`: how many requests at once; None: as many as prove useful."""
@@ -67,8 +73,14 @@ class ModelLane:
         self._climb = HillClimb()
         self._held: Counter[str] = Counter()
         """In flight, by tenant."""
-        self._queues: dict[str, list[Place]] = {}
-        """By tenant, each in order and none empty."""
+        self._waits: Counter[str] = Counter()
+        """Waiting, by tenant."""
+        self._queues: dict[tuple[str, int], list[Place]] = {}
+        """By tenant and order, each by arrival and none empty."""
+        self._turn = 0
+        """Of the request that started last of those that had waited."""
+        self._turns: dict[str, int] = {}
+        """By tenant, its next turn, if that is ahead; of tenants that are there."""
         self._arrivals = 0
         self._mean_seconds: float | None = None
 
@@ -97,57 +109,100 @@ class ModelLane:
         self._held[tenant] += 1
         return True
 
-    def enqueue(self, tenant: str, priority: int) -> Queued | LaneFull:
-        place = Place(-priority, self._arrivals, tenant)
-        queue = self._queues.get(tenant, [])
-        displaced: Place | None = None
-        is_share = len(queue) >= self._share_of(self._rules.places)
+    def enqueue(self, tenant: str, priority: int, now: MonotonicSeconds) -> Queued | LaneFull:
+        place = Place(-priority, self._arrivals, tenant, now)
         is_full = self.waiting >= self._rules.places
-        if is_share or is_full:
-            last = queue[-1] if is_share else max(queue[-1] for queue in self._queues.values())
-            if last.order <= place.order:
+        is_share = self._waits[tenant] >= self._places_each and not self._is_alone(tenant)
+        displaced: Place | None = None
+        if is_full or is_share:
+            displaced = self._displaced_by(place, is_share=is_share)
+            if displaced is None:
                 return LaneFull(self.estimate(place), is_share and not is_full)
-            displaced = last
-            self.withdraw(last)
+            self.withdraw(displaced)
         self._arrivals += 1
         self.waiting += 1
-        insort(self._queues.setdefault(tenant, []), place)
+        self._waits[tenant] += 1
+        self._queues.setdefault((tenant, -priority), []).append(place)
         return Queued(place, displaced)
+
+    def _displaced_by(self, place: Place, *, is_share: bool) -> Place | None:
+        """The last of its own tenant if that has its share; of tenants beyond theirs, which were alone when
+        they came, whatever its priority; of all, if its priority is lower."""
+        lasts = [queue[-1] for queue in self._queues.values()]
+        if is_share:
+            lasts = [last for last in lasts if last.tenant == place.tenant]
+        elif self._waits[place.tenant] < self._places_each:
+            beyond = [last for last in lasts if self._waits[last.tenant] > self._places_each]
+            if beyond:
+                return max(beyond)
+        last = max(lasts)
+        return None if last.order <= place.order else last
+
+    @property
+    def _places_each(self) -> int:
+        return self._share_of(self._rules.places)
+
+    def _is_alone(self, tenant: str) -> bool:
+        """No other tenant waits or has a slot."""
+        return self.waiting + self.in_flight == self._waits[tenant] + self._held[tenant]
 
     def withdraw(self, place: Place) -> None:
         """It waits no longer."""
-        queue = self._queues[place.tenant]
+        queue = self._queues[place.tenant, place.order]
         del queue[bisect_left(queue, place)]
         if not queue:
-            del self._queues[place.tenant]
+            del self._queues[place.tenant, place.order]
         self.waiting -= 1
+        self._waits[place.tenant] -= 1
+        self._forget_if_gone(place.tenant)
 
-    def start_next(self) -> Place | None:
-        """Give a free slot to the next request. While several tenants wait, one that holds its share of the
-        slots comes after the others."""
+    def start_next(self, now: MonotonicSeconds) -> Place | None:
+        """Give a free slot to the next request:
+
+        1. of a tenant that holds less than its share of the slots, while several wait
+        2. of the highest priority, aged as those of tasks are
+        3. of the tenant whose turn it is
+        4. the first to arrive
+        """
         if not self.waiting or self.in_flight >= self.slots:
             return None
         most = self._share_of(self.slots)
         heads = (queue[0] for queue in self._queues.values())
-        place = min(heads, key=lambda head: (self._held[head.tenant] >= most, head))
-        self.withdraw(place)
+        place = min(heads, key=lambda head: (self._held[head.tenant] >= most, *self._rank(head, now)))
+        self._turn = self._turn_of(place.tenant)
+        self._turns[place.tenant] = self._turn + 1
         self.in_flight += 1
         self._held[place.tenant] += 1
+        self.withdraw(place)
         return place
+
+    def _rank(self, head: Place, now: MonotonicSeconds) -> tuple[int, int, int]:
+        waited = now - head.since
+        aged = aged_priority(-head.order, waited, self._rules.ageing_seconds_per_point)
+        return -aged, self._turn_of(head.tenant), head.arrival
+
+    def _turn_of(self, tenant: str) -> int:
+        return max(self._turn, self._turns.get(tenant, 0))
+
+    def _forget_if_gone(self, tenant: str) -> None:
+        for counts in (self._held, self._waits):
+            if not counts[tenant]:
+                del counts[tenant]
+        if tenant not in self._held and tenant not in self._waits:
+            self._turns.pop(tenant, None)
 
     def finish(self, tenant: str, held_seconds: float, now: MonotonicSeconds) -> None:
         """One of the tenant's requests is over, and its slot is free."""
         self.in_flight -= 1
         self._held[tenant] -= 1
-        if not self._held[tenant]:
-            del self._held[tenant]
+        self._forget_if_gone(tenant)
         mean = self._mean_seconds
         self._mean_seconds = held_seconds if mean is None else mean + _WEIGHT * (held_seconds - mean)
         if self._slots is None:
             self._climb.answered(now, is_queued=self.waiting > 0)
 
     def estimate(self, place: Place) -> QueueEstimate:
-        """Of a request that waits, or would."""
+        """Of a request that waits, or would: by priority and arrival, whoever's turn it is."""
         position = 1 + sum(bisect_left(queue, place) for queue in self._queues.values())
         mean = self._mean_seconds
         return QueueEstimate(position, None if mean is None else Seconds(position * mean / self.slots))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import inf
 
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.policy import Policy, band_of
+from gpubroker_server.core.domain.policy import Policy, aged_priority, band_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.world.due_times import DueTimes
@@ -29,12 +29,6 @@ OrderKey = tuple[int, int, int, int, float, float, TaskId]
 """A task's place in the queue: smallest first, never equal to another's."""
 
 
-def aged_priority(priority: int, top: int, waited_seconds: float, policy: Policy) -> int:
-    """One point more per `ageing_seconds_per_point`, at most up to the top of its band."""
-    points = int(waited_seconds / policy.ageing_seconds_per_point) if waited_seconds > 0 else 0
-    return min(top, priority + points)
-
-
 def order_within_tenant(
     standing: int, stream: str, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
 ) -> TenantOrderKey:
@@ -47,7 +41,7 @@ def order_within_tenant(
     5. smaller id
     """
     top = band_of(standing)[2]
-    points = aged_priority(standing, top, now - submitted_at, policy)
+    points = aged_priority(standing, now - submitted_at, policy.ageing_seconds_per_point)
     return (-top, -points, -policy.weight_of(stream), submitted_at, task)
 
 
@@ -169,7 +163,7 @@ class QueueGroup:
             submitted_at, task = self._members[self._first + index]
             return (
                 -top,
-                -aged_priority(standing, top, now - submitted_at, policy),
+                -aged_priority(standing, now - submitted_at, policy.ageing_seconds_per_point),
                 -weight,
                 submitted_at,
                 task,

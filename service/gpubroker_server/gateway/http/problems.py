@@ -160,6 +160,13 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "(limits.tenant_waits); wait for fewer tasks at once, or ask again without waiting",
         retryable=True,
     ),
+    "tenant-requests": ProblemKind(
+        429,
+        "The tenant has too many requests to models under way",
+        'tenant "{tenant}" has {most} requests to models under way at this gateway, as many as it may '
+        "(limits.tenant_requests), and nothing of this one was sent; send fewer at once",
+        retryable=True,
+    ),
     "model-queue-full": ProblemKind(429, "The model's queue is full", retryable=True),
     "model-queue-share": ProblemKind(429, "The tenant's share of the model's queue is full", retryable=True),
     "headers-too-large": ProblemKind(431, "The headers are too long"),

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import TOP_PRIORITY
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
@@ -121,7 +122,8 @@ async def load_model(
     priority = parts.priority_of(name, query.server, body.priority)
     parts.permissions.check_priority(call.identity, priority)
     try:
-        residency, _ = await parts.want(name, query.server, priority)
+        residency, task = await parts.want(name, query.server, priority)
+        await _note(call, parts, task, "model.load")
         if body.wait_seconds:
             await residency.ready(name, priority, Seconds(body.wait_seconds))
     except UnknownModel as unknown:
@@ -131,6 +133,12 @@ async def load_model(
             raise
     view = await parts.view(name, residency.rules.name)
     return answer(view, 200 if view["state"] == "resident" else 202)
+
+
+async def _note(call: Call, parts: Parts, task: Task, action: str) -> None:
+    """Raises StoreUnavailable."""
+    subject = f"{task.name} ({task.id})"
+    await parts.store.audit(by=call.identity.name, tenant=task.tenant, action=action, subject=subject)
 
 
 @resource.route(
@@ -150,9 +158,7 @@ async def unload_model(
     residency = parts.holding(name, query.server)
     task = None if residency is None else residency.of(name)
     if residency is not None and task is not None:
-        subject = f"{task.name} ({task.id})"
-        by = call.identity.name
-        await parts.store.audit(by=by, tenant=task.tenant, action="model.unload", subject=subject)
+        await _note(call, parts, task, "model.unload")
         await residency.ask_leader(task, "cancel")
     view = await parts.view(name, query.server if residency is None else residency.rules.name)
     return answer(view, 200 if view["state"] == "cold" else 202)

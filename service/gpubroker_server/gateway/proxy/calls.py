@@ -146,23 +146,24 @@ class GrpcCall(ProxiedRequest):
         await context.write(await self.unary(b"", context))
 
     async def stream(self, stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """It goes where its first message belongs, once the model of that is there. It is never retried, and
-        lasts no longer than its token."""
-        first: list[bytes] = []
-        plane, operation = self.plane, self.target.operation
+        """It goes where its first message belongs, once the model of that is there and has a slot, which it
+        keeps. It is never retried, and lasts no longer than its token."""
         try:
-            if operation.model_field and (plane.fleet.has_choice(True) or plane.residencies is not None):
+            self.plane.requests.enter(self._tenant, self)
+            if self.target.operation.model_field:
                 async for message in stream:
-                    first.append(message)
+                    await self._wait_for_model(message)
                     break
-                await self._wait_for_model(b"".join(first))
-            await self._pass_stream(first, stream, context)
+            await self._pass_stream(stream, context)
             self._count(grpc.StatusCode.OK)
         except Exception as fault:
+            self.close()
             await self._fail(fault, context)
         except asyncio.CancelledError:
             self._count(grpc.StatusCode.CANCELLED)
             raise
+        finally:
+            self.close()
 
     async def refused(
         self, problem: Problem, _stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -276,16 +277,14 @@ class GrpcCall(ProxiedRequest):
     async def _wait_for_model(self, first: bytes) -> None:
         """Raises Problem."""
         self.target = target_of(self.target.operation, first)
-        if (bring := self._missing_model()) is not None:
-            try:
-                self._body.charge(len(first), self._tenant)
-                await bring()
-            finally:
-                self._body.release()
+        self.write(first)
+        bring, must_wait = self._reserve()
+        if must_wait:
+            self._body.charge(len(first), self._tenant)
+            await self._until_ready(bring)
+            self._body.release()
 
-    async def _pass_stream(
-        self, first: Sequence[bytes], stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> None:
+    async def _pass_stream(self, stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """Raises CallFailed."""
         server = self.plane.fleet.pick(self.target, over_grpc=True)
         assert server is not None  # none was tried
@@ -295,13 +294,12 @@ class GrpcCall(ProxiedRequest):
         server.in_flight += 1
         try:
             async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(self._send_all(first, stream, call))
+                sending = tasks.create_task(self._send_all(stream, call))
                 watching = tasks.create_task(self._watch_token())
-                with self.plane.lanes.streaming(self._model):
-                    await context.send_initial_metadata(await call.first())
-                    while (answer := await call.read()) is not None:
-                        await context.write(answer)
-                    context.set_trailing_metadata(self._signed(await call.last()))
+                await context.send_initial_metadata(await call.first())
+                while (answer := await call.read()) is not None:
+                    await context.write(answer)
+                context.set_trailing_metadata(self._signed(await call.last()))
                 sending.cancel()
                 watching.cancel()
         except ExceptionGroup as group:
@@ -313,10 +311,11 @@ class GrpcCall(ProxiedRequest):
             server.in_flight -= 1
             call.cancel()
 
-    async def _send_all(self, first: Sequence[bytes], stream: AsyncIterator[bytes], call: CallStream) -> None:
+    async def _send_all(self, stream: AsyncIterator[bytes], call: CallStream) -> None:
         """Raises Problem."""
-        for message in first:
+        for message in self._body.pieces:
             await call.write(message)
+        self._body.clear()
         async for message in stream:
             self._authorize()  # whichever model it names, as a call of its own
             await call.write(message)

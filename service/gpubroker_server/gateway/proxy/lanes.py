@@ -6,7 +6,6 @@ A slot is given back exactly once, however its request ends: by `LaneEntry.leave
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import inf
 from typing import Final, NamedTuple
 
@@ -176,8 +175,6 @@ class Lanes:
         self._waiting: dict[tuple[ModelLane, Place], LaneEntry] = {}
         self._started: dict[ModelLane, set[LaneEntry]] = {}
         """Those that have a slot."""
-        self._streams: dict[str, list[float]] = {}
-        """By model, when its open streams began; they take no slot."""
 
     def wish_in(
         self, identity: Identity, priority: str | None, seconds: str | None, model_type: str | None
@@ -206,44 +203,30 @@ class Lanes:
             priority = (
                 min(options.priority, identity.max_priority) if wish.priority is None else wish.priority
             )
-            place = self._enqueue(lane, identity, priority)
+            place = self._enqueue(lane, identity, priority, now)
             self._waiting[lane, place] = entry
             seconds = options.queue_seconds
             entry.wait(place, seconds if wish.seconds is None else min(seconds, wish.seconds))
         return entry
 
-    def _enqueue(self, lane: ModelLane, identity: Identity, priority: int) -> Place:
+    def _enqueue(self, lane: ModelLane, identity: Identity, priority: int, now: float) -> Place:
         """Raises Problem."""
-        queued = lane.enqueue(identity.tenant, priority)
+        queued = lane.enqueue(identity.tenant, priority, MonotonicSeconds(now))
         if isinstance(queued, LaneFull):
             raise queue_full(queued, identity.tenant)
         if queued.displaced is not None:
             self._waiting[lane, queued.displaced].lose(displaced(lane.estimate(queued.displaced)))
         return queued.place
 
-    @contextmanager
-    def streaming(self, model: str) -> Iterator[None]:
-        """While a stream to the model is open."""
-        since = self.now()
-        self._streams.setdefault(model, []).append(since)
-        try:
-            yield
-        finally:
-            self._streams[model].remove(since)
-            if not self._streams[model]:
-                del self._streams[model]
-
     def has_older(self, model: str, at: float) -> bool:
-        """Whether a request that got its slot by then is not answered, or a stream is open since."""
-        if any(since <= at for since in self._streams.get(model, ())):
-            return True
+        """Whether a request that got its slot by then is not answered, or a stream is open."""
         lane = self._lanes.get(model.encode())
         return lane is not None and any(entry.since <= at for entry in self._started[lane])
 
     def in_use(self) -> frozenset[str]:
         """Models that have a request here, under way or waiting."""
         lanes = (name.decode("utf-8", "replace") for name, lane in self._lanes.items() if not lane.is_idle)
-        return frozenset((*lanes, *self._streams))
+        return frozenset(lanes)
 
     @property
     def tenant_share(self) -> float:
@@ -289,7 +272,7 @@ class Lanes:
         while lane.waiting:
             now = self.now()
             self._apply_end_of_limits(lane, now)
-            if (place := lane.start_next()) is None:
+            if (place := lane.start_next(MonotonicSeconds(now))) is None:
                 return
             entry = self._waiting[lane, place]
             self._started[lane].add(entry)

@@ -55,6 +55,10 @@ class Operation:
     model_field: int = 0
     """Over gRPC: the number of the field that names the model; 0: it is about no model."""
 
+    @property
+    def is_audited(self) -> bool:
+        return self.loads or self.unloads
+
 
 class Target(NamedTuple):
     """An operation, and the model that this request names."""
@@ -165,7 +169,7 @@ _OPERATIONS: Final = [
     Operation("ModelStatistics", fan_out=FanOut.STATISTICS, reads=True, model_field=1),
     Operation("RepositoryIndex", fan_out=FanOut.INDEX, reads=True),
     Operation("ModelInfer", takes_slot=True, needs_model=True, model_field=1),
-    Operation("ModelStreamInfer", is_stream=True, needs_model=True, model_field=1),
+    Operation("ModelStreamInfer", is_stream=True, takes_slot=True, needs_model=True, model_field=1),
     Operation("TraceSetting", fan_out=FanOut.EACH, sets=True, model_field=2),
     Operation("LogSettings", fan_out=FanOut.EACH, sets=True),
     Operation("RepositoryModelLoad", Scope.MODELS_MANAGE, needs_model=True, loads=True, model_field=2),

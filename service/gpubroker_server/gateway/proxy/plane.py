@@ -15,6 +15,7 @@ from gpubroker_server.gateway.proxy.refusals import bad_encoding, body_too_large
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.servers import Fleet
 from gpubroker_server.ports.backends import Header, RequestHead
+from gpubroker_server.ports.store import StoreUnavailable
 
 IDEMPOTENT: Final = "x-idempotent"
 """A header, `true`: the request may be carried out twice, so that it may go to a second server when the first
@@ -45,12 +46,21 @@ _TO_US: Final = frozenset(
 _PLAIN_CONNECTIONS: Final = frozenset({b"", b"close", b"keep-alive"})
 
 
+TENANT_REQUESTS: Final = 4096
+"""What a tenant may have under way if no setting says otherwise."""
+
+
 class OnRequest(Protocol):
     def __call__(self, method: str, route: str, status: int, seconds: float) -> None: ...
 
 
 class OnCall(Protocol):
     def __call__(self, method: str, code: str, seconds: float) -> None: ...
+
+
+class Audit(Protocol):
+    async def __call__(self, *, by: str, tenant: str, action: str, subject: str) -> None:
+        """Raises StoreUnavailable."""
 
 
 class ClientHead(NamedTuple):
@@ -104,6 +114,29 @@ def client_head(method: bytes, path: bytes, headers: Sequence[Header]) -> Client
     )
 
 
+class TenantRequests:
+    """Those that are under way, whether they wait or were sent, by tenant."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: of one tenant."""
+        self._most = most
+        self._of: dict[str, set[object]] = {}
+
+    def enter(self, tenant: str, request: object) -> None:
+        """Raises Problem tenant-requests."""
+        known = self._of.setdefault(tenant, set())
+        if len(known) >= self._most:
+            raise Problem("tenant-requests", tenant=tenant, most=self._most)
+        known.add(request)
+
+    def leave(self, tenant: str, request: object) -> None:
+        """May be called for a request that did not enter."""
+        known = self._of.get(tenant, set())
+        known.discard(request)
+        if not known:
+            self._of.pop(tenant, None)
+
+
 class Plane:
     def __init__(
         self,
@@ -116,8 +149,10 @@ class Plane:
         lanes: Lanes,
         most_body_bytes: int,
         most_waiting_bytes: int = USUAL_BYTES,
+        tenant_requests: int = TENANT_REQUESTS,
         takes_files: bool = False,
         residencies: Residencies | None = None,
+        audit: Audit,
     ) -> None:
         """`takes_files`: a load of a model may bring files with it. `residencies`: of the servers with
         models in the ledger."""
@@ -129,8 +164,10 @@ class Plane:
         self.fleet = fleet
         self.lanes = lanes
         self.most_body_bytes = most_body_bytes
+        self.requests = TenantRequests(tenant_requests)
         self.waiting_bytes = WaitingBytes(most_waiting_bytes, lanes.tenant_share)
         self._callers = callers
+        self._audit = audit
 
     def check(self, head: ClientHead) -> Identity | None:
         """The identity of the token, if one is needed. Raises Problem."""
@@ -154,6 +191,17 @@ class Plane:
         identity = self._callers.identify(authorization)
         self.check_scope(identity, scope, what)
         return identity
+
+    async def note(self, target: Target, identity: Identity | None) -> None:
+        """Write a load or an unload to the audit log, before it is carried out. Raises Problem."""
+        if identity is None or not target.operation.is_audited:
+            return
+        subject = target.model.decode(errors="replace")[:100]
+        action = "model.load" if target.operation.loads else "model.unload"
+        try:
+            await self._audit(by=identity.name, tenant=identity.tenant, action=action, subject=subject)
+        except StoreUnavailable:
+            raise Problem("store-unavailable") from None
 
     def check_scope(self, identity: Identity, scope: Scope, what: str) -> None:
         """Raises Problem."""

@@ -95,8 +95,9 @@ class ProxiedRequest(ABC):
 
     def start(self) -> None:
         """Its turn has come, and its client may ask this. Raises Problem."""
-        operation = self.target.operation
-        if operation.loads or operation.fan_out is not None:
+        if self.identity is not None:
+            self.plane.requests.enter(self._tenant, self)
+        if (operation := self.target.operation).loads or operation.fan_out is not None:
             fans_out = operation.fan_out is not None and self.plane.fleet.has_choice(self.over_grpc)
             self._collects = fans_out or self.plane.reads_load(operation)
             if self._collects and not self.is_complete:
@@ -138,6 +139,7 @@ class ProxiedRequest(ABC):
         if self.state is State.DONE:
             return
         self.state = State.DONE
+        self.plane.requests.leave(self._tenant, self)
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
         if self._upstream is not None:
@@ -192,14 +194,20 @@ class ProxiedRequest(ABC):
             self._collects = False
             self._check_body()
         if self.identity is not None:
-            operation = self.target.operation
-            bring = None if self.plane.residencies is None else self._missing_model()
-            if bring is None and operation.takes_slot:
-                self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
-            if bring is not None or (self.lane_entry is not None and self.lane_entry.waits):
+            bring, must_wait = self._reserve()
+            if must_wait:
                 self._wait(bring)
                 return
         self._forward()
+
+    def _reserve(self) -> tuple[Bring | None, bool]:
+        """A slot if the model is there, else how to bring it; and whether it has to wait. Raises Problem."""
+        bring = self._missing_model()
+        if bring is None and self.target.operation.takes_slot:
+            assert self.identity is not None
+            self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
+        waits = self.lane_entry is not None and self.lane_entry.waits
+        return bring, bring is not None or waits or self.target.operation.is_audited
 
     def _missing_model(self) -> Bring | None:
         """What to wait for before the request is sent: that its model is there, or gone if it is unloaded."""
@@ -232,6 +240,7 @@ class ProxiedRequest(ABC):
     async def _until_ready(self, bring: Bring | None) -> None:
         """Until the model is there and has a slot, both at once: while the request waits for one it may lose
         the other. Raises Problem."""
+        await self.plane.note(self.target, self.identity)
         while True:
             is_known = bring is None or await bring()
             if not self.target.operation.takes_slot:
@@ -240,7 +249,7 @@ class ProxiedRequest(ABC):
             if self.lane_entry is None:
                 self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
             await self.lane_entry.granted()
-            if not is_known or self._is_resident() is not False:
+            if not is_known or not self._has_left():
                 return
             self.lane_entry.leave()
             self.lane_entry, bring = None, self._bring
@@ -252,14 +261,12 @@ class ProxiedRequest(ABC):
             residencies.try_again(self._model)
         return await residencies.ready_if_known(self._model, self.wish.priority, self.wish.seconds)
 
-    def _is_resident(self) -> bool | None:
-        """As the ledger says; None where it is not the ledger's to say."""
+    def _has_left(self) -> bool:
+        """As the ledger says; False where it is not the ledger's to say."""
         residencies = self.plane.residencies
-        if residencies is None or not self.target.model:
-            return None
-        if residencies.have(self._model):
-            return True
-        return None if self.plane.fleet.is_outside_ledger(self._model) else False
+        if residencies is None or not self.target.model or residencies.have(self._model):
+            return False
+        return not self.plane.fleet.is_outside_ledger(self._model)
 
     def _write_waiting(self, data: bytes) -> None:
         try:
@@ -282,8 +289,8 @@ class ProxiedRequest(ABC):
         if operation.fan_out is not None and (servers := fleet.all_for(self.target, self.over_grpc)):
             self._task = asyncio.ensure_future(self._forward_to_all(servers, operation.fan_out))
             return
-        follows = plane.residencies is not None and operation.takes_slot and not self.target.is_encoded
-        self._was_there = follows and self._is_resident() is True
+        follows = operation.takes_slot and not self.target.is_encoded
+        self._was_there = follows and plane.residencies is not None and plane.residencies.have(self._model)
         self._is_kept = self._was_there or fleet.has_choice(self.over_grpc)
         self._tried.clear()
         server = fleet.pick(self.target, over_grpc=self.over_grpc)

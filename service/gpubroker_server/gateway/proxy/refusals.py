@@ -101,8 +101,8 @@ def queue_full(full: LaneFull, tenant: str) -> NoSlot:
 def displaced(estimate: QueueEstimate) -> NoSlot:
     return NoSlot(
         "model-queue-full",
-        "all waiting places of this model are taken, and a request of higher priority took the place of this "
-        "one, of which nothing was sent; send it again later",
+        "all waiting places of this model are taken, and a request of higher priority, or of a tenant "
+        "within its share, took the place of this one, of which nothing was sent; send it again later",
         estimate,
     )
 

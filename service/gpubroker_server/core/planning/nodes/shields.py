@@ -3,11 +3,10 @@
 from math import inf
 
 from gpubroker_server.core.domain.models import min_residency_seconds
-from gpubroker_server.core.domain.policy import Policy, band_of
+from gpubroker_server.core.domain.policy import Policy, aged_priority, band_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.domain.values import changed
-from gpubroker_server.core.world.queue import aged_priority
 
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
@@ -91,7 +90,7 @@ def ahead_of_priority(run: Task, policy: Policy, now: Instant) -> int:
     Of a waiting task: if it were admitted now."""
     admitted_at = run.admitted_at
     at = admitted_at if admitted_at is not None and run.is_active else now
-    return aged_priority(run.priority, band_of(run.priority)[2], at - run.queued_at, policy)
+    return aged_priority(run.priority, at - run.queued_at, policy.ageing_seconds_per_point)
 
 
 def _has_saved(run: Task) -> bool:
