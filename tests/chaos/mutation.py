@@ -175,8 +175,8 @@ MUTANTS = (
     Mutant(
         "a run on a lost node is given up twice",
         "service/gpubroker_server/core/lifecycle/runs.py",
-        "if node is not None and node.incarnation == report.incarnation:",
-        "if node is not None:",
+        "if node is None or node.incarnation != report.incarnation:",
+        "if node is None:",
         "tests/core/lifecycle/test_node_loss.py",
     ),
     Mutant(

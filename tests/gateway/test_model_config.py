@@ -8,7 +8,7 @@ from gpubroker_server.adapters.triton.model_config import ModelConfig, config_in
 FILES = {
     "": ModelConfig(),
     'name: "m"  # a remark: {': ModelConfig(),
-    "max_batch_size: 8 instance_group [ { count: 2 kind: KIND_CPU } ]": ModelConfig(),
+    "max_batch_size: 8 instance_group [ { count: 2 kind: KIND_CPU } ]": ModelConfig(on_cpu=True),
     "instance_group { count: 2, gpus: [0, 1] }; instance_group < kind: KIND_CPU >": ModelConfig(),
     "instance_group [ {gpus: 0 gpus: 1}, {} ]": ModelConfig(),
     "ensemble_scheduling { step { model_name: 'a' } step { model_name: \"b\" input_map { key: 'k' } } "

@@ -151,6 +151,8 @@ def test_two_models_that_do_not_fit_together_take_turns(
         print(f"{times} turns: longest {took[-1]:.2f} s beside the load, median {took[len(took) // 2]:.2f} s")
         # Triton itself takes 1.2 s to end the process of a model, and the device is measured every 2 s.
         assert took[-1] <= 1.2 + 2.0 + 2.0
+        service.broker.unload_model(model)
+        until(lambda: ready(own_triton) == [], "nothing is left in the server")
 
 
 def test_an_unused_model_is_unloaded_so_that_a_task_can_run(own_triton: Triton, tmp_path: Path) -> None:
