@@ -1,4 +1,4 @@
-"""Models that do not fit together take turns: who makes room for an equal, and when."""
+"""Models that do not fit together take turns: which of them makes room for an equal, and when."""
 
 from collections.abc import Set
 from dataclasses import replace

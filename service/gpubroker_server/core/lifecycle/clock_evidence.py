@@ -1,4 +1,4 @@
-"""Whether a clock that people can set agrees with the one since boot, which nobody sets.
+"""Whether a clock that people can set agrees with the one since boot, which cannot be set.
 
 A clock that jumps far ahead would make each deadline pass, and all that is kept for a week prunable, within
 seconds. Both clocks are read together, again and again. The wall clock is followed as long as it stays near

@@ -202,7 +202,7 @@ class ModelLane:
             self._climb.answered(now, is_queued=self.waiting > 0)
 
     def estimate(self, place: Place) -> QueueEstimate:
-        """Of a request that waits, or would: by priority and arrival, whoever's turn it is."""
+        """Of a request that waits, or would: by priority and arrival, without regard to turns."""
         position = 1 + sum(bisect_left(queue, place) for queue in self._queues.values())
         mean = self._mean_seconds
         return QueueEstimate(position, None if mean is None else Seconds(position * mean / self.slots))
