@@ -115,10 +115,24 @@ class Triton:
     @contextlib.contextmanager
     def slow_to_load(self, seconds: float) -> Iterator[None]:
         """The model `slow`, for a while."""
+        with self._slow_configured('"0"', f'"{round(1000 * seconds)}"'):
+            yield
+
+    @contextlib.contextmanager
+    def kept_loading(self) -> Iterator[Path]:
+        """The model `slow`, until there is a file at this path."""
+        awaited = self._folder / "end-of-load"
+        with self._slow_configured('""', f'"{awaited}"'):
+            try:
+                yield awaited
+            finally:
+                awaited.touch()
+
+    @contextlib.contextmanager
+    def _slow_configured(self, default: str, chosen: str) -> Iterator[None]:
         config = self.repository / "slow" / "config.pbtxt"
         before = config.read_text(encoding="utf-8")
-        slower = before.replace('string_value: "0"', f'string_value: "{round(1000 * seconds)}"')
-        config.write_text(slower, encoding="utf-8")
+        config.write_text(before.replace(f"string_value: {default}", f"string_value: {chosen}"), encoding="utf-8")
         try:
             yield
         finally:

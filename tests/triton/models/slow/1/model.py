@@ -1,6 +1,7 @@
-"""Sleeps SLEEP_MS in each request, and `load_ms` when it is loaded."""
+"""Sleeps SLEEP_MS in each request, and `load_ms` when it is loaded, or until the file `load_until` is there."""
 
 import json
+import os
 import time
 
 import triton_python_backend_utils as pb_utils
@@ -10,6 +11,9 @@ class TritonPythonModel:
     def initialize(self, args):
         parameters = json.loads(args["model_config"]).get("parameters", {})
         time.sleep(int(parameters.get("load_ms", {}).get("string_value", "0")) / 1000)
+        awaited = parameters.get("load_until", {}).get("string_value", "")
+        while awaited and not os.path.exists(awaited):
+            time.sleep(0.02)
 
     def execute(self, requests):
         out = []
