@@ -132,7 +132,9 @@ class Triton:
     def _slow_configured(self, default: str, chosen: str) -> Iterator[None]:
         config = self.repository / "slow" / "config.pbtxt"
         before = config.read_text(encoding="utf-8")
-        config.write_text(before.replace(f"string_value: {default}", f"string_value: {chosen}"), encoding="utf-8")
+        config.write_text(
+            before.replace(f"string_value: {default}", f"string_value: {chosen}"), encoding="utf-8"
+        )
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Sleeps SLEEP_MS in each request, and `load_ms` when it is loaded, or until the file `load_until` is there."""
+"""Sleeps SLEEP_MS in each request, and as it loads: `load_ms`, or until there is a file `load_until`."""
 
 import json
 import os
