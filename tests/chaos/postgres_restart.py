@@ -136,7 +136,7 @@ def _rates(batch: Batch, interruptions: Sequence[Interruption], answers: Sequenc
 
     before = [rate(each.began_at - batch.window_seconds) for each in interruptions]
     after = [rate(each.ended_at + batch.recovery_seconds) for each in interruptions]
-    shares = sorted(late / early if early else 1.0 for early, late in zip(before, after, strict=True))
+    shares = sorted(late / (early or PER_SECOND) for early, late in zip(before, after, strict=True))
     gaps = sorted(answers[bisect_left(answers, each.ended_at)] - each.ended_at for each in interruptions)
     return {
         "interruptions": len(interruptions),
