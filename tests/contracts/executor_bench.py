@@ -152,6 +152,7 @@ class Bench:
         *args: Any,
         shareable: bool = False,
         gpu_mb: int = 0,
+        memory_mb: int = 0,
         fence: int = 1,
         task: str = "",
         incarnation: str = "",
@@ -173,6 +174,7 @@ class Bench:
             rank=rank,
             world_size=world_size,
             barrier=world_size > 1,
+            memory_mb=Mib(memory_mb),
         )
         payload = RunPayload(
             spec=RunSpec(**{key: value for key, value in given.items() if key != "arguments"}),

@@ -144,7 +144,7 @@ async def test_a_run_with_a_process_that_takes_too_much_host_memory_is_killed(
     await scene.until(scene.gone)
     [(_, task, *_, failure, _log)] = [report for report in scene.reports if report[0] == "ended"]
     assert (task, failure[0]) == ("large", "host_memory_exceeded")
-    assert "and each may have 64 MiB here" in failure[1]
+    assert "and each may take 64 MiB here" in failure[1]
 
 
 async def test_a_run_may_take_the_host_memory_that_it_asked_for(

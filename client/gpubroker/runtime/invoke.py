@@ -50,6 +50,11 @@ def called(call: Invocation, order: RunOrder) -> RunOutcome:
         value = call.function(*call.args, **call.kwargs)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
+    except SystemExit as leave:
+        # As a program would end: 0 and None say success.
+        if leave.code not in (None, 0):
+            return raised(leave)
+        value = None
     except BaseException as fault:
         return raised(fault)
     return succeeded(value, order.result_format, order.result_limit_bytes)

@@ -30,7 +30,7 @@ def succeeded(value: Any, result_format: str, limit_bytes: int) -> RunOutcome:
 
 
 def raised(fault: BaseException) -> RunOutcome:
-    """Every exception of user code fails the run, SystemExit too; `Stopped` ends it as stopped."""
+    """Every exception of user code fails the run; `Stopped` ends it as stopped."""
     if isinstance(fault, Stopped):
         return RunOutcome("stopped")
     return failed("exception", describe(fault), trace_of(fault))

@@ -1,12 +1,14 @@
 """What a run is given, and what comes back of it, on real Ray."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
 import cloudpickle
 import pytest
+from gpubroker_server.adapters.ray.processes import exit_status_of
 from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Gone, Progressed, Started
 
 from tests.e2e.ray_lab import Lab
@@ -98,6 +100,47 @@ async def test_an_exception_comes_back_with_its_traceback_and_the_output(lab: La
     assert "raise ValueError(message)" in ended.failure.traceback
     assert "invoke.py" not in ended.failure.traceback
     assert ended.log_tail == b"before the fault\n"
+
+
+def tells_exit_status() -> bool:
+    """Whether this machine's kernel does, of a process that is not ours."""
+    child = subprocess.Popen(["true"])
+    descriptor = os.pidfd_open(child.pid)
+    child.wait()
+    try:
+        return exit_status_of(descriptor) == 0
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("code", [None, 0])
+async def test_a_function_that_exits_with_success_has_succeeded(lab: Lab, code: int | None) -> None:
+    assert await (await lab.start("leave", code)).result() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "words"),
+    [
+        ("crash", 9, "ended by signal SIGKILL (the kernel does this when memory is short)"),
+        ("crash", 11, "ended by signal SIGSEGV"),
+        ("end_at_once", 0, "ended with exit code 0 before the function returned, as by os._exit(0)"),
+        ("end_at_once", 7, "ended with exit code 7 before the function returned, as by os._exit(7)"),
+    ],
+)
+async def test_a_run_that_crashed_tells_the_signal_or_the_exit_code(
+    lab: Lab, name: str, argument: int, words: str
+) -> None:
+    ended = await (await lab.start(name, argument)).first(Ended)
+    assert ended.failure is not None
+    assert ended.failure.kind == "killed"
+    assert (words if tells_exit_status() else "without a report") in ended.failure.message
+
+
+async def test_a_run_that_takes_more_host_memory_than_it_asked_for_is_ended(lab: Lab) -> None:
+    ended = await (await lab.start("take", 700, memory_mb=512)).first(Ended)
+    assert ended.failure is not None
+    assert ended.failure.kind == "host_memory_exceeded"
+    assert "asked for 512 MiB; ask for more as memory_mb, or take less" in ended.failure.message
 
 
 @pytest.mark.parametrize(

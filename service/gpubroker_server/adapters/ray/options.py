@@ -126,6 +126,11 @@ class AgentConfig:
         """Ray namespace of our actors: other brokers may be guests of the same cluster."""
         return f"gpubroker-{self.instance}"
 
+    @property
+    def host_memory_mb(self) -> int:
+        """What the node offers: all that it has, unless the operator says less."""
+        return self.memory_mb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+
     def on_node(self, name: str) -> "AgentConfig":
         return replace(self, node=name)
 

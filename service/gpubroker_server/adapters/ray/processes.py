@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
+import struct
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +16,11 @@ from gpubroker.runtime.process import INSTANCE_MARK, NODE_MARK, RUN_MARK
 
 FIRST_PAUSE_SECONDS = 0.002
 LONGEST_PAUSE_SECONDS = 1.0
+LONGEST_REAP_PAUSE_SECONDS = 0.1
 _CHUNK = 65536
+_PIDFD_GET_INFO = 0xC040FF0B
+"""ioctl of linux/pidfd.h: fills a `struct pidfd_info` of 64 bytes, the exit status last."""
+_PIDFD_INFO_EXIT = 8
 _MARKS = frozenset(mark.encode() for mark in (INSTANCE_MARK, NODE_MARK, RUN_MARK))
 
 
@@ -144,16 +151,13 @@ def private_mb(pid: int) -> int:
     return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE") // 2**20 if len(fields) > 2 else 0
 
 
-def trees_over(limits_mb: Mapping[int, int]) -> dict[int, int]:
-    """Of these processes those that use more host memory, or have one below them that does; and how much."""
-    table = process_table()
-    found: dict[int, int] = {}
-    for root, most_mb in limits_mb.items():
-        pids = [root, *(process.pid for process in descendants(root, table))]
-        largest = max(map(private_mb, pids))
-        if largest > most_mb:
-            found[root] = largest
-    return found
+def private_mb_below(roots: Collection[int]) -> dict[int, list[int]]:
+    """Host memory of each of these processes, and of each process below it."""
+    table = process_table() if roots else {}
+    return {
+        root: [private_mb(pid) for pid in (root, *(process.pid for process in descendants(root, table)))]
+        for root in roots
+    }
 
 
 def disjoint_trees(roots: Mapping[str, ProcessId]) -> dict[str, frozenset[int]]:
@@ -192,6 +196,18 @@ def _read(path: str) -> bytes:
         os.close(descriptor)
 
 
+def exit_status_of(descriptor: int) -> int | None:
+    """As `os.wait` returns it, of a process for which its parent has waited. None on kernels before 6.15,
+    which tell only the parent."""
+    with contextlib.suppress(OSError):
+        info = bytearray(struct.pack("=Q56x", _PIDFD_INFO_EXIT))
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
+        known, status = struct.unpack("=Q52xi", info)
+        if known & _PIDFD_INFO_EXIT:
+            return int(status)
+    return None
+
+
 class WatchedProcess:
     """Notices the end of a process at once. Belongs to the running event loop."""
 
@@ -199,8 +215,9 @@ class WatchedProcess:
         """Raises ProcessLookupError if it is gone."""
         self.id = process
         self._descriptor = os.pidfd_open(process.pid)
+        self._release = weakref.finalize(self, os.close, self._descriptor)
         if not is_alive(process):
-            os.close(self._descriptor)
+            self._release()
             raise ProcessLookupError(process.pid)
         self._ended = asyncio.Event()
         self._on_end = on_end
@@ -210,6 +227,18 @@ class WatchedProcess:
     @property
     def ended(self) -> bool:
         return self._ended.is_set()
+
+    async def exit_status(self) -> int | None:
+        """See exit_status_of. Waits a moment for the parent of a process that has ended."""
+        pause = FIRST_PAUSE_SECONDS
+        while (
+            (entry := entry_of(self.id.pid)) is not None
+            and entry.id == self.id
+            and pause < LONGEST_REAP_PAUSE_SECONDS
+        ):
+            await asyncio.sleep(pause)
+            pause *= 2
+        return exit_status_of(self._descriptor) if self._release.alive else None
 
     async def wait(self) -> None:
         await self._ended.wait()
@@ -223,10 +252,10 @@ class WatchedProcess:
         """Stop watching; the end is not noticed any more."""
         if not self.ended:
             self._loop.remove_reader(self._descriptor)
-            os.close(self._descriptor)
+        self._release()
 
     def _note_end(self) -> None:
-        self.close()
+        self._loop.remove_reader(self._descriptor)
         self._ended.set()
         if self._on_end is not None:
             self._on_end()

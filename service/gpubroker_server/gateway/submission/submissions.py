@@ -101,6 +101,7 @@ class Submissions:
         grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
         timeout = _first(body.timeout_seconds, usual.timeout_seconds, defaults.timeout_seconds)
         is_small = demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU and not demand.bundles
+        is_unlimited = demand.memory_mb == 0  # a limit needs a process of its own
         task = Task(
             id=id,
             tenant=tenant,
@@ -111,7 +112,7 @@ class Submissions:
             max_retries=_first(body.max_retries, usual.max_retries, defaults.max_retries),
             timeout_seconds=None if timeout is None else Seconds(timeout),
             grace_seconds=Seconds(grace),
-            shareable=isinstance(body.run, Entrypoint) and is_small and not _env_of(body),
+            shareable=isinstance(body.run, Entrypoint) and is_small and is_unlimited and not _env_of(body),
             not_before=timing.not_before,
             after=after,
             awaits=bool(after),

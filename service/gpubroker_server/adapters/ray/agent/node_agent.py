@@ -264,11 +264,10 @@ class NodeAgent:
         if inventory.faults:
             faults = "; ".join(f"{gpu}: {why}" for gpu, why in inventory.faults)
             log.warning("GPUs of this node cannot be used", node=config.node, fault=faults)
-        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
         node = {
             "name": config.node,
             "cpu": config.cpu or float(len(os.sched_getaffinity(0))),
-            "memory_mb": config.memory_mb or memory_mb,
+            "memory_mb": config.host_memory_mb,
             # A start on its way would be lost.
             "max_runs": 0 if self._is_replaced or self._head_is_lost else config.max_runs,
             "incarnation": self._incarnation,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from gpubroker.runtime.messages import RunKey, known_fields
+from gpubroker.runtime.messages import RunKey, RunOrder, known_fields
 from gpubroker.runtime.output import tail_of_file
 
 from gpubroker_server.adapters.ray.processes import ProcessId
@@ -51,6 +51,12 @@ class RunRecord:
     """The form that its runner and the agent speak; 0 for an external process."""
     memory_mb: int = 0
     """Host memory that it asked for."""
+
+    @classmethod
+    def of(
+        cls, order: RunOrder, runner: str, process: ProcessId, ray_node: str, protocol: int
+    ) -> "RunRecord":
+        return cls(*order.key, order.leases, runner, *process, ray_node, protocol, order.memory_mb)
 
     @property
     def key(self) -> RunKey:

@@ -1,6 +1,7 @@
 """The runs that a node agent has, and the runner processes that they are in."""
 
 import asyncio
+import os
 import signal
 import time
 from collections import OrderedDict, deque
@@ -15,7 +16,7 @@ from gpubroker.runtime.messages import SPOKEN, Report, RunKey, RunOrder, newest_
 from ray.exceptions import OutOfMemoryError, RayError
 
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.processes import ProcessId, WatchedProcess, trees_over
+from gpubroker_server.adapters.ray.processes import ProcessId, WatchedProcess, private_mb_below
 from gpubroker_server.adapters.ray.wire import WireSample, unpack
 
 log = structlog.get_logger("gpubroker.agent")
@@ -23,6 +24,9 @@ log = structlog.get_logger("gpubroker.agent")
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 30.0
 LAST_REPORTS_SECONDS = 5.0
+REMEDY = "ask for more as memory_mb, or take less"
+RUNNER_MB = 128
+"""Host memory that a run does not pay for: what a runner takes before any user code runs."""
 REMEMBERED_FENCES = 100_000
 REMEMBERED_RUNS = 1024
 
@@ -79,6 +83,7 @@ class RunnerProcess:
         self.out_of_memory = False
         self.breach = ""
         """Why the agent ends the process, if it took more host memory than it may have."""
+        self.exit_status: int | None = None
         self.watched = WatchedProcess(process, self._note_end)
         self._actor = actor
         self._on_report = on_report
@@ -147,6 +152,7 @@ class RunnerProcess:
         calls = self._open_calls - {asyncio.current_task()}
         if calls:
             await asyncio.wait(calls, timeout=LAST_REPORTS_SECONDS)
+        self.exit_status = await self.watched.exit_status()
         await retry_until_done(f"noting that runner {self.name} has ended", self._report_end)
 
     async def _report_end(self) -> None:
@@ -257,25 +263,45 @@ def gone(key: RunKey, proof: str, samples: Sequence[WireSample] = ()) -> Report:
     return ("gone", *key, time.time(), proof, tuple(samples))
 
 
-async def over_memory_limit(runs: Collection[Run], most_mb: int) -> list[RunnerProcess]:
-    """Runners with a process that takes more host memory than `most_mb`, or than its run asked for if that
-    is more. Sets their `breach`."""
-    processes: dict[int, RunnerProcess] = {}
-    limits_mb: dict[int, int] = {}
-    for run in runs:
-        if run.process is not None and not run.process.breach:
-            pid = run.process.watched.id.pid
-            processes[pid] = run.process
-            limits_mb[pid] = max(most_mb, limits_mb.get(pid, 0), run.order.memory_mb)
+def how_it_ended(exit_status: int | None) -> str:
+    """Of a process that has reported no end of its run; `exit_status` as `os.wait` returns it."""
+    if exit_status is None:
+        return "its process ended without a report: it was killed or it crashed"
+    code = os.waitstatus_to_exitcode(exit_status)
+    if code >= 0:
+        return f"its process ended with exit code {code} before the function returned, as by os._exit({code})"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = str(-code)
+    hint = " (the kernel does this when memory is short)" if -code == signal.SIGKILL else ""
+    return f"its process was ended by signal {name}{hint}"
+
+
+async def over_memory_limit(runs: Collection[Run], process_mb: int) -> list[RunnerProcess]:
+    """Runners that take more host memory than they may have: together what their run asked for, or
+    `process_mb` in one process if it asked for nothing. Sets their `breach`."""
+    watched = {
+        run.process.watched.id.pid: (run.process, 0 if run.shared else run.order.memory_mb)
+        for run in runs
+        if run.process is not None and not run.process.breach
+    }
     found = []
-    for pid, mb in (await asyncio.to_thread(trees_over, limits_mb)).items() if limits_mb else ():
-        process = processes[pid]
-        if not process.watched.ended:
-            process.breach = (
-                f"one of its processes took {mb} MiB of host memory, and each may have "
-                f"{limits_mb[pid]} MiB here (ray.process_memory_mb, or what the task asks for "
-                "as memory_mb where that is more)"
-            )
+    for pid, taken_mb in (await asyncio.to_thread(private_mb_below, watched)).items():
+        process, asked_mb = watched[pid]
+        process.breach = "" if process.watched.ended else _breach(taken_mb, asked_mb, process_mb)
+        if process.breach:
             log.warning("a run takes too much host memory", runner=process.name, fault=process.breach)
             found.append(process)
     return found
+
+
+def _breach(taken_mb: Sequence[int], asked_mb: int, process_mb: int) -> str:
+    if asked_mb and sum(taken_mb) > asked_mb + RUNNER_MB:
+        return f"it took {sum(taken_mb)} MiB of host memory and asked for {asked_mb} MiB; {REMEDY}"
+    if not asked_mb and max(taken_mb) > process_mb:
+        return (
+            f"one of its processes took {max(taken_mb)} MiB of host memory, and each may take {process_mb} "
+            "MiB here, unless the task asks for more as memory_mb (the setting is ray.process_memory_mb)"
+        )
+    return ""

@@ -15,6 +15,7 @@ from gpubroker.runtime.output import tail_of_file
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter
 from gpubroker_server.adapters.ray.agent.external_processes import ExternalProcesses
+from gpubroker_server.adapters.ray.agent.memory_cgroups import MemoryCgroups
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
 from gpubroker_server.adapters.ray.agent.runner_process import (
@@ -22,6 +23,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import (
     RunnerProcess,
     RunTable,
     gone,
+    how_it_ended,
     over_memory_limit,
     own_start,
     retry_until_done,
@@ -60,6 +62,7 @@ class NodeRuns:
         self._meter = meter
         self._runners = runners
         self._files = RunFiles(Path(config.run_dir) / config.node, boot_id())
+        self._cgroups = MemoryCgroups()
         self._waiting: list[Run] = []
         """The highest priority first, then in order of arrival."""
         self._jobs: set[asyncio.Task[None]] = set()
@@ -184,10 +187,9 @@ class NodeRuns:
         self.pool.refill()
 
     async def enforce_memory_limit(self) -> None:
-        """End the processes of which one takes more host memory than it may have."""
-        for process in await over_memory_limit(
-            list(self.table.runs.values()), self._config.process_memory_mb
-        ):
+        """End the processes of runs that take more host memory than they may have."""
+        most_mb = min(self._config.process_memory_mb, self._config.host_memory_mb)
+        for process in await over_memory_limit(list(self.table.runs.values()), most_mb):
             self._kill_process(process)
 
     async def limit_logs(self) -> None:
@@ -258,6 +260,7 @@ class NodeRuns:
         if run.shared:
             begin: tuple[Any, ...] = ("share", order.to_wire())
         elif self._write_record(run, process):
+            self._cgroups.hold(order, process.watched.id.pid)
             begin = own_start(order, self._config, self._files.log_of(order.key), self._runners.host)
         else:
             self.pool.give_back(process)
@@ -275,16 +278,8 @@ class NodeRuns:
 
     def _write_record(self, run: Run, process: RunnerProcess) -> bool:
         """Without a record a later agent would not know of the run, so the run must not start."""
-        order, node = run.order, self._runners.node
-        record = RunRecord(
-            *order.key,
-            order.leases,
-            process.name,
-            *process.watched.id,
-            node,
-            process.protocol,
-            order.memory_mb,
-        )
+        order, found = run.order, process.watched.id
+        record = RunRecord.of(order, process.name, found, self._runners.node, process.protocol)
         try:
             self._files.write_record(record)
         except OSError as fault:
@@ -330,13 +325,12 @@ class NodeRuns:
         self._report(report)
 
     def _lost(self, run: Run, process: RunnerProcess) -> Report:
-        if process.breach:
-            return self._ended_lost(run, "host_memory_exceeded", process.breach)
+        if breach := process.breach or self._cgroups.breach_of(run.order):
+            return self._ended_lost(run, "host_memory_exceeded", breach)
         if process.out_of_memory:
-            return self._ended_lost(
-                run, "out_of_memory", "the node ran out of memory and Ray killed the process"
-            )
-        why = run.killed or "its process ended without a report: it was killed or it crashed"
+            why = "the node ran out of memory and Ray killed the process"
+            return self._ended_lost(run, "out_of_memory", why)
+        why = run.killed or how_it_ended(process.exit_status)
         return self._ended_lost(run, "killed", f"{why}; the last lines of its log may say more")
 
     def _ended_lost(self, run: Run, kind: str, message: str) -> Report:
@@ -353,6 +347,7 @@ class NodeRuns:
             leased = [uuid for uuid, _mb in run.order.leases]
             self._report_gone(run, proof, await self.measure(leased) if leased else ())
         self._files.remove_record(run.key)
+        self._cgroups.release(run.key)
 
     async def _prove_absent(self, key: RunKey) -> None:
         await self._kill_leftovers(key)

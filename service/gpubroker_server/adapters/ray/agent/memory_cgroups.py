@@ -1,0 +1,54 @@
+"""A cgroup for each run that says how much host memory it takes: the kernel then holds it to that."""
+
+import contextlib
+from pathlib import Path
+
+from gpubroker.runtime.messages import RunKey, RunOrder
+
+from gpubroker_server.adapters.ray.agent.runner_process import REMEDY
+
+CGROUP_FILESYSTEM = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+class MemoryCgroups:
+    """Beside the agent's own cgroup, where the kernel has version 2, memory is controlled, and this user may
+    make them. Elsewhere nothing is made, and the agent's own look at each run's memory is all there is."""
+
+    def __init__(self, filesystem: Path = CGROUP_FILESYSTEM, own: Path = OWN_CGROUP) -> None:
+        self._parent: Path | None = None
+        with contextlib.suppress(OSError):
+            [path] = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")] or ["/"]
+            parent = filesystem / path.lstrip("/")
+            parent = parent if parent == filesystem else parent.parent
+            if "memory" in (parent / "cgroup.subtree_control").read_text().split():
+                self._parent = parent
+
+    def hold(self, order: RunOrder, pid: int) -> None:
+        """Move a process, and what it starts from now on, into a cgroup of the run. The kernel ends all of it
+        when it takes more than the run asked for; what the process had before is not counted."""
+        if self._parent is None or order.memory_mb == 0:
+            return
+        with contextlib.suppress(OSError):  # the agent looks too
+            group = self._of(order.key)
+            group.mkdir(exist_ok=True)
+            (group / "memory.max").write_text(str(order.memory_mb * 2**20))
+            (group / "memory.oom.group").write_text("1")
+            (group / "cgroup.procs").write_text(str(pid))
+
+    def breach_of(self, order: RunOrder) -> str:
+        """Why the kernel has ended the run, if it took more memory than it may; else empty."""
+        with contextlib.suppress(OSError):
+            events = (self._of(order.key) / "memory.events").read_text().split()
+            counts = dict(zip(events[::2], events[1::2], strict=False))
+            if counts.get("oom_kill", "0") != "0":
+                return f"it took more host memory than the {order.memory_mb} MiB that it asked for; {REMEDY}"
+        return ""
+
+    def release(self, key: RunKey) -> None:
+        """When no process of the run is left."""
+        with contextlib.suppress(OSError):
+            self._of(key).rmdir()
+
+    def _of(self, key: RunKey) -> Path:
+        return (self._parent or CGROUP_FILESYSTEM) / f"gpubroker-{key.task}-{key.fence}-{key.rank}"
