@@ -82,6 +82,24 @@ def test_the_default_priority_is_what_the_name_of_its_band_stands_for(tmp_path: 
     assert load_settings(a_file(tmp_path, "defaults: {priority: critical}\n")).defaults.priority == 95
 
 
+def test_sizes_and_durations_may_have_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUBROKER_RETENTION__FINISHED_SECONDS", "7d")
+    text = """
+declared_foreign_mb: {n1: 2GiB, L4: 512}
+drain_seconds: 1m
+limits: {body_bytes: 16MiB, object_bytes: 1000, head_bytes: 16k}
+policy: {maximum: {gpu_mb: 40GiB, timeout_seconds: 1h30m}, min_run_seconds: "15"}
+simulated_devices: [{memory_mb: 24GiB}]
+"""
+    found = load_settings(a_file(tmp_path, text))
+    assert found.declared_foreign_mb == {"n1": 2048, "L4": 512}
+    assert (found.drain_seconds, found.retention.finished_seconds) == (60.0, 7 * 86_400.0)
+    assert (found.limits.body_bytes, found.limits.object_bytes) == (16 * 2**20, 1000)
+    assert found.limits.head_bytes == 16 * 1024
+    assert (found.policy.maximum.gpu_mb, found.policy.maximum.timeout_seconds) == (40 * 1024, 5400.0)
+    assert (found.policy.min_run_seconds, found.simulated_devices[0].memory_mb) == (15.0, 24 * 1024)
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -89,11 +107,17 @@ def test_the_default_priority_is_what_the_name_of_its_band_stands_for(tmp_path: 
         ("spares: 1\n", 'did you mean "ray.spares"?'),
         ("banana: 1\n", "known are data_dir, "),
         ("simulated_devices: [{memory: 1}]\n", 'did you mean "memory_mb"?'),
-        ("port: -1\n", "port: should be greater than or equal to 0; found -1 (in "),
+        ("port: -1\n", "port: must be at least 0; found -1 (in "),
         ("defaults: {priority: high}\n", "one of critical, "),
-        ("ray: 5\n", "ray: should hold settings by name"),
+        ("ray: 5\n", "ray: must hold settings by name"),
         ("port: -1\n", "port"),
-        ("port: many\n", "port"),
+        ("port: many\n", "port: must be a whole number; found 'many'"),
+        ("drain_seconds: soon\n", "a number of seconds or a duration such as 15m or 7d; found 'soon'"),
+        ("limits: {body_bytes: big}\n", "a number of bytes or a size such as 16MiB; found 'big'"),
+        ("declared_foreign_mb: {n1: lots}\n", "a number of MiB or a size such as 40GiB; found 'lots'"),
+        ("ray: {inherit_env: 5}\n", "ray.inherit_env: must be a list; found 5"),
+        ("policy: {preemption: perhaps}\n", "policy.preemption: must be true or false; found 'perhaps'"),
+        ("log_level: loud\n", "log_level: must be 'DEBUG', 'INFO', 'WARNING' or 'ERROR'; found 'loud'"),
         ("ray: {spares: -1}\n", "ray.spares"),
         ("ray: {sparse: 1}\n", "ray.sparse"),
         ("simulated_devices: [{memory_mb: 0}]\n", "simulated_devices.0.memory_mb"),
@@ -104,7 +128,10 @@ def test_the_default_priority_is_what_the_name_of_its_band_stands_for(tmp_path: 
         ("kinds: {H100: -1}\n", "kinds.H100.power"),
         ("policy: {custom_limits: {fpga: {limit: 1, pre: node}}}\n", 'did you mean "per"?'),
         ("model_types: {llm: {gpu_md: 1}}\n", 'did you mean "gpu_mb"?'),
-        ("policy: {maximum: {gpu_mb: 40GiB}}\n", "a number of MiB, as 40960 for 40 GiB; found '40GiB'"),
+        (
+            "policy: {maximum: {gpu_mb: 40 horses}}\n",
+            "a number of MiB or a size such as 40GiB; found '40 horses'",
+        ),
         ("policy: {max_running: {labels: {team: 2}}}\n", "key=value or key=*"),
         ("pools: {lab: {gpu: 2}}\n", 'did you mean "gpus"?'),
         (

@@ -1,4 +1,4 @@
-"""What an agent writes into the kernel's files. A folder stands for them: few machines let a test make one."""
+"""What an agent writes into the kernel files of a cgroup. A folder stands for them."""
 
 from pathlib import Path
 

@@ -192,7 +192,7 @@ async def test_a_number_of_gpus_alone_means_whole_devices(gateway: Gateway, api:
 
 async def test_only_the_word_learned_may_stand_for_a_size(api: Client) -> None:
     response = await api.post("/tasks", json=a_body(resources={"gpu_mb": "guess"}))
-    assert fault(response, "/resources/gpu_mb") == 'should be a valid integer; found "guess"'
+    assert fault(response, "/resources/gpu_mb") == 'must be a whole number; found "guess"'
 
 
 async def test_a_run_shows_when_it_is_likely_to_end(gateway: Gateway, api: Client) -> None:

@@ -105,7 +105,7 @@ async def test_resources_that_contradict_their_bundles_are_refused(
 
 async def test_only_the_word_learned_may_stand_for_the_size_of_a_rank(api: Client) -> None:
     answer = await api.post("/tasks", json=a_body(resources={"bundles": [{"gpu_mb": "guess"}]}))
-    assert fault(answer, "/resources/bundles/0/gpu_mb") == 'should be a valid integer; found "guess"'
+    assert fault(answer, "/resources/bundles/0/gpu_mb") == 'must be a whole number; found "guess"'
 
 
 @pytest.mark.parametrize(

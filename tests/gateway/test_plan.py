@@ -245,7 +245,7 @@ async def test_described_nodes_have_the_custom_resources_of_every_node(api: Clie
         ({"resources": {"memory_mb": "1.5 TB"}}, "resources/memory_mb", "in MiB that is 1572864"),
         ({"resources": {"bundles": [{"gpu": 1}]}}, "resources/bundles/0/gpu", 'did you mean "gpus"?'),
         ({"resources": {"roles": {"x": {"cpus": 1}}}}, "resources/roles/x/cpus", 'did you mean "cpu"?'),
-        ({"count": 0}, "count", "greater than or equal to 1; found 0"),
+        ({"count": 0}, "count", "must be at least 1; found 0"),
         ({"run": {"command": ["x"]}}, "run", "unknown field"),
         ({"priority": "high"}, "priority", "one of"),
         ({"name": "my part"}, "name", 'dashes and underscores, at most 63; found "my part"'),

@@ -4,25 +4,28 @@ import json
 import math
 import re
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
 import typer
 
-_BYTES = {
-    "": 1024**2, "m": 1024**2, "mib": 1024**2, "mb": 10**6,
-    "g": 1024**3, "gib": 1024**3, "gb": 10**9, "t": 1024**4, "tib": 1024**4, "tb": 10**12,
-}  # fmt: skip
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+from gpubroker import units
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as wrong:
+        raise typer.BadParameter(str(wrong)) from None
 
 
 def size_mb(text: str) -> int:
     """`18GiB`, `18g`, `512MiB`, `80GB` or a number of MiB, as MiB, rounded up."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].lower() not in _BYTES:
-        raise typer.BadParameter(f"invalid size {text!r}: write 18GiB, 512MiB or 18432 (MiB)")
-    return math.ceil(float(found[1]) * _BYTES[found[2].lower()] / 1024**2)
+    with _refused():
+        return math.ceil(units.size_bytes(text, plain=2**20) / 2**20)
 
 
 def gpu_size(text: str) -> int | str:
@@ -32,12 +35,8 @@ def gpu_size(text: str) -> int | str:
 
 def seconds(text: str) -> float:
     """`90`, `90s`, `15m`, `1h30m` or `2d`, as seconds."""
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        return float(text)
-    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise typer.BadParameter(f"invalid duration {text!r}: write 90s, 15m or 1h30m")
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    with _refused():
+        return units.seconds(text)
 
 
 def time_ahead(text: str) -> datetime:

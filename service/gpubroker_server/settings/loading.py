@@ -40,12 +40,19 @@ from gpubroker_server.settings.sections import (
     RetentionSettings,
     Section,
     SimulatedDevice,
+    WithUnits,
     Words,
     comma_separated,
     over_the_shipped,
 )
 from gpubroker_server.settings.triton import TritonSettings
+from gpubroker_server.settings.validation_text import text_of
 
+_UNITS: Final = {
+    "_mb": "a number of MiB or a size such as 40GiB",
+    "_bytes": "a number of bytes or a size such as 16MiB",
+    "_seconds": "a number of seconds or a duration such as 15m or 7d",
+}
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -61,7 +68,7 @@ def default_data_dir() -> Path:
     return Path(state) / "gpubroker"
 
 
-class Settings(BaseSettings):
+class Settings(WithUnits, BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="GPUBROKER_",
         env_nested_delimiter="__",
@@ -198,22 +205,28 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
 def _fault_text(fault: ErrorDetails, origin: str) -> str:
     """One fault: which setting, what is wrong, what was found, and where."""
     path, found = fault["loc"], fault["input"]
-    text = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    text = text_of(fault)
     match fault["type"]:
         case "extra_forbidden":
             text = f"there is no such setting{_remedy(str(path[-1]), _section_at(path[:-1]))}"
         case "missing":
             text = "is required"
         case "model_type":
-            text = f"should hold settings by name; found {found!r}"
+            text = f"must hold settings by name; found {found!r}"
         case "value_error":
             pass  # our own text, which names what was found
-        case "int_parsing" | "int_type" if str(path[-1]).endswith("_mb"):
-            text = f"should be a number of MiB, as 40960 for 40 GiB; found {found!r}"
+        case "int_parsing" | "int_type" | "float_parsing" | "float_type" if unit := _unit_of(path):
+            text = f"must be {unit}; found {found!r}"
         case _:
             text = f"{text}; found {found!r}"
     name = ".".join(str(part) for part in path)
     return (f"{name}: " if name else "") + text + (f" (in {origin})" if origin else "")
+
+
+def _unit_of(path: Sequence[int | str]) -> str:
+    """What to write for the setting at `path`, if its name ends with a unit."""
+    named = next((str(part) for part in reversed(path) if str(part).endswith(tuple(_UNITS))), "")
+    return next((text for ending, text in _UNITS.items() if named.endswith(ending)), "")
 
 
 def _section_at(path: Sequence[int | str]) -> type[BaseModel]:

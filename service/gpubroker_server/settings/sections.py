@@ -1,8 +1,11 @@
 """The sections of the settings, with types, bounds and defaults. config.example.yaml explains each
 setting."""
 
+import contextlib
+import math
 from typing import Annotated, Any, Literal
 
+from gpubroker import units
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
@@ -21,14 +24,40 @@ def band_value(value: Any) -> Any:
     if not isinstance(value, str) or value.isdecimal():
         return value
     if value not in BAND_NAMES:
-        raise ValueError(f"should be 0 to 100 or one of {', '.join(BAND_NAMES)}; found {value!r}")
+        raise ValueError(f"must be 0 to 100 or one of {', '.join(BAND_NAMES)}; found {value!r}")
     return BAND_NAMES[value]
 
 
 Words = Annotated[list[str], NoDecode, BeforeValidator(comma_separated)]
 
 
-class Section(BaseModel):
+def in_its_unit(name: str, value: Any) -> Any:
+    """`16GiB` or `7d` as a number in the unit at the end of the setting's name; by name if it holds several.
+    What is neither stays, and is refused where the setting's type is known."""
+    if isinstance(value, dict):
+        return {key: in_its_unit(name, one) if isinstance(one, str) else one for key, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    with contextlib.suppress(ValueError):
+        if name.endswith("_mb"):
+            return math.ceil(units.size_bytes(value, plain=2**20) / 2**20)
+        if name.endswith("_bytes"):
+            return math.ceil(units.size_bytes(value, plain=1))
+        if name.endswith("_seconds"):
+            return units.seconds(value)
+    return value
+
+
+class WithUnits(BaseModel):
+    @model_validator(mode="before")
+    @classmethod
+    def _units(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: in_its_unit(str(name), value) for name, value in given.items()}
+
+
+class Section(WithUnits):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 

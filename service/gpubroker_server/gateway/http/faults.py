@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from gpubroker_server.gateway.http.bodies import PATTERNS_IN_WORDS
 from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.settings.validation_text import text_of
 
 FOREIGN_NAMES: Final[Mapping[str, str]] = {
     "gpu_memory": "gpu_mb",
@@ -114,14 +115,9 @@ def _detail(found: ErrorDetails, path: Sequence[int | str], model: type[BaseMode
             what = PATTERNS_IN_WORDS.get(pattern, f"must match {pattern}")
             return f"{what}; found {_shown(found['input'])}"
         case "too_short":
-            bounds = found["ctx"]
-            return f"must have at least {bounds['min_length']}; found {bounds['actual_length']}"
-        case "list_type":
-            return f"must be a list; found {_shown(found['input'])}"
-        case "model_type" | "model_attributes_type":
-            return f"must be an object; found {_shown(found['input'])}"
-    message = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if isinstance(found["input"], dict | list):
+            return text_of(found)
+    message = text_of(found)
+    if found["type"] == "value_error" and isinstance(found["input"], dict | list):
         return message
     return f"{message}; found {_shown(found['input'])}{_meant_value(path, found['input'])}"
 
