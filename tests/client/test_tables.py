@@ -91,6 +91,7 @@ ESTIMATE = {
     "kind": "H100",
     "gpu_mb": {"n": 12, "p50": 8000.0, "p90": 9000.0, "p95": 9216.0},
     "seconds": {"n": 11, "p50": 1.5, "p90": 180.0, "p95": 200.0},
+    "needed_runs": 5,
 }
 WAITS = {"reason": "WaitingForMemory", "message": "needs 18.0 GiB", "position": 1}
 EXPLAINED_SAYS = [
@@ -186,7 +187,7 @@ TENANT = {
         (
             "estimates",
             {"items": [ESTIMATE]},
-            ["resnet", "H100", "12", "7.8 GiB", "9.0 GiB", "1.5s", "3m"],
+            ["resnet", "H100", "12", "12 of 5", "7.8 GiB", "9.0 GiB", "1.5s", "3m"],
         ),
         ("estimates", {"items": []}, ["nothing learned yet"]),
         ("tenants", {"items": [TENANT]}, ["acme", "lab", "30.0 GiB", "20.0 GiB", "10.0 GiB", "67%", "0.45"]),

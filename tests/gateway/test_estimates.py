@@ -1,5 +1,7 @@
 """What past runs used, and sizes that are learned from them."""
 
+from typing import Any
+
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import Observation, SketchKey, What
@@ -100,7 +102,7 @@ async def test_with_too_few_runs_a_whole_device_is_given_and_the_answer_says_so(
     task = (await api.get(f"/tasks/{task_id}")).json()
     assert (task["resources"]["gpus"], task["resources"]["gpu_mb"]) == (1, None)
     assert (task["sizing"]["gpu_mb"], task["sizing"]["n"]) == (None, 4)
-    assert "it takes 5 to know its size: it gets whole GPUs" in task["sizing"]["message"]
+    assert "it takes 5 to know its size" in task["sizing"]["message"]
 
 
 async def test_a_size_is_learned_from_runs_on_devices_that_the_task_may_use(
@@ -159,8 +161,8 @@ async def test_a_model_type_may_default_to_the_learned_size() -> None:
         api = await gateway.client("anybody")
         await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 5)
         silent = await api.submit(model_type="resnet")
-        whole = await api.submit(model_type="resnet", resources={"gpus": 1})
-        said = [(await api.get(f"/tasks/{task_id}")).json() for task_id in (silent, whole)]
+        counted = await api.submit(model_type="resnet", resources={"gpus": 1})
+        said = [(await api.get(f"/tasks/{task_id}")).json() for task_id in (silent, counted)]
         gangs = [
             await api.submit(model_type="resnet", resources={"bundles": bundles})
             for bundles in ([{"cpu": 2}], [{"kinds": ["H100"]}, {"cpu": 2}], [{"gpus": 1}, {"cpu": 2}])
@@ -174,9 +176,9 @@ async def test_a_model_type_may_default_to_the_learned_size() -> None:
         ]
     assert said[0]["resources"]["gpus"] == 1
     assert said[0]["resources"]["gpu_mb"] == pytest.approx(1.15 * 8 * GIB, rel=0.02)
-    assert (said[1]["resources"]["gpu_mb"], said[1]["sizing"]) == (None, None)
+    assert said[1]["resources"] == said[0]["resources"]
     size = said[0]["resources"]["gpu_mb"]
-    assert ranks == [[size], [size, 0], [1, 0]]
+    assert ranks == [[size], [size, 0], [size, 0]]
 
 
 async def test_a_stated_size_has_no_sizing(api: Client) -> None:
@@ -184,10 +186,52 @@ async def test_a_stated_size_has_no_sizing(api: Client) -> None:
     assert (await api.get(f"/tasks/{task_id}")).json()["sizing"] is None
 
 
-async def test_a_number_of_gpus_alone_means_whole_devices(gateway: Gateway, api: Client) -> None:
+async def test_a_task_of_a_model_type_that_states_no_size_gets_the_learned_one_once_there_is_one(
+    gateway: Gateway, api: Client
+) -> None:
+    tasks = [await api.submit(model_type="resnet", resources={"gpus": 1})]
     await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 12)
-    task_id = await api.submit(model_type="resnet", resources={"gpus": 1})
-    assert (await api.get(f"/tasks/{task_id}")).json()["resources"]["gpu_mb"] is None
+    tasks.append(await api.submit(model_type="resnet", resources={"gpus": 1}))
+    before, after = [(await api.get(f"/tasks/{task_id}")).json() for task_id in tasks]
+    assert before["resources"]["gpu_mb"] is None
+    assert before["sizing"]["message"].startswith("it gets whole GPUs: 0 runs of resnet have been measured")
+    assert after["resources"]["gpu_mb"] == pytest.approx(1.15 * 8 * GIB, rel=0.02)
+    assert after["sizing"]["n"] == 12
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "resnet", "resources": {"gpus": 1, "exclusive": True}},
+        {"name": "resnet", "resources": {"gpus": 1}},
+    ],
+)
+async def test_one_that_wants_to_be_alone_or_has_no_model_type_gets_whole_devices(
+    gateway: Gateway, api: Client, fields: dict[str, Any]
+) -> None:
+    await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 12)
+    task = (await api.get(f"/tasks/{await api.submit(**fields)}")).json()
+    assert (task["resources"]["gpu_mb"], task["sizing"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"resources": {"gpus": 1}}, "it takes whole GPUs, because it states no size; state gpu_mb, or"),
+        ({"model_type": "new", "resources": {"gpus": 1}}, "it gets whole GPUs: 0 runs of new have been"),
+    ],
+)
+async def test_a_dry_run_says_when_a_whole_gpu_will_be_taken_and_why(
+    api: Client, fields: dict[str, Any], says: str
+) -> None:
+    answer = (await api.post("/tasks/simulate", json=a_body(**fields))).json()
+    assert answer["sizing"]["message"].startswith(says)
+
+
+async def test_a_dry_run_of_a_stated_size_says_nothing_about_it(api: Client) -> None:
+    for resources in ({"gpu_mb": 1024}, {"gpu_fraction": 0.5}, {"gpus": 1, "exclusive": True}, {"cpu": 1}):
+        answer = (await api.post("/tasks/simulate", json=a_body(resources=resources))).json()
+        assert answer["sizing"] is None
 
 
 async def test_only_the_word_learned_may_stand_for_a_size(api: Client) -> None:

@@ -28,6 +28,8 @@ class Estimate:
     gpu_mb: Quantiles | None = None
     """A run's peak on one device, in MiB."""
     seconds: Quantiles | None = None
+    needed_runs: int = 0
+    """So many must be measured before a size is learned."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 

@@ -77,6 +77,16 @@ def test_a_run_that_ended_before_a_sample_teaches_no_size():
     assert lessons(taught(a_world(a_run()), ended())) == {TIME: 100.0}
 
 
+@pytest.mark.parametrize(("used_gib", "teaches"), [(79, {}), (57, {}), (55, {SIZE: 55 * GIB})])
+def test_a_run_that_held_a_whole_device_and_filled_it_teaches_no_size(
+    used_gib: int, teaches: dict[SketchKey, float]
+):
+    task = a_task("run", subject="resnet", gpu_mb=None)
+    world = a_world(a_device("gpu0", mb=80 * GIB), holding(task, "gpu0", mb=80 * GIB))
+    measured(world, used_gib * GIB)
+    assert lessons(taught(world, ended())) == {**teaches, TIME: 100.0}
+
+
 def test_of_several_devices_of_a_kind_the_one_that_it_used_most_counts():
     world = a_world(a_device("gpu0"), a_device("gpu1"), a_run("run", "gpu0", "gpu1"))
     measured(world, 2 * GIB)

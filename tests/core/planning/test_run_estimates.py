@@ -66,7 +66,7 @@ def test_with_too_few_runs_it_is_a_whole_device_and_the_answer_says_so():
     size = size_of(sizes(4.0, 4.0, 4.0, 4.0))
     assert (size.gpu_mb, size.p95_mb, size.n) == (None, None, 4)
     assert size.message == (
-        "4 runs of resnet have been measured, and it takes 5 to know its size: it gets whole GPUs"
+        "it gets whole GPUs: 4 runs of resnet have been measured, and it takes 5 to know its size"
     )
 
 

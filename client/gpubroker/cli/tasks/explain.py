@@ -100,6 +100,8 @@ def _simulation(simulation: Simulation) -> RenderableType:
     more = simulation.message.removeprefix(f"it {verdict}")  # the verdict is printed already
     colon = ": " if more == simulation.message else ""
     parts: list[RenderableType] = [Text.assemble((verdict, "bold"), f"{colon}{with_short_ids(more)}")]
+    if simulation.sizing:
+        parts.append(Text(f"  {simulation.sizing['message']}"))
     if simulation.verdict == "refused":
         return Group(*parts, *_remedies(simulation.remedies))
     if simulation.verdict == "waits":

@@ -93,6 +93,11 @@ class Demand(_HashedOnce):
     def takes_whole_devices(self) -> bool:
         return self.gpus > 0 and (self.exclusive or (self.gpu_mb is None and self.gpu_fraction is None))
 
+    @property
+    def states_no_size(self) -> bool:
+        """And so takes whole devices, though it did not ask to be alone there."""
+        return self.takes_whole_devices and not self.exclusive
+
 
 _values = attrgetter(*(f.name for f in fields(Demand)))
 

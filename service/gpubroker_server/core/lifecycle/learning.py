@@ -19,6 +19,10 @@ from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.ledger import NOISE_DIVISOR, DeviceLedger
 from gpubroker_server.core.world.world import World
 
+FILLED_SHARE = 0.7
+"""A run with a whole device that used more of it teaches no size: frameworks take most of what is there (JAX
+75 %, vLLM 90 %), whatever they need."""
+
 MAX_TOPICS = 10_000
 """Beyond this many, the least recently updated are forgotten."""
 
@@ -57,10 +61,11 @@ def _values(world: World, write: TaskWrite) -> Iterator[tuple[SketchKey, float]]
     for rank, succeeded in _ends(before, write):
         peaks: dict[str, int] = {}
         for lease in world.leases_of(before):
-            kind = world.ledgers[lease.device].device.kind
+            device = world.ledgers[lease.device].device
             peak = world.learned.peaks.get(lease.key, 0)
-            if lease.rank == rank and (succeeded or peak > lease.mb):
-                peaks[kind] = max(peak, peaks.get(kind, 0))
+            took_all = lease.mb >= device.allocatable_mb and peak >= FILLED_SHARE * lease.mb
+            if lease.rank == rank and not took_all and (succeeded or peak > lease.mb):
+                peaks[device.kind] = max(peak, peaks.get(device.kind, 0))
         for kind in sorted(peaks):
             if peaks[kind] > 0:  # else the run was over before its device was measured
                 yield SketchKey(before.tenant, before.subject, kind, What.GPU_MB), peaks[kind]

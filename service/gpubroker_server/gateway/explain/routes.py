@@ -23,6 +23,7 @@ from gpubroker_server.core.explain.explain import (
 )
 from gpubroker_server.core.explain.survey import SurveyCache
 from gpubroker_server.core.planning.find_way import Wait
+from gpubroker_server.core.planning.forecasts.run_estimates import unstated_size
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.explain.advice import (
     NO_ADVICE,
@@ -220,7 +221,9 @@ class SimulationView(EvaluatedFields):
     refusal: RefusalView | None
     priority: int | None
     resources: Annotated[DemandView | None, Field(description="With all defaults; null if refused early.")]
-    sizing: Annotated[SizingView | None, Field(description="How `gpu_mb: learned` would be settled.")]
+    sizing: Annotated[
+        SizingView | None, Field(description="How its size would be settled, if it states none.")
+    ]
     places: Annotated[list[PlacementView], Field(description="Where it would start now.")]
     victims: Annotated[list[RunHolder], Field(description="Runs that would be asked to leave.")]
 
@@ -324,7 +327,7 @@ def _unjudged(parts: Parts, new: PreparedTask | None) -> SimulationView:
         "refusal": None,
         "priority": None if new is None else new.task.priority,
         "resources": None if new is None else demand_view(new.task.demand),
-        "sizing": None if new is None else sizing_of(new.learned),
+        "sizing": None if new is None else sizing_of(new.learned or unstated_size(new.task.demand)),
         "places": [],
         "victims": [],
     }

@@ -173,7 +173,7 @@ class TaskView(ResultFields):
     band: str
     run: RunView
     resources: ResourcesView
-    sizing: Annotated[SizingView | None, Field(description="How `gpu_mb: learned` was settled at submit.")]
+    sizing: Annotated[SizingView | None, Field(description="How its size was learned at submit, if it was.")]
     placement: str
     max_retries: int
     timeout_seconds: float | None

@@ -62,7 +62,8 @@ def subject_of(body: SubmitTask) -> str:
 def demand_of(body: SubmitTask, defaults: Defaults, learn: LearnSize | None = None) -> Demand:
     """A GPU size without a number of GPUs means one GPU. CPU left out is the default, or 0 beside GPUs.
 
-    `learn` gives the size for `gpu_mb: learned`; None: whole devices.
+    `learn` gives the size for `gpu_mb: learned`, and for a task of a model type that asks for GPUs and states no
+    size; None: whole devices.
     """
     if body.resources.bundles:
         return _gang_demand(body, defaults, learn)
@@ -124,7 +125,9 @@ def _demand(
         placement=body.placement,
         where=_where_of(asked, common),
     )
-    return demand if gpu_mb != LEARNED or learn is None else replace(demand, gpu_mb=learn(demand).gpu_mb)
+    # Runs of one model type are alike, so what they used is known better than what a whole GPU has.
+    is_learned = gpu_mb == LEARNED or (demand.states_no_size and body.model_type != "")
+    return replace(demand, gpu_mb=learn(demand).gpu_mb) if is_learned and learn is not None else demand
 
 
 def _where_of(asked: Amounts, common: PlacementConstraints) -> PlacementConstraints:

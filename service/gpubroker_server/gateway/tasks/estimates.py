@@ -8,7 +8,6 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.estimates import Sketch, SketchKey, What
-from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
@@ -33,6 +32,7 @@ class EstimateView(TypedDict):
     kind: Annotated[str, Field(description="Of device; empty for runs without one.")]
     gpu_mb: Annotated[QuantilesView | None, Field(description="The most used of one device, in MiB.")]
     seconds: Annotated[QuantilesView | None, Field(description="How long runs took that did all the work.")]
+    needed_runs: Annotated[int, Field(description="So many must be measured before a size is learned.")]
 
 
 class EstimateList(TypedDict):
@@ -52,13 +52,14 @@ async def list_estimates(call: Call, parts: Parts, query: Annotated[EstimateQuer
     Runs have the same subject if their tasks have the same model type, else the same name, else the same
     entrypoint.
     """
-    view: EstimateList = {"items": list(_views(parts.world, call.identity.tenant, query.subject))}
+    view: EstimateList = {"items": list(_views(parts, call.identity.tenant, query.subject))}
     return answer(view)
 
 
-def _views(world: World, tenant: str, subject: str | None) -> Iterator[EstimateView]:
+def _views(parts: Parts, tenant: str, subject: str | None) -> Iterator[EstimateView]:
     """By subject and kind."""
-    sketches = world.learned.sketches
+    sketches = parts.world.learned.sketches
+    needed = parts.submissions.permissions.policy.learned_least_runs
     known = {
         (topic.subject, topic.kind)
         for topic in sketches
@@ -70,6 +71,7 @@ def _views(world: World, tenant: str, subject: str | None) -> Iterator[EstimateV
             "kind": kind,
             "gpu_mb": _quantiles(sketches.get(SketchKey(tenant, name, kind, What.GPU_MB))),
             "seconds": _quantiles(sketches.get(SketchKey(tenant, name, kind, What.SECONDS))),
+            "needed_runs": needed,
         }
 
 

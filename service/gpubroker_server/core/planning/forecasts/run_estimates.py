@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
+from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.estimates import Sketch, SketchKey, What
 from gpubroker_server.core.domain.policy import Policy
@@ -61,13 +62,21 @@ def learned_size(
     return Size(Mib(gpu_mb), Mib(p95_mb), n, kind, message)
 
 
+def unstated_size(demand: Demand) -> Size | None:
+    """For a task whose size is neither stated nor learned; None for all others."""
+    if not any(part.states_no_size for part in (demand, *demand.bundles)):
+        return None
+    message = "it takes whole GPUs, because it states no size; state gpu_mb, or gpu_mb: learned for what earlier runs used"
+    return Size(None, None, 0, "", message)
+
+
 def _whole(subject: str, n: int, policy: Policy) -> Size:
     if not subject:
-        message = "nothing is learned of a task without model type, name and entrypoint: it gets whole GPUs"
+        message = "it gets whole GPUs: nothing is learned of a task without model type, name and entrypoint"
     else:
         message = (
-            f"{n} runs of {subject} have been measured, and it takes {policy.learned_least_runs} to know its "
-            "size: it gets whole GPUs"
+            f"it gets whole GPUs: {n} runs of {subject} have been measured, and it takes "
+            f"{policy.learned_least_runs} to know its size"
         )
     return Size(None, None, n, "", message)
 

@@ -1,0 +1,28 @@
+"""Sizes and durations as people write them: `18GiB`, `1h30m`. Each raises ValueError with what to write."""
+
+import re
+
+_BYTES = {
+    "b": 1, "k": 1024, "kib": 1024, "kb": 1000, "m": 1024**2, "mib": 1024**2, "mb": 10**6,
+    "g": 1024**3, "gib": 1024**3, "gb": 10**9, "t": 1024**4, "tib": 1024**4, "tb": 10**12,
+}  # fmt: skip
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def size_bytes(text: str, plain: int) -> float:
+    """`18GiB`, `18g`, `512MiB` or `80GB` in bytes; a number without a unit counts `plain` bytes each."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = found[2].lower() if found else ""
+    if found is None or (unit and unit not in _BYTES):
+        raise ValueError(f"invalid size {text!r}: write 18GiB, 512MiB or {18432 * 2**20 // plain}")
+    return float(found[1]) * (_BYTES[unit] if unit else plain)
+
+
+def seconds(text: str) -> float:
+    """`90`, `90s`, `15m`, `1h30m` or `2d`, as seconds."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ValueError(f"invalid duration {text!r}: write 90s, 15m or 1h30m")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)

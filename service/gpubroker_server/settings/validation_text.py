@@ -1,0 +1,39 @@
+"""What pydantic finds wrong, in the words of users: whoever writes YAML or JSON knows no "parsing"."""
+
+from pydantic_core import ErrorDetails
+
+
+def text_of(found: ErrorDetails) -> str:
+    """What the value must be, without the value itself."""
+    bounds = found.get("ctx", {})
+    match found["type"]:
+        case "int_type" | "int_parsing" | "int_from_float" | "int_parsing_size":
+            return "must be a whole number"
+        case "float_type" | "float_parsing":
+            return "must be a number"
+        case "bool_type" | "bool_parsing":
+            return "must be true or false"
+        case "string_type":
+            return "must be text"
+        case "list_type" | "tuple_type":
+            return "must be a list"
+        case "dict_type" | "model_type" | "model_attributes_type":
+            return "must be an object"
+        case "greater_than":
+            return f"must be more than {bounds['gt']:g}"
+        case "greater_than_equal":
+            return f"must be at least {bounds['ge']:g}"
+        case "less_than":
+            return f"must be less than {bounds['lt']:g}"
+        case "less_than_equal":
+            return f"must be at most {bounds['le']:g}"
+        case "too_short":
+            least, has = bounds["min_length"], bounds["actual_length"] or "none"
+            return f"must have at least {least} {'entry' if least == 1 else 'entries'}; it has {has}"
+        case "too_long":
+            return f"must have at most {bounds['max_length']} entries; it has {bounds['actual_length']}"
+        case "string_too_short":
+            return f"must have at least {bounds['min_length']} characters"
+        case "string_too_long":
+            return f"must have at most {bounds['max_length']} characters"
+    return found["msg"].removeprefix("Value error, ").replace("Input should ", "must ")
