@@ -89,7 +89,7 @@ class AdminApi(Operations):
         *,
         scopes: Sequence[str],
         tenant: str | None = None,
-        max_priority: int | None = None,
+        max_priority: int | str | None = None,
         expires_in_seconds: float | None = None,
     ) -> Steps[Token]:
         """Create a token; its secret is in `.token` of this answer and nowhere else."""

@@ -80,6 +80,9 @@ def test_a_flag_that_was_not_given_changes_nothing(tmp_path: Path) -> None:
 def test_the_default_priority_is_what_the_name_of_its_band_stands_for(tmp_path: Path) -> None:
     assert load_settings().defaults.priority == 54
     assert load_settings(a_file(tmp_path, "defaults: {priority: critical}\n")).defaults.priority == 95
+    server = "{name: a, http_url: 'http://h:1', models: {llm: {priority: background}}}"
+    [read] = load_settings(a_file(tmp_path, f"triton: {{servers: [{server}]}}\n")).triton.servers
+    assert read.models["llm"].priority == 24
 
 
 def test_sizes_and_durations_may_have_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,9 +136,11 @@ def test_tenants_and_policy_are_shown(gpubroker: Run, holder: str) -> None:
 
 
 def test_a_token_is_created_used_listed_and_revoked(gpubroker: Run) -> None:
-    secret = gpubroker("token create reader --scope tasks:read --max-priority 10 --expires 1h").out.strip()
+    secret = gpubroker(
+        "token create reader --scope tasks:read --max-priority background --expires 1h"
+    ).out.strip()
     listed = gpubroker("token list").out
-    assert re.search(r"^reader +default +10 +tasks:read ", listed, re.MULTILINE)
+    assert re.search(r"^reader +default +24 +tasks:read ", listed, re.MULTILINE)
     assert secret not in listed
     assert gpubroker("--token", secret, "ps").code == 0
     assert "lacks the scope cluster:read" in gpubroker("--token", secret, "stats").err

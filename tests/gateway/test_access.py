@@ -170,6 +170,14 @@ async def test_a_token_name_cannot_be_used_twice(gateway: Gateway, api: Client) 
     assert {row.name: row for row in await gateway.store.tokens()}["admin"] == before
 
 
+async def test_a_band_s_name_may_stand_for_the_highest_priority_of_a_token(api: Client) -> None:
+    wanted = {"name": "nightly", "scopes": ["tasks:write"], "max_priority": "background"}
+    token = (await api.post("/tokens", json=wanted)).json()
+    assert token["max_priority"] == 24
+    refused = await api.post("/tokens", json={**wanted, "name": "other", "max_priority": "high"})
+    assert "0 to 100 or one of critical, " in fault(refused, "/max_priority")
+
+
 async def test_of_two_tokens_created_at_once_with_one_name_the_first_stays(
     gateway: Gateway, api: Client
 ) -> None:

@@ -21,6 +21,7 @@ from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, pa
 from gpubroker_server.core.serving.tensors import tensor_of
 from gpubroker_server.gateway.proxy.residency.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
+from gpubroker_server.gateway.submission.demand import Defaults, ModelType
 
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, fault, problem
@@ -230,6 +231,18 @@ async def test_an_inference_needs_its_scope_and_a_priority_within_the_token_s_ca
         too_high = await asker.post("/inferences", json=a_body(1, priority=51))
         problem(too_high, 403, "priority-not-allowed")
         assert (await asker.post("/inferences", json=a_body(1, priority=50))).status_code == 202
+
+
+async def test_the_model_type_fills_what_an_inference_leaves_out() -> None:
+    nightly = ModelType(priority=20, max_retries=4, timeout_seconds=90.0)
+    async with a_gateway(serving=OPEN) as gateway:
+        gateway.change(defaults=Defaults(model_types={"nightly": nightly}))
+        filled = gateway.task(await ask(gateway, 1, model_type="nightly"))
+        stated = gateway.task(await ask(gateway, 1, model_type="nightly", priority=30, max_retries=0))
+        assert (filled.priority, filled.max_retries, filled.timeout_seconds) == (20, 4, 90.0)
+        assert (stated.priority, stated.max_retries, stated.timeout_seconds) == (30, 0, 90.0)
+        view = (await gateway.admin.get(f"/tasks/{filled.id}")).json()
+        assert view["model_type"] == "nightly"
 
 
 async def test_the_same_key_and_body_are_one_inference_and_another_body_is_refused() -> None:

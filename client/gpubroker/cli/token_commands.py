@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
@@ -41,7 +41,14 @@ def create(
         ),
     ],
     tenant: Annotated[str | None, typer.Option(help="Tenant whose tasks it reads and submits.")] = None,
-    max_priority: Annotated[int | None, typer.Option(help="Highest priority it may ask for.")] = None,
+    max_priority: Annotated[
+        Any,
+        typer.Option(
+            help="Highest priority it may ask for: 0 to 100, or the name of a band.",
+            metavar="PRIORITY",
+            parser=parsing.priority,
+        ),
+    ] = None,
     expires: Annotated[
         float | None,
         typer.Option(parser=parsing.seconds, metavar="DURATION", help="How long the token is valid."),

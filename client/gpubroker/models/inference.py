@@ -58,6 +58,8 @@ class InferLaterOptions(TypedDict, total=False):
     """Comes back with the answer."""
     name: str
     """Shown in lists."""
+    model_type: str
+    """Kind of work; the operator may have set its priority, retries and time limit."""
     priority: int | str
     """0 to 100, or the name of a band; also the priority at which the model is wanted meanwhile."""
     stream: str

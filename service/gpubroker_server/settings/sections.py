@@ -28,6 +28,8 @@ def band_value(value: Any) -> Any:
     return BAND_NAMES[value]
 
 
+PriorityValue = Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)]
+"""A number, or a band's name, which stands for its middle."""
 Words = Annotated[list[str], NoDecode, BeforeValidator(comma_separated)]
 
 
@@ -97,7 +99,7 @@ class RaySettings(Section):
 class CustomSettings(Section):
     limit: Annotated[float, Field(ge=0)]
     per: Literal["cluster", "node"] = "cluster"
-    priority_threshold: Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)] = 0
+    priority_threshold: PriorityValue = 0
 
 
 def _limit_alone(value: Any) -> Any:
@@ -150,7 +152,7 @@ class TenantSettings(Section):
     guaranteed_mb: Annotated[int, Field(ge=0)] | None = None
     borrow_mb: Annotated[int, Field(ge=0)] | None = None
     weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
-    max_priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)] = 100
+    max_priority: PriorityValue = 100
 
     @model_validator(mode="after")
     def _borrows_from_a_cohort(self) -> "TenantSettings":
@@ -234,7 +236,7 @@ class RetentionSettings(Section):
 
 
 class DefaultSettings(Section):
-    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)] = BAND_NAMES["batch"]
+    priority: PriorityValue = BAND_NAMES["batch"]
     cpu: Annotated[float, Field(ge=0)] = 1.0
     max_retries: Annotated[int, Field(ge=0, le=100)] = 0
     grace_seconds: Annotated[float, Field(ge=0, le=3600)] = 30.0
@@ -260,7 +262,7 @@ def over_the_shipped(kinds: Any) -> Any:
 
 
 class ModelTypeSettings(Section):
-    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)] | None = None
+    priority: PriorityValue | None = None
     gpu_mb: Annotated[int, Field(gt=0)] | Literal["learned"] | None = None
     cpu: Annotated[float, Field(ge=0)] | None = None
     memory_mb: Annotated[int, Field(ge=0)] | None = None

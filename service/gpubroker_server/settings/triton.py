@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from gpubroker_server.core.domain.policy import BAND_NAMES
-from gpubroker_server.settings.sections import Section, band_value
+from gpubroker_server.settings.sections import PriorityValue, Section
 
 
 class ModelSettings(Section):
     gpu_mb: Annotated[int, Field(ge=0)] | None = None
-    priority: Annotated[int, Field(ge=0, le=100)] | None = None
+    priority: PriorityValue | None = None
     load_seconds: Annotated[float, Field(ge=0)] = 0.0
 
 
@@ -83,7 +83,7 @@ class TritonSettings(Section):
     cold_seconds: Annotated[float, Field(ge=0, le=3600)] = 55.0
     wanted_seconds: Annotated[float, Field(gt=0)] = 300.0
     min_residency_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
-    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)] = BAND_NAMES["interactive"]
+    priority: PriorityValue = BAND_NAMES["interactive"]
     tenant: str = "default"
     least_mb: Annotated[int, Field(gt=0)] = 512
     load_files: bool = False

@@ -13,6 +13,7 @@ from gpubroker_server.gateway.http.identity import Identity, Scope, Tokens, new_
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.submission.task_body import Priority
 from gpubroker_server.ports.store import Clock, TaskStore, TokenRow
 
 resource = Resource("administration")
@@ -40,7 +41,7 @@ class CreateToken(Body):
         StringConstraints(pattern=NAME),
         Field(description="Left out: the tenant of the token that creates it."),
     ] = None
-    max_priority: Annotated[int, Field(ge=0, le=100)] | None = None
+    max_priority: Priority | None = None
     expires_in_seconds: Annotated[float, Field(gt=0, le=_MAX_SECONDS)] | None = None
 
 

@@ -186,7 +186,7 @@ def _check_known(tenant: str, parts: Parts) -> None:
 def _component(call: Call, parts: Parts, body: PlanFleet, index: int, tenant: str) -> Component:
     asked, at, submissions = body.components[index], f"/components/{index}", parts.submissions
     task, defaults = asked.as_task(), submissions.defaults
-    priority = defaults.priority_of(task)
+    priority = defaults.limits_of(task).priority
     submissions.permissions.check_priority(call.identity, priority, tenant, at=f"{at}/priority")
     demand, _ = submissions.demand_of(task, tenant, at=f"{at}/resources")
     if body.fleet is not None and body.tenant is None:

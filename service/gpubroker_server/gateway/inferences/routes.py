@@ -97,6 +97,7 @@ class SubmitInference(Timed, BinaryBody):
     ] = Field(default_factory=dict)
 
     name: Name = ""
+    model_type: Annotated[Name, Field(description="Its defaults hold for what is left out.")] = ""
     priority: Priority | None = None
     stream: StreamName = ""
     max_retries: MaxRetries | None = None
@@ -171,16 +172,16 @@ def task_of_inference(
     now: Instant,
     after: tuple[Dependency, ...],
 ) -> Task:
-    timeout = defaults.timeout_seconds if body.timeout_seconds is None else body.timeout_seconds
+    limits = defaults.limits_of(body)
     return Task(
         id=id,
         tenant=tenant,
         name=body.name,
-        priority=defaults.priority if body.priority is None else body.priority,
+        priority=limits.priority,
         demand=demand,
         submitted_at=now,
-        max_retries=defaults.max_retries if body.max_retries is None else body.max_retries,
-        timeout_seconds=None if timeout is None else Seconds(timeout),
+        max_retries=limits.max_retries,
+        timeout_seconds=limits.timeout_seconds,
         grace_seconds=Seconds(0.0),
         not_before=timing.not_before,
         after=after,
@@ -201,6 +202,7 @@ def spec_of_inference(body: SubmitInference, stored: bytes, digest: str | None) 
         arguments=stored if digest is None else b"",
         arguments_digest=digest,
         labels=body.labels,
+        model_type=body.model_type,
     )
 
 

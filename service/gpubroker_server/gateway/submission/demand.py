@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, Protocol
 
 from gpubroker_server.core.domain.demand import NO_CONSTRAINTS, Demand, Labels, PlacementConstraints
 from gpubroker_server.core.domain.policy import BAND_NAMES
@@ -33,6 +34,25 @@ class ModelType:
 _NO_MODEL_TYPE = ModelType()
 
 
+class Limited(Protocol):
+    """A body that may leave these to its model type, and to the defaults of all."""
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def max_retries(self) -> int | None: ...
+    @property
+    def timeout_seconds(self) -> float | None: ...
+
+
+class TaskLimits(NamedTuple):
+    priority: int
+    max_retries: int
+    timeout_seconds: Seconds | None
+
+
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """What a task gets that leaves a field out."""
@@ -44,14 +64,21 @@ class Defaults:
     timeout_seconds: Seconds | None = None
     model_types: Mapping[str, ModelType] = field(default_factory=dict)
 
-    def of_type(self, body: SubmitTask) -> ModelType:
-        return self.model_types.get(body.model_type, _NO_MODEL_TYPE)
+    def of_type(self, model_type: str) -> ModelType:
+        return self.model_types.get(model_type, _NO_MODEL_TYPE)
 
-    def priority_of(self, body: SubmitTask) -> int:
-        if body.priority is not None:
-            return body.priority
-        usual = self.of_type(body).priority
-        return self.priority if usual is None else usual
+    def limits_of(self, body: Limited) -> TaskLimits:
+        usual = self.of_type(body.model_type)
+        return TaskLimits(
+            first(body.priority, usual.priority, self.priority),
+            first(body.max_retries, usual.max_retries, self.max_retries),
+            first(body.timeout_seconds, usual.timeout_seconds, self.timeout_seconds),
+        )
+
+
+def first(*values: Any) -> Any:
+    """The first that is not None; None if all are."""
+    return next((value for value in values if value is not None), None)
 
 
 def subject_of(body: SubmitTask) -> str:
@@ -62,13 +89,13 @@ def subject_of(body: SubmitTask) -> str:
 def demand_of(body: SubmitTask, defaults: Defaults, learn: LearnSize | None = None) -> Demand:
     """A GPU size without a number of GPUs means one GPU. CPU left out is the default, or 0 beside GPUs.
 
-    `learn` gives the size for `gpu_mb: learned`, and for a task of a model type that asks for GPUs and states no
-    size; None: whole devices.
+    `learn` gives the size for `gpu_mb: learned`, and for a task of a model type that asks for GPUs and
+    states no size; None: whole devices.
     """
     if body.resources.bundles:
         return _gang_demand(body, defaults, learn)
     resources = body.resources.with_sizes()
-    gpu_mb = resources.gpu_mb if resources.mentions_gpus else defaults.of_type(body).gpu_mb
+    gpu_mb = resources.gpu_mb if resources.mentions_gpus else defaults.of_type(body.model_type).gpu_mb
     return _demand(resources, gpu_mb, body, defaults, learn)
 
 
@@ -98,7 +125,7 @@ def _rank_gpu_mb(bundle: Bundle, body: SubmitTask, defaults: Defaults) -> GpuSiz
     if bundle.mentions_gpus:
         return bundle.gpu_mb
     none_mentions = not any(one.mentions_gpus or one.names_devices for one in body.resources.bundles)
-    return defaults.of_type(body).gpu_mb if bundle.names_devices or none_mentions else None
+    return defaults.of_type(body.model_type).gpu_mb if bundle.names_devices or none_mentions else None
 
 
 def _demand(
@@ -110,7 +137,7 @@ def _demand(
     common: PlacementConstraints = NO_CONSTRAINTS,
 ) -> Demand:
     """Of a task, or of one rank. `common` holds where `asked` has no restriction of its own."""
-    usual = defaults.of_type(body)
+    usual = defaults.of_type(body.model_type)
     wants_gpu = asked.wants_gpu or asked.names_devices or gpu_mb is not None
     gpus = int(wants_gpu) if asked.gpus is None else asked.gpus
     cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu

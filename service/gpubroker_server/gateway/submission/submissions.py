@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from fastapi import Header
 from pydantic_core import to_json
@@ -97,20 +97,19 @@ class Submissions:
         demand, learned = self.demand_of(body, tenant)
         after = dependencies_of(body, stands, tenant)
         defaults, timing = self.defaults, timing_of(body, now)
-        usual = defaults.of_type(body)
         grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
-        timeout = _first(body.timeout_seconds, usual.timeout_seconds, defaults.timeout_seconds)
+        limits = defaults.limits_of(body)
         is_small = demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU and not demand.bundles
         is_unlimited = demand.memory_mb == 0  # a limit needs a process of its own
         task = Task(
             id=id,
             tenant=tenant,
             name=body.name,
-            priority=defaults.priority_of(body),
+            priority=limits.priority,
             demand=demand,
             submitted_at=now,
-            max_retries=_first(body.max_retries, usual.max_retries, defaults.max_retries),
-            timeout_seconds=None if timeout is None else Seconds(timeout),
+            max_retries=limits.max_retries,
+            timeout_seconds=limits.timeout_seconds,
             grace_seconds=Seconds(grace),
             shareable=isinstance(body.run, Entrypoint) and is_small and is_unlimited and not _env_of(body),
             not_before=timing.not_before,
@@ -277,8 +276,3 @@ def key_reused(key: str, task: TaskId, what: str) -> Problem:
 def _env_of(body: SubmitTask) -> Mapping[str, str]:
     roles = body.resources.roles
     return {**body.env, ROLES_VARIABLE: ",".join(sorted(roles))} if roles else body.env
-
-
-def _first(*values: Any) -> Any:
-    """The first that is not None; None if all are."""
-    return next((value for value in values if value is not None), None)

@@ -66,7 +66,9 @@ def unstated_size(demand: Demand) -> Size | None:
     """For a task whose size is neither stated nor learned; None for all others."""
     if not any(part.states_no_size for part in (demand, *demand.bundles)):
         return None
-    message = "it takes whole GPUs, because it states no size; state gpu_mb, or gpu_mb: learned for what earlier runs used"
+    message = (
+        "it takes whole GPUs, because it states no size; state gpu_mb, or learned: what earlier runs used"
+    )
     return Size(None, None, 0, "", message)
 
 
