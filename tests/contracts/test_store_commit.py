@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.bootstrap.follower import fill
-from gpubroker_server.core.domain.decisions import Decision, PledgeWrite, Request, write_move
+from gpubroker_server.core.domain.decisions import Decision, Notice, PledgeWrite, Request, write_move
 from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, move_lease
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.task import Move, Task, TaskState
@@ -50,6 +50,19 @@ async def test_a_committed_decision_is_in_every_row_it_names(store: TaskStore) -
     assert list(snapshot.nodes) == [a_node()]
     kinds = [event.kind for event in await log_of(store)]
     assert kinds == ["node.seen", "device.seen", "task.submitted", "task.admitted", "lease.reserved"]
+
+
+async def test_a_notice_is_an_event_that_changes_no_row(store: TaskStore) -> None:
+    term = await with_gpu(store, a_task("t1"))
+    before = await store.snapshot()
+    notice = Notice("memory.fragmented", "cluster", {"waiting": 3})
+    said = Decision("cluster", "memory.fragmented", notices=(notice,))
+    assert await store.commit(term, [said]) == [COMMITTED]
+    [event] = [event for event in await log_of(store) if event.kind == "memory.fragmented"]
+    assert (event.key, event.fields, event.tenant) == ("cluster", {"waiting": 3}, "")
+    after = await store.snapshot()
+    assert (list(after.tasks), list(after.devices)) == (list(before.tasks), list(before.devices))
+    assert replayed(await log_of(store)).position == event.position, "followers pass over it"
 
 
 async def test_a_decision_over_a_version_that_is_gone_changes_nothing(store: TaskStore) -> None:

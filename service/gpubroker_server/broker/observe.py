@@ -42,6 +42,7 @@ from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 from gpubroker_server.core.lifecycle.silent_nodes import HeartbeatMonitor, nodes_without_answer
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning import inferences as inference_admission
+from gpubroker_server.core.planning.fragmentation import ScatteredWatch
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Progress
@@ -189,6 +190,7 @@ class Observer:
         self.heartbeats = HeartbeatMonitor(policy)
         self._quarantine_probe = QuarantineProbe()
         self._model_meter = ModelMeter()
+        self._scattered = ScatteredWatch()
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None before the first look."""
         self.to_ask: list[NodeName] = []
@@ -272,6 +274,7 @@ class Observer:
         decided = {decision.subject for decision in decisions}
         decisions += self._model_meter.measure(self._world, now, decided)
         more = [*overuse_decisions(self._world, now, self._policy), *self._about_inferences(now)]
+        more += self._scattered.look(self._world, self._policy, now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]
 
     def _about_inferences(self, now: Instant) -> list[Decision]:

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+from gpubroker_server.core.domain.decisions import Notice
 from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.planning.fragmentation import (
+    LOOK_SECONDS,
     FreeMemory,
     ScatteredDemand,
+    ScatteredWatch,
     find_scattered_demand,
     fragmentation,
 )
@@ -129,3 +132,24 @@ def test_devices_that_a_task_may_not_use_do_not_count_as_pieces():
     world = a_world(*on(60, 60))
     assert find_scattered_demand(world, Policy(), NOW) is None
     assert waits(world, gpu_mb=90 * GIB) is None
+
+
+def test_lasting_fragmentation_is_said_once_and_so_is_its_end():
+    watch = ScatteredWatch()
+
+    def looks(after_seconds: float, *gib_held: int) -> list[Notice]:
+        now = Instant(NOW + after_seconds)
+        world = a_world(*on(*gib_held), now=now)
+        submit(world, a_task("wide", gpu_mb=40 * GIB))
+        decided = watch.look(world, Policy(), now)
+        assert not any(decision.is_empty() for decision in decided), "written, though no row changes"
+        return [notice for decision in decided for notice in decision.notices]
+
+    assert looks(0, 50, 50) == [], "the next start may end it"
+    assert looks(LOOK_SECONDS - 1, 50, 50) == [], "too early to look again"
+    sizes = {"need_mb": 40 * GIB, "free_mb": 60 * GIB, "largest_mb": 30 * GIB}
+    said = Notice("memory.fragmented", "cluster", {"waiting": 1, **sizes})
+    assert looks(LOOK_SECONDS, 50, 50) == [said]
+    assert looks(2 * LOOK_SECONDS, 50, 50) == []
+    assert looks(3 * LOOK_SECONDS, 50, 0) == [Notice("memory.defragmented", "cluster", {})]
+    assert looks(4 * LOOK_SECONDS, 50, 0) == []

@@ -99,10 +99,12 @@ def _fact(name: str, value: Any) -> str:
     match name:
         case "name" | "stop_reason" | "reason" | "what" | "kind" | "proof" | "by":
             return str(value)
-        case "priority" | "preemptions" | "failures" | "cpu" | "index":
+        case "waiting" | "priority" | "preemptions" | "failures" | "cpu" | "index":
             return f"{name} {value}"
         case "mb" | "gpu_mb" | "physical_mb":
             return size(value)
+        case "need_mb" | "free_mb" | "largest_mb":
+            return f"{name.removesuffix('_mb')} {size(value)}"
         case "overused_mb":
             return f"used {size(value)}" if value else ""
         case "values":

@@ -76,6 +76,16 @@ class AuditNote:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What the log says of the cluster and no row has."""
+
+    kind: str
+    """`memory.fragmented`, ..."""
+    key: str
+    fields: Fields
+
+
 @value
 class Decision:
     """Rows that change together, and the orders to send after the commit.
@@ -100,10 +110,17 @@ class Decision:
     lessons: tuple[Observation, ...] = ()
     forgotten: tuple[SketchKey, ...] = ()
     audit: tuple[AuditNote, ...] = ()
+    notices: tuple[Notice, ...] = ()
 
     def is_empty(self) -> bool:
         return not (
-            self.tasks or self.leases or self.pledges or self.devices or self.nodes or self.requests_done
+            self.tasks
+            or self.leases
+            or self.pledges
+            or self.devices
+            or self.nodes
+            or self.requests_done
+            or self.notices
         )
 
 

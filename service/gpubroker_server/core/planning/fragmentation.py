@@ -3,15 +3,19 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
+from gpubroker_server.core.domain.decisions import Decision, Fields, Notice
 from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Seconds
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.placement_scores import rows
 from gpubroker_server.core.world.world import World
+
+LOOK_SECONDS = Seconds(30.0)
 
 
 class FreeMemory(NamedTuple):
@@ -97,6 +101,36 @@ def find_scattered_demand(world: World, policy: Policy, now: Instant) -> Scatter
     if free < demand.gpus * need or any(count >= demand.gpus for count in roomy.values()):
         return None
     return ScatteredDemand(demand, count, need, free, max(piece.free_mb for piece in pieces))
+
+
+class ScatteredWatch:
+    """Says once when memory for the most common waiting demand is free in sum but in no piece, and once when
+    that is over. In one leader's memory: the next one says it again."""
+
+    def __init__(self) -> None:
+        self._looked_at = Instant(-inf)
+        self._found_before = False
+        self._is_said = False
+
+    def look(self, world: World, policy: Policy, now: Instant) -> list[Decision]:
+        """At most every LOOK_SECONDS. What is seen only once may be over with the next start."""
+        if now < self._looked_at + LOOK_SECONDS:
+            return []
+        found = find_scattered_demand(world, policy, now)
+        is_lasting = found is not None and self._found_before
+        self._looked_at, self._found_before = now, found is not None
+        if found is None and self._is_said:
+            self._is_said = False
+            return [_notice("memory.defragmented", {})]
+        if found is not None and is_lasting and not self._is_said:
+            self._is_said = True
+            sizes = {"need_mb": found.need_mb, "free_mb": found.free_mb, "largest_mb": found.largest_mb}
+            return [_notice("memory.fragmented", {"waiting": found.waiting, **sizes})]
+        return []
+
+
+def _notice(kind: str, facts: Fields) -> Decision:
+    return Decision("cluster", kind, notices=(Notice(kind, "cluster", facts),))
 
 
 class _Piece(NamedTuple):

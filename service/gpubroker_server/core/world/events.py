@@ -103,7 +103,7 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
 
 def events_of(decision: Decision) -> Iterator[NewEvent]:
     """The events of a decision, in this order: nodes, devices, tasks, leases, pledges, requests,
-    estimates."""
+    notices, estimates."""
     for node in decision.nodes:
         yield NewEvent("node.seen", node.name, node.version, "", node_fields(node))
     for device in decision.devices:
@@ -120,6 +120,8 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         yield NewEvent(f"pledge.{what}", pledge.key, 1, pledge.tenant, pledge_fields(pledge))
     for request in decision.requests_done:
         yield NewEvent("request.done", request, 1, "", {"task": decision.subject})
+    for notice in decision.notices:
+        yield NewEvent(notice.kind, notice.key, 1, "", notice.fields)
     yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
     yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
 
