@@ -1,10 +1,12 @@
 """Carry out steps over httpx: a Call is a request, its response an Answer, a lost connection Unreachable."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.request import getproxies
 
 import httpx
 
@@ -16,6 +18,7 @@ from gpubroker.transport.operations import AsyncCaller, Pages, SyncCaller
 T = TypeVar("T")
 
 _CONNECT_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -181,7 +184,21 @@ def _answer_of(response: httpx.Response) -> Answer:
     )
 
 
-def _unreachable(connection: Connection, error: httpx.TransportError) -> Unreachable:
+def check_listening(connection: Connection) -> None:
+    """Whether the address takes connections at all, at once. Raises Unreachable if it refuses them; knows
+    nothing of an address that is reached through a proxy."""
+    url = httpx.URL(connection.url)
+    if url.host in _LOOPBACK or not getproxies():
+        try:
+            port = url.port or (443 if url.scheme == "https" else 80)
+            socket.create_connection((url.host, port), timeout=_LOOK_SECONDS).close()
+        except ConnectionRefusedError as error:
+            raise _unreachable(connection, error) from error
+        except OSError:
+            pass  # a request says more
+
+
+def _unreachable(connection: Connection, error: httpx.TransportError | OSError) -> Unreachable:
     return Unreachable(
         f"no answer from {connection.url} ({connection.source}): {str(error) or type(error).__name__}; is "
         "the service running? `gpubroker serve` starts one here",
