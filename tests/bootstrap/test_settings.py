@@ -146,6 +146,8 @@ simulated_devices: [{memory_mb: 24GiB}]
         ("policy: {tenants: {'*': {cohort: lab, guaranteed_mb: 1}}}\n", "no sum in a cohort"),
         ("policy: {tenants: {acme: {wait: 1}}}\n", 'did you mean "weight"?'),
         ("policy: {streams: {nightly: 0}}\n", "policy.streams.nightly"),
+        ("submit_from_tasks: true\nray: {address: 'h:6379'}\n", "needs tasks_url with ray.address"),
+        ("tasks_url: 'gpubroker.lab'\n", "must begin with http:// or https://"),
         ("drain_notice_seconds: 19\n", "must be at least 2 less than"),
         ("triton: {servers: [{name: a, http_url: 'h:8000'}]}\n", "http://host:8000 or https://host:8000"),
         ("triton: {servers: [{name: a, http_url: 'http://h'}]}\n", "servers.0.http_url: 'http://h' is not"),

@@ -80,3 +80,13 @@ def test_certificate_authorities_are_only_loaded_for_https(monkeypatch: pytest.M
     assert read == []
     Broker("https://127.0.0.1:8470", "token").close()
     assert len(read) == 1
+
+
+def test_in_a_task_the_owner_s_access_is_not_used_and_the_error_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "client.json").write_text('{"url": "http://127.0.0.1:8470", "token": "admin"}')
+    environ = {"GPUBROKER_DATA_DIR": str(tmp_path), "GPUBROKER_TASK": "task_1"}
+    with pytest.raises(Unreachable, match=r"this code runs in task_1, .* submit_from_tasks: true"):
+        find_service(environ=environ)
+    given = {**environ, "GPUBROKER_URL": "http://h:1", "GPUBROKER_TOKEN": "gpbrun_x"}
+    found = find_service(environ=given)
+    assert (found.url, found.token) == ("http://h:1", "gpbrun_x")

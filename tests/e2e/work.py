@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpubroker import Stopped, current_task
+from gpubroker import Broker, Stopped, current_task
 
 from examples.gang import all_reduce
 
@@ -17,6 +17,16 @@ PATIENCE_SECONDS = 30.0
 
 def add(a: int, b: int) -> int:
     return a + b
+
+
+def submit_another(priority: int | str | None = None) -> dict[str, object]:
+    """With the access that the service gives to tasks."""
+    with Broker() as broker:
+        options = {} if priority is None else {"priority": priority}
+        child = broker.submit("tests.e2e.work:add", 20, 22, cpu=0.1, **options)
+        total = broker.result(child.id, timeout_seconds=PATIENCE_SECONDS)
+        access = {"url": broker.connection.url, "token": broker.connection.token}
+        return {"child": child.id, "sum": total, **access}
 
 
 async def add_later(a: int, b: int) -> int:

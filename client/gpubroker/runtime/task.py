@@ -4,7 +4,7 @@ import contextvars
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -63,6 +63,12 @@ def current_task() -> "RunningTask":
     return task
 
 
+def environment() -> Mapping[str, str]:
+    """This process's, and that of the current task, which it lacks if several share the process."""
+    task = _CURRENT.get(None) or _only_task
+    return os.environ if task is None else {**os.environ, **task.env}
+
+
 def enter_task(task: "RunningTask") -> contextvars.Token["RunningTask"]:
     return _CURRENT.set(task)
 
@@ -109,6 +115,11 @@ class RunningTask:
     @property
     def tenant(self) -> str:
         return self._order.tenant
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """The variables of the task, and those that the service gave it."""
+        return {"GPUBROKER_TASK": self.id, **self._order.env}
 
     @property
     def devices(self) -> tuple[str, ...]:

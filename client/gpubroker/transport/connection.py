@@ -2,12 +2,15 @@
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpubroker.errors import Unreachable
 
+TASK_VARIABLE = "GPUBROKER_TASK"
+"""Every run has it."""
 URL_VARIABLE = "GPUBROKER_URL"
 TOKEN_VARIABLE = "GPUBROKER_TOKEN"  # noqa: S105 - the name of a variable, not a token
 
@@ -21,7 +24,7 @@ class Connection:
 
 
 def find_service(
-    url: str | None = None, token: str | None = None, *, environ: Mapping[str, str] = os.environ
+    url: str | None = None, token: str | None = None, *, environ: Mapping[str, str] | None = None
 ) -> Connection:
     """Use `url` and `token` if given, else the environment, else `client.json`, which the service writes for
     the users of its own machine.
@@ -29,12 +32,21 @@ def find_service(
     The file is only read for what is missing, and its token is only sent to its address. Raises Unreachable
     if no address is known, or if the file is needed and cannot be read.
     """
+    environ = _environment() if environ is None else environ
     path = client_file(environ)
     token = token or environ.get(TOKEN_VARIABLE)
     url, source = (url, "given") if url else (environ.get(URL_VARIABLE), f"from {URL_VARIABLE}")
-    written_url, written_token = (None, None) if url and token else _read(path)
+    # A task has the rights that the operator gives to tasks, not those of the service's owner.
+    is_known = (url and token) or TASK_VARIABLE in environ
+    written_url, written_token = (None, None) if is_known else _read(path)
     if not url:
         url, source = written_url, f"from {path}"
+    if not url and TASK_VARIABLE in environ:
+        raise Unreachable(
+            f"this code runs in {environ[TASK_VARIABLE]}, which has no access to the service: have the "
+            "operator set submit_from_tasks: true, or give url and token",
+            code="no-service",
+        )
     if not url:
         raise Unreachable(
             f"no gpubroker service is known: no url was given, {URL_VARIABLE} is not set, and {path} does "
@@ -49,6 +61,12 @@ def find_service(
     if token is None and written_url is not None and url == written_url.rstrip("/"):
         token = written_token
     return Connection(url, token, source)
+
+
+def _environment() -> Mapping[str, str]:
+    """Of the task that this code runs in, if the runtime of tasks is loaded; else of the process."""
+    runtime = sys.modules.get("gpubroker.runtime.task")
+    return os.environ if runtime is None else runtime.environment()
 
 
 def client_file(environ: Mapping[str, str] = os.environ) -> Path:

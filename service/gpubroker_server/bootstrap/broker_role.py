@@ -18,6 +18,7 @@ from gpubroker_server.bootstrap.compose import (
 )
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
+from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
 from gpubroker_server.broker.background import (
     Pruner,
@@ -43,8 +44,15 @@ from gpubroker_server.settings.loading import Settings
 
 class BrokerRole:
     def __init__(
-        self, name: str, settings: Settings, store: SqlStore, follower: LogFollower, blobs: DirectoryBlobs
+        self,
+        name: str,
+        settings: Settings,
+        store: SqlStore,
+        follower: LogFollower,
+        blobs: DirectoryBlobs,
+        runs: RunAccess,
     ) -> None:
+        self._runs = runs
         self._name = name
         self._settings = settings
         self._store = store
@@ -169,7 +177,17 @@ class BrokerRole:
         )
         inferences = inference_desk_of(self._settings, self._clients, clock)
         allowed = tuple(self._settings.entrypoints)
-        return Dispatcher(self._store, self._blobs, self.executor, world, clock, allowed, desk, inferences)
+        return Dispatcher(
+            self._store,
+            self._blobs,
+            self.executor,
+            world,
+            clock,
+            allowed,
+            desk,
+            inferences,
+            self._runs.env_of,
+        )
 
     async def _have_let_go(self, claim: str) -> bool:
         if self._store.is_shared:

@@ -25,11 +25,19 @@ from gpubroker_server.bootstrap.compose import (
 from gpubroker_server.bootstrap.follower import Job, LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
+from gpubroker_server.bootstrap.run_access import RunAccess, url_of
 from gpubroker_server.bootstrap.start_checks import allow_open_files, own_host, write_private
 from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.gateway.app import create_app
 from gpubroker_server.gateway.http.connections import ConnectionLimits, Connections, limited_by
-from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Callers, Tokens, new_token
+from gpubroker_server.gateway.http.identity import (
+    EVERY_SCOPE,
+    Callers,
+    Identity,
+    Tokens,
+    identity_of_run,
+    new_token,
+)
 from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.parts import AppParts, OperatorRules
 from gpubroker_server.gateway.proxy.connection import in_front_of
@@ -70,13 +78,15 @@ class GatewayRole:
         broker: BrokerRole | None,
         listener: socket.socket,
         shut_down: Callable[[bool], None],
+        runs: RunAccess,
     ) -> None:
+        self._runs = runs
         self._name, self._broker = name, broker
         self._settings = settings
         self._store = store
         self._follower = follower
         self._listener = listener
-        self._tokens = Tokens(store, follower.clock)
+        self._tokens = Tokens(store, follower.clock, of_run=self._identity_of_run)
         self._waiters = Waiters(settings.limits.tenant_waits)
         self._parts = parts = AppParts(
             store=store,
@@ -177,8 +187,11 @@ class GatewayRole:
 
     @property
     def url(self) -> str:
-        host, port = self._host, self._listener.getsockname()[1]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(self._listener)
+
+    def _identity_of_run(self, token: str) -> Identity | None:
+        run = self._runs.run_of(token)
+        return None if run is None else identity_of_run(self._follower.world.tasks.get(run[0]), run[1])
 
     @property
     def _host(self) -> str:

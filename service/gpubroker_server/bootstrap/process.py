@@ -19,6 +19,7 @@ from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import policy_of
 from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
+from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.bootstrap.start_checks import StartRefused, process_name
 from gpubroker_server.core.domain.submission import withdrawn_entrypoints
 from gpubroker_server.core.domain.units import Seconds
@@ -58,7 +59,7 @@ class Process:
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """A gateway if it has a listener; a broker if it `leads`. `on_stop` is called when it is asked to
-        stop and to leave the cluster running."""
+        stop and to leave the cluster running. Raises StartRefused."""
         self._name = name = process_name()
         self._settings = settings
         self._store = store
@@ -71,7 +72,8 @@ class Process:
         """Why this process must stop."""
         half_life_seconds = Seconds(settings.policy.usage_half_life_seconds)
         self._follower = follower = LogFollower(store, half_life_seconds, self._fail)
-        self._broker = broker = BrokerRole(name, settings, store, follower, blobs) if leads else None
+        self._runs = runs = RunAccess(settings, listener)
+        self._broker = broker = BrokerRole(name, settings, store, follower, blobs, runs) if leads else None
         self._lead = LeaderStatus(store, follower, policy_of(settings), broker)
         self._gateway: GatewayRole | None = None
         """Loaded once the roles that decide run."""
@@ -118,7 +120,7 @@ class Process:
         make_full_collections_rare()
         self._gateway = GatewayRole(
             self._name, self._settings, self._store, self._follower, self._blobs, self._lead, self._broker,
-            listener, self._shut_down,
+            listener, self._shut_down, self._runs,
         )  # fmt: skip
         await self._gateway.begin()
         return self._begin("http", self._gateway.serve())

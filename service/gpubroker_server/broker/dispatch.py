@@ -1,8 +1,9 @@
 """Sends the orders of committed decisions; a start carries what the run needs."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import structlog
 
@@ -56,9 +57,11 @@ class Dispatcher:
         entrypoints: EntrypointPatterns,
         desk: ModelDispatcher | None = None,
         inferences: InferenceDispatcher | None = None,
+        env_of: Callable[[Task], Mapping[str, str]] = lambda _: {},
     ) -> None:
         """`entrypoints`: those that are allowed now. `desk`: for leased models; `inferences`: for queued
-        inferences."""
+        inferences. `env_of`: variables that a run gets besides those of its task."""
+        self._env_of = env_of
         self._store = store
         self._blobs = blobs
         self._executor = executor
@@ -161,8 +164,9 @@ class Dispatcher:
         if spec.arguments_digest is not None:
             arguments = await self._blobs.get(spec.arguments_digest)
         state, uri = await self._newest_valid(task, saved)
+        env = self._env_of(task)
         return RunPayload(
-            spec=spec,
+            spec=replace(spec, env={**spec.env, **env}) if env else spec,
             arguments=arguments,
             resume_state=state,
             resume_uri=uri,

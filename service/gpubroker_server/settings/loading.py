@@ -92,6 +92,8 @@ class Settings(WithUnits, BaseSettings):
     device_reserve_mb: Annotated[int, Field(ge=0)] = 0
     declared_foreign_mb: dict[str, Annotated[int, Field(ge=0)]] = {}
     simulated_devices: list[SimulatedDevice] = []
+    submit_from_tasks: bool = False
+    tasks_url: str = ""
     drain_seconds: Annotated[float, Field(ge=2, le=3600)] = 20.0
     drain_notice_seconds: Annotated[float, Field(ge=0)] = 0.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -132,6 +134,17 @@ class Settings(WithUnits, BaseSettings):
             raise ValueError(
                 f"ray.address {self.ray.address!r} is not the address of a Ray head; write host:6379 (not "
                 "the ray:// address of a client server)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_can_reach_a_gateway(self) -> "Settings":
+        if self.tasks_url and not self.tasks_url.startswith(("http://", "https://")):
+            raise ValueError(f"tasks_url {self.tasks_url!r} must begin with http:// or https://")
+        if self.submit_from_tasks and self.ray.address and not self.tasks_url:
+            raise ValueError(
+                "submit_from_tasks needs tasks_url with ray.address: the address at which tasks on the nodes "
+                "of the cluster reach a gateway, such as https://gpubroker.lab"
             )
         return self
 

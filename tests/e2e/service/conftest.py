@@ -12,7 +12,7 @@ from tests.e2e.service_process import ServiceProcess
 @pytest.fixture(scope="package")
 def _service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     home = tmp_path_factory.mktemp("service") / "data"
-    with ServiceProcess(home, ray={"spares": 4}, policy=POLICY) as running:
+    with ServiceProcess(home, ray={"spares": 4}, policy=POLICY, submit_from_tasks=True) as running:
         yield running
 
 

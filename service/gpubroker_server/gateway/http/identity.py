@@ -6,14 +6,15 @@ import contextlib
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
 import structlog
 
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.ports.store import Clock, StoreUnavailable, TaskStore, TokenRow
 
@@ -74,6 +75,16 @@ class Identity:
         return self.tenant == tenant or self.may(Scope.ADMIN)
 
 
+RUN_SCOPES = frozenset({Scope.TASKS_READ, Scope.TASKS_WRITE})
+
+
+def identity_of_run(task: Task | None, fence: Fence) -> Identity | None:
+    """What a run may do as long as it runs: read and submit for its tenant, up to its own priority."""
+    if task is None or task.fence != fence or not task.is_active:
+        return None
+    return Identity(f"task {task.id}", task.tenant, RUN_SCOPES, task.priority)
+
+
 def new_secret() -> str:
     """`gpb_` and 32 random bytes in lowercase base32: 256 bits, and nothing to quote in a shell or a URL."""
     return TOKEN_PREFIX + base64.b32encode(secrets.token_bytes(32)).decode().rstrip("=").lower()
@@ -102,8 +113,17 @@ def new_token(
 class Tokens:
     """All tokens of the store, by hash: how long a look-up takes says nothing about any secret."""
 
-    def __init__(self, store: TaskStore, clock: Clock, *, refresh_seconds: Seconds = Seconds(5.0)) -> None:
+    def __init__(
+        self,
+        store: TaskStore,
+        clock: Clock,
+        *,
+        refresh_seconds: Seconds = Seconds(5.0),
+        of_run: Callable[[str], Identity | None] = lambda _: None,
+    ) -> None:
+        """`of_run`: the identity of a run whose token is stored nowhere."""
         self._store = store
+        self._of_run = of_run
         self._clock = clock
         self._refresh_seconds = refresh_seconds
         self._by_hash: dict[str, Identity] = {}
@@ -154,7 +174,7 @@ class Tokens:
 
     def identify(self, secret: str) -> Identity | None:
         """None if there is no such token or it has expired."""
-        identity = self._by_hash.get(hash_of(secret))
+        identity = self._by_hash.get(hash_of(secret)) or self._of_run(secret)
         if identity is None or identity.expires_at is None or identity.expires_at > self._clock.now():
             return identity
         return None

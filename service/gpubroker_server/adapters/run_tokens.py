@@ -1,0 +1,57 @@
+"""Tokens of runs, with which a task submits others: signed, stored nowhere, worth nothing without the run."""
+
+import base64
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from gpubroker_server.core.domain.units import Fence, TaskId
+
+PREFIX = "gpbrun_"
+_KEY_BYTES = 32
+
+
+class RunTokens:
+    """`gpbrun_<task>.<fence>.<HMAC-SHA256>`. Whether the run still is there, others must know."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def token_of(self, task: TaskId, fence: Fence) -> str:
+        return f"{PREFIX}{task}.{fence}.{self._signature(task, fence)}"
+
+    def run_of(self, token: str) -> tuple[TaskId, Fence] | None:
+        """None if it was not made with this key."""
+        parts = token.removeprefix(PREFIX).split(".")
+        if not token.startswith(PREFIX) or len(parts) != 3 or not parts[1].isdecimal() or not token.isascii():
+            return None
+        task, fence = TaskId(parts[0]), Fence(int(parts[1]))
+        return (task, fence) if hmac.compare_digest(parts[2], self._signature(task, fence)) else None
+
+    def _signature(self, task: TaskId, fence: Fence) -> str:
+        signed = hmac.new(self._key, f"{task}.{fence}".encode(), hashlib.sha256).digest()
+        return base64.b32encode(signed).decode().rstrip("=").lower()
+
+
+def key_at(path: Path) -> bytes:
+    """The key in this file of mode 0600, made by the first process that asks. Raises OSError."""
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass  # another process was quicker, and its key counts
+        finally:
+            draft.unlink()
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise OSError(f"{path} holds {len(key)} bytes and should hold {_KEY_BYTES}; remove it")
+    return key
