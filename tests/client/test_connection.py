@@ -1,10 +1,14 @@
 import json
+import socket
 import ssl
+import time
 from pathlib import Path
 
 import pytest
 from gpubroker import Broker, Unreachable
 from gpubroker.transport.connection import find_service
+
+from tests.client.command_line import Run
 
 
 def written(data_dir: Path, url: str = "http://127.0.0.1:8470", token: str = "from-file") -> dict[str, str]:
@@ -90,3 +94,16 @@ def test_in_a_task_the_owner_s_access_is_not_used_and_the_error_names_the_settin
     given = {**environ, "GPUBROKER_URL": "http://h:1", "GPUBROKER_TOKEN": "gpbrun_x"}
     found = find_service(environ=given)
     assert (found.url, found.token) == ("http://h:1", "gpbrun_x")
+
+
+def test_a_service_that_is_down_is_told_at_once_and_not_tried_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("GPUBROKER_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        began = time.monotonic()
+        ended = run("ps")
+    assert ended.code == 7
+    assert "Connection refused; is the service running?" in ended.err
+    assert time.monotonic() - began < 1.5, "retries would take three seconds"
