@@ -313,7 +313,7 @@ def test_a_task_without_gpus_has_no_device_verdicts():
 @pytest.mark.parametrize(
     ("state", "fields", "message"),
     [
-        (TaskState.ADMITTED, {}, "admitted to n1; the order to start it is on its way"),
+        (TaskState.ADMITTED, {}, "admitted to n1; it is being started"),
         (TaskState.RUNNING, {}, "running on n1 for 100 s"),
         (
             TaskState.STOPPING,

@@ -108,11 +108,23 @@ def test_a_node_that_goes_down_with_nothing_but_leaving_ranks_does_not_stop_the_
     assert leases(gang)[2] is LeaseState.QUARANTINED
 
 
-def test_a_node_that_goes_down_with_a_rank_at_work_stops_the_gang() -> None:
+def test_a_gang_goes_on_without_a_rank_at_work_that_it_can_lose_with_its_node() -> None:
     gang = shrunk()
+    orders = gang.tell(gang.node_lost("n2"))
+    assert (gang.task.state, states(gang.task)) == (TaskState.RUNNING, ["ready", "ready", "left", "left"])
+    told = [order for order in orders if isinstance(order, WorldOrder)]
+    assert [(order.rank, order.ranks) for order in told] == [(0, (0, 1)), (1, (0, 1))]
+    assert [leases(gang)[rank] for rank in (2, 3)] == [LeaseState.QUARANTINED] * 2
+    check_ledger(gang.world)
+    gang.tell(gang.ended(0), gang.ended(1))
+    assert gang.world.finished["default", TaskState.SUCCEEDED] == 1
+
+
+def test_a_gang_that_cannot_lose_a_rank_at_work_stops_when_its_node_goes_down() -> None:
+    gang = at_work(elastic(4, 3))
     gang.tell(gang.node_lost("n2"))
     assert (gang.task.state, gang.task.stop_reason) == (TaskState.STOPPING, StopReason.RANK_LOST)
-    assert states(gang.task) == ["ready", "ready", "left", "ended"]
+    assert states(gang.task) == ["ready", "ready", "ended", "ended"]
 
 
 # Time

@@ -1,5 +1,6 @@
 """Where a task goes, and what is said where it cannot go."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import Placement, Task
+from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.explain.blockers import Blocker, room_blockers
 from gpubroker_server.core.explain.survey import survey_nodes
@@ -32,6 +33,7 @@ from tests.builders import (
     key,
     submit,
 )
+from tests.core.gangs import admit_all
 
 POLICY = Policy(custom_limits=(CustomLimit("licence", 4.0),))
 
@@ -295,3 +297,37 @@ def test_a_node_that_is_cordoned_leaves_the_table_of_places():
         changes.mark(NodeName("n1"))
         table = Places(Draft(world, changes), POLICY, NOW, tables=tables).table(a_task("new", gpu_mb=GIB))
         assert list(finish(table)) == places
+
+
+def starting_on(node: str, count: int) -> list[Any]:
+    tasks = [a_task(f"{node}-{n}", cpu=0.1) for n in range(count)]
+    return [holding(task, node=node, state=TaskState.ADMITTED) for task in tasks]
+
+
+@pytest.mark.parametrize(
+    ("on_n1", "on_n2", "goes_to"), [(3, 0, "n1"), (4, 0, "n2"), (4, 4, "n1"), (9, 4, "n2"), (0, 4, "n1")]
+)
+def test_small_tasks_pass_over_a_node_that_has_many_to_start(on_n1: int, on_n2: int, goes_to: str):
+    nodes = [a_node("n1", cpu=8), a_node("n2", cpu=8)]
+    world = a_world(*nodes, *starting_on("n1", on_n1), *starting_on("n2", on_n2))
+    placement = found(world, cpu=0.1)
+    assert isinstance(placement, Placement)
+    assert placement.node == goes_to
+
+
+def test_a_burst_of_small_tasks_is_spread_over_the_nodes_that_start_them():
+    world = a_world(*(a_node(f"n{n}", cpu=64) for n in (1, 2, 3)))
+    for n in range(24):
+        submit(world, a_task(f"t{n}", cpu=0.25))
+    while admit_all(world):  # a slice at a time
+        pass
+    nodes = Counter(task.node for task in world.tasks.values())
+    assert nodes == {"n1": 8, "n2": 8, "n3": 8}
+
+
+def test_a_node_that_has_started_its_runs_is_as_good_as_before():
+    running = [holding(a_task(f"r{n}", cpu=0.1), node="n1") for n in range(8)]
+    world = a_world(a_node("n1", cpu=8), a_node("n2", cpu=8), *running)
+    placement = found(world, cpu=0.1)
+    assert isinstance(placement, Placement)
+    assert placement.node == "n1"

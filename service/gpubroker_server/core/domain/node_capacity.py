@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.units import TaskId
 class NodeUsage:
     """What the active runs of one node use of its CPU, host memory, run slots and custom resources."""
 
-    __slots__ = ("cpu", "custom", "memory_mb", "priorities", "runs", "stopping")
+    __slots__ = ("cpu", "custom", "memory_mb", "priorities", "runs", "starting", "stopping")
 
     def __init__(self, cpu: float = 0.0, memory_mb: int = 0, runs: int = 0) -> None:
         self.cpu = cpu
@@ -20,19 +20,23 @@ class NodeUsage:
         self.custom: dict[str, float] = {}
         self.priorities: dict[int, int] = {}
         """Priority -> number of runs."""
+        self.starting = 0
+        """Runs of which the process is not at work yet."""
         self.stopping: frozenset[TaskId] = frozenset()
 
     def copy(self) -> "NodeUsage":
         twin = NodeUsage(self.cpu, self.memory_mb, self.runs)
         twin.custom = dict(self.custom)
         twin.priorities = dict(self.priorities)
-        twin.stopping = self.stopping
+        twin.starting, twin.stopping = self.starting, self.stopping
         return twin
 
     def count(self, task: Task, sign: int) -> None:
         self.cpu = round(self.cpu + sign * task.demand.cpu, 6)
         self.memory_mb += sign * task.demand.memory_mb
         self.runs += sign
+        if task.state is TaskState.ADMITTED:
+            self.starting += sign
         left = self.priorities.pop(task.priority, 0) + sign
         if left:
             self.priorities[task.priority] = left

@@ -187,7 +187,7 @@ def _statement(world: World, task: Task, now: Instant) -> str:
     match task.state:
         case TaskState.ADMITTED:
             where = _whereabouts(task)
-            return f"admitted to {where}" + ("" if task.members else "; the order to start it is on its way")
+            return f"admitted to {where}" + ("" if task.members else _being_started(world, task))
         case TaskState.RUNNING:
             more = _overuse(world, task)
             return f"running on {_whereabouts(task)} for {now - (task.started_at or now):.0f} s{more}"
@@ -200,6 +200,13 @@ def _statement(world: World, task: Task, now: Instant) -> str:
             )
         case _:
             return ended_message(task.state)
+
+
+def _being_started(world: World, task: Task) -> str:
+    others = 0 if task.node is None else world.use[task.node].starting - 1
+    if others <= 0:
+        return "; it is being started"
+    return f"; it is being started, and so {'is 1 other' if others == 1 else f'are {others} others'} there"
 
 
 def _whereabouts(task: Task) -> str:

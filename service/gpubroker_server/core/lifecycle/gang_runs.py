@@ -18,7 +18,7 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import with_member
+from gpubroker_server.core.domain.ranks import removable_ranks, with_member
 from gpubroker_server.core.domain.submission import ENTRYPOINT_NOT_ALLOWED
 from gpubroker_server.core.domain.task import Member, MemberState, Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
@@ -148,23 +148,28 @@ def gone(
 
 
 def node_lost(update: TaskUpdate, world: World, node: NodeName, now: Instant, policy: Policy) -> None:
-    """Its ranks there are given up; if any of them had work to do, the others stop."""
+    """Its ranks there are given up. If the gang can lose those that were at work, it goes on without them;
+    else the others stop."""
     task = update.task
     assert task is not None
+    lost = [member for member in task.members if member.node == node and not member.gone]
+    at_work = {member.rank for member in lost if member.takes_part and not member.has_ended}
+    goes_on = at_work <= {*removable_ranks(task)}
     members = task.members
-    was_needed = False
-    for member in task.members:
-        if member.node == node and not member.gone:
-            was_needed = was_needed or (member.takes_part and not member.has_ended)
-            state = member.state if member.has_ended else MemberState.ENDED
-            state = state if member.takes_part else MemberState.LEFT
-            members = with_member(replace(task, members=members), replace(member, state=state, gone=True))
+    for member in lost:
+        state = member.state if member.has_ended else MemberState.ENDED
+        has_left = not member.takes_part or (goes_on and member.rank in at_work)
+        state = MemberState.LEFT if has_left else state
+        members = with_member(replace(task, members=members), replace(member, state=state, gone=True))
     if task.state is TaskState.STOPPING:
         _settle(update, task, members, "node_lost", now, policy)
-    elif was_needed:
+    elif not goes_on:
         _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
     else:
         _go_on(update, members, now)
+        if at_work:
+            assert update.task is not None
+            update.orders += world_orders(world, update.task)
 
 
 def _stop_others(

@@ -36,6 +36,13 @@ FAR_MB = 2**40
 """Added for each unmet preference: more than any device has left."""
 
 
+STARTS_AT_ONCE = 4
+"""A task without GPUs passes over a node with more runs that are being started, for one with fewer."""
+
+BUSY_MB = 2**30
+"""Added for each STARTS_AT_ONCE of them: less than an unmet preference, more than any room that is left."""
+
+
 def scores_of(world: World, policy: Policy) -> PlacementScorer | None:
     """Placement scores as of now; None if the policy does not ask for them or no demand is known."""
     return world.mix.worth(world.ledgers, world.inventory_version, policy.placement)
@@ -85,10 +92,11 @@ class Places:
         """The best place for a task. Total order, smallest first:
 
         1. unmet preferences: kinds, device by device, and nodes
-        2. how much of the usual demands it strands, in percent; or room left on its devices, then CPU left on
+        2. for a task without GPUs, runs that the node is starting, STARTS_AT_ONCE by STARTS_AT_ONCE
+        3. how much of the usual demands it strands, in percent; or room left on its devices, then CPU left on
            the node (`spread`: most first), if the task or the policy says `spread` or `best_fit`, if the task
            names its devices, or if no demand is known
-        3. names of node and devices
+        4. names of node and devices
         """
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
@@ -182,6 +190,8 @@ class Places:
             return None
         self._budget.spent += CLOSE_LOOK
         far = FAR_MB * node_preference_rank(demand, self._draft.world.nodes[node])
+        if demand.gpus == 0:
+            far += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
         if self._scores is None or demand.placement == "spread" or demand.where.devices:
             return self._by_room(node, task, room.beside.cpu, far, allows)
         if allows:
