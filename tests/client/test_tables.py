@@ -191,6 +191,11 @@ TENANT = {
         ),
         ("estimates", {"items": []}, ["nothing learned yet"]),
         ("tenants", {"items": [TENANT]}, ["acme", "lab", "30.0 GiB", "20.0 GiB", "10.0 GiB", "67%", "0.45"]),
+        (
+            "tenants",
+            {"items": [TENANT], "cohorts": [{"name": "lab", "message": "cohort lab holds more"}]},
+            ["acme", "cohort lab holds more"],
+        ),
         ("tenants", {"items": []}, ["no tenants yet"]),
         ("token list", {"items": [{"name": "ci", "scopes": ["tasks:write"]}]}, ["ci", "tasks:write"]),
     ],

@@ -55,9 +55,11 @@ async def test_tenants_are_listed_with_quota_and_holding(gateway: Gateway) -> No
     assert (found["held_mb"], found["borrowed_mb"], found["pledged_mb"]) == (24 * GIB, 4 * GIB, 0)
     assert (found["pending"], found["active"], found["max_priority"]) == (1, 1, 100)
     assert found["usage_mb_seconds"] == pytest.approx(240 * GIB, rel=1e-3)
-    assert found["fair_share"] == 1.0
+    assert sum(tenant["fair_share"] for tenant in listed["items"]) == pytest.approx(1.0, abs=1e-5)
     assert found["level"] == pytest.approx(24 / 80, rel=1e-2)
-    assert told["zeta"]["fair_share"] == pytest.approx(2 / 3, rel=1e-4)
+    assert [told[name]["fair_share"] for name in told] == pytest.approx([0.25, 0.25, 0.5])
+    [labs] = listed["cohorts"]
+    assert (labs["name"], labs["held_mb"], labs["message"]) == ("labs", 24 * GIB, None)
     assert told["modest"]["guaranteed_mb"] is None
     assert listed["position"] == gateway.world.position
     metrics = (await gateway.admin.get("/metrics")).text
@@ -70,7 +72,8 @@ async def test_tenants_are_listed_with_quota_and_holding(gateway: Gateway) -> No
 
 async def test_a_token_without_cluster_read_sees_only_its_own_tenant(gateway: Gateway) -> None:
     plain = await gateway.client("p", "tasks:read", tenant="zeta")
-    assert [tenant["name"] for tenant in (await plain.get("/tenants")).json()["items"]] == ["zeta"]
+    seen = (await plain.get("/tenants")).json()
+    assert ([tenant["name"] for tenant in seen["items"]], seen["cohorts"]) == (["zeta"], [])
     problem(await (await gateway.client("m", "metrics:read")).get("/tenants"), 403, "forbidden")
 
 

@@ -31,7 +31,8 @@ def tenants(context: typer.Context, output: Output = Format.TABLE) -> None:
     the lowest goes first.
     """
     with connect(context) as broker:
-        emit_all(output, broker.tenants().items, _tenants)
+        listed = broker.tenants()
+        emit_all(output, listed.items, lambda items: Group(_tenants(items), *_overdrawn(listed.raw)))
 
 
 def stats(context: typer.Context, output: Output = Format.TABLE) -> None:
@@ -132,6 +133,13 @@ def _tenants(listed: Sequence[Tenant]) -> RenderableType:
         for tenant in listed
     ]
     return PlainTable(_TENANT_COLUMNS, rows) if rows else Text("no tenants yet")
+
+
+def _overdrawn(listed: Mapping[str, Any]) -> Iterator[Text]:
+    """The cohorts that hold more than their guarantees, and why."""
+    for cohort in listed.get("cohorts", ()):
+        if cohort["message"]:
+            yield Text(cohort["message"])
 
 
 def _stats(found: Stats) -> RenderableType:

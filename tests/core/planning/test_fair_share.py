@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib
 from gpubroker_server.core.explain.explain import position_of
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.tenants.fair_share import FairShareLevels, FairShares
+from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -121,14 +121,6 @@ def test_a_position_counts_the_tasks_of_all_tenants():
     )
     assert position_of(world, world.tasks[tasks("acme", 1)[0].id], PLAIN, NOW) == 4
     assert position_of(world, world.tasks[tasks("zeta", 1)[0].id], PLAIN, NOW) == 1
-
-
-def test_a_fair_share_is_a_share_of_the_weights_of_all_tenants_with_a_new_one_included():
-    policy = Policy(tenants=(TenantPolicy("heavy", weight=2.0), TenantPolicy("*", weight=1.0)))
-    run = holding(a_task("run", tenant="heavy", gpu_mb=10), "gpu0")
-    levels = FairShareLevels(a_world(run, *tasks("light", 1)), policy, NOW)
-    assert [levels.fair_share(name) for name in ("heavy", "light")] == [2 / 3, 1 / 3]
-    assert levels.fair_share("new") == 1 / 4
 
 
 def test_what_is_freed_for_a_gang_counts_for_its_tenant_at_once():

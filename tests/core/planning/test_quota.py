@@ -11,7 +11,14 @@ from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants import quota
-from gpubroker_server.core.planning.tenants.quota import Allowance, QuotaNeeds, Quotas, check_quota, max_mb
+from gpubroker_server.core.planning.tenants.quota import (
+    Allowance,
+    QuotaNeeds,
+    Quotas,
+    check_quota,
+    cohort_holdings,
+    max_mb,
+)
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -206,3 +213,23 @@ def test_a_task_that_names_its_gpus_counts_as_much_as_others():
     world = a_world(a_device("gpu0", mb=80), a_device("gpu1", mb=80), a_device("gpu2", mb=80))
     for uuid in ("gpu0", "gpu1", "gpu2"):
         assert QuotaNeeds().of(world, a_demand(gpu_mb=20, where=PlacementConstraints(devices=(uuid,)))) == 20
+
+
+OVERDRAWN = Policy(
+    tenants=(TenantPolicy("acme", "lab", Mib(20 * GIB)), TenantPolicy("beta", "lab", Mib(30 * GIB))),
+)
+
+
+def test_a_cohort_that_holds_more_than_its_guarantees_is_explained_by_who_borrowed():
+    [lab] = cohort_holdings({"acme": 20 * GIB, "beta": 45 * GIB, "free": 90 * GIB}, OVERDRAWN)
+    assert (lab.name, lab.guaranteed_mb, lab.held_mb) == ("lab", 50 * GIB, 65 * GIB)
+    assert lab.borrowed == (("beta", 15 * GIB),)
+    assert lab.message is not None
+    assert lab.message.startswith("cohort lab holds 15.0 GiB more than the 50.0 GiB that its members")
+    assert "beta 15.0 GiB borrowed" in lab.message
+
+
+@pytest.mark.parametrize("held", [{}, {"acme": 20}, {"acme": 50}, {"beta": 40, "other": 10}])
+def test_a_cohort_within_its_guarantees_needs_no_explanation(held: dict[str, int]):
+    [lab] = cohort_holdings(held, POLICY)
+    assert (lab.held_mb, lab.message) == (sum(held.values()), None)

@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.policy import BANDS, Policy, Pool
 from gpubroker_server.core.planning.tenants.fair_share import FairShareLevels
+from gpubroker_server.core.planning.tenants.quota import cohort_holdings
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.identity import Identity, Scope
@@ -40,8 +41,16 @@ class TenantView(TypedDict):
     active: Annotated[int, Field(description="Tasks admitted, running or stopping.")]
 
 
+class CohortView(TypedDict):
+    name: str
+    guaranteed_mb: Annotated[int, Field(description="The guarantees of its members together.")]
+    held_mb: int
+    message: Annotated[str | None, Field(description="Why it holds more than that; null if it does not.")]
+
+
 class TenantList(AsOf):
     items: list[TenantView]
+    cohorts: Annotated[list[CohortView], Field(description="Empty without the scope cluster:read.")]
 
 
 @resource.route("GET /tenants", "tenants_list", Scope.TASKS_READ, TenantList, "follower-stale")
@@ -50,8 +59,22 @@ async def list_tenants(call: Call, parts: Parts) -> Response:
 
     A token without the scope cluster:read sees only its own tenant.
     """
-    view: TenantList = {**parts.freshness.as_of(), "items": list(_views(parts, call.identity))}
+    cohorts = _cohorts(parts) if call.identity.may(Scope.CLUSTER_READ) else []
+    items = list(_views(parts, call.identity))
+    view: TenantList = {**parts.freshness.as_of(), "items": items, "cohorts": cohorts}
     return answer(view)
+
+
+def _cohorts(parts: Parts) -> list[CohortView]:
+    return [
+        {
+            "name": cohort.name,
+            "guaranteed_mb": cohort.guaranteed_mb,
+            "held_mb": cohort.held_mb,
+            "message": cohort.message,
+        }
+        for cohort in cohort_holdings(dict(parts.world.accounts.held()), parts.policy)
+    ]
 
 
 def may_compare(viewer: Identity, tenant: str) -> bool:
@@ -66,7 +89,9 @@ def _views(parts: Parts, viewer: Identity) -> Iterator[TenantView]:
     configured = {tenant.name for tenant in policy.tenants} - {"*"}
     pending, active = _pending(world), Counter(world.tasks[task].tenant for task in world.active)
     known = configured | levels.tenants | set(pending) | set(active)
-    for name in sorted(known if viewer.may(Scope.CLUSTER_READ) else {viewer.tenant}):
+    shown = known if viewer.may(Scope.CLUSTER_READ) else {viewer.tenant}
+    weights = sum(policy.tenant(name).weight for name in sorted(known | shown))
+    for name in sorted(shown):
         rule = policy.tenant(name)
         held_mb = world.accounts.held_mb(name)
         yield {
@@ -79,7 +104,7 @@ def _views(parts: Parts, viewer: Identity) -> Iterator[TenantView]:
             "pledged_mb": levels.claimed_mb(name) - held_mb if name in levels.tenants else 0,
             "usage_mb_seconds": round(world.accounts.used(name, now), 3),
             "weight": rule.weight,
-            "fair_share": round(levels.fair_share(name), 6),
+            "fair_share": round(rule.weight / weights, 6),
             "level": round(levels.level(name), 6),
             "max_priority": rule.max_priority,
             "pending": pending[name],

@@ -50,11 +50,6 @@ class FairShareLevels:
     def claimed_mb(self, tenant: str) -> int:
         return self._standings.get(tenant, TenantPosition()).claimed_mb
 
-    def fair_share(self, tenant: str) -> float:
-        """Its share of all weights, also of a tenant that has no tasks yet."""
-        weight = self._policy.tenant(tenant).weight
-        return weight / (self._weights + (0.0 if tenant in self.tenants else weight))
-
     def level(self, tenant: str, more_mb: int = 0) -> float:
         """`more_mb`: claimed since."""
         standing = self._standings.get(tenant, TenantPosition())

@@ -75,6 +75,45 @@ class Allowance:
         return max(0, self.left_mb - max(0, self.guaranteed_mb - self.claimed_mb))
 
 
+@dataclass(frozen=True, slots=True)
+class CohortHolding:
+    """What the members of a cohort hold, and what they are guaranteed together."""
+
+    name: str
+    guaranteed_mb: int
+    held_mb: int
+    borrowed: tuple[tuple[str, int], ...]
+    """(tenant, MiB beyond its guarantee), in name order."""
+
+    @property
+    def message(self) -> str | None:
+        """Why it holds more than it is guaranteed; None if it does not."""
+        over_mb = self.held_mb - self.guaranteed_mb
+        if over_mb <= 0:
+            return None
+        names = ", ".join(f"{tenant} {in_gib(mb)}" for tenant, mb in self.borrowed)
+        return (
+            f"cohort {self.name} holds {in_gib(over_mb)} more than the {in_gib(self.guaranteed_mb)} that its "
+            f"members are guaranteed together: {names} borrowed, and the lenders have taken their own "
+            "guarantee since. A task within its tenant's guarantee that finds no other room has them stopped"
+        )
+
+
+def cohort_holdings(held: Mapping[str, int], policy: Policy) -> list[CohortHolding]:
+    """By name, of cohorts that hold something or are guaranteed something. `held`: tenant -> MiB."""
+    members: dict[str, list[str]] = {rule.cohort: [] for rule in policy.tenants if rule.cohort}
+    for tenant in sorted(held):
+        if cohort := policy.tenant(tenant).cohort:
+            members[cohort].append(tenant)
+    found = []
+    for cohort in sorted(members):
+        over = [(name, held[name] - (policy.tenant(name).guaranteed_mb or 0)) for name in members[cohort]]
+        borrowed = tuple((name, mb) for name, mb in over if mb > 0)
+        held_mb = sum(held[name] for name in members[cohort])
+        found.append(CohortHolding(cohort, policy.guaranteed_mb(cohort), held_mb, borrowed))
+    return found
+
+
 class _Sums:
     """MiB by tenant and by cohort."""
 
