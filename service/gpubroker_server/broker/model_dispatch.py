@@ -52,7 +52,7 @@ class ModelDispatchRules:
     look_seconds: Seconds = Seconds(2.0)
     """How often each index is read."""
     busy_look_seconds: Seconds = Seconds(0.25)
-    """The same while an order is under way."""
+    """The same at most while an order is under way."""
     call_seconds: Seconds = Seconds(10.0)
     """The timeout of calls other than loads."""
     load_seconds: Seconds = Seconds(600.0)
@@ -307,6 +307,8 @@ class _ServerQueue:
         return _ended(order, self._clock, Ending.FAILED, Failure("load_failed", message))
 
     async def _look(self, hear: Hear) -> None:
+        loop = asyncio.get_running_loop()
+        known, changed_at = None, loop.time()
         while True:
             self._done.clear()
             claims = self._under_way()
@@ -314,11 +316,19 @@ class _ServerQueue:
             if index is not None:
                 claims |= self._under_way()  # orders since the call are not in the index yet
                 hear([ServerIndex(self._host.name, self._clock.now(), index.models, claims)])
-            is_busy = bool(claims) or (index is not None and _moves(index))
-            pause = self._rules.busy_look_seconds if is_busy else self._rules.look_seconds
+                if index.models != known:
+                    known, changed_at = index.models, loop.time()
+            pause = self._rules.look_seconds
+            if claims or (index is not None and _moves(index)):
+                pause = self._busy_pause_seconds(Seconds(loop.time() - changed_at))
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._done.wait()
+
+    def _busy_pause_seconds(self, unchanged_seconds: Seconds) -> Seconds:
+        """A change is seen late by at most a tenth of what it took."""
+        most_seconds = self._rules.busy_look_seconds
+        return Seconds(min(most_seconds, max(unchanged_seconds, most_seconds) / 10))
 
     async def _read(self) -> Index | None:
         """None if the server does not answer."""
