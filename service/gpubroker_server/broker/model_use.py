@@ -23,8 +23,8 @@ class ModelUse:
         self._clock = clock
 
     async def keep(self, hear: Callable[[Sequence[Report]], None]) -> None:
-        """Until cancelled. `hear` is called only if what is in use changes whose turn it is. Gateways have one
-        interval to say what is in use: they do so when they learn that something waits."""
+        """Until cancelled. Calls `hear` only if what is in use changes whose turn it is. Gateways have one
+        interval to say that: they do so when they learn that something waits."""
         was_contended = False
         while True:
             await asyncio.sleep(LOOK_SECONDS)
