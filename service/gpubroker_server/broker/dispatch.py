@@ -10,7 +10,7 @@ from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.model_dispatch import Hear, ModelDispatcher
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm
-from gpubroker_server.core.domain.lease import Proof, is_unproven
+from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder, ModelOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
 from gpubroker_server.core.domain.submission import (
@@ -20,7 +20,7 @@ from gpubroker_server.core.domain.submission import (
     named_patterns,
 )
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Fence, NodeName, TaskId
+from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor, RunPayload
 from gpubroker_server.ports.store import (
@@ -98,7 +98,6 @@ class Dispatcher:
                 sendable.append(order)
         if sendable:
             await self._executor.send(sendable, payloads)
-        self._executor.measure(self._nodes_to_measure(committed))
         return impossible
 
     async def serve_models(self, leader_term: LeaderTerm, hear: Hear) -> None:
@@ -108,12 +107,6 @@ class Dispatcher:
                 group.create_task(self._desk.run(leader_term, hear))
             if self._inferences is not None:
                 group.create_task(self._inferences.run(hear))
-
-    def _nodes_to_measure(self, committed: Iterable[Decision]) -> list[NodeName]:
-        """Those whose devices give nothing before they are measured again."""
-        unproven = (lease for decision in committed for lease in decision.leases if is_unproven(lease))
-        ledgers = (self._world.ledgers.get(lease.device) for lease in unproven)
-        return sorted({ledger.device.node for ledger in ledgers if ledger is not None})
 
     def _send_inference(self, order: InferOrder | DropOrder, payloads: Mapping[TaskId, RunPayload]) -> None:
         assert self._inferences is not None, "inferences are admitted only with a server"

@@ -50,9 +50,9 @@ _MESSAGES = {
 @dataclass(frozen=True, slots=True)
 class ModelDispatchRules:
     look_seconds: Seconds = Seconds(2.0)
-    """How often each index is read."""
+    """How often each index is read at least."""
     busy_look_seconds: Seconds = Seconds(0.25)
-    """The same at most while an order is under way."""
+    """The same while an order is under way."""
     call_seconds: Seconds = Seconds(10.0)
     """The timeout of calls other than loads."""
     load_seconds: Seconds = Seconds(600.0)
@@ -310,6 +310,8 @@ class _ServerQueue:
         loop = asyncio.get_running_loop()
         known, changed_at = None, loop.time()
         while True:
+            if self._done.is_set():
+                changed_at = loop.time()  # Triton may have answered before its index shows it
             self._done.clear()
             claims = self._under_way()
             index = await self._read()
@@ -318,17 +320,17 @@ class _ServerQueue:
                 hear([ServerIndex(self._host.name, self._clock.now(), index.models, claims)])
                 if index.models != known:
                     known, changed_at = index.models, loop.time()
-            pause = self._rules.look_seconds
-            if claims or (index is not None and _moves(index)):
-                pause = self._busy_pause_seconds(Seconds(loop.time() - changed_at))
+            is_busy = bool(claims) or (index is not None and _moves(index))
+            pause = self._pause_seconds(loop.time() - changed_at, is_busy=is_busy)
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._done.wait()
 
-    def _busy_pause_seconds(self, unchanged_seconds: Seconds) -> Seconds:
+    def _pause_seconds(self, unchanged_seconds: float, *, is_busy: bool) -> float:
         """A change is seen late by at most a tenth of what it took."""
-        most_seconds = self._rules.busy_look_seconds
-        return Seconds(min(most_seconds, max(unchanged_seconds, most_seconds) / 10))
+        busy_seconds = self._rules.busy_look_seconds
+        most_seconds = busy_seconds if is_busy else self._rules.look_seconds
+        return min(most_seconds, max(unchanged_seconds, busy_seconds) / 10)
 
     async def _read(self) -> Index | None:
         """None if the server does not answer."""
