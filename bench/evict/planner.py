@@ -16,7 +16,7 @@ from gpubroker_server.core.world.world import World
 from bench.evict.trace import Use
 
 MODEL_MB = Mib(1024)
-IDLE, ASKED = 0, 50
+IDLE, ASKED = -1, 50
 """The priority of a model that no request wants any more, and of the one that is asked for."""
 LONG_AGO = Instant(0.0)
 """Loaded then, a model has been there for its minimum residency: a request of the replay cannot wait."""

@@ -20,7 +20,7 @@ from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
 from gpubroker_server.core.domain.orders import Order, Report, ReportedDevice, TermRefused
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant, Mib, MonotonicSeconds, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import Instant, Mib, MonotonicSeconds, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
@@ -62,6 +62,8 @@ class WitnessedExecutor(WaitingExecutor):
         self._refusals: list[TermRefused] = []
         self.sent: list[tuple[Order, Task]] = []
         """Each order with its task's row as the store had it then."""
+        self.measured: list[NodeName] = []
+        """Those that were to measure their devices at once."""
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         for order in orders:
@@ -70,6 +72,14 @@ class WitnessedExecutor(WaitingExecutor):
             self.sent.append((order, record.task))
         self.payloads.update(payloads)
         await super().send(orders, payloads)
+
+    def sample(self) -> None:
+        """As a node does now and then."""
+        super().measure([NodeName("n1")])
+
+    def measure(self, nodes: Sequence[NodeName]) -> None:
+        self.measured += nodes
+        super().measure(nodes)
 
     def hear(self, refusal: TermRefused) -> None:
         """From an agent that takes no orders of this term."""
@@ -215,7 +225,7 @@ class Stage:
     async def later(self, seconds: float) -> None:
         """Let time pass, measure again, and give the leader its turn."""
         self.clock.time = Instant(self.clock.time + seconds)
-        self.executor.measure()
+        self.executor.sample()
         await self.turn()
 
     async def row(self, id: str) -> Task:

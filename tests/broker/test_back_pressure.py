@@ -39,7 +39,7 @@ async def test_reports_wait_at_the_executor_while_too_many_are_in_hand(
         store.away = True
         leading = asyncio.create_task(stage.leader.run())
         await store.missed.wait()
-        stage.executor.measure()
+        stage.executor.sample()
         [waiting] = await asyncio.wait_for(stage.executor.reports(), PATIENCE_SECONDS)
         assert isinstance(waiting, Sampled)
         leading.cancel()

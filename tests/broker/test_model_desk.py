@@ -327,7 +327,7 @@ class Served:
         scene = self.scene
         while True:
             scene.clock.time = Instant(scene.clock.time + 0.1)
-            scene.executor.measure()
+            scene.executor.sample()
             await scene.turn()
             check_ledger(scene.world)
             row = await scene.row(id)
@@ -362,8 +362,10 @@ async def test_a_wanted_model_is_loaded_and_an_idle_one_makes_room_for_a_task(tm
         assert stage.host.ready == ["bert", "llm"]
         stage.scene.clock.time = Instant(NOW + 400.0)
         await stage.scene.submit("run", 1e6, gpu_mb=22 * GIB, gpus=2, priority=10)
+        assert stage.scene.executor.measured == []
         await stage.until("run", TaskState.RUNNING)
         assert stage.host.ready == []
+        assert set(stage.scene.executor.measured) == {"n1"}, "at once, when the models had left"
 
 
 async def test_a_critical_model_stops_a_task_and_is_loaded_when_it_has_left(tmp_path: Path) -> None:
@@ -389,9 +391,7 @@ async def test_memory_of_a_model_that_does_not_go_is_not_given_to_anybody(tmp_pa
         await stage.until("run", TaskState.RUNNING)
 
 
-async def test_a_restarted_server_loads_the_wanted_models_again(
-    tmp_path: Path,
-) -> None:
+async def test_a_restarted_server_loads_the_wanted_models_again(tmp_path: Path) -> None:
     async with served(tmp_path, SimulatedModel("llm")) as stage:
         await stage.want("llm")
         await stage.until("llm", TaskState.RUNNING)

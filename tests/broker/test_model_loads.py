@@ -1,16 +1,23 @@
 """Loads at one server run beside one another, unless one of them would disturb the measuring of a size."""
 
+import asyncio
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from random import Random
 
+import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.broker.model_dispatch import LOADS_AT_ONCE, ModelDispatcher
-from gpubroker_server.core.domain.model_orders import LoadOrder, ModelState
-from gpubroker_server.core.domain.orders import Ended
-from gpubroker_server.core.domain.units import DeviceKey, Mib, Seconds
+from gpubroker_server.core.domain.leader_term import LeaderTerm
+from gpubroker_server.core.domain.model_orders import LoadOrder, ModelState, ServerIndex
+from gpubroker_server.core.domain.orders import Ended, Report
+from gpubroker_server.core.domain.units import DeviceKey, Mib, MonotonicSeconds, Seconds, Term
 from gpubroker_server.ports.models import HostFault, HostRefused
 
 from tests.broker.stage import Hands
 from tests.broker.test_model_desk import AT_ONCE, GPU, Desk, a_load, an_unload, running
+from tests.simulation.timeline import Timeline
+from tests.simulation.virtual_loop import Host, VirtualLoop
 
 OTHER_GPU = DeviceKey("test/n1/gpu1")
 ENDLESS = Seconds(1e6)
@@ -102,3 +109,49 @@ async def test_loads_that_share_a_step_come_one_after_the_other() -> None:
         desk.desk.send(sized("quick"))
         await desk.seen("chain", ModelState.READY)
         assert desk.host.asked == [("load", "step"), ("load", "quick"), ("load", "chain")]
+
+
+class LateHost(SimulatedHost):
+    """Its index shows an unload a moment after the answer, as Triton's may."""
+
+    async def unload(self, model: str, within_seconds: Seconds) -> None:
+        asyncio.get_running_loop().call_later(0.01, self._late, super().unload(model, within_seconds))
+
+    def _late(self, unload: Coroutine[None, None, None]) -> None:
+        self._unloading = asyncio.ensure_future(unload)
+
+
+@pytest.mark.parametrize("took_seconds", [0.3, 1.05, 60.0])
+def test_the_end_of_an_unload_is_seen_a_tenth_late_at_most_and_a_long_one_costs_few_looks(
+    took_seconds: float,
+) -> None:
+    timeline = Timeline(0.0)
+    loop = VirtualLoop(timeline, Host(timeline), Random(1))
+    host = LateHost("main", [SimulatedModel("llm", stuck=True)])
+    gone_at: list[float] = []
+    looks = 0
+
+    def hear(reports: Sequence[Report]) -> None:
+        nonlocal looks
+        for report in reports:
+            assert isinstance(report, ServerIndex)
+            looks += report.stage_of("llm") is ModelState.UNLOADING
+            if timeline.now() > 10.0 and report.stage_of("llm") is ModelState.ABSENT:
+                gone_at.append(timeline.now())
+
+    async def serve() -> None:
+        dispatcher = ModelDispatcher([host], Hands(), lambda: MonotonicSeconds(timeline.now()))
+        serving = asyncio.ensure_future(dispatcher.run(LeaderTerm(Term(1)), hear))
+        dispatcher.send(a_load())
+        await asyncio.sleep(10.0)
+        dispatcher.send(an_unload())
+        await asyncio.sleep(took_seconds)
+        host.let_go("llm")
+        await serving
+
+    loop.create_task(serve())
+    while not gone_at:
+        timeline.step()
+    loop.bury()
+    assert gone_at[0] - (10.0 + took_seconds) <= min(0.1 * took_seconds, 0.25) + 0.02
+    assert looks <= took_seconds / 0.25 + 40

@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.leader_term import NEVER, LeaderTerm, LeaderTermRules
 from gpubroker_server.core.domain.orders import Ended, Ending, Order, Report, StartOrder
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, Lineage, TaskId, Term
+from gpubroker_server.core.domain.units import Fence, Instant, Lineage, NodeName, TaskId, Term
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import StaleTerm
 
@@ -67,8 +67,11 @@ class Line(WitnessedExecutor):
     async def reports(self) -> Sequence[Report]:
         return await self._node.agent.reports()
 
-    def measure(self) -> None:
-        self._node.agent.measure()
+    def measure(self, nodes: Sequence[NodeName]) -> None:
+        self._node.agent.measure(nodes)
+
+    def sample(self) -> None:
+        self._node.agent.sample()
 
     async def wake(self) -> None:
         self.is_stopped = False

@@ -55,6 +55,13 @@ class ExecutorSuite:
         assert GPU in {sample.device for sample in samples[0].samples}
         assert bench.executor.status()["state"] == "connected"
 
+    async def test_devices_are_measured_when_the_leader_asks(self, bench: Bench) -> None:
+        node = (await bench.node()).node.name
+        for _ in range(3):
+            before = len(bench.samples)
+            bench.executor.measure([node])
+            await bench.until(lambda before=before: bench.samples[before:])
+
     async def test_a_run_starts_ends_and_is_gone_in_this_order(self, bench: Bench) -> None:
         run = await a_wait(bench, gpu_mb=1000)
         gone = await run.first(Gone)

@@ -14,7 +14,7 @@ from gpubroker.runtime.messages import RunOrder
 from gpubroker_server.adapters.ray.agent.run_files import RunRecord
 from gpubroker_server.adapters.ray.agent.runner_process import own_start
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.wire import OrderWriter, pack, write_reports
+from gpubroker_server.adapters.ray.wire import MEASURE, OrderWriter, pack, write_reports
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
@@ -133,7 +133,7 @@ def description(runner: int) -> Mapping[str, Any]:
 def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
     form = OrderWriter(1000, 500)
-    yield f"agent-{agent}-orders.msgpack", pack([form.write(o, PAYLOAD) for o in ORDERS])
+    yield f"agent-{agent}-orders.msgpack", pack([*(form.write(o, PAYLOAD) for o in ORDERS), MEASURE])
     reports = [NODE_SEEN, *NEWS, *OF_AN_AGENT]
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()

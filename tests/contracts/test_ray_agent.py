@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from gpubroker_server.adapters.ray.agent import node_agent, runner_pool
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord, UnreadableRecord
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import boot_id, process_id
+from gpubroker_server.adapters.ray.wire import MEASURE
 from ray.exceptions import RaySystemError
 from structlog.testing import capture_logs
 
@@ -201,6 +203,19 @@ async def test_a_run_whose_record_cannot_be_written_never_starts_and_its_process
     assert (await leader.receive("gone", "full"))[5] == "never_started"
     await leader.start("next")
     await leader.until(lambda: runners.started == ["next"])
+
+
+async def test_devices_are_measured_at_once_when_the_leader_asks(
+    open_leader: OpenLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_agent, "FIRST_SAMPLE_SECONDS", 1e6)
+    leader = open_leader(sample_period_seconds=1e6)
+    await leader.announce()
+    for _ in range(3):
+        asked_at = time.time()
+        await leader.order(*MEASURE)
+        while (await leader.receive("sampled"))[1] < asked_at:
+            leader.received.clear()
 
 
 async def test_an_order_that_fails_is_reported_after_the_others_were_carried_out(

@@ -64,7 +64,11 @@ def test_orders_are_read(agent: int) -> None:
     start, *others = unpack(frozen(f"agent-{agent}-orders.msgpack"))
     assert start[:3] == ("start", "a.1", False)
     assert RunOrder.from_wire(start[3]) == RUN
-    assert others == [unpack(wire.pack(wire.OrderWriter(1000, 500).write(o, PAYLOAD))) for o in ORDERS[1:]]
+    *about_runs, last = others
+    assert about_runs == [
+        unpack(wire.pack(wire.OrderWriter(1000, 500).write(o, PAYLOAD))) for o in ORDERS[1:]
+    ]
+    assert last == wire.MEASURE
 
 
 @AGENTS

@@ -105,7 +105,7 @@ async def test_a_pinned_model_is_never_a_victim() -> None:
         assert [note.action for note in gateway.store.audited] == ["model.pin", "model.pin", "model.unpin"]
         gateway.clock.advance(1000.0)
         await gateway.commit(*due(gateway.world, gateway.clock.now()))
-        assert (await gateway.admin.get("/models/llm")).json()["priority"] == 0
+        assert (await gateway.admin.get("/models/llm")).json()["priority"] == -1
 
 
 async def test_a_gpu_shows_the_present_priority_of_its_models() -> None:

@@ -66,6 +66,10 @@ class Cluster:
         for name in nodes:
             self._announce(self.machines[name])
 
+    def measure(self, nodes: Sequence[NodeName]) -> None:
+        for name in nodes:
+            self.machines[name].beat()
+
     def status(self) -> Mapping[str, str]:
         return {"state": "connected"}
 

@@ -192,6 +192,10 @@ class Wire:
             self._talks[node] += 1
             self._try(node, self._talks[node], self._timeline.now(), FIRST_PAUSE_SECONDS)
 
+    def measure(self, nodes: Sequence[NodeName]) -> None:
+        for node in nodes:
+            self._network.machines[node].beat()
+
     def announce_later(self, node: NodeName, seconds: float) -> None:
         leader_term = self._leader_term
         self._timeline.after(seconds, lambda: self.ask([node]) if self._leader_term is leader_term else None)

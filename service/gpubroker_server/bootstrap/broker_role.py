@@ -173,7 +173,7 @@ class BrokerRole:
             ModelDispatchRules(loads_at_once=at_once),
             wait_seconds=self._wait_seconds,
             have_let_go=self._have_let_go,
-            watch_use=ModelUse(world, self._in_use).keep,
+            watch_use=ModelUse(world, self._in_use, clock).keep,
         )
         inferences = inference_desk_of(self._settings, self._clients, clock)
         allowed = tuple(self._settings.entrypoints)

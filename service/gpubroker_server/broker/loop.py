@@ -241,13 +241,14 @@ class Leader:
 
     async def _settle_deadlines(self) -> None:
         """What is due by now. Nodes that were given up, or may have missed an order, are asked what they
-        have."""
+        have, and those with memory that was released unseen measure it."""
         is_connected = self._executor.status().get("state") == CONNECTED
         listening = self._inbox.has_room.is_set() and is_connected
         await self._commits.carry_out(self._observer.on_time(self._clock.now(), listening=listening))
         nodes, self._observer.to_ask = self._observer.to_ask, []
         if nodes:
             self._executor.ask(nodes)
+        self._executor.measure(self._observer.to_measure())
 
     async def _settle_dependencies(self) -> None:
         """Read ends of tasks that the World does not know, then admit or fail the tasks that run after

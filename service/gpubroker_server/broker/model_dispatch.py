@@ -50,7 +50,7 @@ _MESSAGES = {
 @dataclass(frozen=True, slots=True)
 class ModelDispatchRules:
     look_seconds: Seconds = Seconds(2.0)
-    """How often each index is read."""
+    """How often each index is read at least."""
     busy_look_seconds: Seconds = Seconds(0.25)
     """The same while an order is under way."""
     call_seconds: Seconds = Seconds(10.0)
@@ -307,18 +307,30 @@ class _ServerQueue:
         return _ended(order, self._clock, Ending.FAILED, Failure("load_failed", message))
 
     async def _look(self, hear: Hear) -> None:
+        loop = asyncio.get_running_loop()
+        known, changed_at = None, loop.time()
         while True:
+            if self._done.is_set():
+                changed_at = loop.time()  # Triton may have answered before its index shows it
             self._done.clear()
             claims = self._under_way()
             index = await self._read()
             if index is not None:
                 claims |= self._under_way()  # orders since the call are not in the index yet
                 hear([ServerIndex(self._host.name, self._clock.now(), index.models, claims)])
+                if index.models != known:
+                    known, changed_at = index.models, loop.time()
             is_busy = bool(claims) or (index is not None and _moves(index))
-            pause = self._rules.busy_look_seconds if is_busy else self._rules.look_seconds
+            pause = self._pause_seconds(loop.time() - changed_at, is_busy=is_busy)
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._done.wait()
+
+    def _pause_seconds(self, unchanged_seconds: float, *, is_busy: bool) -> float:
+        """A change is seen late by at most a tenth of what it took."""
+        busy_seconds = self._rules.busy_look_seconds
+        most_seconds = busy_seconds if is_busy else self._rules.look_seconds
+        return min(most_seconds, max(unchanged_seconds, busy_seconds) / 10)
 
     async def _read(self) -> Index | None:
         """None if the server does not answer."""

@@ -39,6 +39,7 @@ from gpubroker_server.core.lifecycle import (
 from gpubroker_server.core.lifecycle.learning import ModelMeter, learn
 from gpubroker_server.core.lifecycle.quarantine import QuarantineProbe
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
+from gpubroker_server.core.lifecycle.sample_requests import SampleRequests
 from gpubroker_server.core.lifecycle.silent_nodes import HeartbeatMonitor, nodes_without_answer
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning import inferences as inference_admission
@@ -189,6 +190,7 @@ class Observer:
         self._ticks = ticks
         self.heartbeats = HeartbeatMonitor(policy)
         self._quarantine_probe = QuarantineProbe()
+        self._sample_requests = SampleRequests()
         self._model_meter = ModelMeter()
         self._scattered = ScatteredWatch()
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
@@ -276,6 +278,10 @@ class Observer:
         more = [*overuse_decisions(self._world, now, self._policy), *self._about_inferences(now)]
         more += self._scattered.look(self._world, self._policy, now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]
+
+    def to_measure(self) -> list[NodeName]:
+        """Nodes that are to measure their devices now."""
+        return self._sample_requests.due(self._world, self._ticks())
 
     def _about_inferences(self, now: Instant) -> list[Decision]:
         if self._left_behind is None:

@@ -65,6 +65,10 @@ class Executor(Protocol):
         """Announce the term to these nodes again; agents answer with NodeSeen."""
         ...
 
+    def measure(self, nodes: Sequence[NodeName]) -> None:
+        """Have these nodes measure their devices now; agents answer with Sampled."""
+        ...
+
     async def reports(self) -> Sequence[Report | TermRefused]:
         """All reports since the last call, in order per run; waits for at least one."""
         ...

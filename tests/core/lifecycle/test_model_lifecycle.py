@@ -138,8 +138,8 @@ def test_an_unwanted_model_stays_until_its_memory_is_needed() -> None:
     world = loaded()
     assert standings_due(world, at(WANTED - 1)) == []
     commit(world, standings_due(world, at(WANTED)), at(WANTED))
-    assert the(world).priority == 0
-    submit(world, a_task("run", priority=1, gpu_mb=60 * GIB, submitted_at=at(WANTED)))
+    assert the(world).priority == -1
+    submit(world, a_task("run", priority=0, gpu_mb=60 * GIB, submitted_at=at(WANTED)))
     plan(world, WANTED)
     assert (the(world).state, the(world).stop_reason) == (TaskState.STOPPING, StopReason.PREEMPT)
 

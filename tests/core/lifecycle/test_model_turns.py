@@ -40,6 +40,15 @@ def test_an_idle_model_makes_room_at_once_for_an_equal(rival: Task) -> None:
     assert the(world).freeing_for == rival.id
 
 
+@pytest.mark.parametrize("rival", [a_model("other", priority=0), a_task("run", priority=0, gpu_mb=60 * GIB)])
+def test_a_model_of_the_lowest_priority_makes_room_for_an_equal_too(rival: Task) -> None:
+    world = loaded(a_model(priority=0, terms={"asked_priority": 0}))
+    submit(world, rival)
+    tell(world, IDLE, 20.0)
+    plan(world, 20.1)
+    assert the(world).freeing_for == rival.id
+
+
 def test_a_model_in_use_makes_room_when_its_turn_is_over() -> None:
     world = loaded()
     submit(world, a_model("other"))

@@ -130,7 +130,7 @@ class WaitingExecutor:
         for run in self._runs.values():
             for report in run.reports:
                 self._report(report)
-        self.measure()
+        self._measure()
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         for order in orders:
@@ -155,6 +155,10 @@ class WaitingExecutor:
     def ask(self, nodes: Sequence[NodeName]) -> None:
         if self._node.name in nodes:
             self._answer()
+
+    def measure(self, nodes: Sequence[NodeName]) -> None:
+        if self._node.name in nodes:
+            self._measure()
 
     async def reports(self) -> Sequence[Report | TermRefused]:
         await self._arrived.wait()
@@ -283,14 +287,14 @@ class WaitingExecutor:
             for device, by_holder in held
         )
 
-    def measure(self) -> None:
+    def _measure(self) -> None:
         """Report what every device holds now."""
         self._report(Sampled(NodeName(self._node.name), self._clock.now(), self._samples(self._used)))
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._period_seconds)
-            self.measure()
+            self._measure()
 
     def _report(self, report: Report) -> None:
         if self._leader_term is None:

@@ -36,6 +36,9 @@ release that changes the form also speaks the one before. Both sides take the ne
 WireSample = tuple[Any, ...]
 """(uuid, used_mb, foreign_mb or None, by_holder, utilization or None)"""
 
+MEASURE = ("measure",)
+"""The order to measure all devices now, among those about runs."""
+
 _LENGTH_BYTES = 4
 
 

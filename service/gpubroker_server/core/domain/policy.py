@@ -45,10 +45,8 @@ BAND_NAMES: dict[str, int] = {name: (low + high) // 2 for name, low, high in BAN
 
 @cache
 def band_of(priority: int) -> tuple[str, int, int]:
-    for band in BANDS:
-        if priority >= band[1]:
-            return band
-    raise ValueError(f"priority {priority} lies outside 0..100")
+    """A model that makes room for any task has priority -1."""
+    return next((band for band in BANDS if priority >= band[1]), BANDS[-1])
 
 
 AGEING_SECONDS_PER_POINT = 60.0

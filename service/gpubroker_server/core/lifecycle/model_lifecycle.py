@@ -1,7 +1,7 @@
 """Models as holders of memory: what changes with their server's index, requests and time.
 
 A model is a task that waits, is loaded, stays and leaves. While it is wanted its priority is that of its
-requests, or one less if equals may have its memory; afterwards 0, so that any task may take it.
+requests, or one less if equals may have its memory; afterwards -1, so that any task may take it.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,10 @@ from gpubroker_server.core.world.world import World
 TOP_PRIORITY = 100
 """The highest priority: a model that has it is never preempted."""
 
-MAX_USES = 64
+UNWANTED_PRIORITY = -1
+"""Below that of any task."""
 
+MAX_USES = 64
 
 WANTED_SHARE = 0.5
 """A client that still wants a model repeats its request after this share of the time."""
@@ -73,8 +75,8 @@ def standing(task: Task, now: Instant) -> int:
     if task.model.pinned or not task.model.model:
         return TOP_PRIORITY
     if not is_wanted(task, now):
-        return 0
-    return max(0, task.model.asked_priority - 1) if task.model.yields else task.model.asked_priority
+        return UNWANTED_PRIORITY
+    return task.model.asked_priority - 1 if task.model.yields else task.model.asked_priority
 
 
 def due(world: World, now: Instant) -> list[Decision]:

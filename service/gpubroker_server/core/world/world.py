@@ -74,6 +74,8 @@ class World:
         self.leases: dict[Claim, dict[str, Lease]] = {}
         """Unreleased leases of each claim, by key."""
         self.unconfirmed = UnconfirmedHolders()
+        self.unseen_releases: set[DeviceKey] = set()
+        """Devices that give nothing before a sample shows that memory released there is free."""
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
         self.use: dict[NodeName, NodeUsage] = {}
@@ -118,6 +120,7 @@ class World:
             if ledger is not None and ledger.takes(sample):
                 before = ledger.sampled_at, ledger.taken()
                 ledger.measure(sample)
+                self.unseen_releases.discard(sample.device)
                 if before[0] is None or before[1] != ledger.taken():
                     self.marks.mark(ledger.device.node)
                 self.learned.measure(ledger.holdings)
@@ -258,8 +261,9 @@ class World:
         after = changed_lease(before, event.fields)
         self._enter(after)
         self.unconfirmed.note(after, event.at)
-        if is_unproven(after):
-            self.ledgers[after.device].require_new_sample(event.at)
+        if is_unproven(after) and (ledger := self.ledgers.get(after.device)) is not None:
+            ledger.require_new_sample(event.at)
+            self.unseen_releases.add(after.device)
         if after.state is not LeaseState.RELEASED:
             run[event.key] = after
             return
@@ -334,6 +338,7 @@ class World:
             self.inventory_version += 1
             del self.ledgers[device.key]
             self.by_node[device.node].remove(device.key)
+            self.unseen_releases.discard(device.key)
 
     def _drop_if_done(self, task: TaskId) -> None:
         row = self.tasks.get(task)

@@ -78,6 +78,7 @@ class NodeAgent:
         """What the leader knows of the devices."""
         self._runs: NodeRuns | None = None
         self._sampling: asyncio.Task[None] | None = None
+        self._measure_now = asyncio.Event()
         self._beating: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -200,6 +201,8 @@ class NodeAgent:
                 runs.stop(RunKey(task, fence, rank), grace_seconds)
             case ("forget", task, fence, rank) if not is_over:
                 runs.forget(RunKey(task, fence, rank))
+            case ("measure",):
+                self._measure_now.set()
 
     def _exit_if_replaced(self) -> None:
         """The next agent has the configuration that is wanted, and finds the runs by their records.
@@ -305,6 +308,7 @@ class NodeAgent:
 
     async def _sample(self, runs: NodeRuns) -> None:
         while True:
+            self._measure_now.clear()
             asked_at = time.time()  # the answer may come later, and be older than a release meanwhile
             samples = await self._sampled(runs, MEASURE_SECONDS)
             if samples is not None and self._mailbox is not None:
@@ -314,7 +318,10 @@ class NodeAgent:
             except Exception:
                 log.exception("looking after the node failed; the agent goes on")
             since = time.monotonic() - self._announced_at
-            await asyncio.sleep(min(self._config.sample_period_seconds, max(FIRST_SAMPLE_SECONDS, since)))
+            pause = min(self._config.sample_period_seconds, max(FIRST_SAMPLE_SECONDS, since))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._measure_now.wait()
 
     async def _look_after(self, runs: NodeRuns) -> None:
         self._exit_if_replaced()

@@ -14,7 +14,7 @@ from gpubroker_server.adapters.ray.driver.link import DriverKeeper
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED, AgentReports, ReportReader
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.adapters.ray.wire import OrderWriter, pack, run_of
+from gpubroker_server.adapters.ray.wire import MEASURE, OrderWriter, pack, run_of
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -152,6 +152,13 @@ class RayExecutor:
     def ask(self, nodes: Sequence[NodeName]) -> None:
         for node in nodes:
             self._driver.send("ask", node)
+
+    def measure(self, nodes: Sequence[NodeName]) -> None:
+        """An agent that has yet to answer measures before it does."""
+        for node in nodes:
+            if node in self._agents:
+                self._written.setdefault(node, []).append(MEASURE)
+                self._dispatch(node)
 
     async def reports(self) -> Sequence[Report | TermRefused]:
         while not self._reports:
