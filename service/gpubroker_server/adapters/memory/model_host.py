@@ -59,6 +59,8 @@ class SimulatedHost(ModelHost):
         """Each load and unload that it got, in order: (`load` or `unload`, model)."""
         self.devices: dict[str, tuple[DeviceKey, ...]] = {}
         """The devices of the last load of each model."""
+        self.seen: tuple[str, ...] = ()
+        """UUIDs of the GPUs that it says it sees."""
 
     @property
     def name(self) -> str:
@@ -101,6 +103,9 @@ class SimulatedHost(ModelHost):
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
         self._reach()
+        leased = {device.rpartition("/")[2] for device in devices}
+        if self.seen and leased and leased != {*self.seen}:
+            raise HostRefused(HostFault.OTHER_GPUS, f"{self._name} sees {self.seen}, not {sorted(leased)}")
         self.asked.append(("load", model))
         self.devices[model] = tuple(devices)
         for step in self._known(model).steps:
@@ -129,7 +134,9 @@ class SimulatedHost(ModelHost):
         if known.unreadable:
             raise HostRefused(HostFault.FAILED, f"the configuration of {model} cannot be read")
         size_bytes = known.size_mb * MIB_BYTES
-        return Described(size_bytes, known.steps, revision=known.revision, on_cpu=known.on_cpu)
+        return Described(
+            size_bytes, known.steps, revision=known.revision, on_cpu=known.on_cpu, seen=self.seen
+        )
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:  # noqa: ARG002
         self._reach()
