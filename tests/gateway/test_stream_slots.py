@@ -71,7 +71,7 @@ async def test_a_stream_has_a_slot_until_it_ends_and_the_next_one_waits_by_prior
         assert "x-queue-seconds" not in await ends(first)
         await answered(high)
         assert scene.figures() == (1, 1)
-        assert float((await ends(high))["x-queue-seconds"]) > 0
+        assert "x-queue-seconds" in await ends(high)
         await answered(low)
         await ends(low)
         await until(lambda: scene.figures() == (0, 0))
