@@ -191,6 +191,28 @@ async def test_a_model_whose_load_fails_with_dynamic_batching_is_loaded_without(
         assert asked_at_once(own_triton.url, 2, "alone") == [1, 1]
 
 
+async def test_a_model_is_tried_out_with_rows_and_shapes_and_its_refusals_are_in_its_words(
+    own_triton: Triton,
+) -> None:
+    async with a_host(own_triton) as host:
+        for model, rows in (("grows", 8), ("identity_fp32", 0)):
+            await host.load(model, (), SOON)
+            assert await host.most_rows(model, SOON) == rows
+        await host.try_out("identity_fp32", 0, {}, SOON)
+        values = own_triton.repository.parent / "grows.values"
+        for rows, shapes, most in ((1, {}, 4), (8, {}, 32), (8, {"INPUT0": [3, 4]}, 96)):
+            await host.try_out("grows", rows, shapes, SOON)
+            assert values.read_text(encoding="utf-8") == str(most)
+        for rows, shapes, words in (
+            (9, {}, "batch-size must be <= 8"),
+            (8, {"INPUT0": [3]}, "unexpected shape for input 'INPUT0'"),
+            (8, {"IMAGE": [3]}, "no input IMAGE; inputs: TEXT, INPUT0"),
+        ):
+            with pytest.raises(HostRefused, match=words) as refused:
+                await host.try_out("grows", rows, shapes, SOON)
+            assert refused.value.fault is HostFault.FAILED
+
+
 def test_live_requests_through_the_service_are_grouped_for_a_model_that_the_settings_name(
     own_triton: Triton, tmp_path: Path
 ) -> None:

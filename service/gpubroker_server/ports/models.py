@@ -93,4 +93,16 @@ class ModelHost(Protocol):
         model: call it only where other requests have failed."""
         ...
 
+    async def most_rows(self, model: str, within_seconds: Seconds) -> int:
+        """Of a request to a loaded model; 0 if its requests have no dimension for rows."""
+        ...
+
+    async def try_out(
+        self, model: str, rows: int, shapes: Mapping[str, Sequence[int]], within_seconds: Seconds
+    ) -> None:
+        """Send a loaded model a request with zeros. `rows` is 0 where requests have no dimension for them.
+        `shapes`: of single inputs, without rows; elsewhere the model's own, and 1 where any length will do.
+        HostRefused FAILED has the model's words."""
+        ...
+
     async def close(self) -> None: ...

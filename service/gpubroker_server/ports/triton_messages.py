@@ -43,6 +43,7 @@ _MESSAGES: Final[dict[str, _Fields]] = {
     "ModelConfigResponse": {"config": (1, "ModelConfig")},
     "ModelConfig": {
         "version_policy": (3, "VersionPolicy"),
+        "max_batch_size": (4, "int32"),
         "instance_group": (7, "repeated InstanceGroup"),
         "ensemble_scheduling": (15, "Ensemble"),
     },

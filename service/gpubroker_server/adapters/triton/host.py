@@ -145,11 +145,31 @@ class TritonHost(ModelHost):
     async def answers(self, model: str, within_seconds: Seconds) -> bool:
         """Sends zeros for all inputs: only a request finds out that a model's process was killed, because its
         server calls the model ready all the same."""
+        return _NOT_HEALTHY not in await self._error_of(model, 0, {}, within_seconds)
+
+    async def most_rows(self, model: str, within_seconds: Seconds) -> int:
+        request = messages.ModelConfigRequest(name=model)
+        answer = await self._ask("ModelConfig", request, within_seconds, messages.ModelConfigResponse)
+        return int(answer.config.max_batch_size)
+
+    async def try_out(
+        self, model: str, rows: int, shapes: Mapping[str, Sequence[int]], within_seconds: Seconds
+    ) -> None:
+        if error := await self._error_of(model, rows, shapes, within_seconds):
+            raise HostRefused(HostFault.FAILED, error)
+
+    async def _error_of(
+        self, model: str, rows: int, shapes: Mapping[str, Sequence[int]], within_seconds: Seconds
+    ) -> str:
+        """To a request with zeros; empty if it is answered. Raises HostRefused."""
         request = messages.ModelMetadataRequest(name=model)
         metadata = await self._ask("ModelMetadata", request, within_seconds, messages.ModelMetadataResponse)
+        if unknown := sorted(set(shapes) - {tensor.name for tensor in metadata.inputs}):
+            known = ", ".join(tensor.name for tensor in metadata.inputs)
+            return f"{model} has no input {unknown[0]}; inputs: {known}"
         call = self._server.open(_SERVICE + "ModelStreamInfer", (), within_seconds)
         try:
-            await call.write(_zeros_for(model, metadata.inputs))
+            await call.write(_zeros_for(model, metadata.inputs, rows, shapes))
             await call.end()
             first = answer = await call.read()
             while answer is not None:  # a stream that is left before its end may keep the model from leaving
@@ -159,8 +179,8 @@ class TritonHost(ModelHost):
         finally:
             call.cancel()
         # No answer, and a model's own mistake, are answers of a model that is there.
-        response = messages.ModelStreamInferResponse.FromString(first or b"")
-        return _NOT_HEALTHY not in response.error_message
+        error: str = messages.ModelStreamInferResponse.FromString(first or b"").error_message
+        return error
 
     async def close(self) -> None:
         await self._server.close()
@@ -325,11 +345,13 @@ def _indexed(rows: Any) -> dict[str, IndexedModel]:
     return models
 
 
-def _zeros_for(model: str, inputs: Any) -> bytes:
-    """A request that any model takes. A dimension that may have any length gets one value."""
+def _zeros_for(model: str, inputs: Any, rows: int, shapes: Mapping[str, Sequence[int]]) -> bytes:
+    """A request that any model takes. A dimension that may have any length gets one value; the first one
+    `rows`, if that is not 0."""
     request = messages.ModelInferRequest(model_name=model)
     for tensor in inputs:
-        shape = [max(1, length) for length in tensor.shape]
+        own = tensor.shape[1:] if rows else tensor.shape
+        shape = [*([rows] if rows else []), *(max(1, length) for length in shapes.get(tensor.name, own))]
         request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
         request.raw_input_contents.append(bytes(_BYTES_OF.get(tensor.datatype, 1) * math.prod(shape)))
     message: bytes = request.SerializeToString()

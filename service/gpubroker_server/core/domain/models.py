@@ -118,6 +118,8 @@ class ModelTerms:
     """Of an ensemble: the models loaded with it; its size includes theirs."""
     versions: tuple[str, ...] = ()
     """The versions loaded when it was last ready, sorted; empty if unknown."""
+    measured: bool = False
+    """It is loaded to be measured: what it takes until it leaves is its size, however late."""
     sized: bool = False
     """The operator said how large it is, or a load of it was measured. Otherwise it is loaded alone on its
     device, so that its size can be measured."""
