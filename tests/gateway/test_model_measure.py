@@ -7,15 +7,15 @@ from typing import Any
 
 import httpx
 import pytest
-from gpubroker_server.adapters.memory.model_host import SimulatedModel
+from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.model_orders import ModelState
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules
+from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB, a_device, a_sample
-from tests.gateway.harness import problem, until
+from tests.gateway.harness import Gateway, problem, until
 from tests.gateway.inference_stage import Heard
 from tests.gateway.resident_models import ResidentModels, resident_models
 
@@ -77,6 +77,26 @@ async def test_measuring_needs_the_scope_to_manage_models() -> None:
         assert "it is in no repository" in problem(unknown, 404, "not-found")["detail"]
         unknown = await there.gateway.admin.post(f"{MEASURE}?server=none", json={})
         assert "no server" in problem(unknown, 404, "not-found")["detail"]
+
+
+async def test_a_server_that_does_not_answer_is_named() -> None:
+    async with a_real_gpu() as there:
+        there.host.go_away()
+        answer = await there.gateway.admin.post(MEASURE, json={})
+        assert "server main does not describe" in problem(answer, 502, "model-not-loaded")["detail"]
+
+
+async def test_where_two_servers_have_a_model_one_is_chosen() -> None:
+    served = [
+        (ServerRules(name, "n1"), SimulatedHost(name, [SimulatedModel("any", Mib(GIB))])) for name in "ab"
+    ]
+    async with Gateway() as gateway:
+        gateway.change(served=tuple(served))
+        gateway.admin = await gateway.client("boss")
+        detail = problem(await gateway.admin.post(MEASURE, json={}), 409, "model-ambiguous")["detail"]
+        assert "(a, b)" in detail
+        chosen = await gateway.admin.post(f"{MEASURE}?server=b", json={})
+        assert "simulated" in problem(chosen, 409, "not-measurable")["detail"]
 
 
 async def measured(there: ResidentModels, body: dict[str, Any], *, samples: bool = True) -> httpx.Response:

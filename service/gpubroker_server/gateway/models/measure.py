@@ -118,10 +118,12 @@ async def measure_model(
 
 
 async def _home(parts: ModelParts, name: str, server: str | None) -> Residency:
-    """The server that has it in its repository. Raises Problem."""
+    """The server that has it in its repository; one that does not answer may have it. Raises Problem."""
     if server is not None:
         return parts.at(server)
-    having = [one for one in parts.residencies if name in (await one.repository() or ())]
+    known = {one: await one.repository() for one in parts.residencies}
+    having = [one for one in known if name in (known[one] or ())]
+    having = having or [one for one in known if known[one] is None]
     if len(having) > 1:
         servers = [one.rules.name for one in having]
         raise Problem("model-ambiguous", model=name[:100], servers=", ".join(servers), first=servers[0])
