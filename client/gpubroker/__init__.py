@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         WrongArgument,
     )
     from gpubroker.leases.lease import Lease, LeaseEnded, LeaseState, Notice
-    from gpubroker.models.model import ObjectUsage, ServedModel, StoredObject
+    from gpubroker.models.model import MeasuredModel, ObjectUsage, ServedModel, StoredObject
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
     from gpubroker.tasks.estimates import Estimate
     from gpubroker.tasks.explanation import Explanation, Simulation
@@ -59,7 +59,7 @@ _NAMES = {
         "WrongArgument",
     ),
     "leases.lease": ("Lease", "LeaseEnded", "LeaseState", "Notice"),
-    "models.model": ("ObjectUsage", "ServedModel", "StoredObject"),
+    "models.model": ("MeasuredModel", "ObjectUsage", "ServedModel", "StoredObject"),
     "runtime": ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"),
     "tasks.estimates": ("Estimate",),
     "tasks.explanation": ("Explanation", "Simulation"),
@@ -83,6 +83,7 @@ __all__ = [
     "Lease",
     "LeaseEnded",
     "LeaseState",
+    "MeasuredModel",
     "ModelUnavailable",
     "NoCurrentTask",
     "Node",

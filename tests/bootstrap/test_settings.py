@@ -162,6 +162,14 @@ simulated_devices: [{memory_mb: 24GiB}]
             "triton: {servers: [{name: a, http_url: 'http://h:1', headers: {'a b': c}}]}\n",
             "be an HTTP header",
         ),
+        (
+            "triton: {servers: [{name: a, http_url: 'http://h:1', models: {llm: {gpus: 2}}}]}\n",
+            "gpus: 2 needs gpu_mb",
+        ),
+        (
+            "triton: {servers: [{name: a, http_url: 'http://h:1', metrics_url: 'h:8002'}]}\n",
+            "servers.0.metrics_url: 'h:8002' is not",
+        ),
         ("- a\n", "settings by name"),
         ("{\n", "not YAML"),
     ],

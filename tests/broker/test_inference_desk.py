@@ -6,14 +6,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpubroker_server.broker.inference_dispatch import MOST_QUEUES, BatchRules, InferenceDispatcher
+from gpubroker_server.broker.inference_dispatch import MOST_QUEUES, InferenceDispatcher
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Report
 from gpubroker_server.core.domain.policy import InferenceServers
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
-from gpubroker_server.core.serving.batching import InferenceRequest, InferenceResponse, packed, response_in
+from gpubroker_server.core.serving.batching import (
+    BatchRules,
+    InferenceRequest,
+    InferenceResponse,
+    packed,
+    response_in,
+)
 from gpubroker_server.core.serving.tensors import Tensor, tensor_of
 from gpubroker_server.ports.inferences import Batching, InferenceClient, InferenceFailed, InferenceFault
 

@@ -80,6 +80,52 @@ def test_a_model_that_is_not_loaded_yet_is_reported_as_requested(service: Record
     assert run("load llm --wait 5").code == 0
 
 
+MEASURED: dict[str, Any] = {
+    "name": "llm", "server": "main", "device": "GPU-5a2f8c1e-9d3b-4e7a-8f60-1b2c3d4e5f60",
+    "kind": "NVIDIA H100 80GB HBM3", "batch_sizes": [1, 8], "measured_mb": 18432, "next_mb": 21197,
+    "configured": False,
+}  # fmt: skip
+
+
+def test_measure_shows_what_a_model_took_and_what_its_next_load_leases(
+    service: RecordedService, run: Run
+) -> None:
+    fixed = {**MEASURED, "batch_sizes": [], "next_mb": 20480, "configured": True}
+    service.reply_with(Reply(200, MEASURED), Reply(200, fixed), Reply(200, MEASURED))
+    shown = run("models measure llm")
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out == (
+        "llm took 18.0 GiB, asked with 1 and 8 rows\n"
+        "on main, GPU GPU-5a2f8c1e-9d3b-4e7a-8f60-1b2c3d4e5f60 (NVIDIA H100 80GB HBM3)\n"
+        "its next load leases 20.7 GiB, with its margin\n"
+    )
+    assert run("models measure llm").out.splitlines() == [
+        "llm took 18.0 GiB, asked",
+        *shown.out.splitlines()[1:2],
+        "its next load leases 20.0 GiB, as the settings say (gpu_mb)",
+    ]
+    args = ("--batch-size", "1", "--batch-size", "4", "--shape", "image=3,224,224", "--wait", "60")
+    assert run("models", "measure", "llm", *args, "--priority", "critical", "--server", "b").code == 0
+    last = service.requests[-1]
+    assert (last.method, last.path, last.params) == ("POST", "/models/llm/measure", [("server", "b")])
+    assert last.body == {
+        "batch_sizes": [1, 4], "shapes": {"image": [3, 224, 224]}, "wait_seconds": 60.0,
+        "priority": "critical",
+    }  # fmt: skip
+
+
+def test_a_shape_that_is_none_is_a_wrong_argument(service: RecordedService, run: Run) -> None:
+    shown = run("models", "measure", "llm", "--shape", "image=large")
+    assert (shown.code, service.requests) == (2, [])
+    assert "INPUT=3,224,224" in shown.err
+
+
+def test_a_refused_measurement_says_why(service: RecordedService, run: Run) -> None:
+    service.reply_with(a_problem(409, "not-measurable", "GPU GPU-sim-n1-0 is simulated"))
+    shown = run("models measure llm")
+    assert (shown.code, shown.err) == (6, "gpubroker: GPU GPU-sim-n1-0 is simulated\n")
+
+
 def test_a_refused_or_failed_load_has_its_exit_code(service: RecordedService, run: Run) -> None:
     words = "model llm is not in memory (failed): no such layer"
     service.reply_with(

@@ -121,3 +121,32 @@ async def test_a_model_whose_process_was_killed_is_ready_without_answering_until
         await host.answers("llm", SOON)
     await host.load("llm", (), SOON)
     assert await host.answers("llm", SOON)
+
+
+async def test_nothing_is_loaded_by_a_server_that_sees_other_gpus_than_those_of_the_lease() -> None:
+    host = new_host()
+    host.seen = ("gpu0", "gpu1")
+    assert (await host.describe("llm", SOON)).seen == ("gpu0", "gpu1")
+    with pytest.raises(HostRefused) as refused:
+        await host.load("llm", (DeviceKey("c/n/gpu0"),), SOON)
+    assert refused.value.fault is HostFault.OTHER_GPUS
+    assert host.ready == []
+    await host.load("llm", (DeviceKey("c/n/gpu0"), DeviceKey("c/n/gpu1")), SOON)
+    assert host.ready == ["llm"]
+
+
+async def test_a_model_is_tried_out_with_as_many_rows_as_it_takes() -> None:
+    host = new_host()
+    with pytest.raises(HostRefused) as refused:
+        await host.most_rows("llm", SOON)
+    assert refused.value.fault is HostFault.NOT_FOUND
+    await host.load("llm", (), SOON)
+    host.models["llm"].most_rows = 8
+    assert await host.most_rows("llm", SOON) == 8
+    await host.try_out("llm", 8, {}, SOON)
+    with pytest.raises(HostRefused, match="<= 8") as refused:
+        await host.try_out("llm", 9, {}, SOON)
+    assert refused.value.fault is HostFault.FAILED
+    host.models["llm"].dead = True
+    with pytest.raises(HostRefused, match="is gone"):
+        await host.try_out("llm", 8, {}, SOON)

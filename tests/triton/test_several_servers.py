@@ -180,7 +180,10 @@ def test_a_model_of_a_dead_server_is_brought_at_another_one(tmp_path: Path) -> N
     size = {"identity_fp32": {"gpu_mb": 20 * GIB}}
     with Triton(tmp_path / "a") as a, Triton(tmp_path / "b") as b:
         held: dict[str, Any] = {"node": "local", "models": size}
-        servers = [settings_of("a", a, **held), settings_of("b", b, **held)]
+        servers = [
+            settings_of("a", a, devices=["GPU-sim-local-0"], **held),
+            settings_of("b", b, devices=["GPU-sim-local-1"], **held),
+        ]
         with ForkedService(
             tmp_path / "data", engine="simulated", ray={"node_name": "local"}, triton={"servers": servers}
         ) as service:

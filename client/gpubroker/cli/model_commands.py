@@ -1,4 +1,4 @@
-"""`gpubroker models`, `load`, `unload` and `pin`."""
+"""`gpubroker models`, `models measure`, `load`, `unload` and `pin`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,27 @@ from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint
 from gpubroker.cli.tables import Column, PlainTable, ago, size
 
 if TYPE_CHECKING:
-    from gpubroker.models.model import ServedModel
+    from gpubroker.models.model import MeasuredModel, ServedModel
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model on its server.")]
+Priority = Annotated[
+    Any,
+    typer.Option(
+        help="0 to 100, or the name of a band. Default: as configured.",
+        metavar="PRIORITY",
+        parser=parsing.priority,
+    ),
+]
 Server = Annotated[
     str | None, typer.Option(metavar="NAME", help="The model's server, if several have the model.")
 ]
 
 
-def models(
+models = typer.Typer(help="List the models of servers; measure how much memory one takes.")
+
+
+@models.callback(invoke_without_command=True)
+def list_(
     context: typer.Context,
     state: Annotated[
         list[str] | None,
@@ -33,21 +45,57 @@ def models(
     output: Output = Format.TABLE,
 ) -> None:
     """List the models of servers: first those in memory, then those that wait for it, then the others."""
+    if context.invoked_subcommand is None:
+        with connect(context) as broker:
+            emit_all(output, broker.models(state=state, server=server).items, _models)
+
+
+@models.command()
+def measure(
+    context: typer.Context,
+    model: Name,
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="ROWS", help="Rows of a request; repeatable. Default: 1, and the most that it takes."
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="INPUT=3,224,224",
+            help="Shape of an input, without rows; repeatable. Default: the model's own, and 1 where any "
+            "length will do.",
+        ),
+    ] = None,
+    priority: Priority = None,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Longest time to wait until it is in memory.")
+    ] = 300.0,
+    server: Server = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Measure how much GPU memory a model takes: load it, ask it, unload it.
+
+    It is asked with zeros while its GPU is measured. Later loads lease the size
+    that was learned. The model must not be in memory.
+    """
     with connect(context) as broker:
-        emit_all(output, broker.models(state=state, server=server).items, _models)
+        measured = broker.measure_model(
+            model,
+            batch_sizes=batch_size or (),
+            shapes=parsing.shapes(shape or [], "--shape"),
+            priority=priority,
+            wait_seconds=wait,
+            server=server,
+        )
+        emit(output, measured, _measured)
 
 
 def load(
     context: typer.Context,
     model: Name,
-    priority: Annotated[
-        Any,
-        typer.Option(
-            help="0 to 100, or the name of a band. Default: as configured.",
-            metavar="PRIORITY",
-            parser=parsing.priority,
-        ),
-    ] = None,
+    priority: Priority = None,
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", help="Longest time to wait until it is in memory.")
     ] = 0.0,
@@ -115,6 +163,17 @@ def _model(shown: ServedModel) -> Text:
     return Text(f"{shown.name}{memory} on {shown.server}: {shown.state}{pinned}")
 
 
+def _measured(shown: MeasuredModel) -> Text:
+    asked = " and ".join(map(str, shown.batch_sizes))
+    rows = f" with {asked} row{'s' * (asked != '1')}" if asked else ""
+    why = " as the settings say (gpu_mb)" if shown.configured else " with its margin"
+    return Text(
+        f"{shown.name} took {size(shown.measured_mb)}, asked{rows}\n"
+        f"on {shown.server}, GPU {shown.device} ({shown.kind})\n"
+        f"its next load leases {size(shown.next_mb)},{why}"
+    )
+
+
 def _requested(shown: ServedModel) -> RenderableType:
     if shown.state == "resident":
         return _model(shown)
@@ -124,5 +183,6 @@ def _requested(shown: ServedModel) -> RenderableType:
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (models, load, unload, pin):
+    app.add_typer(models, name="models", rich_help_panel="Models")
+    for command in (load, unload, pin):
         app.command(rich_help_panel="Models")(command)

@@ -101,6 +101,14 @@ def demand(text: str, option: str) -> dict[str, Any]:
     return found
 
 
+def shapes(words: list[str], option: str) -> dict[str, list[int]]:
+    """`["image=3,224,224"]` by name."""
+    try:
+        return {name: [*map(int, dims.split(","))] for name, dims in pairs(words, option).items()}
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes INPUT=3,224,224, not {' '.join(words)!r}") from None
+
+
 def role(text: str) -> tuple[str, dict[str, Any]]:
     """`train:gpu_mb=40GiB,cpu=4` as a name and a demand."""
     name, colon, needs = text.partition(":")

@@ -31,6 +31,26 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredModel:
+    """How much memory of a GPU a model took, loaded and asked at these batch sizes."""
+
+    name: str
+    server: str = ""
+    device: str = ""
+    """UUID of the GPU."""
+    kind: str = ""
+    batch_sizes: tuple[int, ...] = ()
+    """Empty: its requests have no dimension for rows."""
+    measured_mb: int = 0
+    """The most that it took, within 2 %."""
+    next_mb: int = 0
+    """What its next load leases."""
+    configured: bool = False
+    """`next_mb` is the `gpu_mb` of the service's settings."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class StoredObject:
     """An uploaded object. An array can be an input of `infer_later` as it is; for bytes the input says what
     they are: `{"datatype": "UINT8", "shape": [2, 3], "object": stored.id}`."""

@@ -13,7 +13,7 @@ from gpubroker.models.inference import (
     infer_call,
     inference_body,
 )
-from gpubroker.models.model import AnyObject, ObjectUsage, ServedModel, StoredObject
+from gpubroker.models.model import AnyObject, MeasuredModel, ObjectUsage, ServedModel, StoredObject
 from gpubroker.models.tensors import decode_outputs, object_body
 from gpubroker.tasks.task import Task
 from gpubroker.transport.decoding import Page, decode, page_of
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 _OBJECTS_PER_PAGE = 500
+
+_MEASURE_SECONDS = 3600.0
+"""For asking a model at its batch sizes, and unloading it. The service bounds each request."""
 
 
 class ModelApi(Operations):
@@ -116,6 +119,41 @@ class ModelApi(Operations):
     def pin_model(self, name: str, *, pinned: bool = True, server: str | None = None) -> Steps[ServedModel]:
         """Keep the model in memory even if others need the room; `pinned=False` ends that."""
         return (yield from self._change_model(name, "pin", {"pinned": pinned}, server))
+
+    @operation
+    def measure_model(
+        self,
+        name: str,
+        *,
+        batch_sizes: Sequence[int] = (),
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        priority: int | str | None = None,
+        wait_seconds: float = 300.0,
+        server: str | None = None,
+    ) -> Steps[MeasuredModel]:
+        """Load the model, ask it with zeros while its GPU is measured, and unload it: its later loads lease
+        the size that was learned.
+
+        `batch_sizes`: rows of the requests; default: 1 and the most that it takes. `shapes`: of single
+        inputs, without rows; default: the model's own, and 1 where any length will do. `wait_seconds`: until
+        it is in memory. Raises Refused: `model-in-use`, or `not-measurable` with the reason.
+        """
+        check_model(name, "measure_model()")
+        body = {
+            "batch_sizes": [*batch_sizes],
+            "shapes": {one: [*shape] for one, shape in (shapes or {}).items()},
+            "wait_seconds": wait_seconds,
+            **without_none({"priority": priority}),
+        }
+        call = Call(
+            "POST",
+            f"/models/{path_part(name)}/measure",
+            params=without_none({"server": server}),
+            body=json_body(body),
+            patience_seconds=wait_seconds + _MEASURE_SECONDS,
+            repeatable=False,
+        )
+        return decode(MeasuredModel, (yield from _naming(name, call, 0.0)).json())
 
     @operation
     def upload(self, data: "bytes | ArrayLike") -> Steps[StoredObject]:

@@ -8,6 +8,8 @@ import psutil
 from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.adapters.triton.http_backend import HttpBackend
+from gpubroker_server.bootstrap.model_servers import batch_rules_of, server_of
 from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.leader_term import UNTIL_PROCESS_EXIT, LeaderTermRules
 from gpubroker_server.core.domain.orders import ReportedDevice
@@ -139,7 +141,17 @@ def hosts_of(settings: Settings) -> list[ModelHost]:
     from gpubroker_server.adapters.triton.host import TritonHost  # with the library of gRPC, which is large
     from gpubroker_server.bootstrap.grpc_proxy import rpc_server_of
 
-    return [TritonHost(rpc_server_of(given), given.repository) for given in managed]
+    batches = batch_rules_of(settings)
+    return [
+        TritonHost(
+            rpc_server_of(given),
+            given.repository,
+            metrics=None if given.metrics_url is None else HttpBackend(server_of(given, given.metrics_url)),
+            web=HttpBackend(server_of(given)) if batches else None,
+            batches=batches,
+        )
+        for given in managed
+    ]
 
 
 def simulated_devices(settings: Settings) -> tuple[ReportedDevice, ...]:

@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.adapters.triton.inference_client import TritonInferenceClient
 from gpubroker_server.bootstrap.start_checks import StartRefused
-from gpubroker_server.broker.inference_dispatch import BatchRules, InferenceDispatcher
+from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.core.serving.batching import BatchRules
 from gpubroker_server.core.serving.lane import LaneRules
 from gpubroker_server.gateway.proxy.lanes import LaneOptions
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
@@ -49,11 +50,15 @@ def inference_clients_of(settings: Settings) -> list[InferenceClient]:
 def inference_desk_of(
     settings: Settings, clients: Sequence[InferenceClient], clock: Clock
 ) -> InferenceDispatcher:
-    rules = {
+    return InferenceDispatcher(clients, clock, rules=batch_rules_of(settings))
+
+
+def batch_rules_of(settings: Settings) -> dict[str, BatchRules]:
+    """By model."""
+    return {
         model: BatchRules(given.max_size, Seconds(given.delay_seconds))
         for model, given in settings.triton.batch.items()
     }
-    return InferenceDispatcher(clients, clock, rules=rules)
 
 
 def served_of(settings: Settings, hosts: Sequence[ModelHost]) -> list[tuple[ServerRules, ModelHost]]:
@@ -65,13 +70,16 @@ def served_of(settings: Settings, hosts: Sequence[ModelHost]) -> list[tuple[Serv
 def _rules_of(settings: Settings, given: TritonServerSettings) -> ServerRules:
     triton = settings.triton
     models = {
-        name: ModelRules(None if m.gpu_mb is None else Mib(m.gpu_mb), m.priority, Seconds(m.load_seconds))
+        name: ModelRules(
+            None if m.gpu_mb is None else Mib(m.gpu_mb), m.priority, Seconds(m.load_seconds), m.gpus
+        )
         for name, m in given.models.items()
     }
     return ServerRules(
         given.name,
         given.node,
         tuple(given.devices),
+        given.metrics_url is not None,
         triton.tenant,
         triton.priority,
         Seconds(settings.defaults.grace_seconds),
@@ -83,9 +91,9 @@ def _rules_of(settings: Settings, given: TritonServerSettings) -> ServerRules:
     )
 
 
-def server_of(given: TritonServerSettings) -> TritonServer:
-    """Reads its files. Raises StartRefused."""
-    url = urlsplit(given.http_url)
+def server_of(given: TritonServerSettings, address: str = "") -> TritonServer:
+    """`address`: instead of its `http_url`. Reads its files. Raises StartRefused."""
+    url = urlsplit(address or given.http_url)
     assert url.hostname is not None
     assert url.port is not None
     headers = headers_of(given)

@@ -13,9 +13,10 @@ import structlog
 
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Report
-from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
+from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.serving.batching import (
     FORMAT,
+    BatchRules,
     InferenceRequest,
     InferenceResponse,
     batches,
@@ -43,14 +44,6 @@ _OF_ONE = frozenset(
     {InferenceFault.REFUSED, InferenceFault.FAILED, InferenceFault.BROKEN, InferenceFault.DEAD}
 )
 """Faults of a batch that a single request may have caused."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRules:
-    most_rows: int = 16
-    """Rows in one request, and no more than the model takes; 1: no batches."""
-    delay_seconds: Seconds = Seconds(0.005)
-    """How long the first inference of a batch waits for others."""
 
 
 @dataclass(slots=True)

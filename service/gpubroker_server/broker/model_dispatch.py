@@ -43,6 +43,7 @@ _MESSAGES = {
     HostFault.NOT_FOUND: "the server has no such model",
     HostFault.OUT_OF_MEMORY: "the server could not get the memory for it",
     HostFault.FAILED: "the server failed to load it",
+    HostFault.OTHER_GPUS: "the server does not use the GPUs of its lease",
     HostFault.NOT_ALLOWED: "the server loads no models itself; start it with --model-control-mode=explicit",
 }
 

@@ -31,6 +31,7 @@ from gpubroker_server.gateway.inferences import routes as inferences
 from gpubroker_server.gateway.inferences.routes import InferenceParts
 from gpubroker_server.gateway.leases import routes as leases
 from gpubroker_server.gateway.leases.routes import LeaseParts
+from gpubroker_server.gateway.models import measure
 from gpubroker_server.gateway.models import routes as models
 from gpubroker_server.gateway.models.models import ModelParts
 from gpubroker_server.gateway.objects import routes as objects
@@ -46,7 +47,7 @@ from gpubroker_server.telemetry.metrics import Sources, Telemetry
 
 _RESOURCES = (
     *(batch, tasks, inferences, objects, leases, explain, plan_routes, estimates, events),
-    *(devices, models, quarantine, stats, policy, tokens, operations),
+    *(devices, models, measure, quarantine, stats, policy, tokens, operations),
 )
 """In the order in which paths are matched and documented; the busiest first."""
 

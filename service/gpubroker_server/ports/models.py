@@ -37,6 +37,8 @@ class Described:
     """Another text after its files have changed; empty where they cannot be seen."""
     on_cpu: bool = False
     """It takes no GPU memory, as its configuration says."""
+    seen: tuple[str, ...] = ()
+    """UUIDs of the GPUs that the server sees; empty where it doesn't say."""
 
 
 class HostFault(StrEnum):
@@ -52,6 +54,8 @@ class HostFault(StrEnum):
     """The load failed for another reason; `str(fault)` has the server's words."""
     NOT_ALLOWED = "not_allowed"
     """The server does not load on request: it runs without `--model-control-mode=explicit`."""
+    OTHER_GPUS = "other_gpus"
+    """The server sees other GPUs than those of the lease; nothing was loaded."""
 
 
 class HostRefused(Exception):
@@ -69,8 +73,8 @@ class ModelHost(Protocol):
     def name(self) -> str: ...
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
-        """Returns when the model is ready; at once if it is already. `devices`: where its lease is, for
-        servers that can be told."""
+        """Returns when the model is ready; at once if it is already. `devices`: where its lease is, which has
+        to be all GPUs that the server sees."""
         ...
 
     async def unload(self, model: str, within_seconds: Seconds) -> None:
@@ -87,6 +91,18 @@ class ModelHost(Protocol):
         changes nothing; the cure is unload, wait until it is gone, load. After a request to the dead process
         it may stay UNLOADING for ever (Triton 24.10); a load works all the same. This sends a request to the
         model: call it only where other requests have failed."""
+        ...
+
+    async def most_rows(self, model: str, within_seconds: Seconds) -> int:
+        """Of a request to a loaded model; 0 if its requests have no dimension for rows."""
+        ...
+
+    async def try_out(
+        self, model: str, rows: int, shapes: Mapping[str, Sequence[int]], within_seconds: Seconds
+    ) -> None:
+        """Send a loaded model a request with zeros. `rows` is 0 where requests have no dimension for them.
+        `shapes`: of single inputs, without rows; elsewhere the model's own, and 1 where any length will do.
+        HostRefused FAILED has the model's words."""
         ...
 
     async def close(self) -> None: ...

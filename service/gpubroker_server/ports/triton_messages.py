@@ -19,9 +19,9 @@ _MESSAGES: Final[dict[str, _Fields]] = {
     "SettingsRequest": {"settings": (1, "repeated bytes")},  # TraceSetting and LogSettings
     "LoadParameters": {"parameters": (3, "repeated LoadParameter")},
     "LoadParameter": {"key": (1, "repeated string")},  # all keys of one parameter, though the last one counts
-    "RepositoryModelLoadRequest": {"model_name": (2, "string")},
+    "RepositoryModelLoadRequest": {"model_name": (2, "string"), "parameters": (3, "map Parameter")},
     "RepositoryModelUnloadRequest": {"model_name": (2, "string"), "parameters": (3, "map Parameter")},
-    "Parameter": {"bool_param": (1, "bool")},
+    "Parameter": {"bool_param": (1, "bool"), "string_param": (3, "string")},
     "RepositoryIndexResponse": {"models": (1, "repeated ModelIndex")},
     "ModelIndex": {
         "name": (1, "string"),
@@ -43,6 +43,7 @@ _MESSAGES: Final[dict[str, _Fields]] = {
     "ModelConfigResponse": {"config": (1, "ModelConfig")},
     "ModelConfig": {
         "version_policy": (3, "VersionPolicy"),
+        "max_batch_size": (4, "int32"),
         "instance_group": (7, "repeated InstanceGroup"),
         "ensemble_scheduling": (15, "Ensemble"),
     },

@@ -15,12 +15,23 @@ class ModelSettings(Section):
     gpu_mb: Annotated[int, Field(ge=0)] | None = None
     priority: PriorityValue | None = None
     load_seconds: Annotated[float, Field(ge=0)] = 0.0
+    gpus: Annotated[int, Field(ge=1, le=64)] = 1
+
+    @model_validator(mode="after")
+    def _has_a_size_on_several_gpus(self) -> Self:
+        if self.gpus > 1 and not self.gpu_mb:
+            raise ValueError(
+                f"gpus: {self.gpus} needs gpu_mb, the MiB that the model takes of each of them: loads on "
+                "several GPUs are not measured"
+            )
+        return self
 
 
 class TritonServerSettings(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
     http_url: str
     grpc_url: str | None = None
+    metrics_url: str | None = None
     repository: Path | None = None
     token_file: Path | None = None
     headers: dict[str, str] = Field(default_factory=dict)
@@ -37,7 +48,7 @@ class TritonServerSettings(Section):
     devices: list[str] = Field(default_factory=list)
     models: dict[str, ModelSettings] = Field(default_factory=dict)
 
-    @field_validator("http_url", "grpc_url")
+    @field_validator("http_url", "grpc_url", "metrics_url")
     @classmethod
     def _is_an_address(cls, url: str | None) -> str | None:
         if url is None:

@@ -1,30 +1,62 @@
 """How large a model is, by what its device has more in use when it is there."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import What
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelTerms
-from gpubroker_server.core.domain.units import Mib
-from gpubroker_server.core.lifecycle.learning import WARM_SECONDS, ModelMeter, learned_mb, size_accuracies
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.core.lifecycle.learning import (
+    WARM_SECONDS,
+    ModelMeter,
+    added,
+    learned_mb,
+    size_accuracies,
+    unmeasurable,
+)
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.world.world import World
 
-from tests.builders import GIB, a_device, a_sample, a_task, a_world, commit, holding, submit
+from tests.builders import (
+    GIB,
+    NOW,
+    Holding,
+    a_device,
+    a_sample,
+    a_sketch,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    submit,
+)
 from tests.core.served import POLICY, a_model, ask, at, index, plan
 
 WARM = 5.0 + WARM_SECONDS
+RESERVED = LeaseState.RESERVED
+
+
+def a_loaded(model: str) -> Holding:
+    """A model that is there."""
+    made = holding(a_model(model), "gpu0", mb=GIB)
+    return replace(made, leases=tuple(replace(one, holder_kind=HolderKind.MODEL) for one in made.leases))
 
 
 class Scene:
     """A model of 50 GiB on a device of 80, whatever else is there."""
 
-    def __init__(self, *parts: object, **fields: object) -> None:
+    def __init__(self, *parts: object, looked: bool = False, **fields: object) -> None:
+        """`looked`: also just before its admission."""
         self.world: World = a_world(*parts)  # type: ignore[arg-type]
         self.meter = ModelMeter()
         submit(self.world, a_model(**fields))  # type: ignore[arg-type]
+        if looked:
+            self.look(0.5)
         plan(self.world, 1.0)
 
     def look(self, seconds: float, *but_not: str) -> list[Decision]:
@@ -100,6 +132,60 @@ def test_when_another_holder_arrives_the_peak_until_then_counts(what: str) -> No
     assert len(scene.look(8.5)) == 1
     assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
     assert scene.look(WARM) == []
+
+
+def test_of_a_model_that_is_loaded_to_be_measured_all_counts_until_it_leaves() -> None:
+    scene = Scene(terms={"measured": True})
+    assert scene.begin(40) == []
+    assert scene.look(WARM) == []
+    scene.measure(WARM + 2, 60)
+    assert scene.look(WARM + 3) == []
+    ask(scene.world, "cancel", WARM + 4)
+    assert len(scene.look(WARM + 4)) == 1
+    assert scene.learned == pytest.approx(1.25 * 60 * GIB, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("parts", "sample", "why"),
+    [
+        ([a_device(simulated=False)], {}, ""),
+        ([a_device(simulated=True)], {}, "simulated"),
+        ([a_device(simulated=False)], {"at": NOW - 7}, "not measured now"),
+        ([a_device(simulated=False), holding(a_task("run"), "gpu0", mb=GIB)], {}, ""),
+        (
+            [a_device(simulated=False), holding(a_task("run"), "gpu0", mb=GIB)],
+            {"foreign_mb": None},
+            "from run;",
+        ),
+        ([a_device(simulated=False), a_loaded("bert"), a_loaded("asr")], {}, "told from asr, bert; have"),
+        (
+            [a_device(simulated=False), holding(a_task("run"), "gpu0", mb=GIB, lease_state=RESERVED)],
+            {},
+            "something else comes or goes",
+        ),
+        (
+            [a_device(simulated=False), holding(a_task("run"), "gpu0", mb=GIB, state=TaskState.STOPPING)],
+            {},
+            "something else comes or goes",
+        ),
+    ],
+)
+def test_where_a_model_could_not_be_told_apart_it_is_not_measured(
+    parts: list[Any], sample: dict[str, Any], why: str
+) -> None:
+    world = a_world(*parts)
+    [ledger] = world.ledgers.values()
+    ledger.sample = a_sample("gpu0", **sample)
+    found = unmeasurable(world, ledger, at(0), Seconds(2.0))
+    assert why in found
+    assert bool(why) is bool(found)
+
+
+def test_a_value_that_was_learned_since_is_found_among_others() -> None:
+    before = a_sketch([1000, 2000, 2000])
+    assert added(before, before) is None
+    for value in (500, 2000, 4000):
+        assert added(before, before.add(value)) == pytest.approx(value, rel=0.02)
 
 
 def test_beside_another_model_only_the_load_counts() -> None:
@@ -183,6 +269,13 @@ def test_a_sample_after_the_admission_is_no_baseline() -> None:
     scene = Scene()
     scene.measure(1.2, 5)
     assert scene.load() == []
+
+
+def test_a_load_is_measured_though_a_sample_came_before_the_first_look_at_it() -> None:
+    scene = Scene(looked=True)
+    scene.measure(1.2, 5)
+    assert len(scene.load(40)) == 1
+    assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
 
 
 def test_no_measurement_begins_beside_a_holder_that_arrives_or_leaves() -> None:

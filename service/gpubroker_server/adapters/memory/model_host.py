@@ -1,7 +1,7 @@
 """A model server that holds nothing: loads and unloads only take time. For tests and demonstrations."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpubroker_server.core.domain.units import DeviceKey, Mib, Seconds
@@ -34,6 +34,7 @@ class SimulatedModel:
     """Its process was killed, and the server did not notice: it stays ready until it is unloaded."""
     revision: str = ""
     on_cpu: bool = False
+    most_rows: int = 0
     unreadable: bool = False
     """Its configuration cannot be read."""
 
@@ -59,6 +60,10 @@ class SimulatedHost(ModelHost):
         """Each load and unload that it got, in order: (`load` or `unload`, model)."""
         self.devices: dict[str, tuple[DeviceKey, ...]] = {}
         """The devices of the last load of each model."""
+        self.tried: list[tuple[str, int]] = []
+        """The model and the rows of each request of `try_out`."""
+        self.seen: tuple[str, ...] = ()
+        """UUIDs of the GPUs that it says it sees."""
 
     @property
     def name(self) -> str:
@@ -101,6 +106,9 @@ class SimulatedHost(ModelHost):
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
         self._reach()
+        leased = {device.rpartition("/")[2] for device in devices}
+        if self.seen and leased and leased != {*self.seen}:
+            raise HostRefused(HostFault.OTHER_GPUS, f"{self._name} sees {self.seen}, not {sorted(leased)}")
         self.asked.append(("load", model))
         self.devices[model] = tuple(devices)
         for step in self._known(model).steps:
@@ -129,13 +137,33 @@ class SimulatedHost(ModelHost):
         if known.unreadable:
             raise HostRefused(HostFault.FAILED, f"the configuration of {model} cannot be read")
         size_bytes = known.size_mb * MIB_BYTES
-        return Described(size_bytes, known.steps, revision=known.revision, on_cpu=known.on_cpu)
+        return Described(
+            size_bytes, known.steps, revision=known.revision, on_cpu=known.on_cpu, seen=self.seen
+        )
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:  # noqa: ARG002
         self._reach()
         if self._residency(model).stage is not ModelState.READY:
             raise HostRefused(HostFault.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
         return not self.models[model].dead
+
+    async def most_rows(self, model: str, within_seconds: Seconds) -> int:
+        await self.answers(model, within_seconds)
+        return self.models[model].most_rows
+
+    async def try_out(
+        self,
+        model: str,
+        rows: int,
+        shapes: Mapping[str, Sequence[int]],  # noqa: ARG002  # it has no inputs
+        within_seconds: Seconds,
+    ) -> None:
+        await asyncio.sleep(0)  # others run meanwhile, as while a server answers
+        self.tried.append((model, rows))
+        if not await self.answers(model, within_seconds):
+            raise HostRefused(HostFault.FAILED, f"the process of {model} is gone")
+        if rows > self.models[model].most_rows:
+            raise HostRefused(HostFault.FAILED, f"batch-size must be <= {self.models[model].most_rows}")
 
     async def close(self) -> None:
         for residency in self._residencies.values():

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import psutil
+import structlog
 from google.protobuf.message import DecodeError
 
 from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
 from gpubroker_server.adapters.triton.model_config import ModelConfig, config_in, config_of
+from gpubroker_server.adapters.triton.web import model_config, visible_gpus, with_dynamic_batching
 from gpubroker_server.core.domain.units import DeviceKey, Seconds
-from gpubroker_server.ports.backends import CallFailed, Trouble
+from gpubroker_server.core.serving.batching import BatchRules
+from gpubroker_server.ports.backends import CallFailed, ModelBackend, Trouble
 from gpubroker_server.ports.models import (
     Described,
     HostFault,
@@ -28,6 +31,8 @@ from gpubroker_server.ports.models import (
     ModelState,
 )
 from gpubroker_server.ports.triton_messages import messages
+
+log = structlog.get_logger("gpubroker.tasks.task")
 
 _SERVICE: Final = "/inference.GRPCInferenceService/"
 
@@ -71,6 +76,8 @@ _BYTES_OF: Final = {
 
 _LOOPBACK: Final = ("127.", "::1")
 
+_GONE_LOOK_SECONDS: Final = 0.05
+
 
 class _Files(NamedTuple):
     """What a model's folder tells, as in `Described`."""
@@ -81,20 +88,43 @@ class _Files(NamedTuple):
     revision: str = ""
 
 
+class _Grouping(NamedTuple):
+    """What is sent with a load of these files, so that requests are grouped."""
+
+    revision: str = ""
+    config: str = ""
+
+
 class TritonHost(ModelHost):
-    def __init__(self, server: TritonRpcServer, repository: Path | None = None) -> None:
-        """`repository`: where this machine sees the server's models."""
+    def __init__(
+        self,
+        server: TritonRpcServer,
+        repository: Path | None = None,
+        metrics: ModelBackend | None = None,
+        web: ModelBackend | None = None,
+        batches: Mapping[str, BatchRules] | None = None,
+    ) -> None:
+        """`repository`: where this machine sees the server's models. `metrics` tells which GPUs the server
+        sees. `web`: the server over HTTP, which tells configurations. `batches`: models whose requests are to
+        be grouped."""
         self._server = RpcBackend(replace(server, silence_seconds=Seconds(math.inf)))
         self._repository = repository
+        self._metrics = metrics
+        self._web = web
+        self._batches = batches or {}
+        self._grouping: dict[str, _Grouping] = {}
         self._process = _ListeningProcess(server.address)
 
     @property
     def name(self) -> str:
         return self._server.name
 
-    async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:  # noqa: ARG002  # the model's configuration names them
-        request = messages.RepositoryModelLoadRequest(model_name=model)
-        await self._ask("RepositoryModelLoad", request, within_seconds)
+    async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
+        await self._check_gpus(model, devices, within_seconds)
+        if model in self._batches and self._web is not None:
+            await self._load_grouping(model, self._web, self._batches[model], within_seconds)
+        else:
+            await self._load(model, "", within_seconds)
 
     async def unload(self, model: str, within_seconds: Seconds) -> None:
         request = messages.RepositoryModelUnloadRequest(model_name=model)
@@ -109,16 +139,37 @@ class TritonHost(ModelHost):
     async def describe(self, model: str, within_seconds: Seconds) -> Described:
         files = await asyncio.to_thread(self._files_of, model)
         config = files.config or await self._config_from_server(model, within_seconds)
-        return Described(files.file_bytes, config.steps, files.versions, files.revision, config.on_cpu)
+        seen = await self._seen(within_seconds)
+        return Described(files.file_bytes, config.steps, files.versions, files.revision, config.on_cpu, seen)
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:
         """Sends zeros for all inputs: only a request finds out that a model's process was killed, because its
         server calls the model ready all the same."""
+        return _NOT_HEALTHY not in await self._error_of(model, 0, {}, within_seconds)
+
+    async def most_rows(self, model: str, within_seconds: Seconds) -> int:
+        request = messages.ModelConfigRequest(name=model)
+        answer = await self._ask("ModelConfig", request, within_seconds, messages.ModelConfigResponse)
+        return int(answer.config.max_batch_size)
+
+    async def try_out(
+        self, model: str, rows: int, shapes: Mapping[str, Sequence[int]], within_seconds: Seconds
+    ) -> None:
+        if error := await self._error_of(model, rows, shapes, within_seconds):
+            raise HostRefused(HostFault.FAILED, error)
+
+    async def _error_of(
+        self, model: str, rows: int, shapes: Mapping[str, Sequence[int]], within_seconds: Seconds
+    ) -> str:
+        """To a request with zeros; empty if it is answered. Raises HostRefused."""
         request = messages.ModelMetadataRequest(name=model)
         metadata = await self._ask("ModelMetadata", request, within_seconds, messages.ModelMetadataResponse)
+        if unknown := sorted(set(shapes) - {tensor.name for tensor in metadata.inputs}):
+            known = ", ".join(tensor.name for tensor in metadata.inputs)
+            return f"{model} has no input {unknown[0]}; inputs: {known}"
         call = self._server.open(_SERVICE + "ModelStreamInfer", (), within_seconds)
         try:
-            await call.write(_zeros_for(model, metadata.inputs))
+            await call.write(_zeros_for(model, metadata.inputs, rows, shapes))
             await call.end()
             first = answer = await call.read()
             while answer is not None:  # a stream that is left before its end may keep the model from leaving
@@ -128,11 +179,73 @@ class TritonHost(ModelHost):
         finally:
             call.cancel()
         # No answer, and a model's own mistake, are answers of a model that is there.
-        response = messages.ModelStreamInferResponse.FromString(first or b"")
-        return _NOT_HEALTHY not in response.error_message
+        error: str = messages.ModelStreamInferResponse.FromString(first or b"").error_message
+        return error
 
     async def close(self) -> None:
         await self._server.close()
+        for backend in (self._metrics, self._web):
+            if backend is not None:
+                await backend.close()
+
+    async def _seen(self, within_seconds: Seconds) -> tuple[str, ...]:
+        return () if self._metrics is None else await visible_gpus(self._metrics, within_seconds)
+
+    async def _check_gpus(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
+        """A server may have been started again with others since the lease was given. Raises HostRefused."""
+        leased = {device.rpartition("/")[2] for device in devices}
+        seen = await self._seen(within_seconds) if leased else ()
+        if seen and leased != {*seen}:
+            raise HostRefused(
+                HostFault.OTHER_GPUS,
+                f"{self.name} sees {', '.join(seen)}, and the lease of {model} is on "
+                f"{', '.join(sorted(leased))}: start the server with its GPUs alone in CUDA_VISIBLE_DEVICES",
+            )
+
+    async def _load(self, model: str, config: str, within_seconds: Seconds) -> None:
+        """`config`: in place of the one in the repository; empty: that one."""
+        request = messages.RepositoryModelLoadRequest(model_name=model)
+        if config:
+            request.parameters["config"].string_param = config
+        await self._ask("RepositoryModelLoad", request, within_seconds)
+
+    async def _load_grouping(
+        self, model: str, web: ModelBackend, rules: BatchRules, within_seconds: Seconds
+    ) -> None:
+        """With dynamic batching, if the model takes batches and its configuration has none.
+
+        Only a loaded model's configuration is told as a whole. Another load beside it would have both copies
+        in memory, so it is unloaded first. Later loads of the same files need one load.
+        """
+        until = asyncio.get_running_loop().time() + within_seconds
+        revision = (await asyncio.to_thread(self._files_of, model)).revision
+        known = self._grouping.get(model, _Grouping())
+        if not revision or known.revision != revision:
+            await self._load(model, "", _left(until))
+            config = with_dynamic_batching(await model_config(web, model, _left(until)), rules)
+            known = self._grouping[model] = _Grouping(revision, config)
+            if not config:
+                return
+            await self.unload(model, _left(until))
+            await self._until_gone(model, until)
+        try:
+            await self._load(model, known.config, _left(until))
+        except HostRefused as refused:
+            if refused.fault is not HostFault.FAILED or not known.config:
+                raise
+            log.warning("a model is loaded without dynamic batching: with it its load fails",
+                        server=self.name, model=model, fault=str(refused))  # fmt: skip
+            self._grouping[model] = _Grouping(revision)
+            await self._load(model, "", _left(until))
+
+    async def _until_gone(self, model: str, until: float) -> None:
+        while True:
+            found = (await self.index(_left(until))).models.get(model)
+            if found is None or found.stage is ModelState.ABSENT:
+                return
+            if asyncio.get_running_loop().time() >= until:
+                raise HostRefused(HostFault.UNKNOWN, f"{self.name} does not let go of {model}")
+            await asyncio.sleep(_GONE_LOOK_SECONDS)
 
     async def _ask(self, method: str, request: Any, within_seconds: Seconds, answer: Any = None) -> Any:
         """`answer`: the class of the message that is expected; None: it isn't looked at."""
@@ -183,6 +296,10 @@ class TritonHost(ModelHost):
         return ModelConfig()
 
 
+def _left(until: float) -> Seconds:
+    return Seconds(max(0.001, until - asyncio.get_running_loop().time()))
+
+
 def _revision_of(files: Mapping[Path, os.stat_result]) -> str:
     """A load itself may write a `__pycache__`."""
     mine = [found for file, found in files.items() if file.parent.name != "__pycache__"]
@@ -228,11 +345,13 @@ def _indexed(rows: Any) -> dict[str, IndexedModel]:
     return models
 
 
-def _zeros_for(model: str, inputs: Any) -> bytes:
-    """A request that any model takes. A dimension that may have any length gets one value."""
+def _zeros_for(model: str, inputs: Any, rows: int, shapes: Mapping[str, Sequence[int]]) -> bytes:
+    """A request that any model takes. A dimension that may have any length gets one value; the first one
+    `rows`, if that is not 0."""
     request = messages.ModelInferRequest(model_name=model)
     for tensor in inputs:
-        shape = [max(1, length) for length in tensor.shape]
+        own = tensor.shape[1:] if rows else tensor.shape
+        shape = [*([rows] if rows else []), *(max(1, length) for length in shapes.get(tensor.name, own))]
         request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
         request.raw_input_contents.append(bytes(_BYTES_OF.get(tensor.datatype, 1) * math.prod(shape)))
     message: bytes = request.SerializeToString()

@@ -6,6 +6,7 @@ the rates of four half-lives are added up instead. A model used just now ranks h
 daily ranks high for days.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil, exp, log
 from typing import NamedTuple
@@ -117,6 +118,8 @@ class ModelTerms:
     """Of an ensemble: the models loaded with it; its size includes theirs."""
     versions: tuple[str, ...] = ()
     """The versions loaded when it was last ready, sorted; empty if unknown."""
+    measured: bool = False
+    """It is loaded to be measured: what it takes until it leaves is its size, however late."""
     sized: bool = False
     """The operator said how large it is, or a load of it was measured. Otherwise it is loaded alone on its
     device, so that its size can be measured."""
@@ -124,6 +127,29 @@ class ModelTerms:
     @property
     def home(self) -> ModelKey:
         return ModelKey(self.server, self.model)
+
+
+MOST_GPUS_NAMED = 8
+
+
+def gpus_fault(server: str, seen: Collection[str], gpus: int) -> str:
+    """Why a model with leases on so many GPUs cannot be on a server that sees these; empty if it can.
+
+    Triton loads a model on each GPU that it sees. A configuration that names some does so by numbers that
+    only the server knows, and not every backend keeps to them: so the lease has to be on all.
+    """
+    if gpus in (0, len(seen)) or not seen:
+        return ""
+    named = sorted(seen)[:MOST_GPUS_NAMED]
+    more = f" and {len(seen) - len(named)} more" if len(seen) > len(named) else ""
+    found = f"server {server} sees {len(seen)} GPU{'s' * (len(seen) > 1)} ({', '.join(named)}{more})"
+    if gpus > len(seen):
+        return f"{found}, and the model's settings say gpus: {gpus}; lower that, or give the server more"
+    return (
+        f"{found}, and Triton loads a model on each of them, but its lease would be on {gpus}: start one "
+        f"server for each GPU, with its UUID in CUDA_VISIBLE_DEVICES and in devices of its settings; for a "
+        f"model that is spread over all of them set its gpus: {len(seen)}"
+    )
 
 
 FILE_FACTOR = 1.25

@@ -4,13 +4,14 @@ A model's size is the most that its device has more in use once it is loaded and
 load during which anything else on the device changes teaches nothing.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
 from statistics import median
 
 from gpubroker_server.core.domain.decisions import Decision, TaskWrite, write_move
+from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.estimates import Observation, Sketch, SketchKey, What
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, HolderKind, LeaseState
 from gpubroker_server.core.domain.task import MemberState, Move, Task, TaskState
@@ -165,6 +166,31 @@ class SizeAccuracy:
     """Share (0 to 1) of models with a lease that suffices."""
 
 
+def unmeasurable(world: World, ledger: DeviceLedger, now: Instant, sample_period_seconds: Seconds) -> str:
+    """Why a model that is loaded on the device could not be measured there; empty if it could."""
+    gpu = f"GPU {ledger.device.uuid}"
+    if ledger.device.simulated:
+        return f"{gpu} is simulated, so nothing measures what a model takes of it"
+    if ledger.sample is None or ledger.is_stale(now, sample_period_seconds):
+        return f"{gpu} is not measured now; `gpubroker gpus` says since when, and why"
+    holders = [one.lease for one in ledger.holdings.values()]
+    if any(one.lease.state is not LeaseState.HELD or one.is_leaving for one in ledger.holdings.values()):
+        return f"on {gpu} something else comes or goes, and would count as the model's; try again later"
+    known = _DISTINGUISHABLE if ledger.sample.foreign_mb is not None else frozenset[HolderKind]()
+    others = sorted(world.tasks[TaskId(one.holder)].name for one in holders if one.holder_kind not in known)
+    if others:
+        return f"on {gpu} the model could not be told from {', '.join(others)}; have them leave first"
+    return ""
+
+
+def added(before: Sketch, after: Sketch) -> float | None:
+    """A value that the later sketch has and the earlier one has not, within the error; None if there is
+    none."""
+    known = dict(before.counts)
+    new = [(bucket, 1) for bucket, count in after.counts if count > known.get(bucket, 0)]
+    return Sketch(tuple(new)).quantile(1.0)
+
+
 def size_accuracies(world: World) -> list[SizeAccuracy]:
     """By server. A model's size is the median of its loads."""
     ratios: dict[str, list[float]] = {}
@@ -201,6 +227,8 @@ class ModelMeter:
 
     def __init__(self) -> None:
         self._watches: dict[TaskId, _Watch] = {}
+        self._samples: dict[DeviceKey, DeviceSample | None] = {}
+        """Of the last look: a newer one may be from after an admission."""
 
     def measure(self, world: World, now: Instant, excluded: Collection[str] = ()) -> list[Decision]:
         """Decisions with what was learned since; `excluded`: tasks with other decisions in this batch."""
@@ -210,7 +238,7 @@ class ModelMeter:
         for task in world.models.live():
             watch = known.get(task.id)
             if watch is None or watch.fence != task.fence:
-                watch = _before(world, task)
+                watch = _before(world, task, self._samples)
             if watch is None:
                 continue
             watch = _updated(world, task, watch, now)
@@ -218,19 +246,21 @@ class ModelMeter:
                 self._watches[task.id] = watch
             else:
                 decisions += _lessons(world, task, watch, sketches, now)
+        self._samples = {key: ledger.sample for key, ledger in world.ledgers.items()}
         return decisions
 
 
-def _before(world: World, task: Task) -> _Watch | None:
+def _before(world: World, task: Task, earlier: Mapping[DeviceKey, DeviceSample | None]) -> _Watch | None:
     """The watch of a load, if the device was measured before and no other holder is arriving or leaving."""
     leases = world.leases_of(task)
     if task.state is not TaskState.ADMITTED or len(leases) != 1 or task.admitted_at is None:
         return None
-    ledger = world.ledgers[leases[0].device]
-    others = _others(ledger, task)
-    if ledger.sample is None or ledger.sample.at > task.admitted_at or others is None:
-        return None
-    return _Watch(task.fence, leases[0].device, ledger.sample.used_mb, others)
+    device = leases[0].device
+    others = _others(world.ledgers[device], task)
+    for sample in (world.ledgers[device].sample, earlier.get(device)):
+        if sample is not None and sample.at <= task.admitted_at and others is not None:
+            return _Watch(task.fence, device, sample.used_mb, others)
+    return None
 
 
 def _others(ledger: DeviceLedger, task: Task) -> dict[str, int] | None:
@@ -260,7 +290,8 @@ def _updated(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
         return replace(watch, is_over=True)
     peak_mb = max(watch.peak_mb, ledger.sample.used_mb - watch.used_mb)
     kinds = {ledger.holdings[key].lease.holder_kind for key in watch.others}
-    is_warm = now >= task.started_at + WARM_SECONDS
+    assert task.model is not None
+    is_warm = now >= task.started_at + WARM_SECONDS and not task.model.measured
     return replace(watch, peak_mb=peak_mb, is_over=is_warm or not kinds <= _DISTINGUISHABLE)
 
 

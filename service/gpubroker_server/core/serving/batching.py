@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.serving.tensors import BadTensor, Tensor, split_rows
 
 FORMAT: Final = "tensors"
@@ -16,6 +17,14 @@ FORMAT: Final = "tensors"
 _LENGTH_BYTES: Final = 4
 _OWN_STATE: Final = frozenset({"sequence_id", "sequence_start", "sequence_end"})
 """Parameters of requests for which the model keeps state."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRules:
+    most_rows: int = 16
+    """Rows in one request, and no more than the model takes; 1: no batches."""
+    delay_seconds: Seconds = Seconds(0.005)
+    """How long the first request of a batch waits for others."""
 
 
 @dataclass(frozen=True, slots=True)

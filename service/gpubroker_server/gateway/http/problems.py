@@ -72,6 +72,13 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "The model is at several servers",
         'model "{model}" is at several servers ({servers}); choose one of them, as in ?server={first}',
     ),
+    "model-in-use": ProblemKind(
+        409,
+        "The model is in use",
+        'model "{model}" is in memory, or waits for it ({state}, task {task}), and is measured from its load '
+        "on; unload it first (gpubroker unload, POST /models/{model}/unload)",
+    ),
+    "not-measurable": ProblemKind(409, "The model's size cannot be measured"),
     "lease-ended": ProblemKind(409, "The lease has ended", "lease {lease} {ended}; {remedy}"),
     "lease-under-notice": ProblemKind(
         409,

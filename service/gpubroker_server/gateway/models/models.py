@@ -15,13 +15,13 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import PARTS
 from gpubroker_server.gateway.http.times import AsOf, Freshness, Time, rfc3339_or_none
-from gpubroker_server.gateway.proxy.fetch import NotFetched
 from gpubroker_server.gateway.proxy.health_checks import index_of
 from gpubroker_server.gateway.proxy.residency.residency import DESCRIBE_SECONDS, Residency
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.submission.admission import Permissions
+from gpubroker_server.ports.fetch import NotFetched
 from gpubroker_server.ports.store import TaskStore
 
 ModelState = Literal["resident", "loading", "draining", "waiting", "cold"]

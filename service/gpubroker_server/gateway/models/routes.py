@@ -123,7 +123,7 @@ async def load_model(
     parts.permissions.check_priority(call.identity, priority)
     try:
         residency, task = await parts.want(name, query.server, priority)
-        await _note(call, parts, task, "model.load")
+        await note(call, parts, task, "model.load")
         if body.wait_seconds:
             await residency.ready(name, priority, Seconds(body.wait_seconds))
     except UnknownModel as unknown:
@@ -135,7 +135,7 @@ async def load_model(
     return answer(view, 200 if view["state"] == "resident" else 202)
 
 
-async def _note(call: Call, parts: Parts, task: Task, action: str) -> None:
+async def note(call: Call, parts: Parts, task: Task, action: str) -> None:
     """Raises StoreUnavailable."""
     subject = f"{task.name} ({task.id})"
     await parts.store.audit(by=call.identity.name, tenant=task.tenant, action=action, subject=subject)
@@ -158,7 +158,7 @@ async def unload_model(
     residency = parts.holding(name, query.server)
     task = None if residency is None else residency.of(name)
     if residency is not None and task is not None:
-        await _note(call, parts, task, "model.unload")
+        await note(call, parts, task, "model.unload")
         await residency.ask_leader(task, "cancel")
     view = await parts.view(name, query.server if residency is None else residency.rules.name)
     return answer(view, 200 if view["state"] == "cold" else 202)

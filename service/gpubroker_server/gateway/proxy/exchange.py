@@ -14,7 +14,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.fan_out import FAN_OUT_SECONDS, ask_all, merged_response
-from gpubroker_server.gateway.proxy.fetch import Fetched, NotFetched, fetch
 from gpubroker_server.gateway.proxy.inflation import Inflation
 from gpubroker_server.gateway.proxy.operations import FanOut
 from gpubroker_server.gateway.proxy.plane import ClientHead, Plane, brings_files
@@ -29,6 +28,7 @@ from gpubroker_server.gateway.proxy.refusals import (
 )
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.ports.backends import Header, RequestHead, ResponseHandler, Trouble, UpstreamRequest
+from gpubroker_server.ports.fetch import Fetched, NotFetched, fetch
 
 log = structlog.get_logger("gpubroker.inference")
 

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.proxy.fetch import Fetched
 from gpubroker_server.gateway.proxy.operations import FanOut
 from gpubroker_server.gateway.proxy.refusals import problem_of
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.ports.backends import CallFailed, Trouble
+from gpubroker_server.ports.fetch import Fetched
 
 FAN_OUT_SECONDS: Final = 10.0
 """A server that has not answered by then is left out."""

@@ -9,9 +9,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.proxy.fetch import NotFetched, fetch
 from gpubroker_server.gateway.proxy.servers import Contents, Endpoint, Server
 from gpubroker_server.ports.backends import CallFailed, RequestHead, Trouble
+from gpubroker_server.ports.fetch import NotFetched, fetch
 
 _LIVE_CALL: Final = "/inference.GRPCInferenceService/ServerLive"
 _LIVE: Final = RequestHead(b"GET", b"/v2/health/live", (), 0)

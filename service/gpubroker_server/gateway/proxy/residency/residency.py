@@ -13,11 +13,11 @@ import structlog
 
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
-from gpubroker_server.core.domain.models import ModelKey, ModelTerms, first_guess_mb
+from gpubroker_server.core.domain.models import ModelKey, ModelTerms, first_guess_mb, gpus_fault
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.submission import MODEL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.learning import learned_mb
 from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
 from gpubroker_server.core.planning.forecasts.forecast_rounds import expected_ready_at
@@ -27,7 +27,12 @@ from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.waiters import Waiters, moves_of
 from gpubroker_server.gateway.proxy.residency.failed_loads import FailedLoads
-from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules, place_fault
+from gpubroker_server.gateway.proxy.residency.server_rules import (
+    ModelRules,
+    ServerRules,
+    gpus_of,
+    place_fault,
+)
 from gpubroker_server.gateway.proxy.residency.uses import UseCounts, Uses
 from gpubroker_server.gateway.submission.admission import Capacity
 from gpubroker_server.ports.models import (
@@ -76,7 +81,7 @@ class Residency:
     def __init__(self, parts: ResidencyParts, rules: ServerRules, host: ModelHost) -> None:
         self.rules = rules
         self._parts = parts
-        self._host = host
+        self.host = host
         self.failed_loads = FailedLoads()
         self._uses = UseCounts()
         self._reported_now: set[str] = set()
@@ -94,11 +99,8 @@ class Residency:
 
     def holders(self) -> list[Task]:
         """Of all models of this server, without the server's own base cost."""
-        tasks = self._parts.world.models.live()
-        return [task for task in tasks if task.model and task.model.model and self._is_here(task.model)]
-
-    def _is_here(self, terms: ModelTerms) -> bool:
-        return terms.server == self.rules.name
+        tasks, name = self._parts.world.models.live(), self.rules.name
+        return [task for task in tasks if task.model and task.model.model and task.model.server == name]
 
     def is_there(self, model: str) -> bool:
         task = self.of(model)
@@ -107,7 +109,7 @@ class Residency:
     async def repository(self) -> Mapping[str, IndexedModel] | None:
         """The server's index; None while it does not answer."""
         try:
-            return (await self._host.index(DESCRIBE_SECONDS)).models
+            return (await self.host.index(DESCRIBE_SECONDS)).models
         except HostRefused:
             return None
 
@@ -238,15 +240,11 @@ class Residency:
                 detail = f"model {model[:100]} is not gone yet: its server still has requests for it"
                 raise Problem("model-not-ready", detail)
 
-    def _starts_at(self, task: Task, now: Instant) -> Instant | None:
-        start = expected_ready_at(self._parts.world, task, self._parts.forecasts(), now)
-        return None if start is None else start.p50_at
-
     def _not_ready(self, task: Task, now: Instant) -> Problem:
-        at = self._starts_at(task, now)
-        seconds = 5 if at is None else max(1, ceil(at - now))
+        start = expected_ready_at(self._parts.world, task, self._parts.forecasts(), now)
+        seconds = 5 if start is None else max(1, ceil(start.p50_at - now))
         unknown = place_fault(self._parts.world, self.rules) or "it is not known when it will be"
-        when = unknown if at is None else f"it is expected to be there in {seconds} s"
+        when = unknown if start is None else f"it is expected to be there in {seconds} s"
         detail = (
             f"model {task.name} is not in memory ({task.state.value}): {when}; "
             f"it stays wanted, GET /tasks/{task.id}/explain says what it waits for"
@@ -264,7 +262,7 @@ class Residency:
 
     async def _revision(self, model: str) -> str:
         try:
-            return (await self._host.describe(model, DESCRIBE_SECONDS)).revision
+            return (await self.host.describe(model, DESCRIBE_SECONDS)).revision
         except HostRefused:
             return ""
 
@@ -274,13 +272,13 @@ class Residency:
 
     # Making holders.
 
-    async def want(self, model: str, priority: int, *, queued: bool = False) -> Task:
+    async def want(self, model: str, priority: int, *, queued: bool = False, measured: bool = False) -> Task:
         """The model's holder, made if there is none. `queued`: for queued inferences, for which the leader
-        keeps it wanted. Raises Problem, UnknownModel, StoreUnavailable."""
+        keeps it wanted. `measured`: to be measured. Raises Problem, UnknownModel, StoreUnavailable."""
         async with self._locks.setdefault(model, asyncio.Lock()):
             task = self.of(model)
             if task is None:
-                return await self._enter(model, priority, queued=queued)
+                return await self._enter(model, priority, queued=queued, measured=measured)
             if not queued:
                 await self._keep_wanted(task, priority)
             return task
@@ -289,22 +287,23 @@ class Residency:
         if needs_want_request(task, priority, self._parts.clock.now()):
             await self.ask_leader(task, "want", priority=priority, uses=1)
 
-    async def _enter(self, model: str, priority: int, *, queued: bool) -> Task:
-        demand, described, sized = await self._demand(model)
+    async def _enter(self, model: str, priority: int, *, measured: bool, **fields: Any) -> Task:
+        demand, described, sized = await self.demand_of(model)
         self.failed_loads.check(model, described.revision, self._parts.clock.now())
         self._parts.capacity.check(demand, priority, self.rules.tenant, at="")
         now = self._parts.clock.now()
-        terms = self._terms(model, priority, described.steps, asked_at=now, queued=queued, sized=sized)
+        fields |= {"measured": measured, "sized": sized and not measured}
+        terms = self._terms(model, priority, described.steps, asked_at=now, **fields)
         return await self._submit(model, demand, terms, now, expires_at=self._wanted_until(now))
 
     async def steps_of(self, model: str) -> Sequence[str]:
         """The models that are loaded with an ensemble. Raises Problem, UnknownModel."""
-        return (await self._demand(model))[1].steps
+        return (await self.demand_of(model, is_there=True))[1].steps
 
     async def adopt(self, model: str) -> None:
         """Make a holder for a model that is in memory without one: its leases are where it is. No request has
         asked for it. Raises Problem, UnknownModel, StoreUnavailable."""
-        demand, described, sized = await self._demand(model)
+        demand, described, sized = await self.demand_of(model, is_there=True)
         now, terms = self._parts.clock.now(), self._terms(model, 0, described.steps, sized=sized)
         await self._submit(model, demand, terms, now, expires_at=self._wanted_until(now), held=True)
 
@@ -314,7 +313,8 @@ class Residency:
         if task is not None and not rules.base_mb:
             await self.ask_leader(task, "cancel")
         elif task is None and rules.base_mb:
-            demand = Demand(gpus=max(1, len(rules.devices)), gpu_mb=rules.base_mb, where=self._where())
+            where = self._where(rules.devices)
+            demand = Demand(gpus=max(1, len(rules.devices)), gpu_mb=rules.base_mb, where=where)
             terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0, sized=True)
             name, now = f"{rules.name} itself", self._parts.clock.now()
             await self._submit(name, self._settled(demand), terms, now, held=True)
@@ -346,12 +346,13 @@ class Residency:
         record = None if outcome.task == task.id else await parts.store.record(outcome.task)
         return task if record is None else record.task
 
-    async def _demand(self, model: str) -> tuple[Demand, Described, bool]:
+    async def demand_of(self, model: str, *, is_there: bool = False) -> tuple[Demand, Described, bool]:
         """The size is what the operator says, or none on CPUs, or was measured, or (False) is estimated from
-        the files. Raises Problem, UnknownModel."""
+        the files. A model that is there counts on all GPUs of the server. Raises Problem, UnknownModel."""
         rules, granted_mb = self.rules, self.rules_of(model).gpu_mb
+        mine = [ledger.device for ledger in gpus_of(self._parts.world, rules)]
         try:
-            described = await self._host.describe(model, DESCRIBE_SECONDS)
+            described = await self.host.describe(model, DESCRIBE_SECONDS)
         except HostRefused as refused:
             if refused.fault is HostFault.NOT_FOUND and (granted_mb is None or await self._lacks(model)):
                 raise UnknownModel(str(refused)) from None
@@ -362,11 +363,17 @@ class Residency:
         size_mb = Mib(0) if granted_mb is None and described.on_cpu else granted_mb
         if size_mb is None:
             world, margin = self._parts.world, self._parts.policy.learned_margin
-            size_mb = learned_mb(world, rules.tenant, model, self._kinds(), margin, described.versions)
+            kinds = {device.kind for device in mine}
+            size_mb = learned_mb(world, rules.tenant, model, kinds, margin, described.versions)
         sized = size_mb is not None
         if size_mb is None:
             size_mb = first_guess_mb(described.file_bytes, rules.least_mb)
-        demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=self._where())
+        seen = described.seen or [device.uuid for device in mine]
+        gpus = max(1, len(seen)) if is_there else self.rules_of(model).gpus
+        if size_mb and (fault := gpus_fault(rules.name, seen, gpus)):
+            raise Problem("no-matching-device", f"model {model[:100]} cannot be loaded: {fault}")
+        where = self._where(described.seen or rules.devices)
+        demand = Demand(gpus=gpus if size_mb else 0, gpu_mb=size_mb or None, where=where)
         return self._settled(demand), described, sized
 
     def _settled(self, demand: Demand) -> Demand:
@@ -377,15 +384,8 @@ class Residency:
         index = await self.repository()
         return index is not None and model not in index
 
-    def _kinds(self) -> set[str]:
-        """Of the GPUs that the server may use."""
-        world, rules = self._parts.world, self.rules
-        devices = (world.ledgers[key].device for key in world.by_node.get(NodeName(rules.node), ()))
-        return {device.kind for device in devices if not rules.devices or device.uuid in rules.devices}
-
-    def _where(self) -> PlacementConstraints:
-        rules = self.rules
-        return PlacementConstraints(nodes=(("node", (rules.node,)),), devices=tuple(sorted(rules.devices)))
+    def _where(self, uuids: Sequence[str]) -> PlacementConstraints:
+        return PlacementConstraints(nodes=(("node", (self.rules.node,)),), devices=tuple(sorted(uuids)))
 
 
 def _is_unchanged(before: Task, now: Task | None) -> bool:

@@ -7,10 +7,10 @@ from typing import Final
 import structlog
 
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import NodeName, Seconds
+from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.residency.residency import Residency, ResidencyParts, UnknownModel
-from gpubroker_server.gateway.proxy.residency.server_rules import PlaceChecks, ServerRules
+from gpubroker_server.gateway.proxy.residency.server_rules import PlaceChecks, ServerRules, gpus_of
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import StoreUnavailable
 
@@ -148,7 +148,4 @@ class Residencies:
 
     def _free_mb(self, rules: ServerRules) -> int:
         """On the emptiest of the server's GPUs."""
-        world = self.parts.world
-        ledgers = (world.ledgers[key] for key in world.by_node.get(NodeName(rules.node), []))
-        mine = (ledger for ledger in ledgers if not rules.devices or ledger.device.uuid in rules.devices)
-        return max((ledger.free_mb() for ledger in mine), default=0)
+        return max((ledger.free_mb() for ledger in gpus_of(self.parts.world, rules)), default=0)

@@ -7,7 +7,9 @@ from typing import Final
 
 import structlog
 
+from gpubroker_server.core.domain.models import gpus_fault
 from gpubroker_server.core.domain.units import Mib, NodeName, Seconds
+from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
 log = structlog.get_logger("gpubroker.tasks.task")
@@ -20,6 +22,8 @@ class ModelRules:
     gpu_mb: Mib | None = None
     priority: int | None = None
     load_seconds: Seconds = Seconds(0.0)
+    gpus: int = 1
+    """On so many it takes `gpu_mb` each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,8 @@ class ServerRules:
     node: str
     devices: tuple[str, ...] = ()
     """UUIDs; empty: all of the node."""
+    tells_gpus: bool = False
+    """Its metrics tell which GPUs it sees."""
     tenant: str = "default"
     priority: int = 79
     grace_seconds: Seconds = Seconds(30.0)
@@ -39,6 +45,14 @@ class ServerRules:
     models: Mapping[str, ModelRules] = field(default_factory=dict)
 
 
+def gpus_of(world: World, rules: ServerRules) -> list[DeviceLedger]:
+    """The GPUs that the server may use, as far as the settings say."""
+    ledgers = (world.ledgers[key] for key in world.by_node.get(NodeName(rules.node), ()))
+    return [
+        one for one in ledgers if (one.device.uuid in rules.devices if rules.devices else one.device.offers)
+    ]
+
+
 def place_fault(world: World, rules: ServerRules) -> str:
     """What is wrong with the server's node and GPUs; empty if nothing is."""
     joined = sorted(world.nodes)
@@ -47,7 +61,11 @@ def place_fault(world: World, rules: ServerRules) -> str:
     uuids = [world.ledgers[key].device.uuid for key in world.by_node.get(NodeName(rules.node), [])]
     if missing := [uuid for uuid in rules.devices if uuid not in uuids]:
         return f"its node {rules.node} has no GPU {missing[0]}; {_listed('GPUs', uuids)}"
-    return ""
+    seen = [] if rules.tells_gpus else [one.device.uuid for one in gpus_of(world, rules)]
+    each = [
+        gpus_fault(rules.name, seen, gpus) for gpus in sorted({1, *(m.gpus for m in rules.models.values())})
+    ]
+    return next(filter(None, each), "") if all(each) else ""
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

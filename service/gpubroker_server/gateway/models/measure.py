@@ -1,0 +1,187 @@
+"""How much memory a model takes: it is loaded, asked at its batch sizes while its GPU is measured, and
+unloaded. The leader learns the size as from any load."""
+
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+from fastapi import Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
+
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, Seconds
+from gpubroker_server.core.lifecycle.learning import added, learned_mb, topic_of, unmeasurable
+from gpubroker_server.core.world.ledger import DeviceLedger
+from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.http.routing import Call, Resource, answer
+from gpubroker_server.gateway.models.models import ModelParts, Parts, no_such_model
+from gpubroker_server.gateway.models.routes import ServerQuery, note
+from gpubroker_server.gateway.proxy.residency.residency import Residency, UnknownModel
+from gpubroker_server.gateway.proxy.residency.server_rules import gpus_of
+from gpubroker_server.gateway.submission.task_body import Priority
+from gpubroker_server.ports.models import HostRefused
+
+resource = Resource("models")
+
+_SAMPLES: Final = 2
+"""Of the GPU while it is asked at one batch size. When the second one is known, the leader has counted the
+first."""
+
+_PERIODS: Final = 15
+"""Without a sample in so many periods the GPU is not being measured."""
+
+_REQUEST_SECONDS: Final = Seconds(300.0)
+
+Rows = Annotated[int, Field(ge=1, le=65_536)]
+Shape = Annotated[list[Annotated[int, Field(ge=1, le=2**31)]], Field(max_length=16)]
+
+
+class MeasureModel(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    batch_sizes: Annotated[list[Rows], Field(max_length=16)] = []  # pydantic copies it
+    """Rows of the requests that it is asked with. Left out: 1, and the most that it takes."""
+    shapes: Annotated[dict[str, Shape], Field(max_length=64)] = {}
+    """Of single inputs, without rows. Left out: the model's own, and 1 where any length will do."""
+    priority: Priority | None = None
+    """At which it is loaded. Left out: that of its configuration."""
+    wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 300.0
+    """How long it may take until the model is in memory."""
+
+
+class MeasurementView(TypedDict):
+    name: str
+    server: str
+    device: Annotated[str, Field(description="UUID of the GPU.")]
+    kind: str
+    batch_sizes: Annotated[list[int], Field(description="Empty: its requests have no dimension for rows.")]
+    measured_mb: Annotated[int, Field(description="The most that it took, within 2 %.")]
+    next_mb: Annotated[int, Field(description="What its next load leases.")]
+    configured: Annotated[bool, Field(description="`next_mb` is the `gpu_mb` of the settings.")]
+
+
+@resource.route(
+    "POST /models/{name}/measure",
+    "models_measure",
+    Scope.MODELS_MANAGE,
+    MeasurementView,
+    "not-found store-unavailable model-ambiguous validation-failed malformed-json priority-not-allowed "
+    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota model-not-loaded model-not-ready "
+    "model-in-use not-measurable",
+)
+async def measure_model(
+    call: Call, parts: Parts, name: str, query: Annotated[ServerQuery, Query()], body: MeasureModel
+) -> Response:
+    """Measure how much GPU memory a model takes: load it, ask it with zeros at its batch sizes, unload it.
+    Its later loads lease the size that is learned from all its loads, unless the settings name a `gpu_mb`."""
+    residency = await _home(parts, name, query.server)
+    priority = residency.priority_of(name) if body.priority is None else body.priority
+    parts.permissions.check_priority(call.identity, priority)
+    try:
+        ledger = await _ledger(parts, residency, name)
+        residency.failed_loads.forget(name)
+        task = await residency.want(name, priority, measured=True)
+    except UnknownModel as unknown:
+        raise no_such_model(name, str(unknown)) from None
+    await note(call, parts, task, "model.measure")
+    try:
+        task = await residency.ready(name, priority, Seconds(body.wait_seconds))
+        kind = ledger.device.kind
+        assert task.model is not None
+        topic = topic_of(task.tenant, name, kind, task.model.versions)
+        before = parts.world.learned.sketch(topic)
+        sizes = await _ask(parts, residency, task, body, ledger.device.key)
+    finally:
+        await residency.unloaded(name)
+    measured_mb = added(before, parts.world.learned.sketch(topic))
+    if measured_mb is None:
+        raise Problem(
+            "not-measurable",
+            f"nothing was learned of {name[:100]}: what it took of GPU {ledger.device.uuid} is too little to "
+            "be told, or something else there changed meanwhile; try again when nothing starts or ends there",
+        )
+    margin = parts.residencies.parts.policy.learned_margin
+    configured = residency.rules_of(name).gpu_mb
+    learned = learned_mb(parts.world, task.tenant, name, {kind}, margin, task.model.versions)
+    view: MeasurementView = {
+        "name": name,
+        "server": residency.rules.name,
+        "device": ledger.device.uuid,
+        "kind": kind,
+        "batch_sizes": [*sizes],
+        "measured_mb": round(measured_mb),
+        "next_mb": configured or learned or Mib(round(measured_mb)),
+        "configured": configured is not None,
+    }
+    return answer(view)
+
+
+async def _home(parts: ModelParts, name: str, server: str | None) -> Residency:
+    """The server that has it in its repository; one that does not answer may have it. Raises Problem."""
+    if server is not None:
+        return parts.at(server)
+    known = {one: await one.repository() for one in parts.residencies}
+    having = [one for one in known if name in (known[one] or ())]
+    having = having or [one for one in known if known[one] is None]
+    if len(having) > 1:
+        servers = [one.rules.name for one in having]
+        raise Problem("model-ambiguous", model=name[:100], servers=", ".join(servers), first=servers[0])
+    if not having:
+        raise no_such_model(name, "it is in no repository")
+    return having[0]
+
+
+async def _ledger(parts: ModelParts, residency: Residency, name: str) -> DeviceLedger:
+    """Of the one GPU on which it can be measured now. Raises Problem, UnknownModel."""
+    if (task := residency.of(name)) is not None:
+        raise Problem("model-in-use", model=name[:100], state=task.state.value, task=task.id)
+    demand = (await residency.demand_of(name))[0]
+    if demand.gpus != 1:
+        on = f"it is spread over {demand.gpus} GPUs" if demand.gpus else "it runs on CPUs"
+        raise Problem("not-measurable", f"model {name[:100]} leases what its settings say: {on}")
+    there = gpus_of(parts.world, residency.rules)
+    mine = [one for one in there if not demand.where.devices or one.device.uuid in demand.where.devices]
+    if len(mine) != 1:
+        raise Problem(
+            "not-measurable", f"its server {residency.rules.name} has no GPU on a node that is here"
+        )
+    clock, policy = parts.residencies.parts.clock, parts.residencies.parts.policy
+    if fault := unmeasurable(parts.world, mine[0], clock.now(), policy.sample_period_seconds):
+        raise Problem("not-measurable", fault)
+    return mine[0]
+
+
+async def _ask(
+    parts: ModelParts, residency: Residency, task: Task, body: MeasureModel, device: DeviceKey
+) -> Sequence[int]:
+    """At each batch size until the GPU was measured meanwhile. Returns the sizes. Raises Problem."""
+    try:
+        most_rows = await residency.host.most_rows(task.name, _REQUEST_SECONDS)
+        sizes = body.batch_sizes or sorted({min(1, most_rows), most_rows})
+        for rows in sizes:
+            await _ask_while_measured(parts, residency, task.name, rows, body, device)
+    except HostRefused as refused:
+        detail = f"model {task.name[:100]} did not answer a request with zeros: {refused}"
+        raise Problem("not-measurable", f"{detail}; say which batch_sizes and shapes it takes") from None
+    return [rows for rows in sizes if rows]
+
+
+async def _ask_while_measured(
+    parts: ModelParts, residency: Residency, model: str, rows: int, body: MeasureModel, device: DeviceKey
+) -> None:
+    """Raises HostRefused, Problem."""
+    now, period_seconds = (
+        parts.residencies.parts.clock.now,
+        parts.residencies.parts.policy.sample_period_seconds,
+    )
+    seen: set[Instant] = set()
+    await residency.host.try_out(model, rows, body.shapes, _REQUEST_SECONDS)
+    since = now()
+    while len(seen) < _SAMPLES:
+        await residency.host.try_out(model, rows, body.shapes, _REQUEST_SECONDS)
+        sampled_at = parts.world.ledgers[device].sampled_at
+        if sampled_at is not None and sampled_at > since:
+            seen.add(sampled_at)
+        elif now() > since + _PERIODS * period_seconds:
+            raise Problem("not-measurable", f"GPU {device.rpartition('/')[2]} was not measured meanwhile")
