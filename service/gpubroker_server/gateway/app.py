@@ -92,7 +92,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     records = TaskRecords(store, blobs, parts.follower, freshness, waiters, pending, limits.page_items)
     submissions = Submissions(
         store, blobs, world, parts.ids, clock, rules.defaults, parts.capacity, rules.permissions, records,
-        limits.inline_bytes, limits.tenant_pending_tasks,
+        limits.inline_bytes, limits.tenant_pending_tasks, limits.tenant_pending_bytes,
     )  # fmt: skip
     requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds)
     storage = ObjectStorage(store, blobs, clock, limits)
