@@ -100,7 +100,7 @@ async def a_stage(
     tenant_requests: int = TENANT_REQUESTS,
     idle_seconds: Seconds = IDLE_SECONDS,
 ) -> AsyncIterator[Stage]:
-    """`server` is what stands for Triton; None: nobody. `others`: more of them. `certificate`: with its key."""
+    """`server` is what stands for Triton; None: nobody. `others`: more. `certificate`: with its key."""
     async with Gateway() as gateway:
         if served is not None:
             gateway.change(served=[served])

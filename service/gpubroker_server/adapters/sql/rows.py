@@ -256,7 +256,7 @@ def _moved_task_row(task: Task) -> Row:
     hot[_MEMBERS] = json_text(members_fields(task.members)) if task.members else None
     hot[_MODEL] = json_text(model_fields(task.model)) if task.model is not None else None
     ended_as = hot[_STATE] if task.is_terminal else None
-    return (task.id, task.version, *hot, task.is_terminal, ended_as)
+    return (task.id, task.version, *hot, home_text(task), task.is_terminal, ended_as)
 
 
 def _lease_row(lease: Lease) -> Row:

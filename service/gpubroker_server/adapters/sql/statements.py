@@ -114,7 +114,7 @@ INSERT_BATCHES = insert_into(tables.batch, known=OnConflict.SKIP)
 INSERT_REQUESTS = insert_into(tables.request, known=OnConflict.SKIP, exact=True)
 WRITE_NODES = insert_into(tables.node, known=OnConflict.REPLACE)
 WRITE_DEVICES = insert_into(tables.device, DEVICE_IN, known=OnConflict.REPLACE)
-MOVE_TASKS = _update_guarded(tables.task, ("id", "version", *HOT_FIELDS, "finished", "ended_as"))
+MOVE_TASKS = _update_guarded(tables.task, ("id", "version", *HOT_FIELDS, "home", "finished", "ended_as"))
 INSERT_LEASES = insert_into(tables.lease, known=OnConflict.SKIP, exact=True)
 MOVE_LEASES = _update_guarded(
     tables.lease, (*LEASE_KEY, "version", "state", "released", "overused_mb", "quarantined_at")

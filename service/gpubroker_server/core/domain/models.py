@@ -117,6 +117,11 @@ class ModelTerms:
     """Of an ensemble: the models loaded with it; its size includes theirs."""
     versions: tuple[str, ...] = ()
     """The versions loaded when it was last ready, sorted; empty if unknown."""
+    address: str = ""
+    """Where its server is asked; empty if unknown. A server is known by this, or by its process: its name may
+    change."""
+    process: str = ""
+    """The server's process, as its machine knows it; empty where that cannot be seen."""
     sized: bool = False
     """The operator said how large it is, or a load of it was measured. Otherwise it is loaded alone on its
     device, so that its size can be measured."""
@@ -124,6 +129,13 @@ class ModelTerms:
     @property
     def home(self) -> ModelKey:
         return ModelKey(self.server, self.model)
+
+    def is_at(self, server: str, address: str, process: str) -> bool:
+        """Whether that is its server: the same process, or else the same address; by name if it has no
+        address."""
+        if self.process and self.process == process:
+            return True
+        return self.address == address if self.address and address else self.server == server
 
 
 FILE_FACTOR = 1.25

@@ -315,7 +315,9 @@ class Residency:
             await self.ask_leader(task, "cancel")
         elif task is None and rules.base_mb:
             demand = Demand(gpus=max(1, len(rules.devices)), gpu_mb=rules.base_mb, where=self._where())
-            terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0, sized=True)
+            terms = ModelTerms(
+                rules.name, "", rules.wanted_seconds, 0, sized=True, address=self._host.address
+            )
             name, now = f"{rules.name} itself", self._parts.clock.now()
             await self._submit(name, self._settled(demand), terms, now, held=True)
 
@@ -328,6 +330,7 @@ class Residency:
             priority,
             load_seconds=load_seconds,
             steps=steps,
+            address=self._host.address,
             **fields,
         )
 
