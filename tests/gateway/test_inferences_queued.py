@@ -1,5 +1,6 @@
 """Queued inferences over HTTP: accepted, refused, and their answers fetched."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
@@ -21,9 +23,11 @@ from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, pa
 from gpubroker_server.core.serving.tensors import tensor_of
 from gpubroker_server.gateway.proxy.residency.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
+from gpubroker_server.gateway.proxy.servers import Contents, Server
 
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, fault, problem
+from tests.gateway.test_several_servers import answering
 from tests.tensor_values import values_of
 
 RULES = ServerRules(
@@ -39,7 +43,10 @@ async def a_gateway(*, serving: InferenceServers | None = None, **limits: Any) -
     async with Gateway(**limits) as gateway:
         policy = replace(gateway.policy, serving=serving or InferenceServers(ledger=("main",)))
         host = SimulatedHost("main", (SimulatedModel("llm"), SimulatedModel("huge")))
-        gateway.change(policy=policy, served=[] if serving else [(RULES, host)])
+        lab = Server("lab", HttpBackend(TritonServer("lab", "localhost", 1, b"localhost:1")))
+        lab.contents = Contents(frozenset({b"llm", b"lab-only"}))
+        served = [] if serving and not serving.ledger else [(RULES, host)]
+        gateway.change(policy=policy, served=served, servers=[lab] if serving else [])
         gateway.admin = await gateway.client("boss")
         yield gateway
 
@@ -299,6 +306,28 @@ async def test_an_inference_for_an_unknown_or_too_large_model_is_refused() -> No
         assert '"unheard"' in problem(unknown, 404, "not-found")["detail"]
         huge = await gateway.admin.post("/inferences", json=a_body(1, model="huge"))
         problem(huge, 422, "exceeds-capacity")
+
+
+BOTH = InferenceServers(ledger=("main",), others=("lab",))
+
+
+@pytest.mark.parametrize("serving", [OPEN, BOTH])
+async def test_a_model_that_no_server_has_is_refused_where_servers_outside_the_ledger_say_so_too(
+    serving: InferenceServers,
+) -> None:
+    indexed = answering(b'[{"name":"by-hand"}]')
+    async with a_gateway(serving=serving) as gateway:
+        await ask(gateway, 1, model="lab-only")
+        await ask(gateway, 1, model="unheard")  # the server does not answer now, and may have it
+        [lab] = gateway.parts.servers
+        answers = await asyncio.start_server(indexed, "localhost", 0)
+        port = answers.sockets[0].getsockname()[1]
+        lab.backend = HttpBackend(TritonServer("lab", "localhost", port, b"localhost:8000"))
+        await ask(gateway, 1, model="by-hand")
+        unknown = await gateway.admin.post("/inferences", json=a_body(1, model="unheard"))
+        assert '"unheard"' in problem(unknown, 404, "not-found")["detail"]
+        await lab.close()
+        answers.close()
 
 
 async def test_an_inference_that_may_not_start_yet_wants_no_model() -> None:

@@ -98,7 +98,8 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     storage = ObjectStorage(store, blobs, clock, limits)
     yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
     yield LeaseParts(records, submissions, requests, limits.wait_seconds)
-    yield InferenceParts(submissions, storage, parts.residencies)
+    outside = tuple(server for server in servers if not server.is_managed)
+    yield InferenceParts(submissions, storage, parts.residencies, outside)
     yield ObjectParts(storage)
     yield ModelParts(world, freshness, store, rules.permissions, parts.residencies, servers)
     yield ExplainParts(

@@ -23,8 +23,10 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import JSON_LENGTH, PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import OneAtATime
+from gpubroker_server.gateway.proxy.health_checks import may_have
 from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
+from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.status.records import JUST_ACCEPTED
 from gpubroker_server.gateway.status.task_view import task_view
 from gpubroker_server.gateway.status.views import TaskView
@@ -211,6 +213,8 @@ class InferenceParts:
     submissions: Submissions
     objects: NamedObjects
     residencies: Residencies | None
+    outside: tuple[Server, ...] = ()
+    """The servers without models in the ledger."""
     reads: OneAtATime = field(default_factory=lambda: OneAtATime("inferences on objects", max_waiting=64))
     """One inference has its objects in memory at a time."""
 
@@ -314,14 +318,17 @@ async def _submission_of(
 async def _want_model(parts: Parts, model: str, priority: int) -> None:
     """Ask for the model's memory, if its server is in the ledger. Raises Problem for a model that no server
     has, and for one that would fit nowhere. A server that does not answer now is asked again later."""
-    if parts.residencies is None or parts.residencies.holding(model):
-        return
+    why = "it is in no repository"
     try:
-        await parts.residencies.want(model, priority, queued=True)
+        if parts.residencies is not None:
+            if not parts.residencies.holding(model):
+                await parts.residencies.want(model, priority, queued=True)
+            return
     except UnknownModel as unknown:
-        if not parts.submissions.permissions.policy.serving.others:
-            detail = f'there is no model "{model[:100]}": {unknown}; GET /models lists them'
-            raise Problem("not-found", detail) from None
+        why = str(unknown)
     except Problem as problem:
         if problem.kind.status < 500:
             raise
+        return
+    if not await may_have(parts.outside, model):
+        raise Problem("not-found", f'there is no model "{model[:100]}": {why}; GET /models lists them')

@@ -175,8 +175,8 @@ class GrpcCall(ProxiedRequest):
         if self._was_there and says_dead(failed.detail):
             self._report_dead()
         is_own_word = failed.trouble is None
-        if is_own_word and says_unknown_model(failed.detail) and self._may_wait_again():
-            self._wait_for_return()
+        is_unknown = is_own_word and says_unknown_model(failed.detail)
+        if is_unknown and self._may_ask_again() and self._ask_again():
             return
         broke_off = Trouble.BROKEN if failed.code == UNAVAILABLE else None
         trouble = failed.trouble or broke_off
