@@ -21,7 +21,7 @@ def a_batch(
     prefix: str, count: int, key: str | None = None, body: str = "body", **spec: object
 ) -> BatchSubmission:
     like = a_task(f"{prefix}00000", gpu_mb=1024)
-    tasks = [changed(like, id=TaskId(f"{prefix}{number:05}")) for number in range(count)]
+    tasks = [changed(like, id=TaskId(f"{prefix}{number:05}"), queued_bytes=number) for number in range(count)]
     first = a_submission(like, **spec)
     submissions = [replace(a_submission(task, **spec), like=first) for task in tasks]
     return BatchSubmission(submissions, key, body, f"answer to {prefix}")

@@ -11,12 +11,12 @@ from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonSer
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.connections import ConnectionLimits
 from gpubroker_server.gateway.http.identity import Callers, new_token
-from gpubroker_server.gateway.proxy.calls import GrpcCalls
-from gpubroker_server.gateway.proxy.grpc_port import GrpcPort
+from gpubroker_server.gateway.proxy.grpc_port import GrpcCalls, GrpcPort
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 from gpubroker_server.gateway.proxy.plane import TENANT_REQUESTS, Plane
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.servers import Fleet, Server
+from gpubroker_server.gateway.proxy.streams import IDLE_SECONDS
 from gpubroker_server.ports.backends import Metadata
 from gpubroker_server.ports.models import ModelHost
 
@@ -98,9 +98,9 @@ async def a_stage(
     most_waiting_bytes: int = 10**9,
     limits: ConnectionLimits = LIMITS,
     tenant_requests: int = TENANT_REQUESTS,
+    idle_seconds: Seconds = IDLE_SECONDS,
 ) -> AsyncIterator[Stage]:
-    """`server` is what stands for Triton; None: there is nobody. `others`: more of them, as in NAMES.
-    `certificate`: with its key; the server shows it, and it is believed."""
+    """`server` is what stands for Triton; None: nobody. `others`: more. `certificate`: with its key."""
     async with Gateway() as gateway:
         if served is not None:
             gateway.change(served=[served])
@@ -134,7 +134,7 @@ async def a_stage(
             residencies=gateway.parts.residencies,
             audit=gateway.store.audit,
         )
-        door = GrpcPort(GrpcCalls(plane), "127.0.0.1", 0, 64, most_body_bytes, limits)
+        door = GrpcPort(GrpcCalls(plane, idle_seconds), "127.0.0.1", 0, 64, most_body_bytes, limits)
         await door.begin()
         address = f"127.0.0.1:{door.port}"
         async with grpc.aio.insecure_channel(address) as channel:

@@ -149,3 +149,13 @@ async def test_a_server_is_checked_over_grpc_as_well() -> None:
             await watch.check_all()
         assert [server.grpc.breaker.is_open for server in stage.fleet.servers] == [False, True]
         assert [server.is_up for server in stage.fleet.servers] == [True, False]
+
+
+async def test_a_model_that_was_loaded_a_moment_ago_is_found_before_the_next_check() -> None:
+    async def unknown(_messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await context.abort(Status.NOT_FOUND, "Request for unknown model: 'any' is not found")
+
+    async with a_stage(unknown, others=[heard := Heard()]) as stage:
+        have(stage, set(), set())
+        assert await stage.ask(INFER, ANY) == ANY
+    assert heard.messages == [ANY]

@@ -12,6 +12,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.learning import topic_of
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules
+from gpubroker_server.ports.store import StoreUnavailable
 
 from tests.builders import GIB, a_sample, a_sketch
 from tests.gateway.harness import until
@@ -39,6 +40,25 @@ async def test_many_requests_for_a_model_share_one_load() -> None:
         assert [(await client.answer())[0] for client in clients] == [200, 200, 200]
         assert len(heard.bodies) == 3
         assert len(list(there.gateway.world.models.live())) == 1
+
+
+@pytest.mark.parametrize("path", [INFER, "/v2/repository/models/any/unload"])
+async def test_a_model_that_cannot_be_asked_for_without_the_database_may_be_asked_again(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(_given: object) -> None:
+        raise StoreUnavailable("connection refused")
+
+    async with resident_models(heard := Heard()) as there:
+        if path != INFER:
+            assert there.gateway.parts.residencies is not None
+            await there.gateway.parts.residencies.want("any", 50)
+        for what in ("submit", "request"):
+            monkeypatch.setattr(there.gateway.store, what, away)
+        status, _, body = await there.stage.ask("POST", path, b"{}")
+        told = json.loads(body)
+        assert (status, told["code"], told["retryable"]) == (503, "store-unavailable", True)
+        assert heard.bodies == []
 
 
 async def test_a_large_body_is_held_up_while_its_model_is_loaded() -> None:

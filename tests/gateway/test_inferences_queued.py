@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
@@ -21,6 +22,7 @@ from gpubroker_server.core.serving.batching import FORMAT, InferenceResponse, pa
 from gpubroker_server.core.serving.tensors import tensor_of
 from gpubroker_server.gateway.proxy.residency.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
+from gpubroker_server.gateway.proxy.servers import Contents, Server
 from gpubroker_server.gateway.submission.demand import Defaults, ModelType
 
 from tests.builders import GIB
@@ -40,7 +42,10 @@ async def a_gateway(*, serving: InferenceServers | None = None, **limits: Any) -
     async with Gateway(**limits) as gateway:
         policy = replace(gateway.policy, serving=serving or InferenceServers(ledger=("main",)))
         host = SimulatedHost("main", (SimulatedModel("llm"), SimulatedModel("huge")))
-        gateway.change(policy=policy, served=[] if serving else [(RULES, host)])
+        lab = Server("lab", HttpBackend(TritonServer("lab", "localhost", 1, b"localhost:1")))
+        lab.contents = Contents(frozenset({b"llm", b"lab-only"}))
+        served = [] if serving and not serving.ledger else [(RULES, host)]
+        gateway.change(policy=policy, served=served, servers=[lab] if serving else [])
         gateway.admin = await gateway.client("boss")
         yield gateway
 

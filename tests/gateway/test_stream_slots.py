@@ -1,4 +1,4 @@
-"""A stream over gRPC has one slot of its model from its first message to its end, and waits for it."""
+"""A stream over gRPC has one slot of its model while an answer is owed, and waits for it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,8 @@ import grpc
 import pytest
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.serving.lane import LaneRules
-from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
+from gpubroker_server.gateway.http.identity import Identity
+from gpubroker_server.gateway.proxy.lanes import NO_WISH, LaneOptions, Lanes
 
 from tests.gateway.call_stage import INFER, STREAM, Heard, Stage, a_stage
 from tests.gateway.harness import until
@@ -151,3 +152,124 @@ async def test_a_stream_without_a_message_takes_no_slot() -> None:
         empty = scene.stage.open()
         assert "request-id" in await ends(empty)
         await ends(first)
+
+
+SHORT = Seconds(0.05)
+"""Until a stream is idle."""
+
+
+async def test_an_idle_stream_gives_its_slot_back_and_takes_one_again_for_its_next_message() -> None:
+    async with a_scene(idle_seconds=SHORT, tenant_requests=1) as scene, asyncio.timeout(PATIENCE_SECONDS):
+        idle = await scene.opens()
+        await answered(idle)
+        await until(lambda: scene.figures() == (0, 0))
+        other = await scene.opens()
+        await answered(other)
+        await ends(other)
+        await idle.write(MESSAGE)
+        await answered(idle)
+        await idle.write(MESSAGE)
+        await answered(idle)
+        assert "request-id" in await ends(idle)
+        assert len(scene.heard.metadata) == 3  # streams to the server
+        assert scene.figures() == (0, 0)
+    assert [dict(metadata).get("authorization") for metadata in scene.heard.metadata] == ["Bearer theirs"] * 3
+
+
+async def test_a_stream_that_is_owed_an_answer_keeps_its_slot() -> None:
+    may_answer = asyncio.Event()
+    has_ended: list[bool] = []
+
+    async def answers_late(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        async for message in messages:
+            await may_answer.wait()
+            await context.write(message)
+        has_ended.append(True)
+
+    lanes = Lanes(LaneOptions(slots={b"a": 1}))
+    async with a_stage(answers_late, lanes=lanes, idle_seconds=SHORT) as stage:
+        scene = Scene(stage, Heard(), lanes)
+        call = await scene.opens()
+        await until(lambda: scene.figures() == (1, 0))
+        late = await scene.waits(1)
+        await asyncio.sleep(4 * SHORT)  # it has looked several times
+        assert (scene.figures(), has_ended) == ((1, 1), [])
+        may_answer.set()
+        await answered(call)
+        await answered(late)
+        await ends(call)
+        await ends(late)
+
+
+async def test_a_decoupled_model_keeps_the_slot_until_it_is_done() -> None:
+    """It has answered once, and nobody but it knows that more is to come."""
+    is_asked_no_more, may_end = asyncio.Event(), asyncio.Event()
+
+    async def answers_twice(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        async for message in messages:
+            await context.write(message)
+        is_asked_no_more.set()
+        await may_end.wait()
+        await context.write(MESSAGE)
+
+    lanes = Lanes(LaneOptions(slots={b"a": 1}))
+    async with a_stage(answers_twice, lanes=lanes, idle_seconds=SHORT) as stage:
+        scene = Scene(stage, Heard(), lanes)
+        call = await scene.opens()
+        await answered(call)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await is_asked_no_more.wait()
+        assert scene.figures() == (1, 0)
+        await call.write(MESSAGE)  # waits until the answer before it is complete
+        may_end.set()
+        for _ in range(3):
+            await answered(call)
+        await until(lambda: scene.figures() == (0, 0))
+        await ends(call)
+
+
+async def test_a_stream_that_was_idle_goes_where_its_next_message_belongs() -> None:
+    async with a_scene(idle_seconds=SHORT) as scene, asyncio.timeout(PATIENCE_SECONDS):
+        stream = await scene.opens()
+        await answered(stream)
+        await until(lambda: scene.figures() == (0, 0))
+        other = await scene.opens()
+        await answered(other)
+        await stream.write(field(1, "b"))
+        assert await stream.read() == field(1, "b")  # another model, whose slots are free
+        await ends(stream)
+        await ends(other)
+
+
+async def test_an_idle_stream_ends_with_its_client_and_a_later_one_may_wait_in_vain() -> None:
+    async with a_scene(idle_seconds=SHORT) as scene, asyncio.timeout(PATIENCE_SECONDS):
+        gone = await scene.opens()
+        await answered(gone)
+        await until(lambda: scene.figures() == (0, 0))
+        refused = await scene.opens(x_timeout_seconds="0.05")
+        await answered(refused)
+        await until(lambda: scene.figures() == (0, 0))
+        gone.cancel()
+        holder = scene.lanes.enter(b"a", Identity("other", "other", frozenset(), 50), NO_WISH)
+        await refused.write(MESSAGE)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await refused.read()
+        assert dict(error.value.trailing_metadata())["code"] == "model-queue-timeout"
+        holder.leave()
+        assert len(scene.heard.messages) == 2
+
+
+async def test_a_stream_that_was_idle_goes_to_the_server_that_it_was_at() -> None:
+    """Servers take turns with new streams; a sequence of a stateful model has to stay."""
+    heard, other = Heard(), Heard()
+    lanes = Lanes(LaneOptions(slots={b"a": 1}))
+    async with a_stage(heard, others=[other], lanes=lanes, idle_seconds=SHORT) as stage:
+        scene = Scene(stage, heard, lanes)
+        stream = await scene.opens()
+        for _ in range(4):
+            await answered(stream)
+            await until(lambda: scene.figures() == (0, 0))
+            await stream.write(MESSAGE)
+        await answered(stream)
+        await ends(stream)
+    assert sorted([len(heard.metadata), len(other.metadata)]) == [0, 5]

@@ -1,9 +1,14 @@
 """What one tenant may have waiting: tasks in the queue, and requests that are held back."""
 
 import asyncio
+from typing import Any
 
 from tests.gateway.harness import Gateway, a_body, problem, until
 from tests.gateway.test_batch import numbered, send
+
+
+def a_call(size_bytes: int) -> dict[str, Any]:
+    return {"entrypoint": "myteam.training:train", "args": ["x" * size_bytes]}
 
 
 async def test_a_tenant_may_have_so_many_tasks_waiting_and_no_more() -> None:
@@ -22,6 +27,31 @@ async def test_a_tenant_may_have_so_many_tasks_waiting_and_no_more() -> None:
         await other.submit()
         await api.post(f"/tasks/{first}/cancel")
         await api.submit()
+
+
+async def test_the_tasks_of_a_tenant_that_wait_may_keep_so_many_bytes_and_no_more() -> None:
+    async with Gateway(tenant_pending_bytes=4_900, inline_bytes=1_000) as gateway:
+        api = await gateway.client("one", tenant="vision")
+        large = a_call(2_000)  # its arguments are in an object
+        first = await api.submit(large)
+        await api.submit(env={"PADDING": "x" * 1_900})
+        for path, body in (
+            ("/tasks", a_body(large)),
+            ("/tasks", a_body(labels={f"label-{n}": "x" * 60 for n in range(16)})),
+            ("/leases", {"holder": "me", "gpu_mb": 1024, "labels": {f"l{n}": "x" * 60 for n in range(16)}}),
+        ):
+            full = problem(await api.post(path, json=body), 429, "tenant-queue-bytes")
+        for said in (
+            '"vision" has tasks that wait and keep 3',
+            "may have 4900 (limits.tenant_pending_bytes)",
+        ):
+            assert said in full["detail"]
+        problem(await send(api, [a_body(a_call(600)) for _ in range(2)]), 429, "tenant-queue-bytes")
+        assert (await send(api, [a_body(a_call(100 * n)) for n in range(1, 3)])).status_code == 207
+        await (await gateway.client("two", tenant="speech")).submit(large)
+        assert gateway.parts.follower.world.pending_bytes["vision"] > 4_000
+        await api.post(f"/tasks/{first}/cancel")
+        await api.submit(large)
 
 
 async def test_a_tenant_may_have_so_many_requests_held_back_and_no_more() -> None:

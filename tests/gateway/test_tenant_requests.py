@@ -52,6 +52,7 @@ async def test_calls_and_streams_over_grpc_count_alike_and_are_refused_as_exhaus
         told = dict(error.trailing_metadata())
         assert (told["code"], told["retry-after"]) == ("tenant-requests", "1")
         other = stage.open()
+        await other.write(field(1, "b"))
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await other.read()
         assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from gpubroker import Broker, Task, TaskFailed, TaskState
+from gpubroker import Broker, Refused, Task, TaskFailed, TaskState
 
 from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService
 from tests.e2e.service_process import ServiceProcess, until
@@ -100,11 +100,21 @@ def test_a_version_that_the_model_does_not_have_is_no_reason_to_wait_for_the_mod
     assert failed.value.kind == "inference_failed"
 
 
-def test_a_model_that_its_server_does_not_have_is_asked_again_until_the_inference_expires(
+def test_a_model_that_is_not_loaded_is_asked_again_until_the_inference_expires(
     service: ServiceProcess,
 ) -> None:
-    task = service.broker.infer_later("not_there", column(1), deadline_seconds=1.5)
+    task = service.broker.infer_later("slow", column(1), deadline_seconds=3)
+    reasons = set()
+    while (now := service.broker.get(task)).state is TaskState.PENDING:
+        reasons.add(now.pending.reason if now.pending is not None else "")
     assert service.broker.wait(task).state is TaskState.EXPIRED
+    assert "NotBefore" not in reasons
+    assert "ModelLoading" in reasons
+
+
+def test_a_model_that_no_server_has_is_refused_at_once(service: ServiceProcess) -> None:
+    with pytest.raises(Refused, match='no model "not_there"'):
+        service.broker.infer_later("not_there", column(1))
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,11 @@
 """Requests wait in front of a real model of one instance, in the order of our priorities."""
 
 import json
+import queue
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -14,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 from tests.triton.raw import Answer, Door, through
 from tests.triton.script import given
 from tests.triton.server import Triton, free_ports
@@ -135,3 +138,23 @@ def refusal(scene: Scene, kit: ModuleType, headers: dict[str, str]) -> str:
     with kit.InferenceServerClient(address) as client, pytest.raises(InferenceServerException) as found:
         client.infer("slow", inputs, headers={"authorization": f"Bearer {scene.service.token}", **headers})
     return str(found.value.message())
+
+
+def test_an_idle_stream_blocks_no_other_and_goes_on_when_it_is_used_again(scene: Scene) -> None:
+    """The model has one slot; both streams stay open."""
+    kit, headers = tritonclient.grpc, {"authorization": f"Bearer {scene.service.token}"}
+    inputs = [given(kit, "INPUT0", "FP32", np.ones(1, np.float32))]
+    with (
+        kit.InferenceServerClient(f"127.0.0.1:{scene.call_port}") as first,
+        kit.InferenceServerClient(f"127.0.0.1:{scene.call_port}") as second,
+    ):
+        answers: queue.Queue[tuple[str, object, object]] = queue.Queue()
+        for name, client in (("first", first), ("second", second)):
+            said = partial(lambda name, result, error: answers.put((name, result, error)), name)
+            client.start_stream(said, headers=headers)
+        for name, client in (("first", first), ("second", second), ("first", first)):
+            client.async_stream_infer("slow", inputs)
+            told, result, error = answers.get(timeout=PATIENCE_SECONDS)
+            assert (told, error) == (name, None)
+            assert result is not None
+        until(lambda: scene.figure("requests_in_flight") == 0, "the streams are idle")

@@ -291,3 +291,42 @@ def answers(service: ServiceProcess, model: str) -> bool:
         return bool(infer(service, model) == [1, 2, 3])
     except InferenceServerException:
         return False
+
+
+def test_a_renamed_server_keeps_its_models_and_nothing_is_quarantined(
+    own_triton: Triton, service: ServiceProcess, tmp_path: Path
+) -> None:
+    assert ready(own_triton) == []
+    chosen = settings(own_triton, "simulated")
+    with ForkedService(tmp_path / "data", **chosen) as before:
+        assert infer(before, "identity_fp32") == [1, 2, 3]
+        holder = before.broker.model("identity_fp32").task
+    chosen["triton"]["servers"][0] |= {
+        "name": "renamed",
+        "grpc_url": f"http://localhost:{own_triton.grpc_port}",
+    }
+    with ForkedService(tmp_path / "data", **chosen) as after:
+        until(lambda: after.broker.model("identity_fp32").server == "renamed", "it has the new name")
+        model = after.broker.model("identity_fp32")
+        assert (model.task, model.state) == (holder, "resident")
+        assert infer(after, "identity_fp32") == [1, 2, 3]
+        assert after.broker.quarantine().items == ()
+        assert leased_mb(after.broker) == [20 * GIB]
+        after.broker.unload_model("identity_fp32")
+        until(lambda: ready(own_triton) == [], "orders reach it under its new name")
+
+
+def test_what_a_removed_server_held_is_free_when_its_process_is_gone(tmp_path: Path) -> None:
+    with Triton(tmp_path / "removed") as triton:
+        chosen = settings(triton, "simulated")
+        with ForkedService(tmp_path / "data", **chosen) as before:
+            assert infer(before, "identity_fp32") == [1, 2, 3]
+        chosen["triton"]["servers"] = []
+        with ForkedService(tmp_path / "data", **chosen) as after:
+            until(lambda: len(after.broker.quarantine().items) == 1, "its server is not in the settings")
+            [held] = after.broker.quarantine().items
+            assert "the process of its server is gone" in held.message
+            assert leased_mb(after.broker) == [20 * GIB]
+            triton.kill()
+            until(lambda: after.broker.quarantine().items == (), "its process is gone")
+            until(lambda: leased_mb(after.broker) == [0], "its memory is free")

@@ -8,6 +8,7 @@ from random import random
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import WallClock, boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.adapters.triton.server_process import is_gone
 from gpubroker_server.bootstrap.compose import (
     hosts_of,
     inventory_rules_of,
@@ -29,6 +30,7 @@ from gpubroker_server.broker.background import (
 )
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.leadership import LeaderCandidate
+from gpubroker_server.broker.left_servers import LeftServers
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
 from gpubroker_server.broker.model_use import ModelUse
@@ -156,7 +158,7 @@ class BrokerRole:
                 settings.limits.inline_bytes,
                 follower.progress,
                 boot_seconds,
-                frozenset(host.name for host in self._hosts),
+                {host.name: host.address for host in self._hosts},
             ),
             dispatcher=self._dispatcher(),
             clock=follower.clock,
@@ -173,7 +175,7 @@ class BrokerRole:
             ModelDispatchRules(loads_at_once=at_once),
             wait_seconds=self._wait_seconds,
             have_let_go=self._have_let_go,
-            watch_use=ModelUse(world, self._in_use, clock).keep,
+            watches=(ModelUse(world, self._in_use, clock).keep, LeftServers(world, is_gone).keep),
         )
         inferences = inference_desk_of(self._settings, self._clients, clock)
         allowed = tuple(self._settings.entrypoints)

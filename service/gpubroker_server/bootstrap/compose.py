@@ -198,6 +198,7 @@ def limits_of(settings: Settings) -> RequestLimits:
         tenant_object_bytes=given.tenant_object_bytes,
         tenant_objects=given.tenant_objects,
         tenant_pending_tasks=given.tenant_pending_tasks,
+        tenant_pending_bytes=given.tenant_pending_bytes,
         tenant_waits=given.tenant_waits,
         object_seconds=Seconds(settings.retention.object_seconds),
         inline_bytes=given.inline_bytes,

@@ -14,8 +14,7 @@ from gpubroker_server.bootstrap.model_servers import headers_of, trust_of
 from gpubroker_server.bootstrap.start_checks import StartRefused
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.connections import ConnectionLimits
-from gpubroker_server.gateway.proxy.calls import GrpcCalls
-from gpubroker_server.gateway.proxy.grpc_port import GrpcPort
+from gpubroker_server.gateway.proxy.grpc_port import GrpcCalls, GrpcPort
 from gpubroker_server.gateway.proxy.plane import Plane
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.triton import TritonServerSettings

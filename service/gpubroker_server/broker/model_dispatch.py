@@ -82,11 +82,11 @@ class ModelDispatcher:
         rules: ModelDispatchRules | None = None,
         wait_seconds: Seconds = Seconds(0.0),
         have_let_go: HaveLetGo = _no_gateways,
-        watch_use: Callable[[Hear], Coroutine[Any, Any, None]] | None = None,
+        watches: Sequence[Callable[[Hear], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`wait_seconds`: how long calls of an older leader may be under way. `watch_use` runs beside the
-        calls, and reports which models are in use."""
-        self._watch_use = watch_use
+        """`wait_seconds`: how long calls of an older leader may be under way. `watches` run beside the calls,
+        and report too."""
+        self._watches = watches
         self._clock = clock
         self._ticks = ticks
         self._wait_seconds = wait_seconds
@@ -116,8 +116,8 @@ class ModelDispatcher:
         async with asyncio.TaskGroup() as group:
             for queue in self._queues.values():
                 group.create_task(queue.keep(hear))
-            if self._watch_use is not None and self._queues:
-                group.create_task(self._watch_use(hear))
+            for watch in self._watches:
+                group.create_task(watch(hear))
 
     def send(self, order: ModelOrder) -> None:
         """Queue a committed order."""
@@ -318,7 +318,8 @@ class _ServerQueue:
             index = await self._read()
             if index is not None:
                 claims |= self._under_way()  # orders since the call are not in the index yet
-                hear([ServerIndex(self._host.name, self._clock.now(), index.models, claims)])
+                now, host = self._clock.now(), self._host
+                hear([ServerIndex(host.name, now, index.models, claims, host.address, index.incarnation)])
                 if index.models != known:
                     known, changed_at = index.models, loop.time()
             is_busy = bool(claims) or (index is not None and _moves(index))

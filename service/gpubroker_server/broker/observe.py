@@ -3,14 +3,14 @@ decisions."""
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome
 from gpubroker_server.core.domain.device import DeviceSample
-from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerIndex
+from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -75,14 +75,14 @@ def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> N
 
 
 def next_batch(heard: Iterable[Report]) -> list[Report]:
-    """The reports up to the next NodeReport, ServerIndex or ModelsInUse, or that one alone.
+    """The reports up to the next NodeReport, ServerIndex, ServerGone or ModelsInUse, or that one alone.
 
     These list all runs of an agent, all models of a server or all in use at one moment: earlier reports must
     be committed when the list is read, and later ones must not.
     """
     batch: list[Report] = []
     for report in heard:
-        if isinstance(report, NodeReport | ServerIndex | ModelsInUse):
+        if isinstance(report, NodeReport | ServerIndex | ServerGone | ModelsInUse):
             return batch or [report]
         batch.append(report)
     return batch
@@ -176,9 +176,9 @@ class Observer:
         inline_bytes: int,
         progress: dict[TaskId, Progress],
         ticks: ReadTicks,
-        servers: Collection[str] | None = None,
+        servers: Mapping[str, str] | None = None,
     ) -> None:
-        """`servers`: the names of all servers of models; None if they are unknown."""
+        """`servers`: the addresses of all servers of models, by name; None if they are unknown."""
         self._servers = servers
         self._world = world
         self._policy = policy
@@ -222,6 +222,8 @@ class Observer:
                     self._on_progress(report)
                 case ServerIndex():
                     decisions += model_lifecycle.seen(self._world, report, now, self._policy)
+                case ServerGone():
+                    decisions += model_adoption.server_gone(self._world, report.process)
                 case ModelsInUse():
                     decisions += model_turns.turns(self._world, report.names, now)
                 case NodeReport():
@@ -271,7 +273,7 @@ class Observer:
         decisions += quarantine.removed(self._world)
         decisions += model_lifecycle.due(self._world, now)
         if self._servers is not None:
-            decisions += model_adoption.give_up_removed_servers(self._world, self._servers, now)
+            decisions += model_adoption.follow_settings(self._world, self._servers, now)
         self._watch = deadlines.extend_window(self._watch, now)
         decided = {decision.subject for decision in decisions}
         decisions += self._model_meter.measure(self._world, now, decided)

@@ -93,13 +93,14 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     records = TaskRecords(store, blobs, parts.follower, freshness, waiters, pending, limits.page_items)
     submissions = Submissions(
         store, blobs, world, parts.ids, clock, rules.defaults, parts.capacity, rules.permissions, records,
-        limits.inline_bytes, limits.tenant_pending_tasks,
+        limits.inline_bytes, limits.tenant_pending_tasks, limits.tenant_pending_bytes,
     )  # fmt: skip
     requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds)
     storage = ObjectStorage(store, blobs, clock, limits)
     yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
     yield LeaseParts(records, submissions, requests, limits.wait_seconds)
-    yield InferenceParts(submissions, storage, parts.residencies)
+    outside = tuple(server for server in servers if not server.is_managed)
+    yield InferenceParts(submissions, storage, parts.residencies, outside)
     yield ObjectParts(storage)
     yield ModelParts(world, freshness, store, rules.permissions, parts.residencies, servers)
     yield ExplainParts(

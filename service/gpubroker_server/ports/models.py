@@ -20,7 +20,7 @@ class Index:
 
     models: Mapping[str, IndexedModel]
     incarnation: str = ""
-    """Another text after each start of the server; empty where that cannot be seen."""
+    """The server's process: another text after each start; empty where that cannot be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,11 @@ class ModelHost(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def address(self) -> str:
+        """By which the server is known under whatever name."""
+        ...
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
         """Returns when the model is ready; at once if it is already. `devices`: where its lease is, which has

@@ -220,6 +220,7 @@ class LimitSettings(Section):
     tenant_object_bytes: Annotated[int, Field(ge=0)] = 4 * 1024**3
     tenant_objects: Annotated[int, Field(ge=0)] = 10_000
     tenant_pending_tasks: Annotated[int, Field(ge=0)] = 500_000
+    tenant_pending_bytes: Annotated[int, Field(ge=0)] = 4 * 1024**3
     tenant_waits: Annotated[int, Field(ge=0)] = 1_000
     tenant_requests: Annotated[int, Field(ge=1)] = 4_096
     inline_bytes: Annotated[int, Field(gt=0)] = 64 * 1024

@@ -70,6 +70,10 @@ class SimulatedHost(ModelHost):
         return self._name
 
     @property
+    def address(self) -> str:
+        return f"simulated:{self._name}"
+
+    @property
     def ready(self) -> list[str]:
         return sorted(
             name for name, residency in self._residencies.items() if residency.stage is ModelState.READY

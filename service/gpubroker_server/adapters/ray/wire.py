@@ -8,7 +8,7 @@ import msgpack
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 
-from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerIndex
+from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
@@ -140,6 +140,7 @@ def write_reports(
 
 def run_of(report: Report) -> RunId | None:
     """The run that a report is about; None for one about a node or a server."""
-    if isinstance(report, NodeReport | NodeLost | Heartbeat | Sampled | ServerIndex | ModelsInUse):
+    about_servers = ServerIndex | ServerGone | ModelsInUse
+    if isinstance(report, NodeReport | NodeLost | Heartbeat | Sampled | about_servers):
         return None
     return report.task, report.fence, report.rank

@@ -26,6 +26,7 @@ from gpubroker_server.core.domain.task import (
     TaskState,
 )
 from gpubroker_server.core.domain.units import Instant, Position
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.event_codec import (
     after_fields,
     after_from,
@@ -66,18 +67,23 @@ def event_row(event: NewEvent) -> Row:
 def rows_of_submission(submission: Submission) -> Iterator[Written]:
     task, key = submission.task, submission.idempotency_key
     marks = (key, submission.body_hash) if key is not None else (None, None)
-    yield sql.INSERT_TASKS, (*new_task_row(task), *marks)
+    yield sql.INSERT_TASKS, (*task_head(task), *task_tail(task), *marks)
     yield sql.INSERT_SPECS, (*spec_head(submission), *spec_tail(submission))
     for name, value in submission.spec.labels.items():
         yield sql.INSERT_LABELS, (task.id, task.tenant, name, value)
 
 
-def new_task_row(task: Task) -> Row:
+def task_head(task: Task) -> Row:
+    """The columns that differ among the tasks of a batch that run the same with other arguments."""
+    return (task.id, task.queued_bytes)
+
+
+def task_tail(task: Task) -> Row:
     """Without key and hash of the body, the last two columns."""
     if task.state is not TaskState.PENDING or task.version != 1:
         raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
     return (
-        task.id, task.tenant, task.name, task.priority, _demand_text(task.demand),
+        task.tenant, task.name, task.priority, _demand_text(task.demand),
         task.submitted_at, task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable,
         json_text(after_fields(task.after)), task.queue_ttl_seconds, task.deadline_at, task.expected_seconds,
         task.stream, task.subject,
@@ -92,7 +98,6 @@ def home_text(task: Task) -> str | None:
 
 
 def spec_head(submission: Submission) -> Row:
-    """The columns that differ among the tasks of a batch that run the same with other arguments."""
     spec = submission.spec
     return (submission.task.id, spec.arguments, spec.arguments_digest)
 
@@ -111,7 +116,7 @@ class _First(NamedTuple):
 
     fields: Fields
     before: str
-    """The JSON of the fields up to the id, and after it."""
+    """The JSON of the fields up to the id, and after it; without `queued_bytes`."""
     behind: str
 
 
@@ -137,7 +142,8 @@ class BatchRows:
         tenant = self._batch.tenant
         for position, submission in enumerate(self._batch.submissions, first):
             task = submission.task
-            fields = {**self._firsts[id(submission.like or submission)].fields, "id": task.id}
+            common = self._firsts[id(submission.like or submission)].fields
+            fields = {**common, "id": task.id, "queued_bytes": task.queued_bytes}
             yield Event(Position(position), at, SUBMITTED, task.id, 1, tenant, fields, task)
 
     def _blocks(self) -> Iterator[tuple[SetStatement, Alike]]:
@@ -146,12 +152,13 @@ class BatchRows:
         for alike in _by_likeness(batch.submissions):
             first = alike[0]
             ids: list[Row] = [(submission.task.id,) for submission in alike]
-            task = new_task_row(first.task)[1:]
+            heads = [task_head(submission.task) for submission in alike]
+            task = task_tail(first.task)
             if key is not None and first is batch.submissions[0]:
-                yield sql.INSERT_TASKS, Alike(ids[:1], (*task, *marks))
-                yield sql.INSERT_TASKS, Alike(ids[1:], (*task, None, None))
+                yield sql.INSERT_TASKS, Alike(heads[:1], (*task, *marks))
+                yield sql.INSERT_TASKS, Alike(heads[1:], (*task, None, None))
             else:
-                yield sql.INSERT_TASKS, Alike(ids, (*task, None, None))
+                yield sql.INSERT_TASKS, Alike(heads, (*task, None, None))
             yield sql.INSERT_SPECS, Alike([spec_head(submission) for submission in alike], spec_tail(first))
             for label in first.spec.labels.items():
                 yield sql.INSERT_LABELS, Alike(ids, (batch.tenant, *label))
@@ -164,8 +171,8 @@ class BatchRows:
             first = self._firsts.get(id(like))
             if first is None:
                 first = self._firsts[id(like)] = _first(like.task)
-            task = submission.task.id
-            yield task, task, f"{first.before}{task}{first.behind}"
+            task, size = submission.task.id, submission.task.queued_bytes
+            yield task, task, f'{first.before}{task}","queued_bytes":{size}{first.behind}'
 
 
 def _by_likeness(submissions: Sequence[Submission]) -> list[list[Submission]]:
@@ -179,9 +186,9 @@ def _by_likeness(submissions: Sequence[Submission]) -> list[list[Submission]]:
 
 
 def _first(task: Task) -> _First:
-    fields = task_fields(task)
+    fields = task_fields(changed(task, queued_bytes=0))
     before, mark, behind = json_text(fields).partition(f'"id":"{task.id}"')
-    return _First(fields, before + mark[: -len(task.id) - 1], '"' + behind)
+    return _First(fields, before + mark[: -len(task.id) - 1], behind)
 
 
 def row_of_request(request: Request) -> Written:
@@ -249,7 +256,7 @@ def _moved_task_row(task: Task) -> Row:
     hot[_MEMBERS] = json_text(members_fields(task.members)) if task.members else None
     hot[_MODEL] = json_text(model_fields(task.model)) if task.model is not None else None
     ended_as = hot[_STATE] if task.is_terminal else None
-    return (task.id, task.version, *hot, task.is_terminal, ended_as)
+    return (task.id, task.version, *hot, home_text(task), task.is_terminal, ended_as)
 
 
 def _lease_row(lease: Lease) -> Row:

@@ -93,10 +93,10 @@ def delete_rows(table: Table, names: Sequence[str], *, exact: bool = False) -> S
 
 EVENT = columns_of(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields", "reader"))
 TASK_IN = (
-    "id", "tenant", "name", "priority", "demand", "submitted_at", "max_retries", "timeout_seconds",
-    "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at", "expected_seconds", "stream",
-    "subject", "external", "model", "home", "held", "awaits", "expires_at", "not_before", "idem_key",
-    "body_hash",
+    "id", "queued_bytes", "tenant", "name", "priority", "demand", "submitted_at", "max_retries",
+    "timeout_seconds", "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at",
+    "expected_seconds", "stream", "subject", "external", "model", "home", "held", "awaits", "expires_at",
+    "not_before", "idem_key", "body_hash",
 )  # fmt: skip
 SPEC_IN = (
     "task", "arguments", "arguments_digest", "tenant", "kind", "entrypoint", "command", "python", "env",
@@ -114,7 +114,7 @@ INSERT_BATCHES = insert_into(tables.batch, known=OnConflict.SKIP)
 INSERT_REQUESTS = insert_into(tables.request, known=OnConflict.SKIP, exact=True)
 WRITE_NODES = insert_into(tables.node, known=OnConflict.REPLACE)
 WRITE_DEVICES = insert_into(tables.device, DEVICE_IN, known=OnConflict.REPLACE)
-MOVE_TASKS = _update_guarded(tables.task, ("id", "version", *HOT_FIELDS, "finished", "ended_as"))
+MOVE_TASKS = _update_guarded(tables.task, ("id", "version", *HOT_FIELDS, "home", "finished", "ended_as"))
 INSERT_LEASES = insert_into(tables.lease, known=OnConflict.SKIP, exact=True)
 MOVE_LEASES = _update_guarded(
     tables.lease, (*LEASE_KEY, "version", "state", "released", "overused_mb", "quarantined_at")

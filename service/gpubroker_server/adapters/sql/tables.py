@@ -71,6 +71,7 @@ task = Table(
     Column("body_hash", Text),
     Column("model", Text),
     Column("home", Text),
+    Column("queued_bytes", Count, nullable=False, server_default=text("0")),
     one_of("state", TaskState),
     CheckConstraint(
         f"finished = (state IN ({', '.join(repr(state.value) for state in sorted(TERMINAL))}))",

@@ -5,18 +5,17 @@ import asyncio
 import math
 import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import psutil
 import structlog
 from google.protobuf.message import DecodeError
 
 from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
 from gpubroker_server.adapters.triton.model_config import ModelConfig, config_in, config_of
+from gpubroker_server.adapters.triton.server_process import ListeningProcess
 from gpubroker_server.adapters.triton.web import model_config, visible_gpus, with_dynamic_batching
 from gpubroker_server.core.domain.units import DeviceKey, Seconds
 from gpubroker_server.core.serving.batching import BatchRules
@@ -32,7 +31,7 @@ from gpubroker_server.ports.models import (
 )
 from gpubroker_server.ports.triton_messages import messages
 
-log = structlog.get_logger("gpubroker.tasks.task")
+log = structlog.get_logger("gpubroker.triton")
 
 _SERVICE: Final = "/inference.GRPCInferenceService/"
 
@@ -74,8 +73,6 @@ _BYTES_OF: Final = {
 }  # fmt: skip
 """Of one value; of BYTES an empty one, which is its length alone."""
 
-_LOOPBACK: Final = ("127.", "::1")
-
 _GONE_LOOK_SECONDS: Final = 0.05
 
 
@@ -113,11 +110,15 @@ class TritonHost(ModelHost):
         self._web = web
         self._batches = batches or {}
         self._grouping: dict[str, _Grouping] = {}
-        self._process = _ListeningProcess(server.address)
+        self._process = ListeningProcess(server.address)
 
     @property
     def name(self) -> str:
         return self._server.name
+
+    @property
+    def address(self) -> str:
+        return self._process.address
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
         await self._check_gpus(model, devices, within_seconds)
@@ -356,35 +357,3 @@ def _zeros_for(model: str, inputs: Any, rows: int, shapes: Mapping[str, Sequence
         request.raw_input_contents.append(bytes(_BYTES_OF.get(tensor.datatype, 1) * math.prod(shape)))
     message: bytes = request.SerializeToString()
     return message
-
-
-class _ListeningProcess:
-    """The process that listens at a server's address. Triton doesn't say when it was started; the operating
-    system does, for processes of this machine and user."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        self._host = host.strip("[]")
-        self._port = int(port)
-        self._process: psutil.Process | None = None
-
-    def incarnation(self) -> str:
-        """Another text after each start; empty where the process can't be seen."""
-        if self._process is None or not self._process.is_running():
-            self._process = self._find()
-        if self._process is None:
-            return ""
-        return f"{self._process.pid}:{self._process.create_time():.2f}"
-
-    def _find(self) -> psutil.Process | None:
-        try:
-            addresses = {found[4][0] for found in socket.getaddrinfo(self._host, self._port)}
-            if not all(str(address).startswith(_LOOPBACK) for address in addresses):
-                return None
-            for connection in psutil.net_connections("tcp"):
-                listens = connection.status == psutil.CONN_LISTEN
-                if listens and getattr(connection.laddr, "port", None) == self._port and connection.pid:
-                    return psutil.Process(connection.pid)
-        except (OSError, psutil.Error):
-            return None
-        return None

@@ -94,6 +94,13 @@ class ModelsInUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerGone:
+    """The process of a server, as in ModelTerms, is no longer there."""
+
+    process: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServerIndex:
     """The index of a server. Reports of one server arrive in the order in which they were read."""
 
@@ -102,6 +109,9 @@ class ServerIndex:
     models: Mapping[str, IndexedModel]
     under_way: frozenset[tuple[TaskId, Fence]] = frozenset()
     """Claims with an unanswered order: the index says nothing about those."""
+    address: str = ""
+    process: str = ""
+    """As in ModelTerms: what has answered."""
 
     def stage_of(self, model: str) -> ModelState:
         """The server itself (no model) is READY: it has answered."""

@@ -120,6 +120,11 @@ class ModelTerms:
     """The versions loaded when it was last ready, sorted; empty if unknown."""
     measured: bool = False
     """It is loaded to be measured: what it takes until it leaves is its size, however late."""
+    address: str = ""
+    """Where its server is asked; empty if unknown. A server is known by this, or by its process: its name may
+    change."""
+    process: str = ""
+    """The server's process, as its machine knows it; empty where that cannot be seen."""
     sized: bool = False
     """The operator said how large it is, or a load of it was measured. Otherwise it is loaded alone on its
     device, so that its size can be measured."""
@@ -127,6 +132,13 @@ class ModelTerms:
     @property
     def home(self) -> ModelKey:
         return ModelKey(self.server, self.model)
+
+    def is_at(self, server: str, address: str, process: str) -> bool:
+        """Whether that is its server: the same process, or else the same address; by name if it has no
+        address."""
+        if self.process and self.process == process:
+            return True
+        return self.address == address if self.address and address else self.server == server
 
 
 MOST_GPUS_NAMED = 8

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.lease import Proof
-from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerIndex
+from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import (
     DeviceKey,
@@ -270,6 +270,7 @@ Report = (
     | Heartbeat
     | Sampled
     | ServerIndex
+    | ServerGone
     | ModelsInUse
 )
 """`task`, `fence` and `rank` of the first six name the run; a report with a stale fence changes nothing."""

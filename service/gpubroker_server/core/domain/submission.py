@@ -40,6 +40,13 @@ class RunSpec:
     """How its `gpu_mb` was learned at submit (fields of `Size`); None if the client stated it."""
 
 
+def bytes_of(spec: RunSpec) -> int:
+    """What a task keeps for its run. `spec` has its arguments, also those that become an object."""
+    pairs = (*spec.env.items(), *spec.labels.items())
+    texts = (*spec.command, *(text for pair in pairs for text in pair))
+    return len(spec.arguments) + sum(len(text.encode()) for text in texts)
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """One task on its way in. Its id is made before the commit, so that repeating the commit is harmless."""
@@ -49,7 +56,8 @@ class Submission:
     idempotency_key: str | None = None
     body_hash: str = ""
     like: "Submission | None" = None
-    """A submission that differs in task id and run only, so that its encoded fields can be reused."""
+    """A submission that differs in task id, run and `queued_bytes` only, so that its encoded fields can be
+    reused."""
 
 
 @dataclass(frozen=True, slots=True)

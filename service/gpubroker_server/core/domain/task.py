@@ -209,6 +209,8 @@ class Task:
     external: ExternalTerms | None = None
     """Set for an external holder, which has its devices from its admission on."""
     model: ModelTerms | None = None
+    queued_bytes: int = 0
+    """What it keeps for its run: arguments (also those in an object), command, env and labels."""
     state: TaskState = TaskState.PENDING
     version: int = 1
     fence: Fence = Fence(0)

@@ -4,7 +4,7 @@ A pending model gets leases where it is loaded, as far as they fit: no run is pr
 earlier holder of the same model left there without confirmation becomes its own.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from gpubroker_server.core.domain.decisions import AuditNote, Decision, Outcome,
 from gpubroker_server.core.domain.demand import context_mb, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Proof, quarantine, release
+from gpubroker_server.core.domain.models import ModelKey
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib
@@ -21,7 +22,8 @@ from gpubroker_server.core.world.world import World
 
 
 def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | None:
-    """None while its leases would not fit: until then its use counts as foreign."""
+    """None while its leases would not fit: until then its use counts as foreign. The task has the address and
+    the process of the server that it was seen on."""
     assert task.model is not None
     fence = world.next_fence(task)
     kind = HolderKind.MODEL if task.model.model else HolderKind.SERVER
@@ -42,6 +44,7 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
     if (len(leases) < task.demand.gpus and not left) or not nodes:
         return None
     begun: dict[str, Any] = {"node": min(nodes), "admitted_at": now, "started_at": now, "not_before": None}
+    begun["model"] = task.model
     if task.held and task.expires_at is not None:
         begun["expires_at"] = now  # not wanted by a request: once it leaves, it is not loaded again
     write = write_move(task, Move.STARTED, fence=fence, priority=priority, held=False, **begun)
@@ -54,7 +57,8 @@ def _left_there(world: World, task: Task) -> Iterator[Lease]:
     """Unconfirmed leases of earlier claims on the model at this server: the memory is still in use, as the
     index says, and counts once."""
     assert task.model is not None
-    for other in world.models.on(task.model.server):
+    terms = task.model
+    for other in world.models.on(terms.server, terms.address, terms.process):
         if other.model is None or other.model.model != task.model.model:
             continue
         for fence in sorted(world.unconfirmed.claims_of(other.id)):
@@ -99,18 +103,44 @@ def _fits(ledger: DeviceLedger, lease: Lease, task: Task) -> bool:
     return after.free_mb(task=task.id) >= 0 and after.leased_mb() <= ledger.device.allocatable_mb
 
 
-def give_up_removed_servers(world: World, servers: Collection[str], now: Instant) -> list[Decision]:
-    """`servers`: those in the settings. A model of another server may still be in memory: it counts until an
-    operator says that it is gone, or the server is back and does."""
-    decisions = []
+def follow_settings(world: World, servers: Mapping[str, str], now: Instant) -> list[Decision]:
+    """`servers`: the addresses of those in the settings, by name. What was on a server that has another name
+    now is on that. A model of another server may still be in memory: it counts until the process of its
+    server is gone, an operator says so, or the server is back and does."""
+    names, decisions = {address: name for name, address in servers.items() if address}, []
     for task in world.models.live():
-        assert task.model is not None
-        if task.model.server in servers or task.state is TaskState.STOPPING:
+        terms = task.model
+        assert terms is not None
+        if terms.server in servers and terms.is_at(terms.server, servers[terms.server], ""):
             continue
-        if not task.model.model and task.is_active:
+        name = names.get(terms.address)
+        if name is not None and world.models.of(ModelKey(name, terms.model)) is None:
+            write = write_move(task, Move.CHANGED, model=replace(terms, server=name))
+            decisions.append(Decision(task.id, "server_renamed", tasks=(write,)))
+        elif task.state is TaskState.STOPPING:
+            continue
+        elif not terms.model and task.is_active:
             decisions.append(base_released(world, task, Move.SUCCEEDED, now))
         else:
-            decisions.append(_given_up(world, task, task.model.server, now))
+            decisions.append(_given_up(world, task, terms.server, now))
+    return decisions
+
+
+def left_processes(world: World) -> frozenset[str]:
+    """Of servers with models in quarantine."""
+    found = (task for task in world.models.known() if task.id in world.unconfirmed.quarantined)
+    return frozenset(task.model.process for task in found if task.model is not None and task.model.process)
+
+
+def server_gone(world: World, process: str) -> list[Decision]:
+    """What its models left in quarantine is no longer in its memory; a new sample shows whether it is
+    free."""
+    decisions = []
+    for task in world.models.known():
+        leases = world.unconfirmed.quarantined.get(task.id, {})
+        if leases and task.model is not None and task.model.process == process:
+            left = tuple(release(leases[key], Proof.PROCESS_ABSENT) for key in sorted(leases))
+            decisions.append(Decision(task.id, "server_gone", leases=left))
     return decisions
 
 
@@ -130,8 +160,9 @@ def base_released(world: World, task: Task, move: Move, now: Instant) -> Decisio
 
 def _given_up(world: World, task: Task, server: str, now: Instant) -> Decision:
     message = (
-        f"its server {server} is no longer in triton.servers; what it has in memory counts as used until an "
-        "operator says that it is gone (gpubroker quarantine), or the server is back in the settings"
+        f"its server {server} is no longer in triton.servers at that address; what it has in memory counts "
+        "as used until its process is seen to be gone, the server is back in the settings, or an operator "
+        "says that it is gone (gpubroker quarantine)"
     )
     held = [lease for lease in world.leases_of(task) if lease.state is not LeaseState.QUARANTINED]
     return Decision(

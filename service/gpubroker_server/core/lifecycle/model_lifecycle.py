@@ -97,7 +97,7 @@ def seen(world: World, index: ServerIndex, now: Instant, policy: Policy) -> list
     """Apply a server's index to its models, with one decision per changed model."""
     decisions: list[Decision] = []
     is_adopting = False
-    for task in world.models.on(index.server):
+    for task in world.models.on(index.server, index.address, index.process):
         if (task.id, task.fence) in index.under_way:
             continue
         assert task.model is not None
@@ -105,7 +105,8 @@ def seen(world: World, index: ServerIndex, now: Instant, policy: Policy) -> list
         stage = index.stage_of(task.model.model)
         if task.state is TaskState.PENDING and stage is ModelState.READY:
             # One at a time, so that the next one sees the leases of this one.
-            adopted = None if is_adopting else adopt(world, task, standing(task, now), now)
+            there = replace(task, model=_seen_at(task.model, index))
+            adopted = None if is_adopting else adopt(world, there, standing(task, now), now)
             is_adopting = is_adopting or adopted is not None
             decisions += filter(None, [adopted])
             continue
@@ -132,7 +133,7 @@ def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, po
         case TaskState.ADMITTED, ModelState.READY:
             took_seconds = Seconds(round(now - (task.admitted_at or now), 3))
             terms = replace(
-                task.model,
+                _seen_at(task.model, index),
                 load_seconds=took_seconds or task.model.load_seconds,
                 versions=index.versions_of(task.model.model),
                 yields=False,
@@ -140,6 +141,8 @@ def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, po
             priority = standing(replace(task, model=terms), now)
             update.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
             update.move_leases(task.fence, 0, LeaseState.HELD)
+        case TaskState.RUNNING, ModelState.READY if _seen_at(task.model, index) != task.model:
+            update.move(Move.CHANGED, "server_seen", model=_seen_at(task.model, index))
         case TaskState.PENDING, ModelState.ABSENT if task.held:
             update.outcome = Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=_VANISHED)
             update.move(Move.EXPIRED, "vanished", finished_at=now)
@@ -153,6 +156,12 @@ def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, po
             update.move(what, "unloaded", **changes)
         case _:
             pass
+
+
+def _seen_at(terms: ModelTerms, index: ServerIndex) -> ModelTerms:
+    if not index.address:
+        return terms
+    return replace(terms, address=index.address, process=index.process)
 
 
 _VANISHED = Failure(

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, HolderKind, Lease, Proof, release
-from gpubroker_server.core.domain.units import Fence, Instant, MonotonicSeconds, NodeName, Seconds
+from gpubroker_server.core.domain.units import Fence, Instant, MonotonicSeconds, NodeName, Seconds, TaskId
 from gpubroker_server.core.world.world import World
 
 
@@ -70,7 +70,10 @@ def _awaited(world: World, lease: Lease, node: NodeName) -> tuple[tuple[Proof, .
         return (Proof.PROCESS_ABSENT, Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
     if lease.holder_kind not in HOLDERS_WITH_RUNS:
         said = "the index of its server says that it is not there"
-        return (Proof.UNLOADED, *always), f"waits until {said}"
+        if not _server_process(world, lease):
+            return (Proof.UNLOADED, *always), f"waits until {said}"
+        said = f"{said}, or the process of its server is gone"
+        return (Proof.UNLOADED, Proof.PROCESS_ABSENT, *always), f"waits until {said}"
     if answers(world, node):
         said = f"the agent of {node}, which keeps killing its process, finds no trace of it"
         return (Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED, *always), f"waits until {said}"
@@ -93,6 +96,12 @@ def _outside_pid(world: World, lease: Lease) -> int | None:
     """The process of an external holder, if it named one."""
     task = world.holder(lease.holder, lease.fence)
     return None if task is None or task.external is None else task.external.pid
+
+
+def _server_process(world: World, lease: Lease) -> str:
+    """As in ModelTerms."""
+    task = world.tasks.get(TaskId(lease.holder))
+    return "" if task is None or task.model is None else task.model.process
 
 
 def removed(world: World) -> list[Decision]:

@@ -7,7 +7,7 @@ from typing import Any, assert_never
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd, Proof
-from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerIndex
+from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -68,7 +68,7 @@ def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy:
 
     Reports of one run must be in the order in which its agent made them. A report with a (task, fence) that
     is not the task's active claim never touches the task; its Gone still releases that claim's leases.
-    NodeReport, ServerIndex and ModelsInUse are handled elsewhere, in their place between the reports.
+    NodeReport and reports about servers are handled elsewhere, in their place between the reports.
     """
     updates = TaskUpdates(world, now)
     nodes: dict[NodeName, Decision] = {}
@@ -86,7 +86,9 @@ def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy:
                 _gone(updates[report.task], world, report, now, policy)
             case NodeLost():
                 nodes |= _give_up_node(world, report, updates, now, policy)
-            case NodeReport() | ServerIndex() | ModelsInUse() | Heartbeat() | Sampled() | Progressed():
+            case NodeReport() | ServerIndex() | ServerGone() | ModelsInUse():
+                pass
+            case Heartbeat() | Sampled() | Progressed():
                 pass
             case _:
                 assert_never(report)

@@ -51,12 +51,15 @@ class ModelIndex:
             self._note_inference(task)
         if task.model is None:
             return
+        if task.id in self._known:
+            self._leave_home(self._known[task.id])  # its server may have had another name
         self._known[task.id] = task
-        home = task.model.home
         if not task.is_terminal:
-            self._live[home] = task
-        elif (holder := self._live.get(home)) is not None and holder.id == task.id:
-            del self._live[home]
+            self._live[task.model.home] = task
+
+    def _leave_home(self, task: Task) -> None:
+        if task.model is not None and self._live.get(task.model.home) == task:
+            del self._live[task.model.home]
 
     def drop(self, task: Task) -> None:
         self._known.pop(task.id, None)
@@ -81,11 +84,14 @@ class ModelIndex:
     def of(self, home: ModelKey) -> Task | None:
         return self._live.get(home)
 
-    def on(self, server: str) -> Iterator[Task]:
+    def known(self) -> Iterator[Task]:
+        """Ended ones with memory included, ordered by id."""
+        return (self._known[name] for name in sorted(self._known))
+
+    def on(self, server: str, address: str = "", process: str = "") -> Iterator[Task]:
         """All of one server, ended ones with memory included, ordered by id."""
-        for name in sorted(self._known):
-            task = self._known[name]
-            if task.model is not None and task.model.server == server:
+        for task in self.known():
+            if task.model is not None and task.model.is_at(server, address, process):
                 yield task
 
     def live(self) -> Iterator[Task]:

@@ -87,6 +87,8 @@ class World:
         """(tenant, terminal state) -> how many tasks ever ended so; survives pruning."""
         self.pending: Counter[str] = Counter()
         """Tenant -> how many of its tasks are pending, whatever they wait for."""
+        self.pending_bytes: Counter[str] = Counter()
+        """Tenant -> what they keep for their runs."""
         self.models = ModelIndex()
         self.learned = RunHistory()
         self.mix = DemandMix()
@@ -307,6 +309,7 @@ class World:
         self.models.note(task)
         if task.state is TaskState.PENDING:
             self.pending[task.tenant] += 1
+            self.pending_bytes[task.tenant] += task.queued_bytes
             self.queue.add(task)
             if task.waits_until is not None:
                 self.expiring[task.id] = task.waits_until
@@ -317,6 +320,7 @@ class World:
     def _count_out(self, task: Task, *, grows: bool) -> None:
         if task.state is TaskState.PENDING:
             self.pending[task.tenant] -= 1
+            self.pending_bytes[task.tenant] -= task.queued_bytes
             self.queue.remove(task)
             self.expiring.pop(task.id, None)
         else:  # active: what has ended changes no more

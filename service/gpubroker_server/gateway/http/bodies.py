@@ -26,6 +26,8 @@ class RequestLimits:
     """Both limits are for all objects of a tenant."""
     tenant_pending_tasks: int = 500_000
     """The most tasks of a tenant that wait."""
+    tenant_pending_bytes: int = 4 * 1024**3
+    """The most that they keep for their runs."""
     tenant_waits: int = 1_000
     """The most requests of a tenant that wait for a task in one gateway."""
     object_seconds: Seconds = Seconds(86400.0)

@@ -160,6 +160,14 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "nothing was stored; send it again when some have started, or cancel some",
         retryable=True,
     ),
+    "tenant-queue-bytes": ProblemKind(
+        429,
+        "The tenant's tasks in the queue keep too many bytes",
+        'tenant "{tenant}" has tasks that wait and keep {pending} bytes of arguments, commands, env and '
+        "labels; this would add {more}, and it may have {most} (limits.tenant_pending_bytes); nothing was "
+        "stored; pass large data by its address, or send it again when some have started, or cancel some",
+        retryable=True,
+    ),
     "tenant-waits": ProblemKind(
         429,
         "The tenant has too many requests that wait",

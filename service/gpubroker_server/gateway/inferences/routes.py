@@ -23,16 +23,18 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import JSON_LENGTH, PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import OneAtATime
+from gpubroker_server.gateway.proxy.health_checks import may_have
 from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
+from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.status.records import JUST_ACCEPTED
 from gpubroker_server.gateway.status.task_view import task_view
 from gpubroker_server.gateway.status.views import TaskView
 from gpubroker_server.gateway.submission.demand import Defaults
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
 from gpubroker_server.gateway.submission.task_body import MaxRetries, Priority, StreamName, TimeoutSeconds
 from gpubroker_server.gateway.submission.timing import Timed, Timing, dependencies_of, stands_for, timing_of
-from gpubroker_server.ports.store import RunSpec
+from gpubroker_server.ports.store import RunSpec, Submission
 
 Datatype = Literal[
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
@@ -194,18 +196,6 @@ def task_of_inference(
     )
 
 
-def spec_of_inference(body: SubmitInference, stored: bytes, digest: str | None) -> RunSpec:
-    """`stored`: the packed request; `digest`: of the object that holds it instead of the row."""
-    return RunSpec(
-        kind=KIND,
-        entrypoint=body.model,
-        arguments=stored if digest is None else b"",
-        arguments_digest=digest,
-        labels=body.labels,
-        model_type=body.model_type,
-    )
-
-
 resource = Resource("models")
 
 _INLINE_BYTES = 64 * 1024
@@ -224,6 +214,8 @@ class InferenceParts:
     submissions: Submissions
     objects: NamedObjects
     residencies: Residencies | None
+    outside: tuple[Server, ...] = ()
+    """The servers without models in the ledger."""
     reads: OneAtATime = field(default_factory=lambda: OneAtATime("inferences on objects", max_waiting=64))
     """One inference has its objects in memory at a time."""
 
@@ -237,8 +229,8 @@ Parts = Annotated[InferenceParts, PARTS]
     Scope.MODELS_INFER,
     TaskView,
     "malformed-json priority-not-allowed not-found payload-too-large unsupported-media-type "
-    "tenant-queue-full validation-failed exceeds-capacity no-matching-device exceeds-maximum exceeds-quota "
-    "idempotency-key-reused too-many-requests result-damaged store-unavailable",
+    "tenant-queue-full tenant-queue-bytes validation-failed exceeds-capacity no-matching-device "
+    "exceeds-maximum exceeds-quota idempotency-key-reused too-many-requests result-damaged store-unavailable",
     status_code=202,
     response_description="It is on disk, and sent to its model when that is loaded and its turn has come.",
     openapi_extra={
@@ -273,13 +265,17 @@ async def submit_inference(
         submissions.check_queue(task.tenant)
         named = {at: tensor.object for at, tensor in enumerate(body.inputs) if tensor.object is not None}
         async with parts.reads.slot() if named else nullcontext():
-            spec = await _spec_of(call, parts, body, task, named)
+            submission = await _submission_of(call, parts, body, task, named)
+            submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
+            if not is_deferred(task):
+                await _want_model(parts, body.model, task.priority)
+            submission = await submissions.with_object(submission)
     except Problem:
         known = await submissions.sent_before(call, idempotency_key, "inference")
         if known is None:
             raise
         return answer(task_view(known.record, live_of(known.record.task)), 202, known.headers)
-    record, is_new, headers = await submissions.submit(call, task, spec, idempotency_key, "inference")
+    record, is_new, headers = await submissions.submit(call, submission, idempotency_key, "inference")
     live = JUST_ACCEPTED if is_new else live_of(record.task)
     return answer(task_view(record, live), 202, {**headers, "Location": f"/tasks/{record.task.id}"})
 
@@ -305,10 +301,10 @@ async def _new_task(call: Call, submissions: Submissions, body: SubmitInference)
     return task
 
 
-async def _spec_of(
+async def _submission_of(
     call: Call, parts: Parts, body: SubmitInference, task: Task, named: Mapping[int, str]
-) -> RunSpec:
-    """Large requests are on disk before the row that names them. Raises Problem."""
+) -> Submission:
+    """Raises Problem."""
     objects = await parts.objects.values_of(call.identity.tenant, named) if named else NO_OBJECTS
     binary_data = await call.binary_data()
     size_bytes = len(await call.body()) + sum(map(len, objects.values()))
@@ -316,22 +312,25 @@ async def _spec_of(
         stored = await asyncio.to_thread(lambda: packed(request_of(body, binary_data, objects)))
     else:
         stored = packed(request_of(body, binary_data, objects))
-    if not is_deferred(task):
-        await _want_model(parts, body.model, task.priority)
-    return spec_of_inference(body, stored, await parts.submissions.put_if_large(stored, task.id))
+    model, model_type = body.model, body.model_type
+    spec = RunSpec(KIND, model, arguments=stored, labels=body.labels, model_type=model_type)
+    return submission_of(task, spec)
 
 
 async def _want_model(parts: Parts, model: str, priority: int) -> None:
     """Ask for the model's memory, if its server is in the ledger. Raises Problem for a model that no server
     has, and for one that would fit nowhere. A server that does not answer now is asked again later."""
-    if parts.residencies is None or parts.residencies.holding(model):
-        return
+    why = "it is in no repository"
     try:
-        await parts.residencies.want(model, priority, queued=True)
+        if parts.residencies is not None:
+            if not parts.residencies.holding(model):
+                await parts.residencies.want(model, priority, queued=True)
+            return
     except UnknownModel as unknown:
-        if not parts.submissions.permissions.policy.serving.others:
-            detail = f'there is no model "{model[:100]}": {unknown}; GET /models lists them'
-            raise Problem("not-found", detail) from None
+        why = str(unknown)
     except Problem as problem:
         if problem.kind.status < 500:
             raise
+        return
+    if not await may_have(parts.outside, model):
+        raise Problem("not-found", f'there is no model "{model[:100]}": {why}; GET /models lists them')

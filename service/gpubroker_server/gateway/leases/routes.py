@@ -28,7 +28,7 @@ from gpubroker_server.gateway.leases.leases import (
     task_of_lease,
 )
 from gpubroker_server.gateway.status.records import TaskRecords
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
 from gpubroker_server.ports.store import RunSpec, TaskRecord
 
 resource = Resource("leases")
@@ -71,7 +71,8 @@ class LeaseWaitQuery(WaitQuery):
     Scope.TASKS_WRITE,
     LeaseView,
     "malformed-json priority-not-allowed validation-failed exceeds-capacity no-matching-device "
-    "exceeds-maximum exceeds-quota idempotency-key-reused tenant-queue-full store-unavailable",
+    "exceeds-maximum exceeds-quota idempotency-key-reused tenant-queue-full tenant-queue-bytes "
+    "store-unavailable",
     status_code=202,
     response_description="It waits in the queue; `/leases/{id}/wait` answers when it is held.",
 )
@@ -86,14 +87,14 @@ async def ask_lease(
     submissions = parts.submissions
     try:
         task = _new_task(call, submissions, body)
-        submissions.check_queue(task.tenant)
+        submission = submission_of(task, RunSpec(kind=KIND, labels=body.labels))
+        submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
     except Problem:
         known = await submissions.sent_before(call, idempotency_key, "lease")
         if known is None:
             raise
         return _answer(parts, known.record, 202, known.headers)
-    spec = RunSpec(kind=KIND, labels=body.labels)
-    record, _, headers = await submissions.submit(call, task, spec, idempotency_key, "lease")
+    record, _, headers = await submissions.submit(call, submission, idempotency_key, "lease")
     return _answer(parts, record, 202, headers)
 
 

@@ -1,11 +1,9 @@
-"""The data plane over gRPC, on a port of its own: messages pass as bytes, and tokens are checked before any
-message is read."""
+"""A call of the data plane over gRPC: its messages pass as bytes."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 import grpc
@@ -20,12 +18,11 @@ from gpubroker_server.gateway.proxy.grpc_messages import (
     merged_replies,
     target_of,
 )
-from gpubroker_server.gateway.proxy.operations import FanOut, Operation, Target, grpc_operation
-from gpubroker_server.gateway.proxy.plane import IDEMPOTENT, QUEUE_HEADERS, Plane
+from gpubroker_server.gateway.proxy.operations import FanOut, Operation, Target
+from gpubroker_server.gateway.proxy.plane import Plane
 from gpubroker_server.gateway.proxy.proxied_request import ProxiedRequest
 from gpubroker_server.gateway.proxy.refusals import (
     no_files,
-    no_shared_memory,
     our_mistake,
     problem_of,
     says_dead,
@@ -36,7 +33,6 @@ from gpubroker_server.ports.backends import (
     CallBackend,
     CallFailed,
     CallReply,
-    CallStream,
     Metadata,
     Trouble,
     UpstreamRequest,
@@ -59,49 +55,9 @@ _STATUS_OF: Final = {
 }
 """By status of HTTP; all others are INTERNAL."""
 
-_TO_US: Final = frozenset({"authorization", "user-agent", IDEMPOTENT, *QUEUE_HEADERS})
-"""Of a call's metadata; all else is passed on."""
-
-
-TOKEN_SECONDS: Final = 1.0
-"""How often a stream looks whether its token is still valid."""
-
-
-class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
-    """Sees each call before any message of it is read: a refused client has sent nothing but a head."""
-
-    def __init__(self, plane: Plane) -> None:
-        self._plane = plane
-
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        metadata = [(name, value) for name, value in details.invocation_metadata if name not in _TO_US]
-        to_us = {name: value for name, value in details.invocation_metadata if name in _TO_US}
-        operation = grpc_operation(details.method)
-        call = GrpcCall(self._plane, operation, details.method, metadata)
-        try:
-            if operation.scope is not None:
-                token = to_us.get("authorization")
-                # perf_analyzer sends the space after the colon, which HTTP/1.1 would have removed
-                given = None if token is None else token.strip().encode("latin-1", "replace")
-                call.authorization = given
-                call.identity = self._plane.authorize(operation.scope, operation.name, given)
-                call.wish = self._plane.lanes.wish_in(call.identity, *map(to_us.get, QUEUE_HEADERS))
-                call.is_idempotent = to_us.get(IDEMPOTENT, "").lower() == "true"
-            if operation.shares_memory:
-                raise no_shared_memory()
-        except Problem as problem:
-            return grpc.stream_stream_rpc_method_handler(partial(call.refused, problem))
-        if operation.scope is None:
-            return grpc.stream_stream_rpc_method_handler(call.unread)
-        if operation.is_stream:
-            return grpc.stream_stream_rpc_method_handler(call.stream)
-        return grpc.unary_unary_rpc_method_handler(call.unary)
-
 
 class GrpcCall(ProxiedRequest):
     over_grpc = True
-    authorization: bytes | None = None
-    """The header with the client's token."""
     _context: grpc.aio.ServicerContext
     _opened: "_UnaryCall | None" = None
     """To be carried out next."""
@@ -144,26 +100,6 @@ class GrpcCall(ProxiedRequest):
         """Needs no token, so its message is not read: the library would keep as much of one as comes. Those
         of health checks are empty, or name a service, which Triton ignores."""
         await context.write(await self.unary(b"", context))
-
-    async def stream(self, stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """It goes where its first message belongs, once the model of that is there and has a slot, which it
-        keeps. It is never retried, and lasts no longer than its token."""
-        try:
-            self.plane.requests.enter(self._tenant, self)
-            if self.target.operation.model_field:
-                async for message in stream:
-                    await self._wait_for_model(message)
-                    break
-            await self._pass_stream(stream, context)
-            self._count(grpc.StatusCode.OK)
-        except Exception as fault:
-            self.close()
-            await self._fail(fault, context)
-        except asyncio.CancelledError:
-            self._count(grpc.StatusCode.CANCELLED)
-            raise
-        finally:
-            self.close()
 
     async def refused(
         self, problem: Problem, _stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -239,8 +175,8 @@ class GrpcCall(ProxiedRequest):
         if self._was_there and says_dead(failed.detail):
             self._report_dead()
         is_own_word = failed.trouble is None
-        if is_own_word and says_unknown_model(failed.detail) and self._may_wait_again():
-            self._wait_for_return()
+        is_unknown = is_own_word and says_unknown_model(failed.detail)
+        if is_unknown and self._may_ask_again() and self._ask_again():
             return
         broke_off = Trouble.BROKEN if failed.code == UNAVAILABLE else None
         trouble = failed.trouble or broke_off
@@ -271,67 +207,6 @@ class GrpcCall(ProxiedRequest):
         if self.target.operation.unloads:
             server.note_unload(self.target.model)
         return reply
-
-    # Streams.
-
-    async def _wait_for_model(self, first: bytes) -> None:
-        """Raises Problem."""
-        self.target = target_of(self.target.operation, first)
-        self.write(first)
-        bring, must_wait = self._reserve()
-        if must_wait:
-            self._body.charge(len(first), self._tenant)
-            await self._until_ready(bring)
-            self._body.release()
-
-    async def _pass_stream(self, stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """Raises CallFailed."""
-        server = self.plane.fleet.pick(self.target, over_grpc=True)
-        assert server is not None  # none was tried
-        assert server.calls is not None
-        self._context = context
-        call = server.calls.open(self._method, self._metadata, self.seconds_left())
-        server.in_flight += 1
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(self._send_all(stream, call))
-                watching = tasks.create_task(self._watch_token())
-                await context.send_initial_metadata(await call.first())
-                while (answer := await call.read()) is not None:
-                    await context.write(answer)
-                context.set_trailing_metadata(self._signed(await call.last()))
-                sending.cancel()
-                watching.cancel()
-        except ExceptionGroup as group:
-            fault = group.exceptions[0]
-            if isinstance(fault, CallFailed):
-                server.grpc.call_failed(fault)
-            raise fault from None
-        finally:
-            server.in_flight -= 1
-            call.cancel()
-
-    async def _send_all(self, stream: AsyncIterator[bytes], call: CallStream) -> None:
-        """Raises Problem."""
-        for message in self._body.pieces:
-            await call.write(message)
-        self._body.clear()
-        async for message in stream:
-            self._authorize()  # whichever model it names, as a call of its own
-            await call.write(message)
-        await call.end()
-
-    async def _watch_token(self) -> None:
-        """A stream may only listen. Raises Problem."""
-        while True:
-            await asyncio.sleep(TOKEN_SECONDS)
-            self._authorize()
-
-    def _authorize(self) -> None:
-        """Raises Problem."""
-        operation = self.target.operation
-        assert operation.scope is not None
-        self.identity = self.plane.authorize(operation.scope, operation.name, self.authorization)
 
     # The end.
 

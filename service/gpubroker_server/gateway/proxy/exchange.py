@@ -228,7 +228,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
 
     def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
         is_short = (body_bytes or 0) <= _LONGEST_MESSAGE_BYTES
-        if status in _UNKNOWN_MODEL and is_short and self._may_wait_again():
+        if status in _UNKNOWN_MODEL and is_short and self._may_ask_again():
             self._held_head = status, headers, body_bytes
             return
         self._pass_head(status, headers, body_bytes)
@@ -264,9 +264,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
 
     def on_end(self) -> None:
         if self._held_head is not None:
-            if says_unknown_model(_error_in(self._held_body)):
+            if says_unknown_model(_error_in(self._held_body)) and self._ask_again():
                 self._held_head, self._held_body = None, b""
-                self._wait_for_return()
                 return
             self._let_through()
         self._upstream = None

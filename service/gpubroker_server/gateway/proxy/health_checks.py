@@ -34,7 +34,6 @@ class HealthChecks:
     def __init__(self, servers: Sequence[Server], rules: CheckRules | None = None) -> None:
         self._servers = servers
         self._rules = rules or CheckRules()
-        self._reads_index = len(servers) > 1
 
     async def keep(self) -> None:
         """Until cancelled."""
@@ -78,7 +77,7 @@ class HealthChecks:
         found = await fetch(server.backend, _LIVE, within_seconds=within, is_check=True)
         if found.status != 200:
             raise NotFetched(Trouble.BROKEN, f"GET /v2/health/live was answered {found.status}")
-        if self._reads_index and not server.is_managed:
+        if not server.is_managed:
             rows = await index_of(server, within)
             server.contents = None if rows is None else _contents_of(rows)
 
@@ -96,6 +95,18 @@ async def index_of(server: Server, within_seconds: float) -> list[dict[str, str]
     NotFetched."""
     answer = await fetch(server.backend, _INDEX, within_seconds=within_seconds, is_check=True)
     return rows_in(answer.body) if answer.status == 200 else None
+
+
+async def may_have(servers: Sequence[Server], model: str) -> bool:
+    """Whether one of these has the model in its repository, or does not say what it has."""
+    name = model.encode()
+    if any(server.contents is not None and name in server.contents.known for server in servers):
+        return True
+    try:
+        indexes = await asyncio.gather(*(index_of(server, CheckRules().answer_seconds) for server in servers))
+    except NotFetched:
+        return True
+    return any(rows is None or any(row.get("name") == model for row in rows) for rows in indexes)
 
 
 def rows_in(index: bytes) -> list[dict[str, str]] | None:

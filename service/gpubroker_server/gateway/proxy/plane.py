@@ -203,6 +203,12 @@ class Plane:
         except StoreUnavailable:
             raise Problem("store-unavailable") from None
 
+    def has_left(self, model: str) -> bool:
+        """As the ledger says; False where it is not the ledger's to say."""
+        if self.residencies is None or not model or self.residencies.have(model):
+            return False
+        return not self.fleet.is_outside_ledger(model)
+
     def check_scope(self, identity: Identity, scope: Scope, what: str) -> None:
         """Raises Problem."""
         if not identity.may(scope):

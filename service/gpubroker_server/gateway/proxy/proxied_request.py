@@ -249,7 +249,7 @@ class ProxiedRequest(ABC):
             if self.lane_entry is None:
                 self.lane_entry = self.plane.lanes.enter(self.target.model, self.identity, self.wish)
             await self.lane_entry.granted()
-            if not is_known or not self._has_left():
+            if not is_known or not self.plane.has_left(self._model):
                 return
             self.lane_entry.leave()
             self.lane_entry, bring = None, self._bring
@@ -260,13 +260,6 @@ class ProxiedRequest(ABC):
         if self.target.operation.loads:
             residencies.try_again(self._model)
         return await residencies.ready_if_known(self._model, self.wish.priority, self.wish.seconds)
-
-    def _has_left(self) -> bool:
-        """As the ledger says; False where it is not the ledger's to say."""
-        residencies = self.plane.residencies
-        if residencies is None or not self.target.model or residencies.have(self._model):
-            return False
-        return not self.plane.fleet.is_outside_ledger(self._model)
 
     def _write_waiting(self, data: bytes) -> None:
         try:
@@ -336,15 +329,17 @@ class ProxiedRequest(ABC):
     def _retry(self, trouble: Trouble) -> bool:
         """Send it to another server, if it may go there after this trouble."""
         failed = self.server
-        self._upstream = None
         self._leave_server()
-        if not self._is_kept or trouble not in self._retried_after():
+        if failed is None or trouble not in self._retried_after() or not self._send_to_another():
             return False
+        failed.passed_on += 1
+        return True
+
+    def _send_to_another(self) -> bool:
         other = self.plane.fleet.pick(self.target, over_grpc=self.over_grpc, tried=self._tried)
-        if other is None:
+        if other is None or not self._is_kept:
             return False
-        if failed is not None:
-            failed.passed_on += 1
+        self._leave_server()
         self._send_to(other)
         return True
 
@@ -353,17 +348,18 @@ class ProxiedRequest(ABC):
             return _IF_READING
         return _IF_IDEMPOTENT if self.is_idempotent else _NOTHING_SENT
 
-    def _may_wait_again(self) -> bool:
+    def _may_ask_again(self) -> bool:
         """If the server says that it does not have the model: nothing was done then."""
-        return self._was_there and self._is_kept and self.is_complete and self._returns < MOST_RETURNS
+        return self._is_kept and self.is_complete and self._returns < MOST_RETURNS
 
-    def _wait_for_return(self) -> None:
-        """The server does not have the model, though the ledger says so: back to WAITING."""
+    def _ask_again(self) -> bool:
+        """The server does not have the model. If the ledger says so, back to WAITING; else to the next
+        server, which may have got it just now. False: all were asked."""
         server, residencies = self.server, self.plane.residencies
         assert server is not None
-        assert residencies is not None
+        if not self._was_there or residencies is None:
+            return self._send_to_another()
         self._returns += 1
-        self._upstream = None
         self._leave_server()
         if self.lane_entry is not None:
             self.lane_entry.leave()
@@ -372,6 +368,7 @@ class ProxiedRequest(ABC):
             self._wait(partial(residencies.returned, self._model, self.wish.priority, server.name))
         except Problem as full:
             self.refuse(full)
+        return True
 
     def _report_dead(self) -> None:
         """The server says that the model's process is gone."""
@@ -379,6 +376,7 @@ class ProxiedRequest(ABC):
             self.plane.residencies.report_dead(self._model, self.server.name)
 
     def _leave_server(self) -> None:
+        self._upstream = None
         if self._is_in_flight:
             assert self.server is not None
             self.server.in_flight -= 1

@@ -167,12 +167,17 @@ class Fleet:
         )
 
     def pick(
-        self, target: Target, *, over_grpc: bool = False, tried: Collection[Server] = ()
+        self,
+        target: Target,
+        *,
+        over_grpc: bool = False,
+        tried: Collection[Server] = (),
+        before: Server | None = None,
     ) -> Server | None:
         """Where a request goes; None if all servers that could take it were `tried`. The first of these:
 
-        1. of those that have the model and answer, the one with fewest requests in flight; of several the
-           next in turn
+        1. of those that have the model and answer, the one that its stream was at `before`, or else the one
+           with fewest requests in flight; of several the next in turn
         2. one that has the model, though it does not answer
         3. the same of those that do not say what they have
         4. where none has it, or the request names no model: the first that answers, which will say so
@@ -187,7 +192,7 @@ class Fleet:
         left = [server for server in having or able if server not in tried]
         up = [server for server in left if not server.endpoint(over_grpc).breaker.is_open]
         if having and up:
-            return self._least_busy(up)
+            return before if before in up else self._least_busy(up)
         if up:
             return up[0]
         return left[0] if left and not tried else None

@@ -11,8 +11,10 @@ from fastapi import Header
 from pydantic_core import to_json
 
 from gpubroker_server.core.domain.demand import Demand, may_use_device
+from gpubroker_server.core.domain.submission import bytes_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.explain.admission import ranks_text
 from gpubroker_server.core.planning.forecasts.run_estimates import Size, learned_size, size_of_ranks
 from gpubroker_server.core.world.world import World
@@ -82,6 +84,8 @@ class Submissions:
     inline_bytes: int
     most_pending: int
     """Of one tenant."""
+    most_pending_bytes: int
+    """Kept by them for their runs."""
 
     async def new_task(self, body: SubmitTask, tenant: str) -> PreparedTask:
         """The task that this body asks for. Raises Problem if the body is invalid; see also `check_allowed`
@@ -149,36 +153,39 @@ class Submissions:
         self.permissions.check_env(identity, body.env)
         self.permissions.check_priority(identity, task.priority)
 
-    def check_queue(self, tenant: str, tasks: int = 1) -> None:
-        """Raises Problem if so many more would be too many. A bound, not a count: requests that are under way
-        at once do not see each other."""
+    def check_queue(self, tenant: str, tasks: int = 1, size_bytes: int = 0) -> None:
+        """Raises Problem if so many more, or what they keep, would be too much. A bound, not a count:
+        requests that are under way at once do not see each other."""
         pending = self.world.pending[tenant]
         if pending + tasks > self.most_pending:
             raise Problem("tenant-queue-full", tenant=tenant, pending=pending, most=self.most_pending)
+        pending_bytes, most = self.world.pending_bytes[tenant], self.most_pending_bytes
+        if pending_bytes + size_bytes > most:
+            raise Problem(
+                "tenant-queue-bytes", tenant=tenant, pending=pending_bytes, more=size_bytes, most=most
+            )
 
     def check_possible(self, task: Task) -> None:
         """Raises Problem for a task that could never run here, or that may run for too long."""
         self.capacity.check(task.demand, task.priority, task.tenant)
         self.capacity.check_times(task)
 
-    async def spec_of(self, body: SubmitTask, task: Task, learned: Size | None) -> RunSpec:
-        """Large arguments are on disk before the row that names them."""
-        arguments = arguments_of(body.run)
-        return run_spec(body, body.run, arguments, await self.put_if_large(arguments, task.id), learned)
+    async def with_object(self, submission: Submission) -> Submission:
+        """With arguments that are too large for the row in an object, which is on disk by then."""
+        spec = submission.spec
+        if len(spec.arguments) <= self.inline_bytes:
+            return submission
+        digest = await self.blobs.put(spec.arguments, owner=submission.task.id)
+        return replace(submission, spec=changed(spec, arguments=b"", arguments_digest=digest))
 
-    async def put_if_large(self, arguments: bytes, task: TaskId) -> str | None:
-        """Store arguments that are too large for the row as an object. Its digest; None if they fit."""
-        if len(arguments) <= self.inline_bytes:
-            return None
-        return await self.blobs.put(arguments, owner=task)
-
-    async def submit(self, call: Call, task: Task, spec: RunSpec, key: str | None, what: str) -> Stored:
+    async def submit(self, call: Call, submission: Submission, key: str | None, what: str) -> Stored:
         """Store the task once, however often the client sends it. Durable when this returns.
 
         `what` is `task`, `lease` or `inference`: the same key and body mean different requests for each.
         Raises Problem idempotency-key-reused.
         """
-        submission = Submission(task, spec)
+        submission = await self.with_object(submission)
+        task, spec = submission.task, submission.spec
         if key is not None:
             submission = Submission(task, spec, key.strip('"'), await body_hash(call, what))
         outcome = await self.store.submit(submission)
@@ -236,21 +243,18 @@ def arguments_of(run: Entrypoint | Command | Function) -> bytes:
             return b""
 
 
-def run_spec(
-    body: SubmitTask,
-    run: Entrypoint | Command | Function,
-    arguments: bytes,
-    digest: str | None,
-    learned: Size | None = None,
-) -> RunSpec:
-    """Of this task, or of one that differs from it in its run alone. `digest`: of the object that holds the
-    arguments instead of the row."""
+def submission_of(task: Task, spec: RunSpec) -> Submission:
+    """`spec` has the arguments, however large; see `Submissions.with_object`."""
+    return Submission(changed(task, queued_bytes=bytes_of(spec)), spec)
+
+
+def run_spec(body: SubmitTask, run: Entrypoint | Command | Function, learned: Size | None = None) -> RunSpec:
+    """Of this task, or of one that differs from it in its run alone. Raises Problem."""
     return RunSpec(
         kind=run.tag,
         entrypoint=run.entrypoint if isinstance(run, Entrypoint) else "",
         command=tuple(run.command) if isinstance(run, Command) else (),
-        arguments=arguments if digest is None else b"",
-        arguments_digest=digest,
+        arguments=arguments_of(run),
         python=run.python if isinstance(run, Function) else "",
         env=_env_of(body),
         result_format=body.result_format,

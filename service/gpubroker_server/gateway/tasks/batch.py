@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from gpubroker_server.core.domain.submission import RunSpec
+from gpubroker_server.core.domain.submission import RunSpec, bytes_of
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.planning.forecasts.run_estimates import Size
@@ -23,10 +23,10 @@ from gpubroker_server.gateway.http.routing import Call, Resource, json_answer
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Submissions,
-    arguments_of,
     body_hash,
     key_reused,
     run_spec,
+    submission_of,
 )
 from gpubroker_server.gateway.submission.task_body import SubmitTask
 from gpubroker_server.gateway.tasks.routes import Parts
@@ -99,7 +99,7 @@ class BatchView(TypedDict):
     Scope.TASKS_WRITE,
     BatchView,
     "malformed-json payload-too-large unsupported-media-type validation-failed batch-refused "
-    "idempotency-key-reused tenant-queue-full too-many-requests store-unavailable",
+    "idempotency-key-reused tenant-queue-full tenant-queue-bytes too-many-requests store-unavailable",
     accepted="`all_or_nothing`: all of them are on disk.",
     status_code=207,
     response_description="Tasks with status 202 are on disk, all in one commit; the others have a problem.",
@@ -125,7 +125,8 @@ async def submit_batch(
             _check_all(made)
         text = to_json(_view(call, made))
     submissions = [one for one in made if isinstance(one, Submission)]
-    parts.submissions.check_queue(call.identity.tenant, len(submissions))
+    size_bytes = sum(submission.task.queued_bytes for submission in submissions)
+    parts.submissions.check_queue(call.identity.tenant, len(submissions), size_bytes)
     if submissions:
         answered = "" if key is None else text.decode()
         outcome = await store.submit_batch(BatchSubmission(submissions, key, hashed, answered))
@@ -230,8 +231,7 @@ class BatchTasks:
         call = call_within(text, surroundings)
         if call is None or len(call.arguments) > self._submissions.inline_bytes:
             return None
-        spec = changed(first.spec, arguments=call.arguments, arguments_digest=None)
-        return Submission(changed(first.task, id=id), spec, like=first)
+        return self._alike(first, id, changed(first.spec, arguments=call.arguments, arguments_digest=None))
 
     async def _submission(self, text: bytes, id: TaskId) -> Submission:
         """Raises Problem."""
@@ -248,16 +248,14 @@ class BatchTasks:
         first = prototype.submission
         self._last = split.surroundings, first
         if isinstance(split.run, EntrypointCall):
-            spec = await self._with_arguments(first.spec, split.run.arguments, id)
+            spec = changed(first.spec, arguments=split.run.arguments, arguments_digest=None)
         else:
             self._submissions.permissions.check_run(self._identity, split.run)
-            spec = run_spec(prototype.body, split.run, b"", None, prototype.learned)
-            spec = await self._with_arguments(spec, arguments_of(split.run), id)
-        return Submission(changed(first.task, id=id), spec, like=first)
+            spec = run_spec(prototype.body, split.run, prototype.learned)
+        return await self._submissions.with_object(self._alike(first, id, spec))
 
-    async def _with_arguments(self, spec: RunSpec, arguments: bytes, id: TaskId) -> RunSpec:
-        digest = await self._submissions.put_if_large(arguments, id)
-        return changed(spec, arguments=arguments if digest is None else b"", arguments_digest=digest)
+    def _alike(self, first: Submission, id: TaskId, spec: RunSpec) -> Submission:
+        return Submission(changed(first.task, id=id, queued_bytes=bytes_of(spec)), spec, like=first)
 
     async def _prototype(self, text: bytes, id: TaskId) -> _Prototype:
         """Raises Problem."""
@@ -269,4 +267,5 @@ class BatchTasks:
         task, learned = make.task_of(body, self._identity.tenant, id, self._stands, self._now)
         make.check_allowed(self._identity, body, task)
         make.check_possible(task)
-        return _Prototype(body, Submission(task, await make.spec_of(body, task, learned)), learned)
+        submission = submission_of(task, run_spec(body, body.run, learned))
+        return _Prototype(body, await make.with_object(submission), learned)

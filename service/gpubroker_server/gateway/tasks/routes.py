@@ -21,7 +21,13 @@ from gpubroker_server.gateway.http.waiters import LeaderRequests, OneAtATime
 from gpubroker_server.gateway.status.records import JUST_ACCEPTED, TaskRecords, result_member, shown_format
 from gpubroker_server.gateway.status.task_view import error_view, task_view
 from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
-from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Stored, Submissions
+from gpubroker_server.gateway.submission.submissions import (
+    IdempotencyKey,
+    Stored,
+    Submissions,
+    run_spec,
+    submission_of,
+)
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
 from gpubroker_server.ports.store import TaskRecord
@@ -60,7 +66,7 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGN
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
     "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "store-unavailable",
+    "tenant-queue-bytes store-unavailable",
     status_code=202,
     response_description="The task is on disk and will run as soon as there is room.",
     responses={
@@ -100,14 +106,14 @@ async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -
         task, learned = await submissions.new_task(body, call.identity.tenant)
         submissions.check_allowed(call.identity, body, task)
         submissions.check_possible(task)
-        submissions.check_queue(task.tenant)
+        submission = submission_of(task, run_spec(body, body.run, learned))
+        submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
     except Problem:
         known = await submissions.sent_before(call, key, "task")
         if known is None:
             raise
         return known
-    spec = await submissions.spec_of(body, task, learned)
-    return await submissions.submit(call, task, spec, key, "task")
+    return await submissions.submit(call, submission, key, "task")
 
 
 class TaskQuery(PageQuery):

@@ -315,7 +315,7 @@ class Residency:
         elif task is None and rules.base_mb:
             where = self._where(rules.devices)
             demand = Demand(gpus=max(1, len(rules.devices)), gpu_mb=rules.base_mb, where=where)
-            terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0, sized=True)
+            terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0, sized=True, address=self.host.address)
             name, now = f"{rules.name} itself", self._parts.clock.now()
             await self._submit(name, self._settled(demand), terms, now, held=True)
 
@@ -328,6 +328,7 @@ class Residency:
             priority,
             load_seconds=load_seconds,
             steps=steps,
+            address=self.host.address,
             **fields,
         )
 

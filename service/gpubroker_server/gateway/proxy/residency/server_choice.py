@@ -70,6 +70,8 @@ class Residencies:
             await residency.ready(model, priority, own)
         except UnknownModel:
             return False
+        except StoreUnavailable:
+            raise Problem("store-unavailable") from None
         return True
 
     async def returned(self, model: str, asked: int | None, server: str) -> bool:
@@ -113,10 +115,13 @@ class Residencies:
 
     async def unloaded(self, model: str) -> bool:
         """Have the model unloaded everywhere, and wait until it is gone; False if it was nowhere. Raises
-        Problem model-not-ready."""
+        Problem."""
         holding = self.holding(model)
-        for residency in holding:
-            await residency.unloaded(model)
+        try:
+            for residency in holding:
+                await residency.unloaded(model)
+        except StoreUnavailable:
+            raise Problem("store-unavailable") from None
         return bool(holding)
 
     async def keep_reporting(self, every_seconds: Seconds = REPORT_SECONDS) -> None:

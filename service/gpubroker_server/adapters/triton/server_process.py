@@ -1,0 +1,85 @@
+"""The process of a model server on this machine. Triton doesn't say when it was started; the operating system
+does, for processes of this machine and user."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+_LOOPBACK: Final = ("127.", "::1")
+_LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_START_TIME: Final = 19
+"""Its place in /proc/PID/stat after the name of the process, which may hold anything."""
+
+
+class ListeningProcess:
+    """The process that listens at a server's address."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._host = host.strip("[]").lower()
+        self._port = int(port)
+        self._found = ""
+
+    @property
+    def address(self) -> str:
+        """The same for all names of this machine that stand for loopback."""
+        return f"{'localhost' if self._host in _LOCAL_NAMES else self._host}:{self._port}"
+
+    def incarnation(self) -> str:
+        """Another text after each start; empty where the process can't be seen."""
+        if not self._found or is_gone(self._found):
+            pid = self._find()
+            self._found = "" if pid is None else _text_of(pid)
+        return self._found
+
+    def _find(self) -> int | None:
+        try:
+            addresses = {found[4][0] for found in socket.getaddrinfo(self._host, self._port)}
+            if not all(str(address).startswith(_LOOPBACK) for address in addresses):
+                return None
+            for connection in psutil.net_connections("tcp"):
+                listens = connection.status == psutil.CONN_LISTEN
+                if listens and getattr(connection.laddr, "port", None) == self._port and connection.pid:
+                    return int(connection.pid)
+        except (OSError, psutil.Error):
+            return None
+        return None
+
+
+def is_gone(process: str) -> bool:
+    """Whether that process has ended. False for one of another machine, or of another namespace of
+    processes, which can't be seen here."""
+    machine, _, found = process.rpartition("/")
+    pid, _, started = found.partition("@")
+    try:
+        return machine == _machine() and _start_time(int(pid)) != started
+    except (OSError, ValueError):
+        return False
+
+
+def _text_of(pid: int) -> str:
+    try:
+        return f"{_machine()}/{pid}@{_start_time(pid)}"
+    except OSError:
+        return ""
+
+
+def _machine() -> str:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _start_time(pid: int) -> str:
+    """In ticks since the boot, which no change of the clock moves; empty if there is no such process. Raises
+    OSError if it can't be seen."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except PermissionError:
+        pass
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return stat.rpartition(")")[2].split()[_START_TIME]
