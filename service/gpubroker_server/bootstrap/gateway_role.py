@@ -26,7 +26,6 @@ from gpubroker_server.bootstrap.follower import Job, LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
 from gpubroker_server.bootstrap.start_checks import allow_open_files, own_host, write_private
-from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.gateway.app import create_app
 from gpubroker_server.gateway.http.connections import ConnectionLimits, Connections, limited_by
 from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Callers, Tokens, new_token
@@ -95,7 +94,6 @@ class GatewayRole:
             ),
             shutdown=shut_down,
             has_executor=broker is not None,
-            standing=LeadershipStatus if broker is None else broker.candidate.standing,
             waiters=self._waiters,
             servers=servers_of(settings),
             served=served_of(settings, hosts_of(settings)),

@@ -64,8 +64,7 @@ def create_app(parts: AppParts) -> FastAPI:
         return fragmentation(*state), find_scattered_demand(*state)
 
     sources = Sources(
-        world, parts.follower.age_seconds, parts.standing, policy, clock.now, fragmented,
-        parts.leadership.paused,
+        world, parts.follower.age_seconds, parts.leadership.leader, policy, clock.now, fragmented,
     )  # fmt: skip
     app.state.telemetry = telemetry = Telemetry(sources)
     app.state.parts = {type(of): of for of in _parts_of_resources(parts, telemetry)}
