@@ -87,6 +87,9 @@ def test_alerts_fire_for_what_is_lost_and_end_when_it_is_back(
     prometheus.until(NO_LEADER, OLD_WORLD)
     server.start()
     prometheus.until()
+    for gateway in site.gateways:
+        log = gateway.log()
+        assert log.count("the database cannot be reached") == log.count("the database answers again") == 1
 
     site.gateways[1].kill_9()
     prometheus.until("up")

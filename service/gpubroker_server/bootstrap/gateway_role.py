@@ -95,6 +95,7 @@ class GatewayRole:
             shutdown=shut_down,
             has_executor=broker is not None,
             waiters=self._waiters,
+            access_log=settings.access_log,
             servers=servers_of(settings),
             served=served_of(settings, hosts_of(settings)),
         )
@@ -210,6 +211,7 @@ class GatewayRole:
             takes_files=self._settings.triton.load_files,
             residencies=parts.residencies,
             audit=self._store.audit,
+            access_log=self._settings.access_log,
         )
 
     def _grpc_port(self, plane: Plane, limits: ConnectionLimits) -> "GrpcPort | None":

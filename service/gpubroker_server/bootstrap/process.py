@@ -185,6 +185,11 @@ class Process:
             loop.add_signal_handler(number, self._shut_down, False)
 
     def _say(self, *lines: str) -> None:
+        """Lines for people; with JSON, one value each like all others."""
+        if self._settings.log_format == "json":
+            for line in lines:
+                log.info(line.strip())
+            return
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
 

@@ -122,7 +122,6 @@ class LeaderCandidate:
     async def _win(self) -> LeaderTerm:
         """Returns with a term as soon as no other process has one."""
         watched: ObservedLeader | None = None
-        is_away = False
         while True:
             self._resigned.clear()
             try:
@@ -131,11 +130,8 @@ class LeaderCandidate:
                 watched = ObservedLeader(self.row, now) if watched is None else watched.next(self.row, now)
                 if watched.may_take(now, self._rules) and (leader_term := await self._take(self.row)):
                     return leader_term
-                is_away = False
-            except StoreUnavailable as fault:
-                if not is_away:
-                    log.warning("the leader's row cannot be reached; trying again", fault=str(fault))
-                is_away = True
+            except StoreUnavailable as fault:  # which the follower of this process reports
+                log.debug("the leader's row cannot be reached; trying again", fault=str(fault))
             soonest, latest = POLL_SECONDS
             with suppress(TimeoutError):
                 async with asyncio.timeout(soonest + (latest - soonest) * self._chance()):

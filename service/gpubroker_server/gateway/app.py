@@ -77,6 +77,7 @@ def create_app(parts: AppParts) -> FastAPI:
         ids=parts.ids,
         limits=parts.rules.limits,
         telemetry=telemetry,
+        access_log=parts.access_log,
     )
     return app
 

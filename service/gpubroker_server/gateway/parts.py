@@ -52,6 +52,7 @@ class AppParts:
     waiters: Waiters = field(default_factory=Waiters)
     """The composition root passes it every batch of committed events."""
     ids: Ids = field(default_factory=Ids)
+    access_log: bool = False
     servers: Sequence[Server] = ()
     """All model servers."""
     served: Sequence[tuple[ServerRules, ModelHost]] = ()

@@ -16,6 +16,7 @@ from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem, problem_response
 from gpubroker_server.gateway.http.routing import DirectRoute
 from gpubroker_server.ports.store import Outgrown, StoreUnavailable, Unstorable
+from gpubroker_server.telemetry.logs import log_answered
 from gpubroker_server.telemetry.metrics import Telemetry
 
 log = structlog.get_logger("gpubroker.gateway")
@@ -41,6 +42,7 @@ class RequestMiddleware:
         ids: Ids,
         limits: RequestLimits,
         telemetry: Telemetry,
+        access_log: bool = False,
     ) -> None:
         """`parts`: what the routes of each resource get, by type."""
         self._router = router
@@ -56,6 +58,7 @@ class RequestMiddleware:
         self._ids = ids
         self._limits = limits
         self._telemetry = telemetry
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -70,6 +73,7 @@ class RequestMiddleware:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn sends the head alone
         request_id = self._ids.exchange()
+        structlog.contextvars.bind_contextvars(request=request_id)  # in all lines about this request
         scope["state"] = {"parts": self._parts, "request_id": request_id}
         status = 0
 
@@ -93,7 +97,12 @@ class RequestMiddleware:
             await problem_response(problem, scope)(scope, receive, send_with_id)
         finally:
             template = getattr(scope.get("route"), "path", _NO_ROUTE)
-            self._telemetry.on_request(scope["method"], template, status, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._telemetry.on_request(scope["method"], template, status, seconds)
+            if self._access_log:
+                caller = scope["state"].get("identity")
+                named = (None, None) if caller is None else (caller.name, caller.tenant)
+                log_answered(scope["method"], scope["path"], status, seconds, *named)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, headers = scope["state"], dict(scope["headers"])
@@ -146,7 +155,7 @@ class RequestMiddleware:
             case Outgrown():
                 return Problem("follower-stale", str(fault))
             case StoreUnavailable():
-                log.warning("database not reached", request=request_id, fault=str(fault))
+                log.debug("database not reached", request=request_id, fault=str(fault))
                 return Problem("store-unavailable")
             case Unstorable():
                 return Problem("validation-failed", str(fault))

@@ -1,8 +1,10 @@
 """The Ray driver: an expendable process that talks to Ray, so that the service survives whatever Ray does.
 
-Started as `python -m gpubroker_server.adapters.ray.driver.process DESCRIPTOR`. It reads frames of orders from
-the service and writes frames of reports, and opens neither. It ends when the service is gone or when any part
-of it fails; the service starts another. The runs go on.
+Started as `python -m gpubroker_server.adapters.ray.driver.process CHANNEL LOG LEVEL FORM`; the first two are
+descriptors. It reads frames of orders from the service and writes frames of reports, and opens neither. It
+ends when the service is gone or when any part of it fails; the service starts another. The runs go on.
+
+Its own lines go to LOG. What Ray prints goes to standard output and error, which are another file.
 """
 
 import asyncio
@@ -61,8 +63,9 @@ class CannotConnect(Exception):
 
 
 def main() -> None:
-    configure_logs("INFO", "console")
-    asyncio.run(_drive(socket.socket(fileno=int(sys.argv[1]))))
+    channel, lines, level, form = sys.argv[1:]
+    configure_logs(level, "json" if form == "json" else "console", os.fdopen(int(lines), "a"))
+    asyncio.run(_drive(socket.socket(fileno=int(channel))))
 
 
 async def _drive(channel: socket.socket) -> None:
