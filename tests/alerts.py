@@ -4,16 +4,25 @@ Expressions are parsed by a complete parser of PromQL. Of the language only what
 the rest is refused, so an alert that this cannot judge is noticed.
 """
 
+import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import httpx
 import promql_parser as promql
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.e2e.service_process import ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
+
 PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/monitor.md"
+
+HURRY = 10.0
 
 Labels = frozenset[tuple[str, str]]
 Series = tuple[str, Labels]
@@ -125,3 +134,30 @@ class Alertmanager:
                     found.add(alert.metric)
         self._since = holding
         return found
+
+
+class Prometheus:
+    """Scrapes these gateways, and evaluates all alerts twice: as documented, and ten times sooner."""
+
+    def __init__(self, *gateways: ServiceProcess) -> None:
+        targets = {gateway.data_dir.name: partial(metrics_of, gateway) for gateway in gateways}
+        self._alerts, self._soon = (Alertmanager(Scrapes(**targets), hurry) for hurry in (1.0, HURRY))
+        self.fired: set[str] = set()
+        """As documented, until now."""
+
+    def soon(self) -> set[str]:
+        now = time.monotonic()
+        self.fired |= self._alerts.firing(now)
+        return self._soon.firing(now)
+
+    def until(self, *alerts: str) -> None:
+        until(lambda: self.soon() == set(alerts), f"these alerts fire: {alerts}")
+
+
+def metrics_of(gateway: ServiceProcess) -> str | None:
+    known = json.loads((gateway.data_dir / "client.json").read_text(encoding="utf-8"))
+    headers = {"Authorization": f"Bearer {known['token']}"}
+    try:
+        return httpx.get(f"{known['url']}/metrics", headers=headers, timeout=PATIENCE_SECONDS).text
+    except httpx.TransportError:
+        return None

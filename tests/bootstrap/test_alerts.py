@@ -1,20 +1,15 @@
 """The documented alerts about two gateways and two brokers, as leaders, database and a gateway are lost."""
 
-import json
-import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 from gpubroker_server.adapters.sql.store import migrate
 
-from tests.alerts import Alertmanager, Scrapes
+from tests.alerts import Prometheus
 from tests.chaos.deployment import GatewaysAndBrokers
-from tests.e2e.service_process import ServiceProcess, until
-from tests.patience import PATIENCE_SECONDS
+from tests.e2e.service_process import until
 from tests.postgres import OwnServer, a_server_of_its_own
 
-HURRY = 10.0
 NO_LEADER, OLD_WORLD = "gpubroker_leader_known", "gpubroker_world_age_seconds"
 
 
@@ -35,38 +30,10 @@ def site(tmp_path_factory: pytest.TempPathFactory, server: OwnServer) -> Iterato
         site.stop()
 
 
-class Prometheus:
-    """Scrapes both gateways. `alerts` fire as documented, `soon` ten times sooner."""
-
-    def __init__(self, site: GatewaysAndBrokers) -> None:
-        a, b = site.gateways
-        targets = {"a": lambda: metrics(a), "b": lambda: metrics(b)}
-        self._alerts, self._soon = (Alertmanager(Scrapes(**targets), hurry) for hurry in (1.0, HURRY))
-        self.fired: set[str] = set()
-        """As documented, until now."""
-
-    def soon(self) -> set[str]:
-        now = time.monotonic()
-        self.fired |= self._alerts.firing(now)
-        return self._soon.firing(now)
-
-    def until(self, *alerts: str) -> None:
-        until(lambda: self.soon() == set(alerts), f"these alerts fire: {alerts}")
-
-
-def metrics(gateway: ServiceProcess) -> str | None:
-    known = json.loads((gateway.data_dir / "client.json").read_text(encoding="utf-8"))
-    headers = {"Authorization": f"Bearer {known['token']}"}
-    try:
-        return httpx.get(f"{known['url']}/metrics", headers=headers, timeout=PATIENCE_SECONDS).text
-    except httpx.TransportError:
-        return None
-
-
 def test_alerts_fire_for_what_is_lost_and_end_when_it_is_back(
     site: GatewaysAndBrokers, server: OwnServer
 ) -> None:
-    prometheus = Prometheus(site)
+    prometheus = Prometheus(*site.gateways)
     until(lambda: site.broker_which(leads=True) is not None, "one of the brokers leads")
     prometheus.until()
     leader, standby = (site.broker_which(leads=leads) for leads in (True, False))

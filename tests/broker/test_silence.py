@@ -70,7 +70,7 @@ def test_an_operators_resume_reaches_the_leader_and_is_audited(watcher: Watcher)
 
 
 async def test_a_loss_of_many_nodes_at_once_is_not_believed(watcher: Watcher) -> None:
-    told = [NodeLost(NodeName(name), f"{name}-1", NOW, "Ray says so") for name in ("n1", "n2", "n3")]
+    told = [NodeLost(NodeName(name), f"{name}-1", NOW, "no agent") for name in ("n1", "n2", "n3")]
     assert await watcher.observer.on_reports(told, NOW) == []
     assert watcher.observer.heartbeats.paused is not None
     [alone] = await watcher.observer.on_reports([], NOW) or [None]

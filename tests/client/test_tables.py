@@ -262,6 +262,12 @@ def test_a_cut_log_says_so_and_begins_with_a_whole_line(service: RecordedService
     assert last == "line 3999"
 
 
+def test_ps_says_that_the_node_of_a_run_is_silent(service: RecordedService, run: Run) -> None:
+    task = a_task(state="running", node="n2", notice="paused: n2, n3 silent")
+    service.reply_with(Reply(200, {"items": [task], "next_cursor": None, "has_more": False}))
+    assert "paused: n2, n3 silent" in " ".join(run("ps").out.split())
+
+
 def test_an_empty_ps_mentions_finished_tasks(service: RecordedService, run: Run) -> None:
     service.reply_with(page(), page())
     assert "gpubroker ps --all" in run("ps").out

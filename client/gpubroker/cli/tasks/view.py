@@ -245,7 +245,7 @@ def _quarantined(one: Quarantined) -> str:
 
 def _note(task: Task) -> str:
     preempted = f"preempted {task.preemptions}×" if task.preemptions and not task.is_finished else ""
-    return "; ".join(part for part in (_now(task), preempted) if part)
+    return "; ".join(part for part in (_now(task), preempted, task.raw.get("notice")) if part)
 
 
 def _now(task: Task) -> str:

@@ -50,8 +50,9 @@ class Health(TypedDict):
 
 
 class Readiness(TypedDict):
-    """Each part is `ok`, or has one word for what it is instead. While `nodes` are `paused` the process is
-    ready: all other nodes work. So it is while the `clock` is `contradicted`: all but pruning goes on."""
+    """Each part is `ok`, or begins with one word for what it is instead. While `nodes` are `paused` the
+    process is ready: all other nodes work. So it is while the `clock` is `contradicted`: all but pruning goes
+    on."""
 
     status: Literal["ready", "not_ready"]
     parts: dict[str, str]
@@ -84,9 +85,9 @@ async def get_readiness(parts: Parts) -> Response:
     """Answer whether this process can do its work: database, overview of the cluster, and its executor.
 
     Without an executor of its own, the leader and its executor are shown as last heard of, and do not count:
-    tasks are accepted without them. `nodes` is `paused` while the leader holds silent nodes back; `/stats`
-    says why. `clock` is `contradicted` while the database's clock was set ahead or back; the log says what
-    to do.
+    tasks are accepted without them. `nodes` is `paused: n2, n3 silent` while the leader holds these nodes
+    back; `/stats` says why. `clock` is `contradicted` while the database's clock was set ahead or back; the
+    log says what to do.
     """
     state = str(parts.leadership.executor_status().get("state", "unknown"))
     states = {
@@ -99,7 +100,8 @@ async def get_readiness(parts: Parts) -> Response:
     if not parts.has_executor:
         states["leader"] = "none" if parts.leadership.leader() is None else OK
     ready = all(states[part] == OK for part in counted)
-    states["nodes"] = OK if parts.leadership.paused() is None else "paused"
+    paused = parts.leadership.paused()
+    states["nodes"] = OK if paused is None else paused.summary
     states["clock"] = "contradicted" if parts.freshness.is_clock_contradicted else OK
     view: Readiness = {"status": "ready" if ready else "not_ready", "parts": states}
     return answer(view, 200 if ready else 503)

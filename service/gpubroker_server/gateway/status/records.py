@@ -136,6 +136,7 @@ class TaskRecords:
             eta=self._eta(task),
             pending=self.pending.of(task, self.follower.clock.now()) if waits else None,
             quarantine=[quarantined_view(world, one) for one in quarantined(world, task.id)],
+            notice=self.pending.notice(task),
         )
 
     def _eta(self, task: Task) -> ExpectedView | None:

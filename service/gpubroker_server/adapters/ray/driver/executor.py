@@ -46,6 +46,7 @@ NO_TERM = Term(0)
 """Sent to the driver while another process leads: it then talks to no agent."""
 STANDBY = "standby"
 """The state of an executor that has reached Ray and waits for a term."""
+RAY_SAYS_SO = "Ray says that the node is dead"
 UNANSWERED_BYTES = 256 * 2**20
 """Starts beyond this size that wait for a report are not sent: they are reported as never started."""
 
@@ -199,6 +200,10 @@ class RayExecutor:
                 self._message = f"the agent of node {node} knows a later term, {known} of lineage {lineage}"
                 self._report(TermRefused(NodeName(node), Lineage(lineage), Term(known)))
                 self._ready.set()
+            case ("dead", node, incarnation, term) if term == self._term:
+                self._agents.lose(node)
+                now = Instant(self._clock.now())
+                self._report(NodeLost(NodeName(node), incarnation, now, RAY_SAYS_SO, confirmed=True))
             case ("trouble", what):
                 self._message = what
             case ("left",):
@@ -211,7 +216,7 @@ class RayExecutor:
         if head_ended:
             now = Instant(self._clock.now())
             for name, incarnation in self._agents.incarnations().items():
-                self._report(NodeLost(name, incarnation, now, fault))
+                self._report(NodeLost(name, incarnation, now, fault, confirmed=True))
         self._agents.clear()
         self._untaken_bytes = 0
         self._ready.clear()

@@ -198,12 +198,16 @@ class Driver:
         return nodes
 
     async def _update_links(self, nodes: list[dict[str, Any]]) -> None:
+        known = {node["NodeID"] for node in nodes}
         alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
         for name, link in list(self._links.items()):
             if link.ray_node not in alive:
                 del self._links[name]
                 link.close()
-                await link.report_lost("Ray says that the node is dead")
+                if link.ray_node in known:
+                    await link.report_dead()
+                else:  # a control service that was started anew does not know it
+                    await link.report_lost("Ray does not know the node any more")
         linked = {link.ray_node for link in self._links.values()}
         for ray_node, node in sorted(alive.items()):
             if ray_node not in linked:
