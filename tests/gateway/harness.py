@@ -116,12 +116,10 @@ class Gateway:
         self.age = 0.0
         self.shutdowns: list[bool] = []
         self.forecast_starts: list[Forecast] = []
-        self.term = Term(0)
-        self.leads = True
-        self.has_leader = True
+        self.term, self.leads, self.has_leader = Term(0), True, True
         self.paused_nodes: PausedDetection | None = None
         self.silent: dict[NodeName, Instant] = {}
-        self.hears, self.is_clock_contradicted = True, False
+        self.full, self.hears, self.is_clock_contradicted = "", True, False
         self.parts = AppParts(
             waiters=Waiters((limited := RequestLimits(**limits)).tenant_waits),
             store=self.store,
@@ -142,6 +140,7 @@ class Gateway:
                 allowed_hosts=("broker.example",),
             ),
             shutdown=self.shutdowns.append,
+            disk_full=lambda: self.full,
         )
         self.app = create_app(self.parts)
         self.clients: list[httpx.AsyncClient] = []

@@ -91,6 +91,13 @@ async def an_old_world(watched: Watched) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def a_full_disk(watched: Watched) -> AsyncIterator[None]:
+    watched.gateway.full = "disk full: /data"
+    yield
+    watched.gateway.full = ""
+
+
+@asynccontextmanager
 async def a_silent_node(watched: Watched) -> AsyncIterator[None]:
     watched.gateway.silent = {NodeName("n1"): watched.gateway.clock.now()}
     yield
@@ -185,6 +192,7 @@ FAULTS: Mapping[str, Callable[[Watched], AbstractAsyncContextManager[None]]] = {
     "gpubroker_leader_known": no_leader,
     "gpubroker_leader_term": takeovers,
     "gpubroker_world_age_seconds": an_old_world,
+    "gpubroker_disk_full": a_full_disk,
     "gpubroker_node_ready": a_silent_node,
     "gpubroker_silent_nodes": silent_nodes,
     "gpubroker_node_gpu_faults": a_lost_gpu,

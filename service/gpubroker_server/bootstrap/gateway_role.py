@@ -69,6 +69,7 @@ class GatewayRole:
         broker: BrokerRole | None,
         listener: socket.socket,
         shut_down: Callable[[bool], None],
+        disk_full: Callable[[], str],
     ) -> None:
         self._name, self._broker = name, broker
         self._settings = settings
@@ -96,6 +97,7 @@ class GatewayRole:
             has_executor=broker is not None,
             waiters=self._waiters,
             access_log=settings.access_log,
+            disk_full=disk_full,
             servers=servers_of(settings),
             served=served_of(settings, hosts_of(settings)),
         )

@@ -53,6 +53,8 @@ class AppParts:
     """The composition root passes it every batch of committed events."""
     ids: Ids = field(default_factory=Ids)
     access_log: bool = False
+    disk_full: Callable[[], str] = str
+    """Of the local disks of this process: which is full, and why; or empty."""
     servers: Sequence[Server] = ()
     """All model servers."""
     served: Sequence[tuple[ServerRules, ModelHost]] = ()

@@ -66,6 +66,10 @@ class StoreUnavailable(Exception):
     """The database or the blob store cannot be reached or written now; the call has written nothing."""
 
 
+class DiskFull(StoreUnavailable):
+    """The text, which clients may read, says where."""
+
+
 class Outgrown(StoreUnavailable):
     """Newer software has changed the database incompatibly. The process must end."""
 

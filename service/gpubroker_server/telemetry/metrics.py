@@ -99,6 +99,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_model_requests_in_flight": ("Requests that have a slot.", ("model",)),
     "gpubroker_model_requests_waiting": ("Requests that wait for a slot.", ("model",)),
     **ABOUT_INFERENCES,
+    "gpubroker_disk_full": ("1 if a disk that this process writes to is full, else 0.", ()),
     "gpubroker_leader_known": ("1 if this process leads or hears of the process that does, else 0.", ()),
     "gpubroker_leader_term": ("Term of the known leader.", ()),
     "gpubroker_leader_lease_seconds": ("Seconds that the known leader's lease had left when it said so.", ()),
@@ -146,6 +147,7 @@ class Sources:
     policy: Policy
     now: Callable[[], Instant]
     fragmentation: Callable[[], tuple[Fragmentation, ScatteredDemand | None]]
+    disk_full: Callable[[], str]
 
 
 class Telemetry:
@@ -241,6 +243,7 @@ class WorldCollector(Collector):
         yield _gauge(
             "gpubroker_database_oldest_slot_transactions", [((), it.slot_transactions) for it in known]
         )
+        yield _gauge("gpubroker_disk_full", [((), bool(sources.disk_full()))])
         yield from _leader_metrics(sources.world, sources.leader())
 
 

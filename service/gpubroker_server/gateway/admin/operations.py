@@ -40,6 +40,7 @@ class OperationParts:
     """Runs are started from this process, so it is not ready without its executor."""
     shutdown: Callable[[bool], None]
     """Begin an orderly stop; True also stops the local cluster. Returns at once."""
+    disk_full: Callable[[], str]
 
 
 Parts = Annotated[OperationParts, PARTS]
@@ -93,6 +94,7 @@ async def get_readiness(parts: Parts) -> Response:
     states = {
         "process": "draining" if parts.waiters.is_closed else OK,
         "store": await _store_state(parts),
+        "disk": parts.disk_full() or OK,
         "world": "stale" if parts.freshness.is_stale else OK,
         "executor": OK if state in _READY else state,
     }

@@ -1,7 +1,7 @@
 """What every request passes before its route (host, token, encoding, size), and answers to exceptions."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 from fastapi import APIRouter
@@ -15,7 +15,7 @@ from gpubroker_server.gateway.http.identity import Callers
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem, problem_response
 from gpubroker_server.gateway.http.routing import DirectRoute
-from gpubroker_server.ports.store import Outgrown, StoreUnavailable, Unstorable
+from gpubroker_server.ports.store import DiskFull, Outgrown, StoreUnavailable, Unstorable
 from gpubroker_server.telemetry.logs import log_answered
 from gpubroker_server.telemetry.metrics import Telemetry
 
@@ -43,6 +43,7 @@ class RequestMiddleware:
         limits: RequestLimits,
         telemetry: Telemetry,
         access_log: bool = False,
+        disk_full: Callable[[], str] = str,
     ) -> None:
         """`parts`: what the routes of each resource get, by type."""
         self._router = router
@@ -59,6 +60,7 @@ class RequestMiddleware:
         self._limits = limits
         self._telemetry = telemetry
         self._access_log = access_log
+        self._disk_full = disk_full
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -156,7 +158,9 @@ class RequestMiddleware:
                 return Problem("follower-stale", str(fault))
             case StoreUnavailable():
                 log.debug("database not reached", request=request_id, fault=str(fault))
-                return Problem("store-unavailable")
+                said = str(fault) if isinstance(fault, DiskFull) else self._disk_full()
+                more = "nothing was changed; send the request again when there is room"
+                return Problem("store-unavailable", f"{said}; {more}" if said else "")
             case Unstorable():
                 return Problem("validation-failed", str(fault))
         log.error("request failed", request=request_id, path=scope["path"], exc_info=fault)
