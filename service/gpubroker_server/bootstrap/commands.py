@@ -89,6 +89,7 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
             settings.database,
             pooled=not settings.database_notify,
             may_lose_commits=settings.database_may_lose_commits,
+            leads=leads,
             usage_half_life_seconds=Seconds(settings.policy.usage_half_life_seconds),
         )
     except DatabaseRefused as refused:

@@ -66,8 +66,8 @@ class StoreUnavailable(Exception):
     """The database or the blob store cannot be reached or written now; the call has written nothing."""
 
 
-class DiskFull(StoreUnavailable):
-    """The text, which clients may read, says where."""
+class Shortage(StoreUnavailable):
+    """A disk is full, or the database has no connection left. The text, which clients may read, says that."""
 
 
 class Outgrown(StoreUnavailable):

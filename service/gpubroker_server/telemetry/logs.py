@@ -32,6 +32,7 @@ LOG_FIELDS: Mapping[str, str] = {
     "why": "reason of a decision, a fixed token",
     "node": "name of the node",
     "processes": "number of processes",
+    "connections": "number of connections to the database that this process keeps",
     "waiting": "number of tasks that wait for the same",
     "gpus": "number of GPUs that are asked for",
     "need_mb": "MiB that are needed on each GPU",

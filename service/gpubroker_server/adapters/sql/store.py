@@ -59,15 +59,18 @@ async def open_store(
     *,
     pooled: bool = False,
     may_lose_commits: bool = False,
+    leads: bool = True,
     usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
 ) -> "SqlStore":
     """Open `sqlite:///path` or `postgresql://...`, and bring its schema to the newest first.
 
     A SQLite file is locked until `close`. On PostgreSQL any number of processes may open one database; one of
     them migrates at a time. `pooled`: behind a pooler that assigns connections by transaction.
-    `may_lose_commits`: also several hosts of which none waits for another. Raises DatabaseRefused.
+    `may_lose_commits`: also several hosts of which none waits for another. `leads`: it needs a connection for
+    the leader's row. Raises DatabaseRefused.
     """
-    database = await asyncio.to_thread(open_database, url, pooled=pooled, may_lose_commits=may_lose_commits)
+    how = {"pooled": pooled, "may_lose_commits": may_lose_commits, "leads": leads}
+    database = await asyncio.to_thread(open_database, url, **how)
     try:
         return await asyncio.to_thread(SqlStore, database, usage_half_life_seconds)
     except BaseException:

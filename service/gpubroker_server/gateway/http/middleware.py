@@ -15,7 +15,7 @@ from gpubroker_server.gateway.http.identity import Callers
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem, problem_response
 from gpubroker_server.gateway.http.routing import DirectRoute
-from gpubroker_server.ports.store import DiskFull, Outgrown, StoreUnavailable, Unstorable
+from gpubroker_server.ports.store import Outgrown, Shortage, StoreUnavailable, Unstorable
 from gpubroker_server.telemetry.logs import log_answered
 from gpubroker_server.telemetry.metrics import Telemetry
 
@@ -158,8 +158,8 @@ class RequestMiddleware:
                 return Problem("follower-stale", str(fault))
             case StoreUnavailable():
                 log.debug("database not reached", request=request_id, fault=str(fault))
-                said = str(fault) if isinstance(fault, DiskFull) else self._disk_full()
-                more = "nothing was changed; send the request again when there is room"
+                said = str(fault) if isinstance(fault, Shortage) else self._disk_full()
+                more = "nothing was changed; send the request again later"
                 return Problem("store-unavailable", f"{said}; {more}" if said else "")
             case Unstorable():
                 return Problem("validation-failed", str(fault))
