@@ -66,7 +66,7 @@ class StoreUnavailable(Exception):
     """The database or the blob store cannot be reached or written now; the call has written nothing."""
 
 
-class Shortage(StoreUnavailable):
+class StoreExhausted(StoreUnavailable):
     """A disk is full, or the database has no connection left. The text, which clients may read, says that."""
 
 

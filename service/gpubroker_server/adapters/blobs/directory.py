@@ -13,7 +13,13 @@ from pathlib import Path
 import structlog
 
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobTooLarge, Shortage, StoreUnavailable
+from gpubroker_server.ports.store import (
+    BlobCorrupt,
+    BlobMissing,
+    BlobTooLarge,
+    StoreExhausted,
+    StoreUnavailable,
+)
 
 log = structlog.get_logger("gpubroker.blobs")
 
@@ -56,7 +62,7 @@ class DirectoryBlobs:
             yield
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise Shortage(f"disk full: {self._root}") from error
+                raise StoreExhausted(f"disk full: {self._root}") from error
             raise StoreUnavailable(
                 f"an object below {self._root} cannot be {what}: {error.strerror}; "
                 "make room, or give this user access"

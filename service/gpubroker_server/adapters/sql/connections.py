@@ -24,7 +24,7 @@ from psycopg.abc import PQGen
 
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused
-from gpubroker_server.ports.store import Shortage
+from gpubroker_server.ports.store import StoreExhausted
 
 
 class BatchedPipeline(psycopg.Pipeline):
@@ -211,7 +211,7 @@ def check_server(url: str, named: str = SETTING) -> None:
         with _connect(url, READER, pooled=True) as connection:
             version = connection.info.server_version
             standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
-    except Shortage as short:
+    except StoreExhausted as short:
         raise DatabaseRefused(f"PostgreSQL at {display_name(url)} is {short}; {GET_CONNECTIONS}") from None
     except psycopg.Error as error:
         raise DatabaseRefused(
@@ -265,13 +265,13 @@ def _connect(url: str, settings: ServerSettings, *, pooled: bool, **more: Any) -
 
 @contextmanager
 def _telling_shortage() -> Iterator[None]:
-    """Raises Shortage if the server, or its pooler, has no connection left."""
+    """Raises StoreExhausted if the server, or its pooler, has no connection left."""
     try:
         yield
     except psycopg.OperationalError as error:
         said = str(error).strip().rpartition("FATAL:")[2].strip()
         if any(words in said for words in _OUT_OF_CONNECTIONS):
-            raise Shortage(f"out of database connections: {said}") from error
+            raise StoreExhausted(f"out of database connections: {said}") from error
         raise
 
 
@@ -302,7 +302,7 @@ class Hints:
     async def keep(self, on_hint: Callable[[], None], on_resigned: Callable[[], None]) -> None:
         """Listen until cancelled, and reconnect. `on_resigned` is called when a leader has resigned."""
         while True:
-            with suppress(psycopg.Error, Shortage):
+            with suppress(psycopg.Error, StoreExhausted):
                 await self._listen(on_hint, on_resigned)
             await asyncio.sleep(RECONNECT_SECONDS)
 
@@ -391,5 +391,5 @@ class Hints:
 
 def _close(opening: Future[psycopg.Connection[Any]]) -> None:
     """The caller was cancelled while it connected."""
-    with suppress(psycopg.Error, Shortage):
+    with suppress(psycopg.Error, StoreExhausted):
         opening.result().close()

@@ -21,7 +21,7 @@ from gpubroker_server.adapters.sql.sqlite import SqliteFile, SqliteSession
 from gpubroker_server.adapters.sql.system_tables import SCHEMA, MoveStage, audit, leadership, relocation
 from gpubroker_server.core.domain.leader_term import next_lineage
 from gpubroker_server.core.domain.units import Lineage
-from gpubroker_server.ports.store import Shortage
+from gpubroker_server.ports.store import StoreExhausted
 
 log = structlog.get_logger("gpubroker.database")
 
@@ -48,7 +48,12 @@ class Database:
 def open_database(
     url: str, *, pooled: bool = False, may_lose_commits: bool = False, leads: bool = True
 ) -> Database:
-    """Open and migrate. On a server, with all connections that a process keeps. Raises DatabaseRefused."""
+    """Open and migrate; on a server, with all connections that a process keeps.
+
+    `pooled`: behind a pooler that assigns connections by transaction. `may_lose_commits`: also several hosts
+    of which none waits for another. `leads`: it needs a connection for the leader's row. Raises
+    DatabaseRefused.
+    """
     if is_file(url):
         return _open_file(path_of(url))
     return _open_server(url, pooled=pooled, may_lose_commits=may_lose_commits, leads=leads)
@@ -214,7 +219,7 @@ def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool)
     needed = 1 + READERS + (not pooled) + leads
     try:
         database = _open_all(url, pooled=pooled, may_lose_commits=may_lose_commits, leads=leads)
-    except Shortage as short:
+    except StoreExhausted as short:
         raise DatabaseRefused(
             f"PostgreSQL at {connections.display_name(url)} is {short}; this process keeps {needed} "
             f"connections: 1 that writes, {READERS} that read{'' if pooled else ', 1 that listens'}"
@@ -225,7 +230,7 @@ def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool)
 
 
 def _open_all(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
-    """Raises Shortage, DatabaseRefused."""
+    """Raises StoreExhausted, DatabaseRefused."""
     connections.check_server(url)
     if not may_lose_commits:
         connections.check_waits_for_standby(url)

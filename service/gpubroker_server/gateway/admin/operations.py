@@ -16,7 +16,7 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Freshness
 from gpubroker_server.gateway.http.waiters import Leadership, Waiters
-from gpubroker_server.ports.store import Shortage, StoreUnavailable, TaskStore
+from gpubroker_server.ports.store import StoreExhausted, StoreUnavailable, TaskStore
 from gpubroker_server.telemetry.metrics import Telemetry
 
 resource = Resource("operations")
@@ -113,7 +113,7 @@ async def _store_state(parts: Parts) -> str:
     try:
         async with asyncio.timeout(STORE_TIMEOUT_SECONDS):
             await parts.store.head()
-    except Shortage as fault:
+    except StoreExhausted as fault:
         return str(fault)
     except (StoreUnavailable, TimeoutError):
         return "unavailable"

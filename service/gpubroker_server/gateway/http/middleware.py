@@ -15,7 +15,7 @@ from gpubroker_server.gateway.http.identity import Callers
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem, problem_response
 from gpubroker_server.gateway.http.routing import DirectRoute
-from gpubroker_server.ports.store import Outgrown, Shortage, StoreUnavailable, Unstorable
+from gpubroker_server.ports.store import Outgrown, StoreExhausted, StoreUnavailable, Unstorable
 from gpubroker_server.telemetry.logs import log_answered
 from gpubroker_server.telemetry.metrics import Telemetry
 
@@ -158,7 +158,7 @@ class RequestMiddleware:
                 return Problem("follower-stale", str(fault))
             case StoreUnavailable():
                 log.debug("database not reached", request=request_id, fault=str(fault))
-                said = str(fault) if isinstance(fault, Shortage) else self._disk_full()
+                said = str(fault) if isinstance(fault, StoreExhausted) else self._disk_full()
                 more = "nothing was changed; send the request again later"
                 return Problem("store-unavailable", f"{said}; {more}" if said else "")
             case Unstorable():
