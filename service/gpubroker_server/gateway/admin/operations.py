@@ -90,7 +90,8 @@ async def get_readiness(parts: Parts) -> Response:
     back; `/stats` says why. `clock` is `contradicted` while the database's clock was set ahead or back; the
     log says what to do.
     """
-    state = str(parts.leadership.executor_status().get("state", "unknown"))
+    executor = parts.leadership.executor_status()
+    state = "no-head" if executor.get("head_fault") else str(executor.get("state", "unknown"))
     states = {
         "process": "draining" if parts.waiters.is_closed else OK,
         "store": await _store_state(parts),

@@ -93,6 +93,8 @@ class RayExecutor:
         self._left = asyncio.Event()
         self._flushed = asyncio.Event()
         self._state, self._message = "stopped", "not started"
+        self._head_fault = ""
+        """While Ray's control service does not answer: what that means."""
 
     async def connect(self) -> None:
         """Have a driver process that has reached Ray; keeps trying in the background."""
@@ -163,8 +165,10 @@ class RayExecutor:
         return reports
 
     def status(self) -> Mapping[str, Any]:
-        about = {"state": self._state, "address": self._driver.address, "message": self._message}
-        return {**about, "home": self._home, "agents": self._agents.views()}
+        message = self._head_fault or self._message
+        about = {"state": self._state, "address": self._driver.address, "message": message}
+        more = {"home": self._home, "agents": self._agents.views(), "head_fault": self._head_fault}
+        return {**about, **more}
 
     async def close(self, *, stop_cluster: bool) -> None:
         """With `stop_cluster` every run is killed and a local head ends; a joined cluster stays up."""
@@ -204,6 +208,8 @@ class RayExecutor:
                 self._agents.lose(node)
                 now = Instant(self._clock.now())
                 self._report(NodeLost(NodeName(node), incarnation, now, RAY_SAYS_SO, confirmed=True))
+            case ("head", fault):
+                self._head_fault = fault
             case ("trouble", what):
                 self._message = what
             case ("left",):
@@ -213,6 +219,7 @@ class RayExecutor:
 
     def _on_driver_end(self, fault: str, head_ended: bool) -> bool:
         had_agents = bool(self._agents)
+        self._head_fault = ""  # the state says it
         if head_ended:
             now = Instant(self._clock.now())
             for name, incarnation in self._agents.incarnations().items():

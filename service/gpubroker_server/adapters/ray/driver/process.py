@@ -36,9 +36,13 @@ HANGING_HEAD = (
     "the processes of this local head run but do not answer; the service tries again. If that goes on, have "
     "a new head started: `gpubroker down`, which ends all runs, and start the service again"
 )
+WITHOUT_HEAD = (
+    "runs go on, and those that are ordered start, but no node joins; after 60 s "
+    "(RAY_gcs_rpc_server_reconnect_timeout_s) Ray ends its nodes with all that runs there"
+)
 LOOK_SECONDS = 1.0
 """Between two questions to Ray for its nodes; each takes half a millisecond."""
-LOOK_PATIENCE_SECONDS = 10.0
+LOOK_PATIENCE_SECONDS = 3.0
 """A control service of Ray that is silent for longer is reported; agents can be talked to without it."""
 UNTAKEN_BYTES = 32 * 2**20
 """No agent is polled while the service has more than this to take."""
@@ -188,12 +192,12 @@ class Driver:
     async def _nodes(self) -> list[dict[str, Any]]:
         """Waits for Ray's control service as long as Ray does, and reports that."""
         asking = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
-        seconds = 0.0
-        while not (await asyncio.wait({asking}, timeout=LOOK_PATIENCE_SECONDS))[0]:
-            seconds += LOOK_PATIENCE_SECONDS
-            await self.send("trouble", f"Ray's control service has not answered for {seconds:g} s")
-        if seconds > 0:
-            await self.send("connected")
+        if not (await asyncio.wait({asking}, timeout=LOOK_PATIENCE_SECONDS))[0]:
+            log.warning("Ray's head does not answer", fault=self._opening.address)
+            await self.send("head", f"Ray's head at {self._opening.address} does not answer; {WITHOUT_HEAD}")
+            await asyncio.wait({asking})
+            log.info("Ray's head answers again")
+            await self.send("head", "")
         nodes: list[dict[str, Any]] = asking.result()
         return nodes
 
