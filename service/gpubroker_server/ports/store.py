@@ -138,7 +138,8 @@ class StoredCheckpoint:
 class TaskFilter:
     """The filter of `GET /tasks`. All `labels` must match. Newest first, those before `after`."""
 
-    tenant: str
+    tenant: str | None
+    """None: of all tenants."""
     states: tuple[TaskState, ...] = ()
     min_priority: int | None = None
     max_priority: int | None = None
