@@ -137,11 +137,16 @@ def openapi() -> None:
 
 def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
     gc.disable()  # it takes a tenth of a start and finds nothing; see `make_full_collections_rare`
+    import structlog
+
     from gpubroker_server.bootstrap.commands import StartRefused, run_service
 
     try:
         raise typer.Exit(run_service(settings, speaks=speaks, leads=leads))
     except StartRefused as refused:
+        if settings.log_format == "json":
+            structlog.get_logger("gpubroker").error("the start was refused", fault=str(refused))
+            raise typer.Exit(2) from None
         raise _refused(str(refused)) from None
 
 

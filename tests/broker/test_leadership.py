@@ -9,10 +9,10 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.broker import leadership
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.leader_term import LeadershipStatus, LeaderTerm
+from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Ended, Ending, StartOrder, TermRefused
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Fence, Instant, Lineage, NodeName, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import Fence, Instant, Lineage, NodeName, TaskId, Term
 from gpubroker_server.ports.store import LeaderTermOver
 from structlog.testing import capture_logs
 
@@ -218,7 +218,7 @@ async def test_a_leader_that_slept_stands_back_and_leads_again_if_no_other_does(
     await party.until(("one", 1))
     party.clock.time = Instant(party.clock.time + 3600.0)
     await party.until(("one", 2))
-    assert party.candidates["one"].standing() == LeadershipStatus(Term(2), Seconds(TOO_LONG), takeovers=2)
+    assert (party.candidates["one"].term, party.candidates["one"].seconds_left()) == (Term(2), TOO_LONG)
 
 
 async def test_a_leader_without_its_database_stands_back_and_leads_again_when_that_is_back(
@@ -238,7 +238,7 @@ async def test_a_leader_that_hears_of_another_term_stands_back(party: Party) -> 
     await party.until(("one", 1))
     await next_term(party.store, "another", ttl_seconds=3600.0)
     await party.until()
-    assert party.candidates["one"].standing() == LeadershipStatus(takeovers=1)
+    assert (party.candidates["one"].term, party.candidates["one"].seconds_left()) == (None, 0.0)
 
 
 async def test_a_leader_that_is_stopped_while_it_stands_back_stops(party: Party) -> None:
@@ -309,7 +309,7 @@ async def test_a_renewal_whose_answer_came_late_is_counted_from_when_it_was_aske
     party.store.seconds["renew"] = 2.0
     await party.store.passed.wait()
     assert party.clock.ticks() == began + 2.0
-    assert party.candidates["one"].standing().seconds_left == TOO_LONG - 2.0
+    assert party.candidates["one"].seconds_left() == TOO_LONG - 2.0
 
 
 async def test_a_leader_whose_database_lost_its_last_terms_leads_again_in_a_new_lineage(party: Party) -> None:

@@ -12,6 +12,7 @@ from gpubroker_server.core.domain.units import Instant, Mib, MonotonicSeconds, N
 from gpubroker_server.core.lifecycle.quarantine import PROBE_SECONDS
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.core.world.world import World
+from structlog.testing import capture_logs
 
 from tests.broker.stage import a_stage
 from tests.builders import GIB, NOW, a_node, a_task, a_world, commit, holding
@@ -69,7 +70,7 @@ def test_an_operators_resume_reaches_the_leader_and_is_audited(watcher: Watcher)
 
 
 async def test_a_loss_of_many_nodes_at_once_is_not_believed(watcher: Watcher) -> None:
-    told = [NodeLost(NodeName(name), f"{name}-1", NOW, "Ray says so") for name in ("n1", "n2", "n3")]
+    told = [NodeLost(NodeName(name), f"{name}-1", NOW, "no agent") for name in ("n1", "n2", "n3")]
     assert await watcher.observer.on_reports(told, NOW) == []
     assert watcher.observer.heartbeats.paused is not None
     [alone] = await watcher.observer.on_reports([], NOW) or [None]
@@ -87,8 +88,12 @@ async def test_an_agent_that_was_given_up_is_asked_and_its_answer_opens_its_node
         assert not stage.world.nodes[NodeName("n1")].ready
         answer = await stage.executor.reports()
         assert any(isinstance(report, NodeReport) for report in answer)
-        await stage.hear(*answer)
+        with capture_logs() as lines:
+            await stage.hear(*answer)
+            await stage.hear(*answer)
         assert stage.world.nodes[NodeName("n1")].ready
+        told = [line for line in lines if line["event"] == "a node answers"]
+        assert [line["node"] for line in told] == ["n1"], "once"
 
 
 async def test_a_lost_report_is_asked_for_again_and_ends_the_quarantine(tmp_path: Path) -> None:

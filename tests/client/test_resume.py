@@ -57,3 +57,8 @@ def test_resume_says_what_it_states_and_asks_for_confirmation(
 def test_stats_shows_a_pause(service: RecordedService, run: Run) -> None:
     service.reply_with(STATS)
     assert f"! {PAUSED['message']}" in run("stats").out
+
+
+def test_stats_shows_a_full_disk(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(200, {"disk_full": "disk full: /data (No space left on device)"}))
+    assert "! disk full: /data" in run("stats").out

@@ -268,6 +268,24 @@ def test_a_cut_log_says_so_and_begins_with_a_whole_line(service: RecordedService
     assert last == "line 3999"
 
 
+def test_ps_of_all_tenants_has_a_column_for_them(service: RecordedService, run: Run) -> None:
+    service.reply_with(
+        Reply(
+            200, {"items": [a_task(state="running", tenant="vision")], "next_cursor": None, "has_more": False}
+        )
+    )
+    shown = run("ps --all-tenants").out
+    assert ("tenant", "*") in service.requests[-1].params
+    assert "TENANT" in shown
+    assert "vision" in shown
+
+
+def test_ps_says_that_the_node_of_a_run_is_silent(service: RecordedService, run: Run) -> None:
+    task = a_task(state="running", node="n2", notice="paused: n2, n3 silent")
+    service.reply_with(Reply(200, {"items": [task], "next_cursor": None, "has_more": False}))
+    assert "paused: n2, n3 silent" in " ".join(run("ps").out.split())
+
+
 def test_an_empty_ps_mentions_finished_tasks(service: RecordedService, run: Run) -> None:
     service.reply_with(page(), page())
     assert "gpubroker ps --all" in run("ps").out

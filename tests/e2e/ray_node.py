@@ -60,16 +60,23 @@ class RayNode:
             if session_of(entry.id.pid) == self._process.pid:
                 send_signal(entry.id, number)
 
+    def kill(self) -> None:
+        """As when its machine loses power: nobody says goodbye."""
+        self._end(says_goodbye=False)
+
     def lose(self) -> None:
         """Everything that Ray has there ends: the agent, and the processes of runs, without a word of them.
 
         The raylet takes its leave, because Ray needs a quarter of a minute to miss one that does not.
         """
+        self._end(says_goodbye=True)
+
+    def _end(self, *, says_goodbye: bool) -> None:
         if self._process is None:
             return
         process, self._process = self._process, None
         ours = [entry.id for entry in process_table().values() if session_of(entry.id.pid) == process.pid]
-        raylets = [found.pid for found in ours if name_of(found.pid) == "raylet"]
+        raylets = [found.pid for found in ours if says_goodbye and name_of(found.pid) == "raylet"]
         for raylet in raylets:
             os.kill(raylet, signal.SIGTERM)
         until(lambda: not any(map(is_there, raylets)), "the raylet has left")

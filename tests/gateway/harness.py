@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import httpx
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Report, Started
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TaskMaximum, TenantPolicy
 from gpubroker_server.core.domain.task import Task, TaskState
@@ -117,12 +116,10 @@ class Gateway:
         self.age = 0.0
         self.shutdowns: list[bool] = []
         self.forecast_starts: list[Forecast] = []
-        self.term = Term(0)
-        self.leads = True
-        self.has_leader = True
+        self.term, self.leads, self.has_leader = Term(0), True, True
         self.paused_nodes: PausedDetection | None = None
         self.silent: dict[NodeName, Instant] = {}
-        self.hears, self.is_clock_contradicted = True, False
+        self.full, self.hears, self.is_clock_contradicted = "", True, False
         self.parts = AppParts(
             waiters=Waiters((limited := RequestLimits(**limits)).tenant_waits),
             store=self.store,
@@ -143,7 +140,7 @@ class Gateway:
                 allowed_hosts=("broker.example",),
             ),
             shutdown=self.shutdowns.append,
-            standing=lambda: LeadershipStatus(self.term, Seconds(2.0), takeovers=1),
+            disk_full=lambda: self.full,
         )
         self.app = create_app(self.parts)
         self.clients: list[httpx.AsyncClient] = []
@@ -157,7 +154,10 @@ class Gateway:
     def leader(self) -> LeaderSeen | None:
         if not self.has_leader:
             return None
-        return LeaderSeen(self.term, "here:1", self.clock.now(), self.executor, silent=self.silent)
+        return LeaderSeen(
+            self.term, "here:1", self.clock.now(), self.executor, paused=self.paused_nodes,
+            silent=self.silent, lease_seconds=Seconds(2.0),
+        )  # fmt: skip
 
     def executor_status(self) -> dict[str, Any]:
         return self.executor

@@ -231,6 +231,7 @@ async def test_health_and_readiness_are_open(gateway: Gateway) -> None:
         "parts": {
             "process": "ok",
             "store": "ok",
+            "disk": "ok",
             "world": "ok",
             "executor": "ok",
             "nodes": "ok",
@@ -262,6 +263,7 @@ async def test_readiness_names_the_part_that_does_not_work(
     assert response.json()["parts"] == {
         "process": "ok",
         "store": "unavailable",
+        "disk": "ok",
         "world": "stale",
         "executor": "connecting",
         "nodes": "ok",

@@ -35,7 +35,18 @@ async def test_a_pause_is_shown_in_stats_readiness_and_metrics_and_the_service_s
     assert told["message"] == PAUSED.message
     ready = await olga.get("/readyz")
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
-    assert ready.json()["parts"]["nodes"] == "paused"
+    assert ready.json()["parts"]["nodes"] == "paused: n1, n2 silent"
+    task = await olga.submit()
+    said = (await olga.get(f"/tasks/{task}/explain")).json()["message"]
+    assert said.endswith("(paused: n1, n2 silent; gpubroker stats says why)")
+    running = await olga.submit()
+    await gateway.admit(running)
+    assert [item["notice"] for item in (await olga.get("/tasks")).json()["items"]] == [
+        "paused: n1, n2 silent"
+    ] * 2
+    await olga.post(f"/tasks/{task}/cancel")
+    await gateway.carry_out_requests()
+    assert "paused" not in (await olga.get(f"/tasks/{task}/explain")).json()["message"]
     assert "gpubroker_silent_nodes 2.0" in (await olga.get("/metrics")).text
 
 

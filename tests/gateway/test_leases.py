@@ -226,7 +226,7 @@ async def test_a_replayed_lease_gets_its_answer_although_a_new_one_would_be_refu
 
 async def test_a_lease_of_another_tenant_is_not_found(gateway: Gateway, api: Client) -> None:
     lease = await ask(api)
-    stranger = await gateway.client("stranger", tenant="other")
+    stranger = await gateway.client("stranger", "tasks:read", "tasks:write", tenant="other")
     for response in (
         await stranger.get(f"/leases/{lease}"),
         await stranger.delete(f"/leases/{lease}"),

@@ -177,10 +177,9 @@ async def test_metrics_show_tasks_devices_and_requests(gateway: Gateway, api: Cl
         f'gpubroker_gpu_info{{{gpu},modelName="H100"}} 1.0',
         'gpubroker_node_ready{hostname="n1"} 1.0',
         f"gpubroker_event_log_position {float(gateway.world.position)}",
-        "gpubroker_is_leader 1.0",
+        "gpubroker_leader_known 1.0",
         "gpubroker_leader_term 1.0",
         "gpubroker_leader_lease_seconds 2.0",
-        "gpubroker_leader_takeovers_total 1.0",
         f'{requests}{{method="POST",route="/tasks",status="202"}} 4.0',
         f'{requests}{{method="PATCH",route="/tasks/{{task_id}}",status="200"}} 1.0',
     ):

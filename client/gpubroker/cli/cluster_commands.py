@@ -159,6 +159,8 @@ def _stats(found: Stats) -> RenderableType:
     ]
     if found.detection.get("message"):
         rows.append(("nodes", f"! {found.detection['message']}"))
+    if found.disk_full:
+        rows.append(("disk", f"! {found.disk_full}"))
     if found.age_seconds is not None:
         rows.append(("as of", f"{found.age_seconds:.1f} s ago, event {found.position}"))
     return details(rows)

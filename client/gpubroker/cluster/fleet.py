@@ -168,6 +168,8 @@ class Stats:
     leader: Mapping[str, Any] = field(default_factory=dict)
     detection: Mapping[str, Any] = field(default_factory=dict)
     """`state`, watching or paused; if paused, the silent `nodes` that are not given up, and a `message`."""
+    disk_full: str = ""
+    """Of the process that answered: `disk full: /data (...)`, or empty."""
     model_servers: tuple[Mapping[str, Any], ...] = ()
     """Name, node and requests in flight; for `http` and `grpc` whether it is `up`, and its `fault`."""
     as_of: datetime | None = None

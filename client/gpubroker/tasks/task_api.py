@@ -46,6 +46,8 @@ class ListOptions(TypedDict, total=False):
     max_priority: int
     labels: Mapping[str, str]
     name: str
+    tenant: str
+    """Another tenant, or `*` for all: needs the scope admin."""
     model_type: str
     stream: str
     after: AnyTask

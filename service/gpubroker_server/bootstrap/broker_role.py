@@ -123,7 +123,10 @@ class BrokerRole:
     def seen(self, term: Term) -> LeaderSeen:
         """What this process publishes while it leads."""
         status, leader = dict(self.executor.status()), self.candidate.leader
-        seen = LeaderSeen(term, self._name, self._follower.clock.now(), status, slots=self._slots.divided)
+        seen = LeaderSeen(
+            term, self._name, self._follower.clock.now(), status, slots=self._slots.divided,
+            lease_seconds=self.candidate.seconds_left(),
+        )  # fmt: skip
         return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
 
     def forecasts(self) -> Sequence[Forecast]:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import structlog
 import uvloop
 
 from gpubroker_server.adapters.sql.move_data import move_data
@@ -27,6 +28,8 @@ from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.logs import configure_logs
+
+log = structlog.get_logger("gpubroker")
 
 __all__ = [
     "StartRefused",
@@ -56,9 +59,7 @@ class ExitDeadline:
         self._timer.cancel()
 
     def _end(self) -> None:
-        sys.stderr.write(
-            f"gpubroker: stopping took longer than {self._seconds:g} s (drain_seconds); ending now\n"
-        )
+        log.error(f"stopping took longer than {self._seconds:g} s (drain_seconds); ending now")
         sys.stderr.flush()
         os._exit(1)
 
@@ -88,6 +89,7 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
             settings.database,
             pooled=not settings.database_notify,
             may_lose_commits=settings.database_may_lose_commits,
+            leads=leads,
             usage_half_life_seconds=Seconds(settings.policy.usage_half_life_seconds),
         )
     except DatabaseRefused as refused:

@@ -127,6 +127,8 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
         sample_period_seconds=settings.policy.sample_period_seconds,
         beat_seconds=settings.policy.beat_seconds,
         idle_stop_seconds=ray.idle_stop_seconds,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
         inherit_env=tuple(ray.inherit_env),
     )
     return RayExecutor(options, clock)

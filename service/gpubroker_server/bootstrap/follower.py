@@ -67,6 +67,8 @@ class LogFollower:
         self._fail = fail
         self._listeners: list[EventListener] = []
         self._verified_at = self._ticks()
+        self._away_since: float | None = None
+        """When the database was first found to be away."""
         self._hinted = asyncio.Event()
         self.is_outgrown = asyncio.Event()
         """The log has events that this software cannot read; the World does not change any more."""
@@ -130,12 +132,24 @@ class LogFollower:
                 await asyncio.Event().wait()  # until cancelled
             except Outgrown:
                 raise
-            except StoreUnavailable:
+            except StoreUnavailable as fault:
+                self._note_away(fault)
                 await self._pause()
                 continue
+            self._note_back()
             if not more:
                 self._verified_at = began
                 await self._pause()
+
+    def _note_away(self, fault: StoreUnavailable) -> None:
+        if self._away_since is None:
+            self._away_since = self._ticks()
+            log.warning("the database cannot be reached; trying again", fault=str(fault))
+
+    def _note_back(self) -> None:
+        if self._away_since is not None:
+            seconds, self._away_since = self._ticks() - self._away_since, None
+            log.info("the database answers again", seconds=round(seconds, 1))
 
     def _stop_following(self, fault: LogOutgrown) -> None:
         log.error("this process does not follow the log any more", fault=str(fault))

@@ -27,7 +27,6 @@ from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
 from gpubroker_server.bootstrap.run_access import RunAccess, url_of
 from gpubroker_server.bootstrap.start_checks import allow_open_files, own_host, write_private
-from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.gateway.app import create_app
 from gpubroker_server.gateway.http.connections import ConnectionLimits, Connections, limited_by
 from gpubroker_server.gateway.http.identity import (
@@ -79,6 +78,7 @@ class GatewayRole:
         listener: socket.socket,
         shut_down: Callable[[bool], None],
         runs: RunAccess,
+        disk_full: Callable[[], str],
     ) -> None:
         self._runs = runs
         self._name, self._broker = name, broker
@@ -105,8 +105,9 @@ class GatewayRole:
             ),
             shutdown=shut_down,
             has_executor=broker is not None,
-            standing=LeadershipStatus if broker is None else broker.candidate.standing,
             waiters=self._waiters,
+            access_log=settings.access_log,
+            disk_full=disk_full,
             servers=servers_of(settings),
             served=served_of(settings, hosts_of(settings)),
         )
@@ -225,6 +226,7 @@ class GatewayRole:
             takes_files=self._settings.triton.load_files,
             residencies=parts.residencies,
             audit=self._store.audit,
+            access_log=self._settings.access_log,
         )
 
     def _grpc_port(self, plane: Plane, limits: ConnectionLimits) -> "GrpcPort | None":

@@ -17,6 +17,7 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import policy_of
+from gpubroker_server.bootstrap.disk_watch import DiskWatch
 from gpubroker_server.bootstrap.follower import LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.run_access import RunAccess
@@ -42,7 +43,7 @@ MOST_NAMED = 5
 CLOSE_SECONDS = 1.0
 """The part of drain_seconds that is reserved for the end itself."""
 
-Part = Union[BrokerRole, LogFollower, LeaderStatus, "GatewayRole"]
+Part = Union[BrokerRole, LogFollower, LeaderStatus, DiskWatch, "GatewayRole"]
 
 
 class Process:
@@ -75,6 +76,7 @@ class Process:
         self._runs = runs = RunAccess(settings, listener)
         self._broker = broker = BrokerRole(name, settings, store, follower, blobs, runs) if leads else None
         self._lead = LeaderStatus(store, follower, policy_of(settings), broker)
+        self._disks = DiskWatch([settings.data_dir, settings.objects])
         self._gateway: GatewayRole | None = None
         """Loaded once the roles that decide run."""
 
@@ -95,7 +97,7 @@ class Process:
         except BaseException:
             await _end(leading)
             raise
-        jobs = self._begin_all(self._follower, self._lead, self._gateway)
+        jobs = self._begin_all(self._follower, self._lead, self._disks, self._gateway)
         self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
         if self._broker is not None:
             with suppress(StoreUnavailable):
@@ -120,7 +122,7 @@ class Process:
         make_full_collections_rare()
         self._gateway = GatewayRole(
             self._name, self._settings, self._store, self._follower, self._blobs, self._lead, self._broker,
-            listener, self._shut_down, self._runs,
+            listener, self._shut_down, self._runs, self._disks.full,
         )  # fmt: skip
         await self._gateway.begin()
         return self._begin("http", self._gateway.serve())
@@ -187,6 +189,11 @@ class Process:
             loop.add_signal_handler(number, self._shut_down, False)
 
     def _say(self, *lines: str) -> None:
+        """Lines for people; with JSON, one value each like all others."""
+        if self._settings.log_format == "json":
+            for line in lines:
+                log.info(line.strip())
+            return
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
 

@@ -15,12 +15,11 @@ import structlog
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.core.domain.leader_term import (
     LeaderRow,
-    LeadershipStatus,
     LeaderTerm,
     LeaderTermRules,
     ObservedLeader,
 )
-from gpubroker_server.core.domain.units import MonotonicSeconds, Term
+from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds, Term
 from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.store import (
     LeaderTermOver,
@@ -79,7 +78,6 @@ class LeaderCandidate:
         """While this process leads."""
         self.row: LeaderRow | None = None
         """The leader's row, as last read; not read while this process leads."""
-        self._takeovers = 0
         self._has_lost_commits = False
         """The next term begins a new lineage."""
         self._end_early: Callable[[str], None] | None = None
@@ -90,11 +88,9 @@ class LeaderCandidate:
         """None while this process does not lead."""
         return None if self.leader is None else self.leader.leader_term.term
 
-    def standing(self) -> LeadershipStatus:
-        if self.leader is None:
-            return LeadershipStatus(takeovers=self._takeovers)
-        leader_term = self.leader.leader_term
-        return LeadershipStatus(leader_term.term, leader_term.seconds_left(self._ticks()), self._takeovers)
+    def seconds_left(self) -> Seconds:
+        """How long this process may lead without another renewal; 0 while it does not lead."""
+        return Seconds(0.0) if self.leader is None else self.leader.leader_term.seconds_left(self._ticks())
 
     def end_term(self, why: str, *, has_lost_commits: bool) -> None:
         """The World was read again: a leader that decided by what was there before decides nothing more.
@@ -126,7 +122,6 @@ class LeaderCandidate:
     async def _win(self) -> LeaderTerm:
         """Returns with a term as soon as no other process has one."""
         watched: ObservedLeader | None = None
-        is_away = False
         while True:
             self._resigned.clear()
             try:
@@ -135,11 +130,8 @@ class LeaderCandidate:
                 watched = ObservedLeader(self.row, now) if watched is None else watched.next(self.row, now)
                 if watched.may_take(now, self._rules) and (leader_term := await self._take(self.row)):
                     return leader_term
-                is_away = False
-            except StoreUnavailable as fault:
-                if not is_away:
-                    log.warning("the leader's row cannot be reached; trying again", fault=str(fault))
-                is_away = True
+            except StoreUnavailable as fault:  # which the follower of this process reports
+                log.debug("the leader's row cannot be reached; trying again", fault=str(fault))
             soonest, latest = POLL_SECONDS
             with suppress(TimeoutError):
                 async with asyncio.timeout(soonest + (latest - soonest) * self._chance()):
@@ -159,7 +151,6 @@ class LeaderCandidate:
     async def _lead(self, leader_term: LeaderTerm) -> None:
         """Until the term is over. No TaskGroup: while it ends because of one of its tasks, it ignores that it
         is cancelled, and the process would not stop."""
-        self._takeovers += 1
         early: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def end_early(why: str) -> None:

@@ -16,7 +16,8 @@ from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm, RefusedTerm, refused_term
 from gpubroker_server.core.domain.orders import Report, TermRefused
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.domain.task import Move
+from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle.reconcile import take_over
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.world.dependencies import TaskEnd, settle_dependencies
@@ -47,6 +48,9 @@ STORE_RETRY_SECONDS = 1.0
 
 MOST_ENDS_ASKED = 1000
 """Ends of other tasks that one cycle reads from the database."""
+
+_NO_MOVES = frozenset({Move.SUBMITTED, Move.CHANGED})
+"""The gateway that accepted a task says so."""
 
 CONNECTED = "connected"
 """The state of an executor that hears its nodes."""
@@ -134,6 +138,7 @@ class Leader:
     def on_events(self, events: Sequence[Event]) -> None:
         """Wake up for what gateways inserted; the leader's own commits need no new cycle."""
         self._observer.on_events(events)
+        log_moves(events, self._world)
         if any(event.kind in {"task.submitted", "request.made"} for event in events):
             self._timer.wake(urgent=True)
 
@@ -195,7 +200,7 @@ class Leader:
                 await self._wait_for_store(fault)
 
     async def _wait_for_store(self, fault: StoreUnavailable) -> None:
-        log.warning("the database cannot be reached; trying again", fault=str(fault))
+        log.debug("the database cannot be reached; trying again", fault=str(fault))
         await asyncio.sleep(STORE_RETRY_SECONDS)
         self._timer.wake()
 
@@ -261,6 +266,20 @@ class Leader:
         while decisions := settle_dependencies(self._world.awaited, self._world.tasks, self._clock.now()):
             if set(await self._commits.carry_out(decisions)) != {COMMITTED}:
                 return
+
+
+def log_moves(events: Iterable[Event], world: World) -> None:
+    """A line for each move of a task. The World is past these events, and may have dropped a task that
+    ended."""
+    for event in events:
+        subject, _, what = event.kind.partition(".")
+        if subject != "task" or what in _NO_MOVES:
+            continue
+        row = event.task or world.tasks.get(TaskId(event.key))
+        about: dict[str, str | int | None] = {"task": event.key, "tenant": event.tenant}
+        if row is not None:
+            about |= {"attempt": row.fence, "node": row.node, "why": row.stop_reason}
+        log.info(f"task {what}", **{name: value for name, value in about.items() if value is not None})
 
 
 class CycleTimer:

@@ -227,6 +227,7 @@ class Observer:
                 case ModelsInUse():
                     decisions += model_turns.turns(self._world, report.names, now)
                 case NodeReport():
+                    self._log_answer(report)
                     decisions += reconcile(self._world, report, now, self._policy, self._inventory)
                 case _:
                     about_runs.append(report)
@@ -307,6 +308,11 @@ class Observer:
         elif paused is None and was_paused is not None:
             log.info("silent nodes are given up again")
         return self._given_up(lost)
+
+    def _log_answer(self, report: NodeReport) -> None:
+        known = self._world.nodes.get(report.node.name)
+        if known is None or not known.ready:
+            log.info("a node answers", node=report.node.name)
 
     def _given_up(self, lost: list[NodeLost]) -> list[NodeLost]:
         for report in lost:

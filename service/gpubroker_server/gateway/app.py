@@ -65,8 +65,8 @@ def create_app(parts: AppParts) -> FastAPI:
         return fragmentation(*state), find_scattered_demand(*state)
 
     sources = Sources(
-        world, parts.follower.age_seconds, parts.standing, policy, clock.now, fragmented,
-        parts.leadership.paused,
+        world, parts.follower.age_seconds, parts.leadership.leader, policy, clock.now, fragmented,
+        parts.disk_full,
     )  # fmt: skip
     app.state.telemetry = telemetry = Telemetry(sources)
     app.state.parts = {type(of): of for of in _parts_of_resources(parts, telemetry)}
@@ -79,6 +79,8 @@ def create_app(parts: AppParts) -> FastAPI:
         ids=parts.ids,
         limits=parts.rules.limits,
         telemetry=telemetry,
+        access_log=parts.access_log,
+        disk_full=parts.disk_full,
     )
     return app
 
@@ -108,11 +110,13 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     )
     yield ClusterParts(
         world, clock, freshness, leadership, requests, rules.policy, limits, rules.defaults,
-        rules.kinds, servers, parts.residencies,
+        rules.kinds, servers, parts.residencies, parts.disk_full,
     )  # fmt: skip
     yield EventParts(records)
     yield TokenParts(store, clock, parts.tokens)
-    yield OperationParts(store, freshness, leadership, waiters, telemetry, parts.has_executor, parts.shutdown)
+    yield OperationParts(
+        store, freshness, leadership, waiters, telemetry, parts.has_executor, parts.shutdown, parts.disk_full
+    )
 
 
 def openapi_document() -> dict[str, Any]:

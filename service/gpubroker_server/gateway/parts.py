@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpubroker_server.core.domain.device import GpuKind
-from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.identity import Tokens
@@ -50,11 +49,12 @@ class AppParts:
     """Begin an orderly stop; True also stops the local cluster. Returns at once."""
     has_executor: bool = True
     """Runs are started from this process, so it is not ready without its executor."""
-    standing: Callable[[], LeadershipStatus] = LeadershipStatus
-    """Whether this process leads, for its metrics."""
     waiters: Waiters = field(default_factory=Waiters)
     """The composition root passes it every batch of committed events."""
     ids: Ids = field(default_factory=Ids)
+    access_log: bool = False
+    disk_full: Callable[[], str] = str
+    """Of the local disks of this process: which is full, and why; or empty."""
     servers: Sequence[Server] = ()
     """All model servers."""
     served: Sequence[tuple[ServerRules, ModelHost]] = ()

@@ -26,6 +26,8 @@ class LeaderSeen:
     """Nodes with a late heartbeat, and when it last came."""
     slots: Mapping[str, Shares] | None = None
     """By model, the slots that each gateway may claim; None if the leader divides none."""
+    lease_seconds: Seconds = Seconds(0.0)
+    """It may lead this long without another renewal."""
 
 
 @dataclass(frozen=True, slots=True)

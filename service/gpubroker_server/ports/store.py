@@ -66,6 +66,10 @@ class StoreUnavailable(Exception):
     """The database or the blob store cannot be reached or written now; the call has written nothing."""
 
 
+class StoreExhausted(StoreUnavailable):
+    """A disk is full, or the database has no connection left. The text, which clients may read, says that."""
+
+
 class Outgrown(StoreUnavailable):
     """Newer software has changed the database incompatibly. The process must end."""
 
@@ -134,7 +138,8 @@ class StoredCheckpoint:
 class TaskFilter:
     """The filter of `GET /tasks`. All `labels` must match. Newest first, those before `after`."""
 
-    tenant: str
+    tenant: str | None
+    """None: of all tenants."""
     states: tuple[TaskState, ...] = ()
     min_priority: int | None = None
     max_priority: int | None = None

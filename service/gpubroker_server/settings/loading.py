@@ -98,6 +98,7 @@ class Settings(WithUnits, BaseSettings):
     drain_notice_seconds: Annotated[float, Field(ge=0)] = 0.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     log_format: Literal["console", "json"] = "console"
+    access_log: bool = False
     ray: RaySettings = RaySettings()
     policy: PolicySettings = PolicySettings()
     limits: LimitSettings = LimitSettings()

@@ -3,14 +3,23 @@
 import logging
 import sys
 from collections.abc import Mapping
-from typing import Literal
+from typing import IO, Literal
 
 import structlog
 
 LOG_FIELDS: Mapping[str, str] = {
     "request": "id of the HTTP request, as in the Request-Id header",
-    "path": "path of the HTTP request",
+    "path": "path of the HTTP request, or of a directory",
+    "method": "method of the HTTP request",
+    "status": "of its answer; 0 if the client was gone before",
+    "seconds": "how long it took",
+    "token": "name of the token that it came with",
     "task": "id of the task",
+    "tasks": "ids of tasks that came with one request",
+    "tenant": "to which the task belongs, or in whose name a request was made",
+    "attempt": "how often the task has been given devices",
+    "rank": "of a process within its gang; 0 for other tasks",
+    "what": "what a client asks of the leader, a fixed token",
     "sequence": "number of a checkpoint within its run",
     "digest": "sha256 of an object's bytes",
     "expected": "the digest that was announced",
@@ -23,6 +32,7 @@ LOG_FIELDS: Mapping[str, str] = {
     "why": "reason of a decision, a fixed token",
     "node": "name of the node",
     "processes": "number of processes",
+    "connections": "number of connections to the database that this process keeps",
     "waiting": "number of tasks that wait for the same",
     "gpus": "number of GPUs that are asked for",
     "need_mb": "MiB that are needed on each GPU",
@@ -38,8 +48,31 @@ LOG_FIELDS: Mapping[str, str] = {
 """The fields of structured log lines."""
 
 
-def configure_logs(level: str, form: Literal["console", "json"]) -> None:
-    """Structured lines to stderr, from this process's own code and from the libraries it uses."""
+_access = structlog.get_logger("gpubroker.access")
+
+Form = Literal["console", "json"]
+
+
+def log_answered(
+    method: str,
+    path: str,
+    status: int | str,
+    seconds: float,
+    token: str | None,
+    tenant: str | None,
+    **more: str,
+) -> None:
+    """The line of the access log. `path`: without its query, which may hold what users call secret."""
+    _access.info(
+        "answered",
+        method=method, path=path, status=status, seconds=round(seconds, 4), token=token, tenant=tenant,
+        **more,
+    )  # fmt: skip
+
+
+def configure_logs(level: str, form: Form, stream: IO[str] | None = None) -> None:
+    """Structured lines to a stream, or to stderr, from this process's own code and from the libraries it
+    uses."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -59,7 +92,7 @@ def configure_logs(level: str, form: Literal["console", "json"]) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,

@@ -13,18 +13,17 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gpubroker_server.core.domain.estimates import What
-from gpubroker_server.core.domain.leader_term import LeadershipStatus
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.lifecycle.learning import size_accuracies
-from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.forecasts.forecast_rounds import accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.fragmentation import Fragmentation, ScatteredDemand
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import HeldBack
 from gpubroker_server.telemetry.durations import DurationCollector
 from gpubroker_server.telemetry.inferences import COUNTERS as OF_INFERENCES
@@ -45,9 +44,13 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_build_info": ("Always 1; what runs here.", ("version",)),
     "gpubroker_tasks": ("Tasks that are not finished.", ("state", "band")),
     "gpubroker_pending_tasks": ("Pending tasks by the reason that is known without planning.", ("reason",)),
-    "gpubroker_node_ready": ("1 if the node's agent has answered the leader, else 0.", ("hostname",)),
+    "gpubroker_node_ready": (
+        "1 if the node's agent answers the leader, 0 if it is silent; absent without a known leader.",
+        ("hostname",),
+    ),
+    "gpubroker_node_gpu_faults": ("GPUs that the node's agent cannot use.", ("hostname",)),
     "gpubroker_silent_nodes": (
-        "Silent nodes that are not given up, because too many fell silent at once.",
+        "Silent nodes that are not given up; absent without a known leader.",
         (),
     ),
     "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
@@ -96,17 +99,14 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_model_requests_in_flight": ("Requests that have a slot.", ("model",)),
     "gpubroker_model_requests_waiting": ("Requests that wait for a slot.", ("model",)),
     **ABOUT_INFERENCES,
-    "gpubroker_is_leader": ("1 if this process leads, else 0.", ()),
-    "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
-    "gpubroker_leader_lease_seconds": (
-        "Seconds left of the leader's lease; absent if this process does not lead.",
-        (),
-    ),
+    "gpubroker_disk_full": ("1 if a disk that this process writes to is full, else 0.", ()),
+    "gpubroker_leader_known": ("1 if this process leads or hears of the process that does, else 0.", ()),
+    "gpubroker_leader_term": ("Term of the known leader.", ()),
+    "gpubroker_leader_lease_seconds": ("Seconds that the known leader's lease had left when it said so.", ()),
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
     **OF_INFERENCES,
-    "gpubroker_leader_takeovers": ("Terms that this process has begun.", ()),
     "gpubroker_model_server_faults": (
         "Calls of a model server that were refused, broke off or timed out.",
         ("server", "protocol"),
@@ -142,11 +142,12 @@ class Sources:
 
     world: World
     age_seconds: Callable[[], float]
-    standing: Callable[[], LeadershipStatus]
+    leader: Callable[[], LeaderSeen | None]
+    """In any process, as it last published itself: every gateway shows the same."""
     policy: Policy
     now: Callable[[], Instant]
     fragmentation: Callable[[], tuple[Fragmentation, ScatteredDemand | None]]
-    paused: Callable[[], PausedDetection | None]
+    disk_full: Callable[[], str]
 
 
 class Telemetry:
@@ -225,11 +226,6 @@ class WorldCollector(Collector):
         sources = self._sources
         yield _gauge("gpubroker_build_info", [((_RELEASE,), 1)])
         yield from _task_metrics(sources.world)
-        nodes = sources.world.nodes.values()
-        yield _gauge("gpubroker_node_ready", [((node.name,), node.ready) for node in nodes])
-        if sources.standing().term is not None:
-            paused = sources.paused()
-            yield _gauge("gpubroker_silent_nodes", [((), 0 if paused is None else len(paused.nodes))])
         yield from _device_metrics(sources.world)
         yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
         yield from _tenant_metrics(sources)
@@ -247,7 +243,8 @@ class WorldCollector(Collector):
         yield _gauge(
             "gpubroker_database_oldest_slot_transactions", [((), it.slot_transactions) for it in known]
         )
-        yield from _leader_metrics(sources.standing())
+        yield _gauge("gpubroker_disk_full", [((), bool(sources.disk_full()))])
+        yield from _leader_metrics(sources.world, sources.leader())
 
 
 def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
@@ -266,12 +263,21 @@ def _counter(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Met
     return family
 
 
-def _leader_metrics(standing: LeadershipStatus) -> Iterator[Metric]:
-    leads = standing.term is not None
-    yield _gauge("gpubroker_is_leader", [((), leads)])
-    yield _gauge("gpubroker_leader_term", [((), standing.term)] if standing.term is not None else [])
-    yield _gauge("gpubroker_leader_lease_seconds", [((), standing.seconds_left)] if leads else [])
-    yield _counter("gpubroker_leader_takeovers", [((), standing.takeovers)])
+def _leader_metrics(world: World, leader: LeaderSeen | None) -> Iterator[Metric]:
+    """The leader alone hears the nodes: without one nothing is claimed about them."""
+    yield _gauge("gpubroker_leader_known", [((), leader is not None)])
+    if leader is None:
+        return
+    yield _gauge("gpubroker_leader_term", [((), leader.term)])
+    yield _gauge("gpubroker_leader_lease_seconds", [((), leader.lease_seconds)])
+    held_back = () if leader.paused is None else leader.paused.nodes
+    yield _gauge("gpubroker_silent_nodes", [((), len(held_back))])
+    silent = {*leader.silent, *held_back}
+    ready = {node.name: node.ready and node.name not in silent for node in world.nodes.values()}
+    yield _gauge("gpubroker_node_ready", [((name,), is_ready) for name, is_ready in ready.items()])
+    agents = leader.executor.get("agents", {})
+    faults = {node: len(agent.get("gpu_faults", ())) for node, agent in agents.items()}
+    yield _gauge("gpubroker_node_gpu_faults", [((node,), count) for node, count in faults.items()])
 
 
 def _task_metrics(world: World) -> Iterator[Metric]:

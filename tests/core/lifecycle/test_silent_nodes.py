@@ -65,10 +65,11 @@ class Cluster:
         self.why |= {report.node: report.why for report in lost}
         commit(self.world, apply_reports(self.world, lost, Instant(self.at), Policy()))
 
-    def told(self, *nodes: str) -> list[str]:
-        """The cluster says that these are dead: those that are given up at once."""
+    def told(self, *nodes: str, confirmed: bool = True) -> list[str]:
+        """The cluster, or else a link to an agent, says that these are dead: those that are given up at
+        once."""
         rows = [self.world.nodes[NodeName(node)] for node in nodes]
-        told = [NodeLost(row.name, row.incarnation, NOW, "Ray says so") for row in rows]
+        told = [NodeLost(row.name, row.incarnation, NOW, "Ray says so", confirmed) for row in rows]
         given_up = self.monitor.report_dead(told, self.world, self.at, Instant(self.at))
         self.take(given_up)
         return [report.node for report in given_up]
@@ -251,9 +252,31 @@ def test_a_node_that_the_cluster_says_is_dead_is_given_up_at_once() -> None:
     assert cluster.why["n1"] == "Ray says so"
 
 
-def test_the_pause_also_applies_to_nodes_that_the_cluster_reports_dead() -> None:
+def test_the_cluster_is_believed_however_many_nodes_it_says_are_dead() -> None:
     cluster = ten()
-    assert cluster.told("n1", "n2", "n3") == []
+    assert cluster.told("n1", "n2", "n3") == ["n1", "n2", "n3"]
+    assert cluster.paused == ()
+    cluster.dead = {"n1", "n2", "n3", "n4"}
+    cluster.run(8.0)
+    assert "n4" in cluster.lost, "those do not count against one that falls silent with them"
+
+
+def test_nodes_that_are_held_back_are_given_up_when_the_cluster_says_that_they_are_dead() -> None:
+    cluster = ten()
+    cluster.dead = {"n1", "n2", "n3"}
+    cluster.run(20.0)
+    assert (cluster.lost, cluster.paused) == ({}, ("n1", "n2", "n3"))
+    assert cluster.monitor.paused is not None
+    assert cluster.monitor.paused.summary == "paused: n1, n2, n3 silent"
+    assert cluster.told("n1", "n2") == ["n1", "n2"]
+    cluster.step()
+    assert set(cluster.lost) == {"n1", "n2", "n3"}, "the last one is believed like any single node"
+    assert cluster.paused == ()
+
+
+def test_the_pause_also_applies_to_nodes_of_which_only_the_agent_is_away() -> None:
+    cluster = ten()
+    assert cluster.told("n1", "n2", "n3", confirmed=False) == []
     assert cluster.paused == ("n1", "n2", "n3")
     cluster.told()
     assert cluster.paused == ("n1", "n2", "n3")
@@ -276,12 +299,12 @@ def test_a_report_before_the_first_check_counts() -> None:
 def test_the_last_node_is_given_up_when_the_cluster_is_certain() -> None:
     cluster = Cluster({"n1": 1})
     cluster.run(5.0)
-    assert cluster.told("n1") == ["n1"]
+    assert cluster.told("n1", confirmed=False) == ["n1"]
 
 
 def test_a_node_reported_dead_that_has_answered_since_is_kept() -> None:
     cluster = ten()
-    assert cluster.told("n1", "n2", "n3") == []
+    assert cluster.told("n1", "n2", "n3", confirmed=False) == []
     row = cluster.world.nodes[NodeName("n1")]
     again = a_node("n1", incarnation="n1-2", version=row.version + 1)
     commit(cluster.world, Decision("n1", "node_seen", nodes=(again,)))

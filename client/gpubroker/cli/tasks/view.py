@@ -87,12 +87,17 @@ def ps(
             help="Only tasks submitted since a time, or 2h ago.",
         ),
     ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Another tenant's tasks; for admins.")] = None,
+    all_tenants: Annotated[
+        bool, typer.Option("--all-tenants", help="All tenants' tasks; for admins.")
+    ] = False,
     limit: Annotated[int, typer.Option(min=1, help="At most this many tasks.")] = 50,
     watching: Watch = False,
     output: Output = Format.TABLE,
 ) -> None:
     """List tasks, newest first, and why pending ones wait."""
     given = {
+        "tenant": "*" if all_tenants else tenant,
         "state": state or ([] if everything else UNFINISHED),
         "labels": parsing.pairs(label or [], "--label"),
         "name": name,
@@ -127,7 +132,7 @@ def _list(
         return _with_reasons(broker, found) if output is Format.TABLE else found
 
     def drawn(found: Sequence[Task]) -> RenderableType:
-        return task_table(found, if_none)
+        return task_table(found, if_none, has_tenants=filters.get("tenant") == "*")
 
     if watching:
         watch(output, listed, drawn)
@@ -148,10 +153,13 @@ def show(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) 
         emit(output, found, lambda found: task_details(found, past_of(broker, found)))
 
 
-def task_table(listed: Sequence[Task], if_none: str = "no tasks") -> RenderableType:
-    rows = [
+def task_table(
+    listed: Sequence[Task], if_none: str = "no tasks", *, has_tenants: bool = False
+) -> RenderableType:
+    rows: list[Sequence[str | Text]] = [
         (
             short_id(task.id),
+            *([task.tenant] if has_tenants else []),
             task.name,
             Text(str(task.raw.get("state", "")), style=_STATE_STYLES.get(task.state, "")),
             f"{task.priority} {task.band}",
@@ -162,7 +170,8 @@ def task_table(listed: Sequence[Task], if_none: str = "no tasks") -> RenderableT
         )
         for task in listed
     ]
-    return PlainTable(_COLUMNS, rows) if rows else Text(if_none)
+    columns = (_COLUMNS[0], Column("TENANT"), *_COLUMNS[1:]) if has_tenants else _COLUMNS
+    return PlainTable(columns, rows) if rows else Text(if_none)
 
 
 def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableType:
@@ -245,7 +254,7 @@ def _quarantined(one: Quarantined) -> str:
 
 def _note(task: Task) -> str:
     preempted = f"preempted {task.preemptions}×" if task.preemptions and not task.is_finished else ""
-    return "; ".join(part for part in (_now(task), preempted) if part)
+    return "; ".join(part for part in (_now(task), preempted, task.raw.get("notice")) if part)
 
 
 def _now(task: Task) -> str:

@@ -1,6 +1,7 @@
 """Objects as files below one directory: `ab/cd/abcd…`, named by the sha256 of their bytes."""
 
 import asyncio
+import errno
 import hashlib
 import os
 import tempfile
@@ -12,7 +13,13 @@ from pathlib import Path
 import structlog
 
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobTooLarge, StoreUnavailable
+from gpubroker_server.ports.store import (
+    BlobCorrupt,
+    BlobMissing,
+    BlobTooLarge,
+    StoreExhausted,
+    StoreUnavailable,
+)
 
 log = structlog.get_logger("gpubroker.blobs")
 
@@ -54,6 +61,8 @@ class DirectoryBlobs:
         try:
             yield
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreExhausted(f"disk full: {self._root}") from error
             raise StoreUnavailable(
                 f"an object below {self._root} cannot be {what}: {error.strerror}; "
                 "make room, or give this user access"

@@ -367,7 +367,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
 
 def _matches(task: Task, spec: RunSpec, wanted: TaskFilter) -> bool:
     return (
-        task.tenant == wanted.tenant
+        wanted.tenant in (None, task.tenant)
         and (wanted.after is None or task.id < wanted.after)
         and (not wanted.states or task.state in wanted.states)
         and (wanted.min_priority is None or task.priority >= wanted.min_priority)

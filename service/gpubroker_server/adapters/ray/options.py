@@ -6,9 +6,9 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gpubroker.runtime.messages import known_fields
 
@@ -47,6 +47,8 @@ class RayOptions:
     idle_stop_seconds: float = 600.0
     driver_patience_seconds: float = 15.0
     """A driver process that does not answer within this time is replaced."""
+    log_level: str = "INFO"
+    log_format: Literal["console", "json"] = "console"
     inherit_env: tuple[str, ...] = ()
     """Environment variables of this process that tasks inherit, besides locale and paths."""
 
@@ -120,6 +122,8 @@ class AgentConfig:
     idle_stop_seconds: float
     keepalive: str
     """A file that the agent touches while it has a broker or a run; empty: the agent ends by itself."""
+    log_level: str = "INFO"
+    log_format: Literal["console", "json"] = "console"
 
     @property
     def namespace(self) -> str:
@@ -135,7 +139,12 @@ class AgentConfig:
         return replace(self, node=name)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        """Without fields at their defaults, of which earlier releases need not know."""
+        defaults = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        given = {
+            name: it for name, it in asdict(self).items() if name not in defaults or it != defaults[name]
+        }
+        return json.dumps(given, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "AgentConfig":

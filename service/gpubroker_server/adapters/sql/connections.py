@@ -24,6 +24,7 @@ from psycopg.abc import PQGen
 
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused
+from gpubroker_server.ports.store import StoreExhausted
 
 
 class BatchedPipeline(psycopg.Pipeline):
@@ -101,6 +102,14 @@ _WAITS_FOR_STANDBY = (
     "SELECT current_setting('synchronous_standby_names'), current_setting('synchronous_commit')"
 )
 _OLDEST = 140000
+_OUT_OF_CONNECTIONS = (
+    "too many clients",
+    "too many connections",
+    "connection slots are reserved",
+    "no more connections allowed",
+)
+"""A connection that is refused has no code that the driver could read."""
+GET_CONNECTIONS = "raise max_connections or the limit of the user, or end other clients"
 _SERVER = "SELECT system_identifier, left(pg_walfile_name(pg_current_wal_lsn()), 8) FROM pg_control_system()"
 _CHANNEL = "gpubroker"
 _RESIGNED = "resigned"
@@ -185,7 +194,8 @@ def connect_mover(url: str) -> psycopg.Connection[Any]:
 
 
 def connect_migrator(url: str) -> psycopg.Connection[Any]:
-    return psycopg.connect(url, **_CONNECTION)
+    with _telling_shortage():
+        return psycopg.connect(url, **_CONNECTION)
 
 
 def check_server(url: str, named: str = SETTING) -> None:
@@ -201,6 +211,8 @@ def check_server(url: str, named: str = SETTING) -> None:
         with _connect(url, READER, pooled=True) as connection:
             version = connection.info.server_version
             standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
+    except StoreExhausted as short:
+        raise DatabaseRefused(f"PostgreSQL at {display_name(url)} is {short}; {GET_CONNECTIONS}") from None
     except psycopg.Error as error:
         raise DatabaseRefused(
             f"cannot use PostgreSQL at {display_name(url)}: {str(error).strip()}; start it, or "
@@ -241,13 +253,26 @@ def check_waits_for_standby(url: str) -> None:
 
 
 def _connect(url: str, settings: ServerSettings, *, pooled: bool, **more: Any) -> TimedConnection:
-    connection = TimedConnection.connect(
-        url, autocommit=True, prepare_threshold=None if pooled else 0, **_CONNECTION, **more
-    )
+    with _telling_shortage():
+        connection = TimedConnection.connect(
+            url, autocommit=True, prepare_threshold=None if pooled else 0, **_CONNECTION, **more
+        )
     connection.answer_seconds = settings.answer_seconds
     if not pooled:
         connection.execute(set_statement(settings, within="session"), prepare=False)
     return connection
+
+
+@contextmanager
+def _telling_shortage() -> Iterator[None]:
+    """Raises StoreExhausted if the server, or its pooler, has no connection left."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        said = str(error).strip().rpartition("FATAL:")[2].strip()
+        if any(words in said for words in _OUT_OF_CONNECTIONS):
+            raise StoreExhausted(f"out of database connections: {said}") from error
+        raise
 
 
 def display_name(url: str) -> str:
@@ -277,7 +302,7 @@ class Hints:
     async def keep(self, on_hint: Callable[[], None], on_resigned: Callable[[], None]) -> None:
         """Listen until cancelled, and reconnect. `on_resigned` is called when a leader has resigned."""
         while True:
-            with suppress(psycopg.Error):
+            with suppress(psycopg.Error, StoreExhausted):
                 await self._listen(on_hint, on_resigned)
             await asyncio.sleep(RECONNECT_SECONDS)
 
@@ -366,5 +391,5 @@ class Hints:
 
 def _close(opening: Future[psycopg.Connection[Any]]) -> None:
     """The caller was cancelled while it connected."""
-    with suppress(psycopg.Error):
+    with suppress(psycopg.Error, StoreExhausted):
         opening.result().close()

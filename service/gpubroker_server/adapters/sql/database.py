@@ -2,11 +2,13 @@
 moved away by `move_data`."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import structlog
 from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, select, text, update
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
@@ -19,6 +21,9 @@ from gpubroker_server.adapters.sql.sqlite import SqliteFile, SqliteSession
 from gpubroker_server.adapters.sql.system_tables import SCHEMA, MoveStage, audit, leadership, relocation
 from gpubroker_server.core.domain.leader_term import next_lineage
 from gpubroker_server.core.domain.units import Lineage
+from gpubroker_server.ports.store import StoreExhausted
+
+log = structlog.get_logger("gpubroker.database")
 
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
@@ -40,11 +45,18 @@ class Database:
     """Opens a second writing connection, for the leader's row; None if there can be one only."""
 
 
-def open_database(url: str, *, pooled: bool = False, may_lose_commits: bool = False) -> Database:
-    """Open and migrate. Raises DatabaseRefused."""
+def open_database(
+    url: str, *, pooled: bool = False, may_lose_commits: bool = False, leads: bool = True
+) -> Database:
+    """Open and migrate; on a server, with all connections that a process keeps.
+
+    `pooled`: behind a pooler that assigns connections by transaction. `may_lose_commits`: also several hosts
+    of which none waits for another. `leads`: it needs a connection for the leader's row. Raises
+    DatabaseRefused.
+    """
     if is_file(url):
         return _open_file(path_of(url))
-    return _open_server(url, pooled=pooled, may_lose_commits=may_lose_commits)
+    return _open_server(url, pooled=pooled, may_lose_commits=may_lose_commits, leads=leads)
 
 
 def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
@@ -203,7 +215,22 @@ def file_engine(file: SqliteFile) -> Engine:
     return engine
 
 
-def _open_server(url: str, *, pooled: bool, may_lose_commits: bool) -> Database:
+def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
+    needed = 1 + READERS + (not pooled) + leads
+    try:
+        database = _open_all(url, pooled=pooled, may_lose_commits=may_lose_commits, leads=leads)
+    except StoreExhausted as short:
+        raise DatabaseRefused(
+            f"PostgreSQL at {connections.display_name(url)} is {short}; this process keeps {needed} "
+            f"connections: 1 that writes, {READERS} that read{'' if pooled else ', 1 that listens'}"
+            f"{', 1 for the leader' if leads else ''}; {connections.GET_CONNECTIONS}"
+        ) from None
+    log.info("connected to the database", connections=needed)
+    return database
+
+
+def _open_all(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
+    """Raises StoreExhausted, DatabaseRefused."""
     connections.check_server(url)
     if not may_lose_commits:
         connections.check_waits_for_standby(url)
@@ -224,7 +251,27 @@ def _open_server(url: str, *, pooled: bool, may_lose_commits: bool) -> Database:
     snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
     listener = None if pooled else partial(connections.connect_listener, url)
     term = partial(postgres.term_session, url, pooled=pooled)
+    try:
+        _hold_all(readers, *([] if listener is None else [listener]), *([term] if leads else []))
+    except BaseException:
+        session.close()
+        readers.dispose()
+        raise
     return Database(session, readers, snapshot, lambda: None, listener, is_shared=True, connect_term=term)
+
+
+def _hold_all(readers: Engine, *others: Callable[[], Any]) -> None:
+    """Open all readers, which stay open, and the others, which are opened again as soon as the process works:
+    it starts with all connections that it needs, or not at all. Raises what a connection raises."""
+    opening = [readers.connect] * READERS + list(others)
+    with ThreadPoolExecutor(len(opening)) as threads:
+        opened = [threads.submit(connect) for connect in opening]
+    faults = [fault for one in opened if (fault := one.exception()) is not None]
+    for one in opened:
+        if one.exception() is None:
+            one.result().close()
+    if faults:
+        raise faults[0]
 
 
 def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:

@@ -38,7 +38,7 @@ from gpubroker_server.adapters.sql.session import (
 from gpubroker_server.adapters.sql.system_tables import check_schema, is_another_server
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.ports.store import StaleTerm, StoreUnavailable, Unstorable
+from gpubroker_server.ports.store import StaleTerm, StoreExhausted, StoreUnavailable, Unstorable
 
 _NOW = "SELECT extract(epoch from clock_timestamp())::float8"
 _SHARE_TERM = "SELECT term, holder, server FROM leadership WHERE id = 1 FOR KEY SHARE"
@@ -304,6 +304,8 @@ class PostgresSession:
             raise Unstorable(f"a value cannot be stored: {str(error).strip()}") from error
         except (errors.DeadlockDetected, errors.SerializationFailure) as error:
             raise Collided(str(error).strip()) from error
+        except errors.DiskFull as error:
+            raise StoreExhausted(f"disk full at the database server: {str(error).strip()}") from error
         except psycopg.Error as error:
             if isinstance(error, GOODBYES) or self._is_out_of_step(error):
                 raise ConnectionLost(str(error).strip()) from error

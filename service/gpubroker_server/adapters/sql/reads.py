@@ -256,7 +256,10 @@ def _scalar(connection: Connection, query: Executable) -> Any:
 
 def listing(wanted: TaskFilter) -> Select[Any]:
     """The tasks that match, newest first."""
-    query = select(_task.c.id).where(_task.c.tenant == wanted.tenant)
+    query = select(_task.c.id)
+    for name in ("tenant", "name", "stream"):
+        if (exact := getattr(wanted, name)) is not None:
+            query = query.where(_task.c[name] == exact)
     if wanted.after is not None:
         query = query.where(_task.c.id < wanted.after)
     if wanted.states:
@@ -265,10 +268,6 @@ def listing(wanted: TaskFilter) -> Select[Any]:
         query = query.where(_task.c.priority >= wanted.min_priority)
     if wanted.max_priority is not None:
         query = query.where(_task.c.priority <= wanted.max_priority)
-    if wanted.name is not None:
-        query = query.where(_task.c.name == wanted.name)
-    if wanted.stream is not None:
-        query = query.where(_task.c.stream == wanted.stream)
     if wanted.model_type is not None:
         named = select(_spec.c.task).where(
             _spec.c.task == _task.c.id, _spec.c.model_type == wanted.model_type
@@ -288,7 +287,11 @@ def listing(wanted: TaskFilter) -> Select[Any]:
         used = select(_lease.c.holder).where(_lease.c.holder == _task.c.id, ~_lease.c.released).exists()
         query = query.where(or_(~_task.c.finished, used if wanted.quarantined else ~used))
     for key, value in wanted.labels.items():
-        here = (_label.c.tenant == wanted.tenant) & (_label.c.key == key) & (_label.c.value == value)
+        here = (
+            (_label.c.tenant == (wanted.tenant or _task.c.tenant))
+            & (_label.c.key == key)
+            & (_label.c.value == value)
+        )
         query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))
     return _RECORDS.where(_chosen.c.id.in_(query.order_by(_task.c.id.desc()).limit(wanted.limit)))
 

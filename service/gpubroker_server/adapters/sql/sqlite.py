@@ -33,7 +33,7 @@ from gpubroker_server.adapters.sql.session import (
 from gpubroker_server.adapters.sql.system_tables import SQLITE_NOW, check_schema
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.ports.store import StaleTerm, StoreUnavailable, Unstorable
+from gpubroker_server.ports.store import StaleTerm, StoreExhausted, StoreUnavailable, Unstorable
 
 APPLICATION_ID = 0x67706272
 """`gpbr` in the file's header: this is a gpubroker database."""
@@ -313,4 +313,6 @@ class SqliteSession:
         except sqlite3.ProgrammingError:
             raise
         except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                raise StoreExhausted("disk full: the disk of the database") from error
             raise StoreUnavailable(f"the database cannot be written: {error}") from error

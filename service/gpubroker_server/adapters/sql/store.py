@@ -55,19 +55,14 @@ _ENTRY_BYTES = 2048
 
 
 async def open_store(
-    url: str,
-    *,
-    pooled: bool = False,
-    may_lose_commits: bool = False,
-    usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
+    url: str, *, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS, **options: bool
 ) -> "SqlStore":
     """Open `sqlite:///path` or `postgresql://...`, and bring its schema to the newest first.
 
     A SQLite file is locked until `close`. On PostgreSQL any number of processes may open one database; one of
-    them migrates at a time. `pooled`: behind a pooler that assigns connections by transaction.
-    `may_lose_commits`: also several hosts of which none waits for another. Raises DatabaseRefused.
+    them migrates at a time. The options are those of `open_database`. Raises DatabaseRefused.
     """
-    database = await asyncio.to_thread(open_database, url, pooled=pooled, may_lose_commits=may_lose_commits)
+    database = await asyncio.to_thread(open_database, url, **options)
     try:
         return await asyncio.to_thread(SqlStore, database, usage_half_life_seconds)
     except BaseException:

@@ -120,14 +120,6 @@ def refused_term(row: LeaderRow, own: Term, known: tuple[Lineage, Term]) -> Refu
 
 
 @dataclass(frozen=True, slots=True)
-class LeadershipStatus:
-    term: Term | None = None
-    seconds_left: Seconds = Seconds(0.0)
-    """It may lead this long without another renewal."""
-    takeovers: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class ObservedLeader:
     """A leader row, and when a candidate first saw it on its own clock."""
 

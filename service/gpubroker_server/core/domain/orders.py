@@ -223,12 +223,14 @@ class ReportedDevice:
 
 @value
 class NodeLost:
-    """Ray says that the node or its agent is dead. Its processes may still run."""
+    """The node is dead, or its agent does not answer. Its processes may still run."""
 
     node: NodeName
     incarnation: str
     at: Instant
     why: str
+    confirmed: bool = False
+    """The cluster's own control service says that the node is dead."""
 
 
 @value

@@ -3,7 +3,8 @@
 The runs of a lost node are requeued and its memory goes into quarantine. So no node is declared lost by a
 leader that was itself not listening, nor while no node at all is heard, nor when too many fall silent at
 once: then the network or the leader is likelier at fault. Detection pauses until they are heard again, or
-until an operator lets it go on.
+until an operator lets it go on. What the cluster's own control service says of a node is believed: it hears
+the nodes by ways of its own.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -31,6 +32,10 @@ class PausedDetection:
     of_runs: int
     message: str
 
+    @property
+    def summary(self) -> str:
+        return f"paused: {', '.join(self.nodes)} silent"
+
 
 class HeartbeatMonitor:
     """What one leader has heard of its nodes, in its memory. `at` is in seconds by a clock that never jumps
@@ -43,7 +48,7 @@ class HeartbeatMonitor:
         self._since: float | None = None
         self._checked_at = 0.0
         self._reported_dead: dict[NodeName, NodeLost] = {}
-        """Reported as lost by the cluster, and not yet declared lost."""
+        """Reported as lost, and not yet declared lost."""
         self._allowed: set[NodeName] = set()
         """An operator allows declaring these lost."""
         self._gone: list[tuple[float, NodeName, int]] = []
@@ -62,13 +67,18 @@ class HeartbeatMonitor:
     def report_dead(
         self, reports: Sequence[NodeLost], world: World, at: float, now: Instant
     ) -> list[NodeLost]:
-        """The cluster reports nodes as dead. Returns those declared lost now; the others are judged again
-        until they are heard."""
+        """Nodes are reported as dead. Returns those declared lost now; those of which that is not confirmed
+        may be judged again until they are heard."""
         fresh = [report for report in reports if _is_current(world, report)]
-        if not fresh:
-            return []
-        self._reported_dead |= {report.node: report for report in fresh}
-        return self._judge([report.node for report in fresh], world, at, now)
+        confirmed = [report for report in fresh if report.confirmed]
+        for report in confirmed:
+            self._allowed.discard(report.node)
+            self._reported_dead.pop(report.node, None)
+        others = [report for report in fresh if not report.confirmed]
+        if not others:
+            return confirmed
+        self._reported_dead |= {report.node: report for report in others}
+        return confirmed + self._judge([report.node for report in others], world, at, now)
 
     def check(self, world: World, at: float, now: Instant, *, listening: bool) -> list[NodeLost]:
         """The nodes declared lost now. To be called more often than agents send heartbeats: after a gap, or

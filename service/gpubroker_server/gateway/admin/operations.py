@@ -16,7 +16,7 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Freshness
 from gpubroker_server.gateway.http.waiters import Leadership, Waiters
-from gpubroker_server.ports.store import StoreUnavailable, TaskStore
+from gpubroker_server.ports.store import StoreExhausted, StoreUnavailable, TaskStore
 from gpubroker_server.telemetry.metrics import Telemetry
 
 resource = Resource("operations")
@@ -40,6 +40,7 @@ class OperationParts:
     """Runs are started from this process, so it is not ready without its executor."""
     shutdown: Callable[[bool], None]
     """Begin an orderly stop; True also stops the local cluster. Returns at once."""
+    disk_full: Callable[[], str]
 
 
 Parts = Annotated[OperationParts, PARTS]
@@ -50,8 +51,9 @@ class Health(TypedDict):
 
 
 class Readiness(TypedDict):
-    """Each part is `ok`, or has one word for what it is instead. While `nodes` are `paused` the process is
-    ready: all other nodes work. So it is while the `clock` is `contradicted`: all but pruning goes on."""
+    """Each part is `ok`, or begins with one word for what it is instead. While `nodes` are `paused` the
+    process is ready: all other nodes work. So it is while the `clock` is `contradicted`: all but pruning goes
+    on."""
 
     status: Literal["ready", "not_ready"]
     parts: dict[str, str]
@@ -84,14 +86,16 @@ async def get_readiness(parts: Parts) -> Response:
     """Answer whether this process can do its work: database, overview of the cluster, and its executor.
 
     Without an executor of its own, the leader and its executor are shown as last heard of, and do not count:
-    tasks are accepted without them. `nodes` is `paused` while the leader holds silent nodes back; `/stats`
-    says why. `clock` is `contradicted` while the database's clock was set ahead or back; the log says what
-    to do.
+    tasks are accepted without them. `nodes` is `paused: n2, n3 silent` while the leader holds these nodes
+    back; `/stats` says why. `clock` is `contradicted` while the database's clock was set ahead or back; the
+    log says what to do.
     """
-    state = str(parts.leadership.executor_status().get("state", "unknown"))
+    executor = parts.leadership.executor_status()
+    state = "no-head" if executor.get("head_fault") else str(executor.get("state", "unknown"))
     states = {
         "process": "draining" if parts.waiters.is_closed else OK,
         "store": await _store_state(parts),
+        "disk": parts.disk_full() or OK,
         "world": "stale" if parts.freshness.is_stale else OK,
         "executor": OK if state in _READY else state,
     }
@@ -99,7 +103,8 @@ async def get_readiness(parts: Parts) -> Response:
     if not parts.has_executor:
         states["leader"] = "none" if parts.leadership.leader() is None else OK
     ready = all(states[part] == OK for part in counted)
-    states["nodes"] = OK if parts.leadership.paused() is None else "paused"
+    paused = parts.leadership.paused()
+    states["nodes"] = OK if paused is None else paused.summary
     states["clock"] = "contradicted" if parts.freshness.is_clock_contradicted else OK
     view: Readiness = {"status": "ready" if ready else "not_ready", "parts": states}
     return answer(view, 200 if ready else 503)
@@ -109,6 +114,8 @@ async def _store_state(parts: Parts) -> str:
     try:
         async with asyncio.timeout(STORE_TIMEOUT_SECONDS):
             await parts.store.head()
+    except StoreExhausted as fault:
+        return str(fault)
     except (StoreUnavailable, TimeoutError):
         return "unavailable"
     return OK

@@ -1,5 +1,6 @@
 """What the routes of the cluster need."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -30,6 +31,7 @@ class ClusterParts:
     """The kinds of GPU that the operator has ranked, strongest first."""
     servers: tuple[Server, ...]
     residencies: Residencies | None
+    disk_full: Callable[[], str]
 
 
 Parts = Annotated[ClusterParts, PARTS]

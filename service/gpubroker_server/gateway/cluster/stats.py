@@ -144,6 +144,9 @@ class Stats(AsOf):
     executor: ExecutorView
     leader: LeaderView
     detection: DetectionView
+    disk_full: Annotated[
+        str, Field(description="Of the process that answers: which disk, and why; or empty.")
+    ]
     model_servers: list[ModelServerView]
 
 
@@ -167,6 +170,7 @@ async def get_stats(parts: Parts) -> Response:
             "holder": None if leader is None else leader.holder,
         },
         "detection": detection_view(parts.leadership.paused()),
+        "disk_full": parts.disk_full(),
         "model_servers": [_server_view(parts, server) for server in parts.servers],
     }
     return answer(view)

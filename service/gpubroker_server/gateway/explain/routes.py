@@ -103,7 +103,10 @@ async def explain_task(call: Call, parts: Parts, task_id: str) -> Response:
     async with parts.answers.slot():
         if record.task.id not in parts.world.tasks:
             record = await parts.records.reread(record)  # it may just have ended
-        return answer(_view(parts, call.identity, record))
+        view = _view(parts, call.identity, record)
+        if notice := parts.records.pending.notice(record.task):
+            view["message"] += f" ({notice}; gpubroker stats says why)"
+        return answer(view)
 
 
 def _view(parts: Parts, viewer: Identity, record: TaskRecord) -> ExplanationView:

@@ -1,7 +1,7 @@
 """What every request passes before its route (host, token, encoding, size), and answers to exceptions."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 from fastapi import APIRouter
@@ -15,7 +15,8 @@ from gpubroker_server.gateway.http.identity import Callers
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem, problem_response
 from gpubroker_server.gateway.http.routing import DirectRoute
-from gpubroker_server.ports.store import Outgrown, StoreUnavailable, Unstorable
+from gpubroker_server.ports.store import Outgrown, StoreExhausted, StoreUnavailable, Unstorable
+from gpubroker_server.telemetry.logs import log_answered
 from gpubroker_server.telemetry.metrics import Telemetry
 
 log = structlog.get_logger("gpubroker.gateway")
@@ -41,6 +42,8 @@ class RequestMiddleware:
         ids: Ids,
         limits: RequestLimits,
         telemetry: Telemetry,
+        access_log: bool = False,
+        disk_full: Callable[[], str] = str,
     ) -> None:
         """`parts`: what the routes of each resource get, by type."""
         self._router = router
@@ -56,6 +59,8 @@ class RequestMiddleware:
         self._ids = ids
         self._limits = limits
         self._telemetry = telemetry
+        self._access_log = access_log
+        self._disk_full = disk_full
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -70,6 +75,7 @@ class RequestMiddleware:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn sends the head alone
         request_id = self._ids.exchange()
+        structlog.contextvars.bind_contextvars(request=request_id)  # in all lines about this request
         scope["state"] = {"parts": self._parts, "request_id": request_id}
         status = 0
 
@@ -93,7 +99,12 @@ class RequestMiddleware:
             await problem_response(problem, scope)(scope, receive, send_with_id)
         finally:
             template = getattr(scope.get("route"), "path", _NO_ROUTE)
-            self._telemetry.on_request(scope["method"], template, status, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._telemetry.on_request(scope["method"], template, status, seconds)
+            if self._access_log:
+                caller = scope["state"].get("identity")
+                named = (None, None) if caller is None else (caller.name, caller.tenant)
+                log_answered(scope["method"], scope["path"], status, seconds, *named)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, headers = scope["state"], dict(scope["headers"])
@@ -146,8 +157,10 @@ class RequestMiddleware:
             case Outgrown():
                 return Problem("follower-stale", str(fault))
             case StoreUnavailable():
-                log.warning("database not reached", request=request_id, fault=str(fault))
-                return Problem("store-unavailable")
+                log.debug("database not reached", request=request_id, fault=str(fault))
+                said = str(fault) if isinstance(fault, StoreExhausted) else self._disk_full()
+                more = "nothing was changed; send the request again later"
+                return Problem("store-unavailable", f"{said}; {more}" if said else "")
             case Unstorable():
                 return Problem("validation-failed", str(fault))
         log.error("request failed", request=request_id, path=scope["path"], exc_info=fault)

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager, closing
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
+import structlog
+
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.domain.units import Position, Seconds, TaskId
@@ -19,6 +21,8 @@ from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import Clock, TaskStore
+
+log = structlog.get_logger("gpubroker.gateway")
 
 T = TypeVar("T")
 
@@ -235,4 +239,5 @@ class LeaderRequests:
         request = Request(self._ids.request(now), TaskId(subject), tenant, what, fields, now)
         with self._waiters.expect(request.id) as done:
             await self._store.request(request)
+            log.info("asked", what=what, task=subject, tenant=tenant)
             return await done.within(self._settle_seconds)

@@ -71,7 +71,7 @@ class GrpcCall(ProxiedRequest):
         self._method = method
         self._metadata = metadata
         self._began = time.perf_counter()
-        self._request_id = plane.ids.exchange()
+        self.request_id = plane.ids.exchange()
 
     async def unary(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
@@ -229,19 +229,19 @@ class GrpcCall(ProxiedRequest):
             return fault
         if isinstance(fault, CallFailed) and fault.trouble is not None:
             log.debug(
-                "no answer from Triton", request=self._request_id, server=fault.server, fault=fault.detail
+                "no answer from Triton", request=self.request_id, server=fault.server, fault=fault.detail
             )
             return problem_of(fault.trouble, fault.server, fault.detail)
-        log.error("request failed", request=self._request_id, path=self.target.operation.name, exc_info=fault)
-        return our_mistake(self._request_id)
+        log.error("request failed", request=self.request_id, path=self.target.operation.name, exc_info=fault)
+        return our_mistake(self.request_id)
 
     def _signed(self, metadata: Metadata) -> Metadata:
         queued = () if self.lane_entry is None else self.lane_entry.headers()
-        return (*metadata, *queued, ("request-id", self._request_id))
+        return (*metadata, *queued, ("request-id", self.request_id))
 
     def _count(self, status: grpc.StatusCode) -> None:
         seconds = time.perf_counter() - self._began
-        self.plane.on_call(self.target.operation.name, status.name, seconds)
+        self.plane.called(self, status.name, seconds)
 
 
 class _UnaryCall(UpstreamRequest):

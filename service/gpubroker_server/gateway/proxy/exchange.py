@@ -385,7 +385,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self.close()
         self.response_complete = True
         seconds = time.perf_counter() - self._began
-        self.plane.on_request(self._method.decode(), self.target.operation.name, self._status, seconds)
+        self.plane.answered(self, self._method.decode(), self._status, seconds)
         self._client.on_answered(self)
 
 

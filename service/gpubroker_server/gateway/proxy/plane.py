@@ -16,6 +16,7 @@ from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.servers import Fleet
 from gpubroker_server.ports.backends import Header, RequestHead
 from gpubroker_server.ports.store import StoreUnavailable
+from gpubroker_server.telemetry.logs import log_answered
 
 IDEMPOTENT: Final = "x-idempotent"
 """A header, `true`: the request may be carried out twice, so that it may go to a second server when the first
@@ -114,6 +115,16 @@ def client_head(method: bytes, path: bytes, headers: Sequence[Header]) -> Client
     )
 
 
+class Answering(Protocol):
+    """A request, as the log needs it."""
+
+    target: Target
+    identity: Identity | None
+
+    @property
+    def request_id(self) -> str: ...
+
+
 class TenantRequests:
     """Those that are under way, whether they wait or were sent, by tenant."""
 
@@ -153,13 +164,15 @@ class Plane:
         takes_files: bool = False,
         residencies: Residencies | None = None,
         audit: Audit,
+        access_log: bool = False,
     ) -> None:
         """`takes_files`: a load of a model may bring files with it. `residencies`: of the servers with
         models in the ledger."""
         self.residencies = residencies
         self.ids = ids
-        self.on_request = on_request
-        self.on_call = on_call
+        self._on_request = on_request
+        self._on_call = on_call
+        self._access_log = access_log
         self.takes_files = takes_files
         self.fleet = fleet
         self.lanes = lanes
@@ -168,6 +181,22 @@ class Plane:
         self.waiting_bytes = WaitingBytes(most_waiting_bytes, lanes.tenant_share)
         self._callers = callers
         self._audit = audit
+
+    def answered(self, by: "Answering", method: str, status: int, seconds: float) -> None:
+        """Over HTTP; 0 without an answer."""
+        self._on_request(method, by.target.operation.name, status, seconds)
+        self._log(by, method, status, seconds)
+
+    def called(self, by: "Answering", status: str, seconds: float) -> None:
+        """Over gRPC."""
+        self._on_call(by.target.operation.name, status, seconds)
+        self._log(by, "gRPC", status, seconds)
+
+    def _log(self, by: "Answering", method: str, status: int | str, seconds: float) -> None:
+        if self._access_log:
+            caller = (None, None) if by.identity is None else (by.identity.name, by.identity.tenant)
+            about = {"request": by.request_id, "model": by.target.model.decode(errors="replace")}
+            log_answered(method, by.target.operation.name, status, seconds, *caller, **about)
 
     def check(self, head: ClientHead) -> Identity | None:
         """The identity of the token, if one is needed. Raises Problem."""

@@ -2,6 +2,7 @@
 
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
@@ -74,6 +75,14 @@ class PendingReasons:
         elif view["reason"] == Reason.MODEL_LOADING.value:
             start = expected_send_at(self._world, task, self._policy, forecasts, now)
         return view if start is None else {**view, "start": expected_view(start, now)}
+
+    def notice(self, task: Task) -> str:
+        """While silent nodes are held back: of a task that runs on one of them, or waits."""
+        paused = self._leadership.paused()
+        if paused is None or task.is_terminal:
+            return ""
+        concerns = task.state is TaskState.PENDING or bool(nodes_of(task) & set(paused.nodes))
+        return paused.summary if concerns else ""
 
     def _view(self, row: Task, now: Instant) -> PendingView | None:
         run_time = (row.subject, row.expected_seconds, row.timeout_seconds)

@@ -52,16 +52,21 @@ class TaskRecords:
     page_items: int
 
     async def find(self, identity: Identity, task_id: str, what: str = "task") -> TaskRecord:
-        """Raises Problem not-found, also for a task of another tenant, so that ids cannot be probed."""
+        """Raises Problem not-found, also for a task that the token may not see, so that ids cannot be
+        probed."""
         record = await self.store.record(TaskId(task_id)) if is_task_id(task_id) else None
-        if record is None or record.task.tenant != identity.tenant:
+        if record is None or not identity.may_see(record.task.tenant):
             raise Problem("not-found", f'there is no {what} "{task_id[:100]}"; GET /{what}s lists yours')
         await self._catch_up_with(record.task)
         return record
 
-    async def find_to_change(self, identity: Identity, task_id: str) -> TaskRecord:
-        """The same for a change. Raises Problem forbidden for the holder of a model server's memory."""
+    async def find_to_change(self, identity: Identity, task_id: str, action: str) -> TaskRecord:
+        """The same for an action, which is audited if the task is another tenant's. Raises Problem forbidden
+        for the holder of a model server's memory."""
         record = await self.find(identity, task_id)
+        if record.task.tenant != identity.tenant:
+            about = {"tenant": record.task.tenant, "action": action, "subject": record.task.id}
+            await self.store.audit(by=identity.name, **about)
         model = record.task.model
         if model is None:
             return record
@@ -108,10 +113,10 @@ class TaskRecords:
     async def page(
         self, identity: Identity, query: PageQuery, view: Callable[[TaskRecord, Live], Any], **filters: Any
     ) -> Response:
-        """The tenant's tasks, newest first. `filters` are fields of TaskFilter. Raises Problem
-        cursor-invalid for the cursor of another filter."""
+        """Tasks, newest first: the tenant's, if `filters`, which are fields of TaskFilter, name none. Raises
+        Problem cursor-invalid for the cursor of another filter."""
         limit = min(query.limit, self.page_items)
-        filters["tenant"] = identity.tenant
+        filters = {"tenant": identity.tenant, **filters}
         filtered_by = filter_hash(filters)
         after = None if query.cursor is None else TaskId(read_cursor(query.cursor, filtered_by))
         records = await self.store.records(TaskFilter(**filters, after=after, limit=limit + 1))
@@ -136,6 +141,7 @@ class TaskRecords:
             eta=self._eta(task),
             pending=self.pending.of(task, self.follower.clock.now()) if waits else None,
             quarantine=[quarantined_view(world, one) for one in quarantined(world, task.id)],
+            notice=self.pending.notice(task),
         )
 
     def _eta(self, task: Task) -> ExpectedView | None:

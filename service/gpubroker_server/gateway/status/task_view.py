@@ -54,6 +54,7 @@ class Live:
     pending: PendingView | None = None
     eta: ExpectedView | None = None
     quarantine: list[QuarantinedView] = field(default_factory=list)
+    notice: str = ""
 
 
 def task_view(record: TaskRecord, live: Live) -> TaskView:
@@ -106,6 +107,7 @@ def task_view(record: TaskRecord, live: Live) -> TaskView:
         "eta": live.eta,
         "error": error_view(record.failure),
         "quarantine": live.quarantine,
+        "notice": live.notice,
         "urls": {
             "self": url,
             "result": f"{url}/result",

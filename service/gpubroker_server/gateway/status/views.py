@@ -214,6 +214,12 @@ class TaskView(ResultFields):
         list[QuarantinedView],
         Field(description="Its runs, also of earlier attempts, that are not confirmed to be gone."),
     ]
+    notice: Annotated[
+        str,
+        Field(
+            description="`paused: n2, n3 silent`, if these nodes are not given up and concern it; or empty."
+        ),
+    ]
     urls: TaskUrls
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, NamedTuple
 
+import structlog
 from fastapi import Header
 from pydantic_core import to_json
 
@@ -39,6 +40,8 @@ from gpubroker_server.ports.store import (
     TaskRecord,
     TaskStore,
 )
+
+log = structlog.get_logger("gpubroker.gateway")
 
 IdempotencyKey = Annotated[
     str | None,
@@ -196,6 +199,7 @@ class Submissions:
             case SubmitVerdict.DUPLICATE:
                 return await self._sent_before(call, outcome.task, headers)
             case SubmitVerdict.ACCEPTED:
+                log.info(f"{what} accepted", task=task.id, tenant=task.tenant)
                 return Stored(TaskRecord(task, spec), is_new=True, headers=headers)
 
     async def sent_before(self, call: Call, key: str | None, what: str) -> Stored | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Annotated, ClassVar, NamedTuple
 
+import structlog
 from fastapi import Response
 from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic_core import to_json
@@ -39,11 +40,14 @@ from gpubroker_server.gateway.tasks.run_text import (
 )
 from gpubroker_server.ports.store import BatchSubmission, StoredState, Submission, SubmitVerdict
 
+log = structlog.get_logger("gpubroker.gateway")
+
 resource = Resource("tasks")
 
 MAX_TASKS = 10_000
 SLICE_SECONDS = 0.003
 """After this long the batch lets other requests use the event loop."""
+IDS_PER_LINE = 100
 MAX_STANDS = 1000
 """Rows read in one query."""
 
@@ -134,7 +138,15 @@ async def submit_batch(
             raise key_reused(str(key), outcome.task, "batch")
         if outcome.verdict is SubmitVerdict.DUPLICATE:
             return await _replayed(parts, outcome.task, body)
+        _log_accepted(submissions, call.identity.tenant)
     return json_answer(text, _status(body))
+
+
+def _log_accepted(submissions: Sequence[Submission], tenant: str) -> None:
+    """Some in each line: a line for each would keep other requests waiting."""
+    for start in range(0, len(submissions), IDS_PER_LINE):
+        ids = [one.task.id for one in submissions[start : start + IDS_PER_LINE]]
+        log.info("tasks accepted", tasks=" ".join(ids), tenant=tenant)
 
 
 def _status(body: SubmitBatch) -> int:

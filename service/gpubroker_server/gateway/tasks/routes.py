@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, Name, PageQuery, WaitQuery, line
-from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import LeaderRequests, OneAtATime
@@ -133,6 +133,13 @@ class TaskQuery(PageQuery):
     min_priority: Priority | None = None
     max_priority: Priority | None = None
     name: Annotated[Name | None, Field(description="The exact name.")] = None
+    tenant: Annotated[
+        str | None,
+        Field(
+            max_length=100,
+            description="Another tenant's tasks, or `*` for those of all: needs the scope `admin`.",
+        ),
+    ] = None
     model_type: Annotated[Name | None, Field(description="The exact model type.")] = None
     stream: Annotated[Name | None, Field(description="The exact work stream.")] = None
     after: Annotated[str | None, Field(max_length=100, description="Only tasks that run after this one.")] = (
@@ -169,7 +176,7 @@ class TaskQuery(PageQuery):
     },
 )
 async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query()]) -> Response:
-    """List your tenant's tasks, newest first."""
+    """List your tenant's tasks, newest first; with the scope `admin`, also those of others."""
     runs_after = None
     if query.after is not None:
         runs_after = (await parts.records.find(call.identity, query.after)).task.id
@@ -177,6 +184,7 @@ async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query
         call.identity,
         query,
         task_view,
+        tenant=_whose(call.identity, query.tenant),
         states=tuple(query.state),
         kind=query.kind,
         min_priority=query.min_priority,
@@ -191,6 +199,14 @@ async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query
         finished_from=_instant(query.finished_from),
         finished_before=_instant(query.finished_before),
     )
+
+
+def _whose(identity: Identity, named: str | None) -> str | None:
+    """None: of all tenants. Raises Problem forbidden."""
+    if named is None or named == identity.tenant:
+        return identity.tenant
+    identity.require(Scope.ADMIN, "a list of other tenants' tasks")
+    return None if named == "*" else named
 
 
 def _instant(time: datetime | None) -> Instant | None:
@@ -287,7 +303,7 @@ async def change_task(call: Call, parts: Parts, task_id: str, body: ChangeTask) 
     A waiting task with a new priority is planned again at once; a running one is not moved.
     """
     submissions = parts.submissions
-    record = await parts.records.find_to_change(call.identity, task_id)
+    record = await parts.records.find_to_change(call.identity, task_id, "task.change")
     task = record.task
     if body.priority is not None:
         submissions.permissions.check_priority(call.identity, body.priority)
@@ -337,7 +353,7 @@ async def cancel_task(
     body: CancelTask = CancelTask(),  # noqa: B008  # frozen
 ) -> Response:
     """Cancel a task. A running one gets the stop notice, and is killed when its grace period is over."""
-    record = await parts.records.find_to_change(call.identity, task_id)
+    record = await parts.records.find_to_change(call.identity, task_id, "task.cancel")
     task = record.task
     if task.state is TaskState.CANCELLED:
         return _answer(parts, record, 200)

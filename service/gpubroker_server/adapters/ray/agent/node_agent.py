@@ -27,6 +27,7 @@ from gpubroker_server.adapters.ray.head.head import lost_file
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import boot_id
 from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, WireSample, unpack, write_reports
+from gpubroker_server.telemetry.logs import configure_logs
 
 log = structlog.get_logger("gpubroker.agent")
 
@@ -60,6 +61,7 @@ class NodeAgent:
     def __init__(self, config: str, runners: RayRunners | None = None) -> None:
         self._config = AgentConfig.from_json(config)
         self._meter = DeviceMeter(find_probes(self._config.simulated))
+        self._has_own_process = runners is None
         self._runners = runners or RayRunners(self._config)
         self._id = uuid4().hex[:8]
         self._announcements = 0
@@ -162,6 +164,14 @@ class NodeAgent:
             self._leaving = asyncio.create_task(self._leave())
         await asyncio.shield(self._leaving)
 
+    def _on_news(self, report: Report, delay_seconds: float = AT_ONCE) -> None:
+        if report[0] in ("started", "ended", "gone"):
+            self._log_run(report[0], RunKey(*report[1:4]))
+        self.report(report, delay_seconds)
+
+    def _log_run(self, what: str, key: RunKey) -> None:
+        log.info(f"run {what}", task=key.task, attempt=key.fence, rank=key.rank, node=self._config.node)
+
     def report(self, report: Report, delay_seconds: float = AT_ONCE) -> None:
         """Of progress and checkpoints only the newest of a run waits for the next poll."""
         if self._head_is_lost and self._runs is not None and self._runs.table.was_stopped(report):
@@ -190,6 +200,7 @@ class NodeAgent:
                 if is_over or incarnation != self._incarnation or self._head_is_lost:
                     runs.refuse(wanted.key)
                 else:
+                    self._log_run("ordered", wanted.key)
                     runs.start(wanted, shareable=shareable)
             case ("go", task, fence, rank, rank_zero_address) if not is_over:
                 runs.go(RunKey(task, fence, rank), rank_zero_address)
@@ -219,7 +230,10 @@ class NodeAgent:
         An agent that does not know its node yet must not answer: a run that it omits counts as gone.
         """
         if self._runs is None:
-            runs = NodeRuns(self._config, self.report, self._meter, self._runners)
+            runs = NodeRuns(self._config, self._on_news, self._meter, self._runners)
+            if self._has_own_process:
+                lines = Path(self._config.run_dir) / self._config.node / "agent.log"
+                configure_logs(self._config.log_level, self._config.log_format, lines.open("a"))
             await runs.adopt()
             self._runs = runs
             if self._config.keepalive:

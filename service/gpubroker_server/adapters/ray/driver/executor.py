@@ -46,6 +46,7 @@ NO_TERM = Term(0)
 """Sent to the driver while another process leads: it then talks to no agent."""
 STANDBY = "standby"
 """The state of an executor that has reached Ray and waits for a term."""
+RAY_SAYS_SO = "Ray says that the node is dead"
 UNANSWERED_BYTES = 256 * 2**20
 """Starts beyond this size that wait for a report are not sent: they are reported as never started."""
 
@@ -92,6 +93,8 @@ class RayExecutor:
         self._left = asyncio.Event()
         self._flushed = asyncio.Event()
         self._state, self._message = "stopped", "not started"
+        self._head_fault = ""
+        """While Ray's control service does not answer: what that means."""
 
     async def connect(self) -> None:
         """Have a driver process that has reached Ray; keeps trying in the background."""
@@ -169,8 +172,10 @@ class RayExecutor:
         return reports
 
     def status(self) -> Mapping[str, Any]:
-        about = {"state": self._state, "address": self._driver.address, "message": self._message}
-        return {**about, "home": self._home, "agents": self._agents.views()}
+        message = self._head_fault or self._message
+        about = {"state": self._state, "address": self._driver.address, "message": message}
+        more = {"home": self._home, "agents": self._agents.views(), "head_fault": self._head_fault}
+        return {**about, **more}
 
     async def close(self, *, stop_cluster: bool) -> None:
         """With `stop_cluster` every run is killed and a local head ends; a joined cluster stays up."""
@@ -206,6 +211,12 @@ class RayExecutor:
                 self._message = f"the agent of node {node} knows a later term, {known} of lineage {lineage}"
                 self._report(TermRefused(NodeName(node), Lineage(lineage), Term(known)))
                 self._ready.set()
+            case ("dead", node, incarnation, term) if term == self._term:
+                self._agents.lose(node)
+                now = Instant(self._clock.now())
+                self._report(NodeLost(NodeName(node), incarnation, now, RAY_SAYS_SO, confirmed=True))
+            case ("head", fault):
+                self._head_fault = fault
             case ("trouble", what):
                 self._message = what
             case ("left",):
@@ -215,10 +226,11 @@ class RayExecutor:
 
     def _on_driver_end(self, fault: str, head_ended: bool) -> bool:
         had_agents = bool(self._agents)
+        self._head_fault = ""  # the state says it
         if head_ended:
             now = Instant(self._clock.now())
             for name, incarnation in self._agents.incarnations().items():
-                self._report(NodeLost(name, incarnation, now, fault))
+                self._report(NodeLost(name, incarnation, now, fault, confirmed=True))
         self._agents.clear()
         self._untaken_bytes = 0
         self._ready.clear()

@@ -39,6 +39,8 @@ KEEPALIVE_SECONDS = 5.0
 """After this time without traffic Ray's connections are probed, and after as long without an answer they are
 made again. Ray itself would wait for five minutes, and would not learn of new nodes meanwhile."""
 KILL_SECONDS = 5.0
+LOGS = ("ray-driver.log", "ray-driver.out")
+"""Its own lines, and what Ray prints in it."""
 LOG_BYTES = 4 * 2**20
 DRIVER = "gpubroker_server.adapters.ray.driver.process"
 ENDED = "the Ray driver process ended"
@@ -217,14 +219,17 @@ class DriverKeeper:
 
 def _start_driver(options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":
     environment = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
-    with _log_of(options.data_dir).open("ab") as output:
+    lines, printed = (_log_of(options.data_dir, name) for name in LOGS)
+    with lines.open("ab") as log_file, printed.open("ab") as output:
+        descriptors = channel.fileno(), log_file.fileno()
+        about = *map(str, descriptors), options.log_level, options.log_format
         return subprocess.Popen(  # noqa: S603  # our own module
-            [sys.executable, "-m", DRIVER, str(channel.fileno())],
+            [sys.executable, "-m", DRIVER, *about],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=_keepalive() | environment | ray_environment(options),
-            pass_fds=(channel.fileno(),),
+            pass_fds=descriptors,
             start_new_session=True,
         )
 
@@ -236,9 +241,9 @@ def _keepalive() -> dict[str, str]:
     return dict.fromkeys(names, milliseconds)
 
 
-def _log_of(data_dir: Path) -> Path:
-    """The log of all drivers, started again when it has grown large."""
-    path = data_dir / "ray-driver.log"
+def _log_of(data_dir: Path, name: str) -> Path:
+    """Of all drivers; started again when it has grown large."""
+    path = data_dir / name
     if path.exists() and path.stat().st_size > LOG_BYTES:
         path.unlink()
     return path

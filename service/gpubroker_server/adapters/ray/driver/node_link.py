@@ -125,6 +125,11 @@ class NodeLink:
             except RayError:
                 log.info("the agent has left", node=self.node)
 
+    async def report_dead(self) -> None:
+        """Ray says so."""
+        if self._incarnation:
+            await self._listener.send("dead", self.node, self._incarnation, self._term)
+
     async def report_lost(self, why: str) -> None:
         if self._incarnation:
             now = time.time()

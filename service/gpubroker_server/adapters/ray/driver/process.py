@@ -1,8 +1,10 @@
 """The Ray driver: an expendable process that talks to Ray, so that the service survives whatever Ray does.
 
-Started as `python -m gpubroker_server.adapters.ray.driver.process DESCRIPTOR`. It reads frames of orders from
-the service and writes frames of reports, and opens neither. It ends when the service is gone or when any part
-of it fails; the service starts another. The runs go on.
+Started as `python -m gpubroker_server.adapters.ray.driver.process CHANNEL LOG LEVEL FORM`; the first two are
+descriptors. It reads frames of orders from the service and writes frames of reports, and opens neither. It
+ends when the service is gone or when any part of it fails; the service starts another. The runs go on.
+
+Its own lines go to LOG. What Ray prints goes to standard output and error, which are another file.
 """
 
 import asyncio
@@ -34,9 +36,13 @@ HANGING_HEAD = (
     "the processes of this local head run but do not answer; the service tries again. If that goes on, have "
     "a new head started: `gpubroker down`, which ends all runs, and start the service again"
 )
+WITHOUT_HEAD = (
+    "runs go on, and those that are ordered start, but no node joins; after 60 s "
+    "(RAY_gcs_rpc_server_reconnect_timeout_s) Ray ends its nodes with all that runs there"
+)
 LOOK_SECONDS = 1.0
 """Between two questions to Ray for its nodes; each takes half a millisecond."""
-LOOK_PATIENCE_SECONDS = 10.0
+LOOK_PATIENCE_SECONDS = 3.0
 """A control service of Ray that is silent for longer is reported; agents can be talked to without it."""
 UNTAKEN_BYTES = 32 * 2**20
 """No agent is polled while the service has more than this to take."""
@@ -61,8 +67,9 @@ class CannotConnect(Exception):
 
 
 def main() -> None:
-    configure_logs("INFO", "console")
-    asyncio.run(_drive(socket.socket(fileno=int(sys.argv[1]))))
+    channel, lines, level, form = sys.argv[1:]
+    configure_logs(level, "json" if form == "json" else "console", os.fdopen(int(lines), "a"))
+    asyncio.run(_drive(socket.socket(fileno=int(channel))))
 
 
 async def _drive(channel: socket.socket) -> None:
@@ -185,22 +192,26 @@ class Driver:
     async def _nodes(self) -> list[dict[str, Any]]:
         """Waits for Ray's control service as long as Ray does, and reports that."""
         asking = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
-        seconds = 0.0
-        while not (await asyncio.wait({asking}, timeout=LOOK_PATIENCE_SECONDS))[0]:
-            seconds += LOOK_PATIENCE_SECONDS
-            await self.send("trouble", f"Ray's control service has not answered for {seconds:g} s")
-        if seconds > 0:
-            await self.send("connected")
+        if not (await asyncio.wait({asking}, timeout=LOOK_PATIENCE_SECONDS))[0]:
+            log.warning("Ray's head does not answer", fault=self._opening.address)
+            await self.send("head", f"Ray's head at {self._opening.address} does not answer; {WITHOUT_HEAD}")
+            await asyncio.wait({asking})
+            log.info("Ray's head answers again")
+            await self.send("head", "")
         nodes: list[dict[str, Any]] = asking.result()
         return nodes
 
     async def _update_links(self, nodes: list[dict[str, Any]]) -> None:
+        known = {node["NodeID"] for node in nodes}
         alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
         for name, link in list(self._links.items()):
             if link.ray_node not in alive:
                 del self._links[name]
                 link.close()
-                await link.report_lost("Ray says that the node is dead")
+                if link.ray_node in known:
+                    await link.report_dead()
+                else:  # a control service that was started anew does not know it
+                    await link.report_lost("Ray does not know the node any more")
         linked = {link.ray_node for link in self._links.values()}
         for ray_node, node in sorted(alive.items()):
             if ray_node not in linked:

@@ -1,0 +1,65 @@
+"""Whether the local disks that this process writes to have room: said before a write has to fail."""
+
+import asyncio
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from gpubroker_server.bootstrap.follower import Job
+
+log = structlog.get_logger("gpubroker")
+
+EVERY_SECONDS = 1.0
+ROOM_BYTES = 64 * 1024
+"""A commit may need as much."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DiskWatch:
+    """Writes a small file again and again, to one directory on each file system. Every other fault is found
+    by what needs the disk."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        """They exist."""
+        self._directories = list({path.stat().st_dev: path for path in reversed(directories)}.values())
+        self._full: dict[Path, str] = {}
+
+    def full(self) -> str:
+        """`disk full: /data (No space left on device)`; empty if there is room."""
+        found = ", ".join(f"{path} ({why})" for path, why in self._full.items())
+        return f"disk full: {found}" if found else ""
+
+    def jobs(self) -> list[Job]:
+        return [("disks", self._keep())]
+
+    async def _keep(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(EVERY_SECONDS)
+
+    async def look(self) -> None:
+        for path in self._directories:
+            why = await asyncio.to_thread(_why_full, path)
+            if why and path not in self._full:
+                log.error("disk full; make room, nothing is accepted until then", path=str(path), fault=why)
+            elif not why and path in self._full:
+                log.info("the disk has room again", path=str(path))
+            self._full.pop(path, None)
+            if why:
+                self._full[path] = why
+
+
+def _why_full(directory: Path) -> str:
+    """Empty if there is room, or something else is wrong."""
+    probe = directory / f".room-{os.getpid()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(ROOM_BYTES))
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno in _FULL else ""
+    finally:
+        probe.unlink(missing_ok=True)
+    return ""

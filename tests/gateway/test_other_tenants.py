@@ -1,0 +1,54 @@
+"""An operator with the scope admin sees and ends any tenant's work, which is audited; nobody else does."""
+
+from tests.gateway.harness import Client, Gateway, problem
+
+
+async def a_task_of(gateway: Gateway, tenant: str) -> tuple[Client, str]:
+    owner = await gateway.client(f"of-{tenant}", "tasks:read", "tasks:write", tenant=tenant)
+    return owner, await owner.submit(name=f"work-{tenant}", labels={"team": tenant})
+
+
+def names(listed: dict[str, object]) -> list[tuple[object, object]]:
+    items = listed["items"]
+    assert isinstance(items, list)
+    return [(item["tenant"], item["name"]) for item in items]
+
+
+async def test_an_admin_lists_the_tasks_of_one_other_tenant_and_of_all(gateway: Gateway) -> None:
+    for tenant in ("vision", "speech"):
+        await a_task_of(gateway, tenant)
+    olga = await gateway.client("olga", "admin", "tasks:read", tenant="ops")
+    assert names((await olga.get("/tasks")).json()) == []
+    assert names((await olga.get("/tasks?tenant=vision")).json()) == [("vision", "work-vision")]
+    every = (await olga.get("/tasks?tenant=*&limit=1")).json()
+    assert names(every) == [("speech", "work-speech")]
+    rest = (await olga.get("/tasks", params={"tenant": "*", "cursor": every["next_cursor"]})).json()
+    assert names(rest) == [("vision", "work-vision")]
+    chosen = await olga.get("/tasks", params={"tenant": "*", "label.team": "vision"})
+    assert names(chosen.json()) == [("vision", "work-vision")]
+
+
+async def test_an_admin_sees_and_ends_a_task_of_another_tenant_and_that_is_audited(gateway: Gateway) -> None:
+    _, task = await a_task_of(gateway, "vision")
+    olga = await gateway.client("olga", "admin", "tasks:read", "tasks:write", tenant="ops")
+    for path in ("", "/explain", "/events"):
+        assert (await olga.get(f"/tasks/{task}{path}")).status_code == 200
+    assert gateway.store.audited == []
+    assert (await olga.patch(f"/tasks/{task}", json={"priority": 5})).status_code == 200
+    assert (await olga.post(f"/tasks/{task}/cancel")).status_code == 202
+    assert [(note.actor, note.tenant, note.action, note.subject) for note in gateway.store.audited] == [
+        ("olga", "vision", "task.change", task),
+        ("olga", "vision", "task.cancel", task),
+    ]
+
+
+async def test_others_see_and_end_only_what_is_their_tenants(gateway: Gateway) -> None:
+    _, task = await a_task_of(gateway, "vision")
+    other, own = await a_task_of(gateway, "speech")
+    assert names((await other.get("/tasks?tenant=speech")).json()) == [("speech", "work-speech")]
+    for named in ("vision", "*"):
+        assert "scope admin" in problem(await other.get(f"/tasks?tenant={named}"), 403, "forbidden")["detail"]
+    problem(await other.get(f"/tasks/{task}"), 404, "not-found")
+    problem(await other.post(f"/tasks/{task}/cancel"), 404, "not-found")
+    await other.post(f"/tasks/{own}/cancel")
+    assert gateway.store.audited == [], "one's own needs no note"
