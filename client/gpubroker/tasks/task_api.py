@@ -23,10 +23,18 @@ from gpubroker.tasks.submission import (
     simulation_body,
     submission_body,
 )
-from gpubroker.tasks.task import AnyTask, Event, Outcome, Task, check_success, id_of
+from gpubroker.tasks.task import AnyTask, Cancelled, Event, Outcome, Task, check_success, id_of
 from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
-from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part, without_none
+from gpubroker.transport.operations import (
+    Operations,
+    Pages,
+    json_body,
+    listing,
+    operation,
+    path_part,
+    without_none,
+)
 
 _LONG_POLL_SECONDS = 30.0
 """The longest wait in one request; the service answers as soon as the task ends."""
@@ -35,8 +43,8 @@ _EVENTS_PER_PAGE = 500
 _FOLLOW_PAUSE_SECONDS = 0.5
 
 
-class ListOptions(TypedDict, total=False):
-    """The filters of `list`; a task must match all that are given."""
+class Filters(TypedDict, total=False):
+    """Which tasks; a task must match all that are given."""
 
     state: Sequence[str] | str
     kind: str
@@ -54,6 +62,11 @@ class ListOptions(TypedDict, total=False):
     submitted_before: datetime
     finished_from: datetime
     finished_before: datetime
+
+
+class ListOptions(Filters, total=False):
+    """The filters of `list`."""
+
     limit: int
     """Tasks per page; all pages are fetched as they are used."""
 
@@ -192,6 +205,31 @@ class TaskApi(Operations):
         return decode(Task, (yield from self._ask("POST", f"{_path(task)}/cancel", body)))
 
     @operation
+    def cancel_selected(
+        self,
+        *,
+        everything: bool = False,
+        grace_seconds: float | None = None,
+        reason: str | None = None,
+        dry_run: bool = False,
+        **wanted: Unpack[Filters],
+    ) -> Steps[Cancelled]:
+        """Cancel all tasks that match, those that wait before those that run. Without a filter say
+        `everything=True`. With `dry_run` they are only counted."""
+        given = _filters(wanted)
+        if everything == bool(given):
+            raise WrongArgument("give one filter or more, such as labels={...}, or everything=True")
+        given |= without_none({"grace_seconds": grace_seconds, "reason": reason})
+        given |= {name: True for name, is_so in (("all", everything), ("dry_run", dry_run)) if is_so}
+        found = Cancelled()
+        while True:
+            call = Call("POST", "/tasks/cancel", body=json_body(given), patience_seconds=_BATCH_SECONDS)
+            part = decode(Cancelled, (yield from self._send(call)).json())
+            found = found.plus(part)
+            if dry_run or part.stored or not part.has_more:
+                return found
+
+    @operation
     def change(self, task: AnyTask, **wanted: Unpack[ChangeOptions]) -> Steps[Task]:
         """Change a task's priority, hold it in the queue (`held=True`) or release it, or change its times
         while it waits. The options are those of `ChangeOptions`."""
@@ -201,11 +239,7 @@ class TaskApi(Operations):
     @listing
     def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
         """All tasks that match, newest first, fetched page by page as they are used."""
-        params: dict[str, Any] = {
-            name: plain(name, value) for name, value in wanted.items() if name != "after"
-        }
-        if "after" in wanted:
-            params["after"] = id_of(wanted["after"])
+        params = _filters(wanted)
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
 
         def fetch(cursor: str | None) -> Steps[Page[Task]]:
@@ -260,6 +294,18 @@ def value_of(outcome: Outcome) -> Any:
     """The result of a finished task; unpickles it if it is a pickle. Raises as `check_success` does."""
     check_success(outcome)
     return outcome.value if outcome.data is None else cloudpickle.loads(outcome.data)
+
+
+def _filters(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are given. States are a list."""
+    given = {
+        name: id_of(value) if name == "after" else plain(name, value)
+        for name, value in wanted.items()
+        if value not in (None, (), [], {})
+    }
+    if isinstance(given.get("state"), str):
+        given["state"] = given["state"].split(",")
+    return given
 
 
 def _id_or_error(item: Mapping[str, Any]) -> TaskOrError:

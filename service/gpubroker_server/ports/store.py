@@ -220,8 +220,8 @@ class TaskStore(ObjectRows, Protocol):
         """The stored answer to the batch that begins with this task; empty if there is none."""
         ...
 
-    async def request(self, request: Request) -> None:
-        """Store a request of a client; the leader reads it from the log. Raises Unstorable."""
+    async def request(self, *requests: Request) -> None:
+        """Store requests of clients in one commit; the leader reads them from the log. Raises Unstorable."""
         ...
 
     async def leader(self) -> LeaderRow: ...
@@ -269,6 +269,10 @@ class TaskStore(ObjectRows, Protocol):
     async def record(self, task: TaskId) -> TaskRecord | None: ...
 
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]: ...
+
+    async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
+        """The ids of `records`, without those of holders of models, which no request for tasks ends."""
+        ...
 
     async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, "StoredState"]:
         """Without those that have no record."""

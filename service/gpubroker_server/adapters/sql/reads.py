@@ -196,6 +196,10 @@ class SqlReads:
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
         return [_record_of(row) for row in await self._rows(listing(wanted))]
 
+    async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
+        query = _matching(wanted).where(_task.c.model.is_(None))
+        return [TaskId(row["id"]) for row in await self._rows(query)]
+
     async def stored_record(self, task: TaskId) -> TaskRecord | None:
         found = await self._rows(_ONE_RECORD, {"task": task})
         return _record_of(found[0]) if found else None
@@ -256,24 +260,21 @@ def _scalar(connection: Connection, query: Executable) -> Any:
 
 def listing(wanted: TaskFilter) -> Select[Any]:
     """The tasks that match, newest first."""
+    return _RECORDS.where(_chosen.c.id.in_(_matching(wanted)))
+
+
+def _matching(wanted: TaskFilter) -> Select[Any]:
     query = select(_task.c.id).where(_task.c.tenant == wanted.tenant)
     if wanted.after is not None:
         query = query.where(_task.c.id < wanted.after)
     if wanted.states:
         query = query.where(*_in_states(wanted.states))
-    if wanted.min_priority is not None:
-        query = query.where(_task.c.priority >= wanted.min_priority)
-    if wanted.max_priority is not None:
-        query = query.where(_task.c.priority <= wanted.max_priority)
-    if wanted.name is not None:
-        query = query.where(_task.c.name == wanted.name)
-    if wanted.stream is not None:
-        query = query.where(_task.c.stream == wanted.stream)
+    above = None if wanted.max_priority is None else wanted.max_priority + 1
+    query = query.where(*_within(_task.c.priority, wanted.min_priority, above))
+    for column, value in ((_task.c.name, wanted.name), (_task.c.stream, wanted.stream)):
+        query = query.where(*([] if value is None else [column == value]))
     if wanted.model_type is not None:
-        named = select(_spec.c.task).where(
-            _spec.c.task == _task.c.id, _spec.c.model_type == wanted.model_type
-        )
-        query = query.where(named.correlate(_task).exists())
+        query = query.where(_has_spec(_spec.c.model_type == wanted.model_type))
     if wanted.runs_after is not None:
         some = _task.c.after != literal_column("'[]'")  # as the index of dependents says it
         query = query.where(some, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True))
@@ -282,20 +283,23 @@ def listing(wanted: TaskFilter) -> Select[Any]:
     if wanted.kind == EXTERNAL:
         query = query.where(_task.c.external.isnot(None))  # as their index says it
     elif wanted.kind is not None:
-        of_kind = select(_spec.c.task).where(_spec.c.task == _task.c.id, _spec.c.kind == wanted.kind)
-        query = query.where(of_kind.correlate(_task).exists())
+        query = query.where(_has_spec(_spec.c.kind == wanted.kind))
     if wanted.quarantined is not None:
         used = select(_lease.c.holder).where(_lease.c.holder == _task.c.id, ~_lease.c.released).exists()
         query = query.where(or_(~_task.c.finished, used if wanted.quarantined else ~used))
     for key, value in wanted.labels.items():
         here = (_label.c.tenant == wanted.tenant) & (_label.c.key == key) & (_label.c.value == value)
         query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))
-    return _RECORDS.where(_chosen.c.id.in_(query.order_by(_task.c.id.desc()).limit(wanted.limit)))
+    return query.order_by(_task.c.id.desc()).limit(wanted.limit)
 
 
-def _within(time: Column[Any], start: Instant | None, end: Instant | None) -> list[ColumnElement[bool]]:
+def _has_spec(such: ColumnElement[bool]) -> ColumnElement[bool]:
+    return select(_spec.c.task).where(_spec.c.task == _task.c.id, such).correlate(_task).exists()
+
+
+def _within(value: Column[Any], start: float | None, end: float | None) -> list[ColumnElement[bool]]:
     """From the start on, and before the end."""
-    return [*([] if start is None else [time >= start]), *([] if end is None else [time < end])]
+    return [*([] if start is None else [value >= start]), *([] if end is None else [value < end])]
 
 
 def _in_states(states: Sequence[TaskState]) -> list[Any]:

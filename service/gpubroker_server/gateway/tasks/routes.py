@@ -3,17 +3,15 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from fastapi import Header, Query, Response
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, Name, PageQuery, WaitQuery, line
+from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, PageQuery, WaitQuery, line
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer
@@ -24,6 +22,7 @@ from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
 from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Stored, Submissions
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
+from gpubroker_server.gateway.tasks.selection import TaskSelection
 from gpubroker_server.ports.store import TaskRecord
 
 
@@ -110,32 +109,9 @@ async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -
     return await submissions.submit(call, task, spec, key, "task")
 
 
-class TaskQuery(PageQuery):
+class TaskQuery(TaskSelection, PageQuery):
     open_names: ClassVar = re.compile(rf"label\.{LABEL_KEY}")
     __pydantic_extra__: dict[str, LabelValue]
-
-    state: Annotated[
-        list[TaskState], Field(description="One or more states, repeated or separated by commas.")
-    ] = []  # noqa: RUF012  # pydantic copies it
-    kind: Annotated[
-        Literal["entrypoint", "command", "function", "external", "inference", "model"] | None,
-        Field(
-            description="What it runs; `inference`: a request to a model, `model`: the holder of a model's "
-            "memory, `external`: a lease for what the broker does not start."
-        ),
-    ] = None
-    min_priority: Priority | None = None
-    max_priority: Priority | None = None
-    name: Annotated[Name | None, Field(description="The exact name.")] = None
-    model_type: Annotated[Name | None, Field(description="The exact model type.")] = None
-    stream: Annotated[Name | None, Field(description="The exact work stream.")] = None
-    after: Annotated[str | None, Field(max_length=100, description="Only tasks that run after this one.")] = (
-        None
-    )
-    submitted_from: AwareDatetime | None = None
-    submitted_before: AwareDatetime | None = None
-    finished_from: AwareDatetime | None = None
-    finished_before: AwareDatetime | None = None
 
     @property
     def labels(self) -> dict[str, str]:
@@ -164,31 +140,8 @@ class TaskQuery(PageQuery):
 )
 async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query()]) -> Response:
     """List your tenant's tasks, newest first."""
-    runs_after = None
-    if query.after is not None:
-        runs_after = (await parts.records.find(call.identity, query.after)).task.id
-    return await parts.records.page(
-        call.identity,
-        query,
-        task_view,
-        states=tuple(query.state),
-        kind=query.kind,
-        min_priority=query.min_priority,
-        max_priority=query.max_priority,
-        labels=query.labels,
-        name=query.name,
-        model_type=query.model_type,
-        stream=query.stream,
-        runs_after=runs_after,
-        submitted_from=_instant(query.submitted_from),
-        submitted_before=_instant(query.submitted_before),
-        finished_from=_instant(query.finished_from),
-        finished_before=_instant(query.finished_before),
-    )
-
-
-def _instant(time: datetime | None) -> Instant | None:
-    return None if time is None else Instant(time.timestamp())
+    filters = await query.filters(parts.records, call.identity)
+    return await parts.records.page(call.identity, query, task_view, labels=query.labels, **filters)
 
 
 @resource.route("GET /tasks/{task_id}", "tasks_get", Scope.TASKS_READ, TaskView, "not-found")
