@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpubroker.cli.lookup import UNFINISHED
 
 from tests.client.command_line import Run
 from tests.client.recorded_service import (
@@ -206,7 +207,7 @@ def test_a_task_is_found_by_the_start_or_end_of_its_id(service: RecordedService,
         service.requests.clear()
         needs_search = len(word) != len(FULL_ID)
         service.reply_with(
-            *([page(), page(other, FULL_ID)] if needs_search else []), Reply(200, a_task(FULL_ID))
+            *([page(), page(), page(other, FULL_ID)] if needs_search else []), Reply(200, a_task(FULL_ID))
         )
         assert run("show", word, "-o", "json").json["id"] == FULL_ID
         assert service.requests[-1].path == f"/tasks/{FULL_ID}"
@@ -248,6 +249,15 @@ def test_a_task_is_found_by_its_name_if_the_name_is_unique(service: RecordedServ
     assert ended.err.startswith("gpubroker: 'fit' is ambiguous: ")
 
 
+def test_a_name_means_the_one_unfinished_task_that_has_it(service: RecordedService, run: Run) -> None:
+    ended = FULL_ID[:-1] + "q"
+    service.reply_with(page(FULL_ID), Reply(200, a_task(FULL_ID)))
+    assert run("show", "fit", "-o", "json").json["id"] == FULL_ID
+    assert {value for name, value in service.requests[0].params if name == "state"} == set(UNFINISHED)
+    service.reply_with(page(), page(ended), Reply(200, a_task(ended, "failed")))
+    assert run("show", "fit", "-o", "json").json["id"] == ended, "if all have ended, the one that has it"
+
+
 def test_a_refused_token_is_reported_with_its_source(service: RecordedService, run: Run) -> None:
     refused = a_problem(401, "unauthenticated", "the token is unknown")
     service.reply_with(refused, refused)
@@ -265,7 +275,7 @@ def test_each_error_of_a_refusal_is_printed_once(service: RecordedService, run: 
 
 def test_an_ambiguous_or_unknown_word_changes_nothing(service: RecordedService, run: Run) -> None:
     several = page(FULL_ID, FULL_ID[:-1] + "q")
-    service.reply_with(page(FULL_ID), page(), several, page())
+    service.reply_with(page(FULL_ID), page(), page(), several, page(), page())
     ended = run("cancel", "fit", FULL_ID[:14])
     assert ended.code == 6
     assert "is ambiguous" in ended.err
@@ -286,11 +296,11 @@ def test_a_name_goes_before_a_part_of_an_id(service: RecordedService, run: Run) 
 
 
 def test_fewer_than_eight_characters_are_only_a_name(service: RecordedService, run: Run) -> None:
-    service.reply_with(page(), page(FULL_ID), Reply(200, a_task(FULL_ID)))
+    service.reply_with(page(), page(), page(FULL_ID), Reply(200, a_task(FULL_ID)))
     ended = run("cancel", FULL_ID[-7:])
     assert (ended.code, "needs at least 8 characters" in ended.err) == (6, True)
     assert run("cancel", FULL_ID[-7:]).code == 0
-    assert [request.method for request in service.requests] == ["GET", "GET", "POST"]
+    assert [request.method for request in service.requests] == ["GET", "GET", "GET", "POST"]
 
 
 def test_a_refusal_shows_the_tasks_changed_before_it_and_names_the_rest(
@@ -330,10 +340,28 @@ def test_ps_says_why_pending_tasks_wait(service: RecordedService, run: Run) -> N
     [head, first, second] = ended.out.splitlines()
     assert "NOTE" in head
     assert FULL_ID[-8:] in first
-    assert "needs 18.0 GiB (position 2)" in first
+    assert "2. needs 18.0 GiB" in first
     assert "judge" in second
-    assert ("state", "pending") in service.requests[0].params
+    assert {("state", "pending"), ("order", "turn")} <= set(service.requests[0].params)
     assert ("state", "succeeded") not in service.requests[0].params
+
+
+def test_ps_writes_a_reason_that_several_tasks_have_once(service: RecordedService, run: Run) -> None:
+    ids = [f"{FULL_ID[:-1]}{last}" for last in "abcd"]
+    reasons = [("needs 18.0 GiB", 1), ("needs 40.0 GiB", 2), ("needs 18.0 GiB", 3), ("held", None)]
+    tasks = [
+        a_task(id, pending={"reason": "WaitingForMemory", "message": message, "position": position})
+        for id, (message, position) in zip(ids, reasons, strict=True)
+    ]
+    service.reply_with(Reply(200, {"items": tasks, "next_cursor": None}), *(Reply(200, one) for one in tasks))
+    notes = [line.split("  ")[-1].strip() for line in run("ps").out.splitlines()[1:]]
+    assert notes == ["1. needs 18.0 GiB", "2. needs 40.0 GiB", "3. as position 1", "held"]
+
+
+def test_more_than_a_page_of_tasks_is_listed_newest_first(service: RecordedService, run: Run) -> None:
+    service.reply_with(page(FULL_ID))
+    assert run("ps -o ndjson --limit 2000").code == 0
+    assert ("order", "turn") not in service.requests[0].params
 
 
 def test_ndjson_prints_one_line_per_item_and_json_one_document(service: RecordedService, run: Run) -> None:

@@ -67,6 +67,9 @@ class Filters(TypedDict, total=False):
 class ListOptions(Filters, total=False):
     """The filters of `list`."""
 
+    order: str
+    """newest (first; the default), or turn: what runs, then what waits in the order of the queue, then what
+    ended last, in one page."""
     limit: int
     """Tasks per page; all pages are fetched as they are used."""
 

@@ -153,6 +153,8 @@ class TaskFilter:
     quarantined: bool | None = None
     """Of ended tasks: only those with memory that counts as used (True), or only the others."""
     after: TaskId | None = None
+    by_end: bool = False
+    """What ended last comes first."""
     limit: int = 100
 
 

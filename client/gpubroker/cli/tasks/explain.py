@@ -43,12 +43,14 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 24
 """The table has the devices that have room soonest; `-o json` has all."""
 _MOST_HOLDERS = 5
+_WIDE = 110
 _COLUMNS = (
-    Column("GPU", share=0.25),
+    Column("GPU", share=0.3),
     Column("FREE GiB"),
     Column("ENOUGH IN"),
-    Column("HOLDERS", from_width=80, share=0.4, wraps=True),
-    Column("VERDICT", wraps=True),
+    Column("HOLDERS", from_width=_WIDE, share=0.4, wraps=True),
+    Column("VERDICT", from_width=_WIDE, wraps=True),
+    Column("VERDICT, AND WHAT HOLDS IT", until_width=_WIDE, wraps=True),
 )
 _WOULD = {
     "starts": "would start now",
@@ -240,20 +242,29 @@ def _devices(found: Sequence[DeviceVerdict]) -> Iterator[RenderableType]:
         return
     nearest = sorted(found, key=_nearness)[:_MOST_DEVICES]
     shown = [device for device in found if device in nearest] if len(found) > _MOST_DEVICES else found
-    rows = [
-        (
-            f"{device.node} {device.index} {device.kind}",
-            f"{gib(device.free_mb)}/{gib(device.allocatable_mb)}",
-            "" if device.free_in is None else _short(device.free_in),
-            _holders(device.holders),
-            with_short_ids(device.message),
-        )
-        for device in shown
-    ]
+    rows = []
+    for (node, kind, *facts), equal in groupby(shown, key=_device_facts):
+        indexes = [device.index for device in equal]
+        which = f"{indexes[0]}" if len(indexes) == 1 else ",".join(map(str, indexes))
+        rows.append((f"{node} {which} {kind}", *facts))
     yield Text()
     yield PlainTable(_COLUMNS, rows)
     if len(found) > len(shown):
         yield Text(f"{len(found) - len(shown)} more devices are not shown; -o json has all", style="dim")
+
+
+def _device_facts(device: DeviceVerdict) -> tuple[str, ...]:
+    """Devices of a node that differ in nothing but their numbers share a row."""
+    holders, message = _holders(device.holders), with_short_ids(device.message)
+    return (
+        device.node,
+        device.kind,
+        f"{gib(device.free_mb)}/{gib(device.allocatable_mb)}",
+        "" if device.free_in is None else _short(device.free_in),
+        holders,
+        message,
+        f"{message}\n{holders}" if holders else message,
+    )
 
 
 def _nearness(device: DeviceVerdict) -> tuple[float, int, str]:

@@ -310,6 +310,8 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
             leases = self._leases.values()
             used = {lease.holder for lease in leases if lease.state is not LeaseState.RELEASED}
             rows = [t for t in rows if not t.is_terminal or (t.id in used) is wanted.quarantined]
+        if wanted.by_end:
+            rows.sort(key=lambda task: (task.finished_at or 0.0, task.id), reverse=True)
         return [self._record(task) for task in rows[: wanted.limit]]
 
     async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:

@@ -78,6 +78,7 @@ _RECORDS = (
 )
 """The chosen tasks are named by their ids: building a subquery of whole rows leaves hundreds of cyclic
 objects."""
+_RECORDS_BY_END = _RECORDS.order_by(None).order_by(_chosen.c.finished_at.desc(), _chosen.c.id.desc())
 _ONE_RECORD = _RECORDS.where(_chosen.c.id == bindparam("task"))
 _NEWEST_OUTCOME = (
     select(_outcome).where(_outcome.c.task == bindparam("task")).order_by(_outcome.c.fence.desc()).limit(1)
@@ -259,8 +260,8 @@ def _scalar(connection: Connection, query: Executable) -> Any:
 
 
 def listing(wanted: TaskFilter) -> Select[Any]:
-    """The tasks that match, newest first."""
-    return _RECORDS.where(_chosen.c.id.in_(_matching(wanted)))
+    """The tasks that match, newest first, or by their ends."""
+    return (_RECORDS_BY_END if wanted.by_end else _RECORDS).where(_chosen.c.id.in_(_matching(wanted)))
 
 
 def _matching(wanted: TaskFilter) -> Select[Any]:
@@ -290,7 +291,8 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     for key, value in wanted.labels.items():
         here = (_label.c.tenant == wanted.tenant) & (_label.c.key == key) & (_label.c.value == value)
         query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))
-    return query.order_by(_task.c.id.desc()).limit(wanted.limit)
+    order = (_task.c.finished_at.desc(),) if wanted.by_end else ()
+    return query.order_by(*order, _task.c.id.desc()).limit(wanted.limit)
 
 
 def _has_spec(such: ColumnElement[bool]) -> ColumnElement[bool]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Header, Query, Response
 from pydantic import Field, model_validator
@@ -113,6 +113,14 @@ class TaskQuery(TaskSelection, PageQuery):
     open_names: ClassVar = re.compile(rf"label\.{LABEL_KEY}")
     __pydantic_extra__: dict[str, LabelValue]
 
+    order: Annotated[
+        Literal["newest", "turn"],
+        Field(
+            description="`newest`: by submission, the newest first. `turn`: what runs, then what waits in "
+            "the order of the queue, then what ended last; one page without a cursor."
+        ),
+    ] = "newest"
+
     @property
     def labels(self) -> dict[str, str]:
         extra: dict[str, str] = self.model_extra or {}
@@ -139,8 +147,14 @@ class TaskQuery(TaskSelection, PageQuery):
     },
 )
 async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query()]) -> Response:
-    """List your tenant's tasks, newest first."""
+    """List your tenant's tasks."""
     filters = await query.filters(parts.records, call.identity)
+    if query.order == "turn":
+        if query.cursor is not None:
+            raise Problem("cursor-invalid", "a list by turn is one page; send no cursor")
+        return await parts.records.in_turn(
+            call.identity, query.limit, task_view, labels=query.labels, **filters
+        )
     return await parts.records.page(call.identity, query, task_view, labels=query.labels, **filters)
 
 
