@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker.cli.lookup import UNFINISHED
 
 from tests.client.command_line import Run
 from tests.client.recorded_service import (
@@ -249,15 +248,6 @@ def test_a_task_is_found_by_its_name_if_the_name_is_unique(service: RecordedServ
     assert ended.err.startswith("gpubroker: 'fit' is ambiguous: ")
 
 
-def test_a_name_means_the_one_unfinished_task_that_has_it(service: RecordedService, run: Run) -> None:
-    ended = FULL_ID[:-1] + "q"
-    service.reply_with(page(FULL_ID), Reply(200, a_task(FULL_ID)))
-    assert run("show", "fit", "-o", "json").json["id"] == FULL_ID
-    assert {value for name, value in service.requests[0].params if name == "state"} == set(UNFINISHED)
-    service.reply_with(page(), page(ended), Reply(200, a_task(ended, "failed")))
-    assert run("show", "fit", "-o", "json").json["id"] == ended, "if all have ended, the one that has it"
-
-
 def test_a_refused_token_is_reported_with_its_source(service: RecordedService, run: Run) -> None:
     refused = a_problem(401, "unauthenticated", "the token is unknown")
     service.reply_with(refused, refused)
@@ -327,41 +317,6 @@ def test_tasks_can_be_cancelled_held_released_and_given_a_priority(
         {"held": False},
         {"priority": "interactive"},
     ]
-
-
-def test_ps_says_why_pending_tasks_wait(service: RecordedService, run: Run) -> None:
-    waiting, running = a_task(FULL_ID, name="fit"), a_task("task_2", "running", name="judge")
-    pending = {"reason": "WaitingForMemory", "message": "needs 18.0 GiB", "position": 2}
-    service.reply_with(
-        Reply(200, {"items": [waiting, running], "next_cursor": None}),
-        Reply(200, {**waiting, "pending": pending}),
-    )
-    ended = run("ps")
-    [head, first, second] = ended.out.splitlines()
-    assert "NOTE" in head
-    assert FULL_ID[-8:] in first
-    assert "2. needs 18.0 GiB" in first
-    assert "judge" in second
-    assert {("state", "pending"), ("order", "turn")} <= set(service.requests[0].params)
-    assert ("state", "succeeded") not in service.requests[0].params
-
-
-def test_ps_writes_a_reason_that_several_tasks_have_once(service: RecordedService, run: Run) -> None:
-    ids = [f"{FULL_ID[:-1]}{last}" for last in "abcd"]
-    reasons = [("needs 18.0 GiB", 1), ("needs 40.0 GiB", 2), ("needs 18.0 GiB", 3), ("held", None)]
-    tasks = [
-        a_task(id, pending={"reason": "WaitingForMemory", "message": message, "position": position})
-        for id, (message, position) in zip(ids, reasons, strict=True)
-    ]
-    service.reply_with(Reply(200, {"items": tasks, "next_cursor": None}), *(Reply(200, one) for one in tasks))
-    notes = [line.split("  ")[-1].strip() for line in run("ps").out.splitlines()[1:]]
-    assert notes == ["1. needs 18.0 GiB", "2. needs 40.0 GiB", "3. as position 1", "held"]
-
-
-def test_more_than_a_page_of_tasks_is_listed_newest_first(service: RecordedService, run: Run) -> None:
-    service.reply_with(page(FULL_ID))
-    assert run("ps -o ndjson --limit 2000").code == 0
-    assert ("order", "turn") not in service.requests[0].params
 
 
 def test_ndjson_prints_one_line_per_item_and_json_one_document(service: RecordedService, run: Run) -> None:

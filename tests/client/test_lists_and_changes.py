@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 from gpubroker import WrongArgument
+from gpubroker.cli.lookup import UNFINISHED
 
 from tests.client.command_line import Run
 from tests.client.conftest import Do
@@ -126,3 +127,47 @@ def test_the_sdk_cancels_everything_only_if_it_is_said(service: RecordedService,
     service.reply_with(cancelled(matched=1, stopping=1))
     assert do("cancel_selected", stream="night", state="running", grace_seconds=5).stopping == 1
     assert service.requests[-1].body == {"stream": "night", "state": ["running"], "grace_seconds": 5}
+
+
+def test_ps_writes_a_reason_that_several_tasks_have_once(service: RecordedService, run: Run) -> None:
+    ids = [f"{FULL_ID[:-1]}{last}" for last in "abcd"]
+    reasons = [("needs 18.0 GiB", 1), ("needs 40.0 GiB", 2), ("needs 18.0 GiB", 3), ("held", None)]
+    tasks = [
+        a_task(id, pending={"reason": "WaitingForMemory", "message": message, "position": position})
+        for id, (message, position) in zip(ids, reasons, strict=True)
+    ]
+    service.reply_with(Reply(200, {"items": tasks, "next_cursor": None}), *(Reply(200, one) for one in tasks))
+    notes = [line.split("  ")[-1].strip() for line in run("ps").out.splitlines()[1:]]
+    assert notes == ["1. needs 18.0 GiB", "2. needs 40.0 GiB", "3. as position 1", "held"]
+
+
+def test_more_than_a_page_of_tasks_is_listed_newest_first(service: RecordedService, run: Run) -> None:
+    service.reply_with(page(FULL_ID))
+    assert run("ps -o ndjson --limit 2000").code == 0
+    assert ("order", "turn") not in service.requests[0].params
+
+
+def test_a_name_means_the_one_unfinished_task_that_has_it(service: RecordedService, run: Run) -> None:
+    ended = FULL_ID[:-1] + "q"
+    service.reply_with(page(FULL_ID), Reply(200, a_task(FULL_ID)))
+    assert run("show", "fit", "-o", "json").json["id"] == FULL_ID
+    assert {value for name, value in service.requests[0].params if name == "state"} == set(UNFINISHED)
+    service.reply_with(page(), page(ended), Reply(200, a_task(ended, "failed")))
+    assert run("show", "fit", "-o", "json").json["id"] == ended, "if all have ended, the one that has it"
+
+
+def test_ps_says_why_pending_tasks_wait(service: RecordedService, run: Run) -> None:
+    waiting, running = a_task(FULL_ID, name="fit"), a_task("task_2", "running", name="judge")
+    pending = {"reason": "WaitingForMemory", "message": "needs 18.0 GiB", "position": 2}
+    service.reply_with(
+        Reply(200, {"items": [waiting, running], "next_cursor": None}),
+        Reply(200, {**waiting, "pending": pending}),
+    )
+    ended = run("ps")
+    [head, first, second] = ended.out.splitlines()
+    assert "NOTE" in head
+    assert FULL_ID[-8:] in first
+    assert "2. needs 18.0 GiB" in first
+    assert "judge" in second
+    assert {("state", "pending"), ("order", "turn")} <= set(service.requests[0].params)
+    assert ("state", "succeeded") not in service.requests[0].params

@@ -265,11 +265,8 @@ def listing(wanted: TaskFilter) -> Select[Any]:
 
 
 def _matching(wanted: TaskFilter) -> Select[Any]:
-    query = select(_task.c.id).where(_task.c.tenant == wanted.tenant)
-    if wanted.after is not None:
-        query = query.where(_task.c.id < wanted.after)
-    if wanted.states:
-        query = query.where(*_in_states(wanted.states))
+    earlier = _within(_task.c.id, None, wanted.after)
+    query = select(_task.c.id).where(_task.c.tenant == wanted.tenant, *earlier, *_in_states(wanted.states))
     above = None if wanted.max_priority is None else wanted.max_priority + 1
     query = query.where(*_within(_task.c.priority, wanted.min_priority, above))
     for column, value in ((_task.c.name, wanted.name), (_task.c.stream, wanted.stream)):
@@ -299,13 +296,15 @@ def _has_spec(such: ColumnElement[bool]) -> ColumnElement[bool]:
     return select(_spec.c.task).where(_spec.c.task == _task.c.id, such).correlate(_task).exists()
 
 
-def _within(value: Column[Any], start: float | None, end: float | None) -> list[ColumnElement[bool]]:
+def _within(value: Column[Any], start: Any, end: Any) -> list[ColumnElement[bool]]:
     """From the start on, and before the end."""
     return [*([] if start is None else [value >= start]), *([] if end is None else [value < end])]
 
 
 def _in_states(states: Sequence[TaskState]) -> list[Any]:
     """If all states are final or none is, as the index for that half says it."""
+    if not states:
+        return []
     names = [state.value for state in states]
     ended = {state in TERMINAL for state in states}
     if ended == {True}:
