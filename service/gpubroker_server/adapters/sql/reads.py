@@ -65,7 +65,6 @@ ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind
 _ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
 _USAGE = select(*(tables.usage.c[name] for name in TenantUsage._fields)).order_by(tables.usage.c.tenant)
 
-
 _chosen, _other = _task.alias("chosen"), _outcome.alias("other")
 _newest = select(func.max(_other.c.fence)).where(_other.c.task == _chosen.c.id).scalar_subquery()
 
@@ -288,8 +287,8 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     for key, value in wanted.labels.items():
         here = (_label.c.tenant == wanted.tenant) & (_label.c.key == key) & (_label.c.value == value)
         query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))
-    order = (_task.c.finished_at.desc(),) if wanted.by_end else ()
-    return query.order_by(*order, _task.c.id.desc()).limit(wanted.limit)
+    query = query.order_by(_task.c.finished_at.desc()) if wanted.by_end else query
+    return query.order_by(_task.c.id.desc()).limit(wanted.limit)
 
 
 def _has_spec(such: ColumnElement[bool]) -> ColumnElement[bool]:
