@@ -245,9 +245,13 @@ def test_a_cancelled_task_shows_the_reason(service: RecordedService, run: Run) -
 
 def test_a_failed_task_is_explained_by_its_error(service: RecordedService, run: Run) -> None:
     error = {"kind": "exception", "message": "no luck\nat all", "traceback": ""}
-    explained = {"id": FULL_ID, "state": "failed", "message": "failed; it no longer waits for anything"}
+    message = "failed at 2026-11-21T10:02:11.000Z, after 60 s on n1: no luck"
+    explained = {"id": FULL_ID, "name": "fit", "state": "failed", "message": message}
     service.reply_with(Reply(200, explained), Reply(200, a_task(FULL_ID, "failed", error=error)))
-    assert f"exception: no luck; details: gpubroker show {FULL_ID[-8:]}" in run("explain", FULL_ID).out
+    short = FULL_ID[-8:]
+    assert (
+        run("explain", FULL_ID).out == f"fit ({short}), failed\n{message}\ndetails: gpubroker show {short}\n"
+    )
 
 
 def test_a_cut_log_says_so_and_begins_with_a_whole_line(service: RecordedService, run: Run) -> None:

@@ -105,7 +105,7 @@ def _facts(gpu: Gpu) -> list[str]:
 def _holder(holder: Holder) -> str:
     name = holder.name if len(holder.name) <= _NAME_CELLS else f"{holder.name[: _NAME_CELLS - 1]}…"
     notes = (
-        " (stopping)" if holder.stopping else "",
+        " (stopping)" if holder.stopping else " (ending)" if holder.state == "releasing" else "",
         f" (! in quarantine: {holder.quarantine['message']})" if holder.quarantine else "",
         f" (! used {size(holder.overused_mb)})" if holder.overused_mb else "",
     )

@@ -329,7 +329,7 @@ def test_a_task_without_gpus_has_no_device_verdicts():
             {"stop_reason": StopReason.CANCEL, "stop_deadline_at": Instant(NOW - 7.0)},
             "asked to stop (cancel); 0 s of grace are left",
         ),
-        (TaskState.SUCCEEDED, {}, "succeeded; it no longer waits for anything"),
+        (TaskState.SUCCEEDED, {}, "succeeded"),
     ],
 )
 def test_a_task_that_does_not_wait_says_what_it_does(state: TaskState, fields: dict[str, Any], message: str):

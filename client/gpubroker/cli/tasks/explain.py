@@ -24,7 +24,6 @@ from gpubroker.cli.tables import (
     with_short_ids,
 )
 from gpubroker.cli.tasks.events import past_of
-from gpubroker.cli.tasks.view import failure
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -68,10 +67,10 @@ def explain(context: typer.Context, task: TaskWord, output: Output = Format.TABL
 
 
 def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
-    """Why it failed, which task preempted it, and whether the cluster can run tasks."""
+    """Where the whole error is, which task preempted it, and whether the cluster can run tasks."""
     found = broker.get(explained.id)
     if found.error and found.is_finished:
-        yield f"{found.error.kind}: {failure(found)}; details: gpubroker show {found.id}"
+        yield f"details: gpubroker show {short_id(found.id)}"
     for name, line in past_of(broker, found).items():
         yield f"{name} {line}"
     if explained.reason == "BackendUnavailable" and (stats := stats_if_allowed(broker)):
@@ -86,7 +85,11 @@ def show_simulation(simulation: Simulation, output: Format) -> NoReturn:
 
 def _explanation(explained: Explanation, background: Iterable[str]) -> RenderableType:
     reason = (f"{explained.reason}: ", "bold") if explained.reason else ""
-    parts: list[RenderableType] = [Text.assemble(reason, with_short_ids(explained.message))]
+    which = f"{explained.name} ({short_id(explained.id)})" if explained.name else short_id(explained.id)
+    parts: list[RenderableType] = [
+        Text(f"{which}, {explained.raw.get('state', '')}", style="bold"),
+        Text.assemble(reason, with_short_ids(explained.message)),
+    ]
     parts += _place(explained)
     parts += _quota(explained.quota)
     also = (f"also {blocker.reason}: {blocker.message}" for blocker in explained.blockers[1:])

@@ -199,7 +199,7 @@ def _statement(world: World, task: Task, now: Instant) -> str:
                 f"asked to stop ({task.stop_reason}){why}{goes_to}; {max(0.0, left):.0f} s of grace are left"
             )
         case _:
-            return ended_message(task.state)
+            return str(task.state)
 
 
 def _whereabouts(task: Task) -> str:
@@ -224,10 +224,6 @@ def _overuse(world: World, task: Task) -> str:
         f"of which it leased {in_gib(lease.mb)}"
         for lease in over
     )
-
-
-def ended_message(state: TaskState) -> str:
-    return f"{state}; it no longer waits for anything"
 
 
 def _preemptor(world: World, task: Task) -> str:
