@@ -192,7 +192,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "ranks": "\n".join(map(_rank, task.ranks)),
         "quarantine": "\n".join(map(_quarantined, task.quarantine)),
         "attempt": task.attempt,
-        "failed": f"{task.failures}× of at most {task.max_retries + 1}" if task.failures else None,
+        "failed": f"{task.failures} of at most {task.max_retries + 1} attempts" if task.failures else None,
         **past,
         "held": "yes" if task.held else None,
         "labels": ", ".join(f"{name}={value}" for name, value in task.labels.items()),

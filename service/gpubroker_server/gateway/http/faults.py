@@ -113,9 +113,8 @@ def _detail(found: ErrorDetails, path: Sequence[int | str], model: type[BaseMode
             pattern = str(found["ctx"]["pattern"])
             what = PATTERNS_IN_WORDS.get(pattern, f"must match {pattern}")
             return f"{what}; found {_shown(found['input'])}"
-        case "too_short":
-            bounds = found["ctx"]
-            return f"must have at least {bounds['min_length']}; found {bounds['actual_length']}"
+        case "too_short" | "too_long" | "string_too_short" | "string_too_long":
+            return _length_detail(found)
         case "list_type":
             return f"must be a list; found {_shown(found['input'])}"
         case "model_type" | "model_attributes_type":
@@ -124,6 +123,16 @@ def _detail(found: ErrorDetails, path: Sequence[int | str], model: type[BaseMode
     if isinstance(found["input"], dict | list):
         return message
     return f"{message}; found {_shown(found['input'])}{_meant_value(path, found['input'])}"
+
+
+def _length_detail(found: ErrorDetails) -> str:
+    bounds, value = found["ctx"], found["input"]
+    unit = "character" if isinstance(value, str) else "item"
+    bound, most = (
+        ("at least", bounds["min_length"]) if "min_length" in bounds else ("at most", bounds["max_length"])
+    )
+    has = f"has {len(value)}" if value else "is empty"
+    return f"must have {bound} {most} {unit}{'' if most == 1 else 's'}; it {has}"
 
 
 def _meant_value(path: Sequence[int | str], value: Any) -> str:
