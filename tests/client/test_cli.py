@@ -331,15 +331,18 @@ def test_the_newest_events_are_shown_in_order(service: RecordedService, run: Run
     line = {"at": at, "kind": "task.started", "key": FULL_ID, "fields": {}}
     lines = [{"position": position, **line} for position in (99, 100)]
     lines[1] |= {"kind": "task.changed", "fields": {"members": []}}
-    service.reply_with(
-        Reply(200, {"position": 100}),
-        Reply(200, {"items": lines, "next_after": 100}),
-        Reply(200, {"items": [], "next_after": 100}),
-    )
+    more = Reply(200, {"items": lines, "next_after": 100}), Reply(200, {"items": [], "next_after": 100})
+    service.reply_with(*more, *more)
     ended = run("events -n 2")
-    assert dict(service.requests[1].params)["after"] == "98"
+    assert [dict(request.params) for request in service.requests] == [
+        {"last": "2", "limit": "500"}, {"after": "100", "limit": "500"}
+    ]  # fmt: skip
     assert [line.split()[0] for line in ended.out.splitlines()] == ["99", "100"]
     assert ended.out.rstrip().endswith("members"), "a field without words for people is named"
+    run("events", FULL_ID, "-n", "2")
+    assert (service.requests[2].path, dict(service.requests[2].params)["last"]) == (
+        f"/tasks/{FULL_ID}/events", "2"
+    )  # fmt: skip
 
 
 def test_token_create_only_prints_the_secret_to_standard_output(service: RecordedService, run: Run) -> None:

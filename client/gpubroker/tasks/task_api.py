@@ -87,6 +87,13 @@ class ChangeOptions(TypedDict, total=False):
     deadline_at: datetime | str | None
 
 
+class EventStart(TypedDict, total=False):
+    """Where `events` begins: at one of these."""
+
+    after: int
+    last: int
+
+
 TaskOrError = str | BrokerError
 """The id of a submitted task, or why it was refused."""
 
@@ -256,12 +263,18 @@ class TaskApi(Operations):
         return decode(Explanation, (yield from self._ask("GET", f"{_path(task)}/explain")))
 
     @listing
-    def events(self, task: AnyTask | None = None, *, after: int = 0, follow: bool = False) -> Pages[Event]:
-        """The event log after a position, oldest first; of one task if given. With `follow` it never ends."""
+    def events(
+        self, task: AnyTask | None = None, *, follow: bool = False, **start: Unpack[EventStart]
+    ) -> Pages[Event]:
+        """The event log, oldest first; of one task if given. With `follow` it never ends. It begins after a
+        position (`after`), or with so many of the newest (`last`, up to 500)."""
         path = "/events" if task is None else f"{_path(task)}/events"
+        first = {"after": 0} if start.get("last") is None else {"last": start["last"]}
+        first |= {"after": start["after"]} if start.get("after") else {}
 
         def fetch(cursor: str | None) -> Steps[Page[Event]]:
-            raw = yield from self._ask("GET", path, after=cursor or after, limit=_EVENTS_PER_PAGE)
+            begin = {"after": cursor} if cursor else first
+            raw = yield from self._ask("GET", path, **begin, limit=_EVENTS_PER_PAGE)
             items = tuple(decode(Event, item) for item in raw["items"])
             if follow and not items:
                 yield Pause(_FOLLOW_PAUSE_SECONDS)

@@ -18,6 +18,7 @@ from gpubroker.errors import Refused
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.tasks.task import Event, Task
+    from gpubroker.tasks.task_api import EventStart
 
 _KIND_CELLS = 16
 
@@ -28,20 +29,30 @@ def events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events as they happen.")] = False,
     after: Annotated[int | None, typer.Option(help="Start after this position of the log.")] = None,
     last: Annotated[
-        int, typer.Option("--last", "-n", help="Without --after: start with this many of the newest.")
-    ] = 50,
+        int | None,
+        typer.Option(
+            "--last",
+            "-n",
+            min=1,
+            max=500,
+            help="Without --after: start with this many of the newest. Default: 50; all of a task.",
+        ),
+    ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Print the event log: changes of tasks, leases, pledges, devices and nodes, in order."""
+    """Print the event log: changes of tasks, leases, pledges, devices and nodes, in order.
+
+    A token sees the events of its tenant, and with the scope cluster:read those of nodes and devices.
+    """
     with connect(context) as broker:
         wanted = None if task is None else task_id(broker, task)
-        if after is None:
-            after = 0 if wanted else max(0, broker.stats().position - last)
+        last = 50 if last is None and wanted is None else last
+        start: EventStart = {"last": last} if after is None and last else {"after": after or 0}
         if output is Format.JSON and not follow:
-            emit_all(output, list(broker.events(wanted, after=after)), _event_lines)
+            emit_all(output, list(broker.events(wanted, **start)), _event_lines)
             return
         try:
-            for event in broker.events(wanted, after=after, follow=follow):
+            for event in broker.events(wanted, **start, follow=follow):
                 emit(Format.NDJSON if output is Format.JSON else output, event, _event_line)
         except KeyboardInterrupt:
             return
