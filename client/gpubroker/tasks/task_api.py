@@ -12,13 +12,12 @@ from gpubroker.errors import BrokerError, WaitTimeout, WrongArgument
 from gpubroker.tasks.estimates import Estimate
 from gpubroker.tasks.explanation import Explanation, Simulation
 from gpubroker.tasks.submission import (
-    MOST_TASKS_TOGETHER,
     AnySubmission,
     SubmitOptions,
     Target,
     batch_body,
-    batches,
     body_of,
+    parts_of,
     plain,
     simulation_body,
     submission_body,
@@ -114,7 +113,7 @@ class TaskApi(Operations):
         The options are those of `SubmitOptions`: kwargs (the task's own), name, priority, labels, model_type,
         stream; gpu_mb (MiB per GPU, or "learned"), gpus, gpu_fraction, exclusive, placement, cpu, memory_mb,
         custom; kinds, prefer_kinds, min_power, min_device_mb, nodes, prefer_nodes, pool, roles; bundles,
-        strategy, min_ranks; max_retries, timeout_seconds, grace_seconds; after, not_before,
+        strategy, min_ranks; max_retries, timeout_seconds, grace_seconds; after, held, not_before,
         queue_ttl_seconds, deadline_at or deadline_seconds, expected_seconds; env, working_directory (of
         commands), result_format, idempotency_key.
         """
@@ -142,12 +141,7 @@ class TaskApi(Operations):
         only if nothing was accepted; a later error takes the place of each task that it affected.
         """
         bodies = [body_of(task) for task in tasks]
-        if all_or_nothing and len(bodies) > MOST_TASKS_TOGETHER:
-            raise WrongArgument(
-                f"all_or_nothing takes at most {MOST_TASKS_TOGETHER} tasks, not {len(bodies)}; leave "
-                "all_or_nothing out, or send fewer"
-            )
-        parts = [bodies] if all_or_nothing and bodies else list(batches(bodies))
+        parts = parts_of(bodies, together=all_or_nothing)
         key = idempotency_key or uuid.uuid4().hex
         answers: list[TaskOrError] = []
         for number, part in enumerate(parts):

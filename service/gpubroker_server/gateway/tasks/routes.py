@@ -79,7 +79,7 @@ async def submit_task(
     """
     records = parts.records
     record, is_new, headers = await _stored(call, parts, body, idempotency_key)
-    live = JUST_ACCEPTED if is_new else records.live(record.task)
+    live = JUST_ACCEPTED if is_new and not record.task.held else records.live(record.task)
     asked = _WAIT.search(prefer) if prefer else None  # RFC 7240
     if asked is None:
         return answer(task_view(record, live), 202, headers)
