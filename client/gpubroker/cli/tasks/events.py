@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from gpubroker.cli.lookup import connect, task_id
 from gpubroker.cli.printing import Format, Output, emit, emit_all
-from gpubroker.cli.tables import short_id, size, timestamp
+from gpubroker.cli.tables import duration, short_id, size, timestamp
 from gpubroker.errors import Refused
 
 if TYPE_CHECKING:
@@ -21,6 +21,19 @@ if TYPE_CHECKING:
     from gpubroker.tasks.task_api import EventStart
 
 _KIND_CELLS = 16
+ATTEMPTS = "attempts"
+_STOPPED = {
+    "preempt": "preempted",
+    "move": "moved",
+    "cancel": "cancelled",
+    "timeout": "over its time limit",
+    "deadline": "past its deadline",
+    "overuse": "over its lease",
+    "rank_failed": "one rank failed",
+    "rank_lost": "one rank was lost",
+    "start_timeout": "its ranks were not ready in time",
+}
+_ENDS = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 
 def events(
@@ -150,13 +163,18 @@ def _learned(kind: str, what: str, value: float | None) -> str:
 
 
 def past_of(broker: Broker, task: Task) -> dict[str, str]:
-    """What made a task stop, by subject. Only asks for the events of a task that was stopped."""
-    if not task.preemptions and not task.stop_reason and task.state != "cancelled":
+    """What made a task stop, and its attempts if there were several, by subject. Only asks for the events of
+    a task that was stopped or started again."""
+    has_attempts = task.attempt > 1 or bool(task.preemptions or task.failures)
+    if not has_attempts and not task.stop_reason and task.state != "cancelled":
         return {}
     lines: dict[str, str] = {}
     notice: Event | None = None
     saved_at, resumed = None, ""
-    for event in broker.events(task):
+    events = list(broker.events(task))
+    if has_attempts:
+        lines[ATTEMPTS] = "\n".join(attempts_of(events))
+    for event in events:
         fields = event.fields
         saved_at = fields.get("checkpoint_at") or saved_at
         match event.kind:
@@ -171,6 +189,39 @@ def past_of(broker: Broker, task: Task) -> dict[str, str]:
         what = "moved" if notice.fields["stop_reason"] == "move" else "preempted"
         lines[what] = _preempted(broker, task, notice) + resumed
     return lines
+
+
+def attempts_of(events: Iterable[Event]) -> Iterator[str]:
+    """Where each attempt ran, for how long, and why it ended."""
+    number, node, why = 0, "", ""
+    began: datetime | None = None
+    failures = 0
+    for event in events:
+        fields = event.fields
+        subject, _, what = event.kind.partition(".")
+        if subject != "task":
+            continue
+        if what == "admitted":
+            number, node, why, began = fields.get("fence") or number + 1, fields.get("node") or "", "", None
+        elif what == "started":
+            began = event.at
+        elif what == "stopping":
+            why = _STOPPED.get(str(fields.get("stop_reason")), str(fields.get("stop_reason") or ""))
+        elif number and (what == "requeued" or what in _ENDS):
+            failed, failures = fields.get("failures", failures) > failures, fields.get("failures", failures)
+            end = what if what in _ENDS else "failed" if failed else why or "its run was lost"
+            yield f"{_attempt(number, node, began, event.at)}, {end} at {timestamp(event.at)}"
+            number = 0
+    if number:
+        since = f"since {timestamp(began)}" if began else "starting"
+        yield f"{number}: {f'on {node} ' if node else ''}{since}"
+
+
+def _attempt(number: int, node: str, began: datetime | None, ended: datetime | None) -> str:
+    where = f"on {node} " if node else ""
+    if began is None or ended is None:
+        return f"{number}: {where}not started"
+    return f"{number}: {where}for {duration((ended - began).total_seconds())}"
 
 
 def _preempted(broker: Broker, task: Task, notice: Event) -> str:

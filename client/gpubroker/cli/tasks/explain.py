@@ -23,7 +23,7 @@ from gpubroker.cli.tables import (
     size,
     with_short_ids,
 )
-from gpubroker.cli.tasks.events import past_of
+from gpubroker.cli.tasks.events import ATTEMPTS, past_of
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -71,8 +71,7 @@ def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
     found = broker.get(explained.id)
     if found.error and found.is_finished:
         yield f"details: gpubroker show {short_id(found.id)}"
-    for name, line in past_of(broker, found).items():
-        yield f"{name} {line}"
+    yield from (f"{name} {line}" for name, line in past_of(broker, found).items() if name != ATTEMPTS)
     if explained.reason == "BackendUnavailable" and (stats := stats_if_allowed(broker)):
         yield f"executor: {executor_in_words(stats.executor)}"
 
