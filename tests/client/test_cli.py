@@ -360,7 +360,7 @@ def test_token_create_only_prints_the_secret_to_standard_output(service: Recorde
 def test_without_the_server_package_its_commands_name_it(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpubroker.cli.app.entry_points", lambda group: [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
     for command in ("serve", "down", "migrate", "migrate-data", "openapi"):
         ended = run(command)
         assert (ended.code, ended.out) == (2, "")
@@ -376,7 +376,7 @@ def test_a_package_whose_commands_cannot_be_loaded_does_not_break_other_commands
         def load(self) -> Any:
             raise ImportError("no module named broken")
 
-    monkeypatch.setattr("gpubroker.cli.app.entry_points", lambda group: [Broken()])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Broken()])
     ended = run("--help")
     assert ended.code == 0
     assert "submit" in ended.out

@@ -234,6 +234,8 @@ def test_without_a_model_server_model_commands_say_what_to_configure(gpubroker: 
     for refused in (gpubroker("models"), gpubroker("load m"), gpubroker("unload m"), gpubroker("pin m")):
         assert refused.code == 6
         assert "give one of triton.servers its node" in refused.err
+    asked = gpubroker("infer m -i x=1 --later")
+    assert (asked.code, "set triton.servers" in asked.err) == (6, True)
 
 
 def test_an_uploaded_object_is_listed_and_deleted(gpubroker: Run, tmp_path: Path) -> None:
