@@ -13,7 +13,7 @@ from bench.measuring import publish
 BENCHMARKS: dict[str, ModuleType] = {
     name: import_module(f"bench.{name}")
     for name in (
-        *("accept", "batch", "run", "pickup", "preempt", "queues", "restart", "soak"),
+        *("accept", "batch", "cancel", "cli", "run", "pickup", "preempt", "queues", "restart", "soak"),
         *("openb", "plan", "evict", "churn", "simulate", "proxy", "inferences"),
     )
 }

@@ -1,15 +1,17 @@
 """The SDK: `Broker` for threads, `AsyncBroker` for asyncio. Their methods come from the APIs of each room."""
 
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from gpubroker.admin import AdminApi
 from gpubroker.cluster.cluster_api import ClusterApi
-from gpubroker.leases.held_lease import AsyncHeldLease, HeldLease
 from gpubroker.leases.lease import LeaseOptions
 from gpubroker.leases.lease_api import LeaseApi
 from gpubroker.models.model_api import ModelApi
 from gpubroker.tasks.task_api import TaskApi
 from gpubroker.transport.http import AsyncHttp, SyncHttp
+
+if TYPE_CHECKING:
+    from gpubroker.leases.held_lease import AsyncHeldLease, HeldLease
 
 
 class Broker(SyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
@@ -21,7 +23,7 @@ class Broker(SyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
     submit carries an idempotency key. Every method may raise Unreachable, Refused or BrokerError.
     """
 
-    def lease(self, *, timeout_seconds: float | None = None, **options: Unpack[LeaseOptions]) -> HeldLease:
+    def lease(self, *, timeout_seconds: float | None = None, **options: Unpack[LeaseOptions]) -> "HeldLease":
         """GPU memory for this program, or for one that it starts; held and renewed inside the block.
 
             with broker.lease(gpu_mb=20 * 1024, ttl_seconds=60) as lease:
@@ -34,6 +36,8 @@ class Broker(SyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
         GPU; without it, whole GPUs), gpus, priority, ttl_seconds, grace_seconds, pid, node, devices, kinds,
         labels.
         """
+        from gpubroker.leases.held_lease import HeldLease
+
         return HeldLease(self._retry_seconds, self._carry_out, options, timeout_seconds)
 
 
@@ -45,6 +49,8 @@ class AsyncBroker(AsyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
 
     def lease(
         self, *, timeout_seconds: float | None = None, **options: Unpack[LeaseOptions]
-    ) -> AsyncHeldLease:
+    ) -> "AsyncHeldLease":
         """`async with broker.lease(...) as lease:`, otherwise like `Broker.lease`."""
+        from gpubroker.leases.held_lease import AsyncHeldLease
+
         return AsyncHeldLease(self._retry_seconds, self._carry_out, options, timeout_seconds)

@@ -1,6 +1,9 @@
 """Settings become what the core and the adapters are told."""
 
+from pathlib import Path
+
 import pytest
+from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.bootstrap.compose import defaults_of, inventory_rules_of, policy_of, simulated_devices
 from gpubroker_server.core.domain.device import SHIPPED_KINDS, GpuKind
 from gpubroker_server.core.domain.policy import CustomLimit, Pool, TaskMaximum
@@ -65,6 +68,19 @@ def test_instances_of_simulated_devices_have_a_parent() -> None:
         ("MIG-sim-local-1", "half", "GPU-sim-local-0"),
         ("MIG-sim-local-2", "half", "GPU-sim-local-0"),
     ]
+
+
+def test_simulated_devices_have_other_uuids_on_each_node(tmp_path: Path) -> None:
+    half = {"kind": "half", "memory_mb": 500, "count": 1}
+    devices = simulated_devices(load_settings(simulated_devices=[{"memory_mb": 1000, "instances": [half]}]))
+    config = RayOptions(tmp_path, devices=devices).agent_config("")
+    found = [
+        [(one.uuid, one.parent) for one in config.on_node(name).simulated or ()] for name in ("n1", "n2")
+    ]
+    assert found == [
+        [(f"GPU-sim-{name}-0", ""), (f"MIG-sim-{name}-1", f"GPU-sim-{name}-0")] for name in ("n1", "n2")
+    ]
+    assert RayOptions(tmp_path).agent_config("").on_node("n1").simulated is None
 
 
 def test_what_is_filled_in_stays_within_what_one_task_may_ask_for() -> None:

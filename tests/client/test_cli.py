@@ -206,7 +206,7 @@ def test_a_task_is_found_by_the_start_or_end_of_its_id(service: RecordedService,
         service.requests.clear()
         needs_search = len(word) != len(FULL_ID)
         service.reply_with(
-            *([page(), page(other, FULL_ID)] if needs_search else []), Reply(200, a_task(FULL_ID))
+            *([page(), page(), page(other, FULL_ID)] if needs_search else []), Reply(200, a_task(FULL_ID))
         )
         assert run("show", word, "-o", "json").json["id"] == FULL_ID
         assert service.requests[-1].path == f"/tasks/{FULL_ID}"
@@ -265,7 +265,7 @@ def test_each_error_of_a_refusal_is_printed_once(service: RecordedService, run: 
 
 def test_an_ambiguous_or_unknown_word_changes_nothing(service: RecordedService, run: Run) -> None:
     several = page(FULL_ID, FULL_ID[:-1] + "q")
-    service.reply_with(page(FULL_ID), page(), several, page())
+    service.reply_with(page(FULL_ID), page(), page(), several, page(), page())
     ended = run("cancel", "fit", FULL_ID[:14])
     assert ended.code == 6
     assert "is ambiguous" in ended.err
@@ -286,11 +286,11 @@ def test_a_name_goes_before_a_part_of_an_id(service: RecordedService, run: Run) 
 
 
 def test_fewer_than_eight_characters_are_only_a_name(service: RecordedService, run: Run) -> None:
-    service.reply_with(page(), page(FULL_ID), Reply(200, a_task(FULL_ID)))
+    service.reply_with(page(), page(), page(FULL_ID), Reply(200, a_task(FULL_ID)))
     ended = run("cancel", FULL_ID[-7:])
     assert (ended.code, "needs at least 8 characters" in ended.err) == (6, True)
     assert run("cancel", FULL_ID[-7:]).code == 0
-    assert [request.method for request in service.requests] == ["GET", "GET", "POST"]
+    assert [request.method for request in service.requests] == ["GET", "GET", "GET", "POST"]
 
 
 def test_a_refusal_shows_the_tasks_changed_before_it_and_names_the_rest(
@@ -319,23 +319,6 @@ def test_tasks_can_be_cancelled_held_released_and_given_a_priority(
     ]
 
 
-def test_ps_says_why_pending_tasks_wait(service: RecordedService, run: Run) -> None:
-    waiting, running = a_task(FULL_ID, name="fit"), a_task("task_2", "running", name="judge")
-    pending = {"reason": "WaitingForMemory", "message": "needs 18.0 GiB", "position": 2}
-    service.reply_with(
-        Reply(200, {"items": [waiting, running], "next_cursor": None}),
-        Reply(200, {**waiting, "pending": pending}),
-    )
-    ended = run("ps")
-    [head, first, second] = ended.out.splitlines()
-    assert "NOTE" in head
-    assert FULL_ID[-8:] in first
-    assert "needs 18.0 GiB (position 2)" in first
-    assert "judge" in second
-    assert ("state", "pending") in service.requests[0].params
-    assert ("state", "succeeded") not in service.requests[0].params
-
-
 def test_ndjson_prints_one_line_per_item_and_json_one_document(service: RecordedService, run: Run) -> None:
     service.reply_with(page("task_1", "task_2"), page("task_1", "task_2"))
     lines = run("ps -o ndjson").out.splitlines()
@@ -348,15 +331,18 @@ def test_the_newest_events_are_shown_in_order(service: RecordedService, run: Run
     line = {"at": at, "kind": "task.started", "key": FULL_ID, "fields": {}}
     lines = [{"position": position, **line} for position in (99, 100)]
     lines[1] |= {"kind": "task.changed", "fields": {"members": []}}
-    service.reply_with(
-        Reply(200, {"position": 100}),
-        Reply(200, {"items": lines, "next_after": 100}),
-        Reply(200, {"items": [], "next_after": 100}),
-    )
+    more = Reply(200, {"items": lines, "next_after": 100}), Reply(200, {"items": [], "next_after": 100})
+    service.reply_with(*more, *more)
     ended = run("events -n 2")
-    assert dict(service.requests[1].params)["after"] == "98"
+    assert [dict(request.params) for request in service.requests] == [
+        {"last": "2", "limit": "500"}, {"after": "100", "limit": "500"}
+    ]  # fmt: skip
     assert [line.split()[0] for line in ended.out.splitlines()] == ["99", "100"]
     assert ended.out.rstrip().endswith("members"), "a field without words for people is named"
+    run("events", FULL_ID, "-n", "2")
+    assert (service.requests[2].path, dict(service.requests[2].params)["last"]) == (
+        f"/tasks/{FULL_ID}/events", "2"
+    )  # fmt: skip
 
 
 def test_token_create_only_prints_the_secret_to_standard_output(service: RecordedService, run: Run) -> None:
@@ -374,7 +360,7 @@ def test_token_create_only_prints_the_secret_to_standard_output(service: Recorde
 def test_without_the_server_package_its_commands_name_it(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpubroker.cli.app.entry_points", lambda group: [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
     for command in ("serve", "down", "migrate", "migrate-data", "openapi"):
         ended = run(command)
         assert (ended.code, ended.out) == (2, "")
@@ -390,7 +376,7 @@ def test_a_package_whose_commands_cannot_be_loaded_does_not_break_other_commands
         def load(self) -> Any:
             raise ImportError("no module named broken")
 
-    monkeypatch.setattr("gpubroker.cli.app.entry_points", lambda group: [Broken()])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Broken()])
     ended = run("--help")
     assert ended.code == 0
     assert "submit" in ended.out

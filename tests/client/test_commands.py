@@ -70,6 +70,27 @@ def test_a_task_is_submitted_and_its_result_is_printed(gpubroker: Run) -> None:
     assert "fit" in gpubroker("estimates").out
 
 
+def test_a_task_is_submitted_held_and_runs_after_its_release(gpubroker: Run) -> None:
+    assert gpubroker(f"submit {WORK} -i seconds=0 --name held --hold").code == 0
+    assert gpubroker("show held -o json").json["held"]
+    assert "Held" in gpubroker("explain held").out
+    assert gpubroker("release held").code == 0
+    assert gpubroker("wait held -o json").json["state"] == "succeeded"
+
+
+def test_tasks_of_a_file_run_after_others_of_it(gpubroker: Run, tmp_path: Path) -> None:
+    run = {"entrypoint": WORK, "kwargs": {"seconds": 0}}
+    tasks = [{"name": "first"}, {"name": "second", "after": [0]}, {"name": "third", "after": ["second"]}]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n".join(json.dumps({"run": run, **task}) for task in tasks))
+    ids = gpubroker(f"submit --batch {file}").out.split()
+    shown = [gpubroker("wait", id, "-o", "json").json for id in reversed(ids)][::-1]
+    assert [[it["task"] for it in task["after"]] for task in shown] == [[], ids[:1], ids[1:2]]
+    assert [task["state"] for task in shown] == ["succeeded"] * 3
+    ends = [task["finished_at"] for task in shown]
+    assert ends == sorted(ends)
+
+
 def test_a_pending_task_is_explained_held_released_reprioritised_and_cancelled(
     gpubroker: Run, holder: str
 ) -> None:
@@ -85,7 +106,7 @@ def test_a_pending_task_is_explained_held_released_reprioritised_and_cancelled(
     assert "holder 24.0 GiB (priority 100)" in explained
 
     assert gpubroker("hold", task_id).code == 0
-    assert gpubroker("explain last").out.startswith("Held: ")
+    assert "\nHeld: " in gpubroker("explain last").out
     assert gpubroker("release", task_id[-8:]).code == 0
     assert gpubroker("priority", task_id, "interactive", "-o", "json").json[0]["band"] == "interactive"
     cancelled = gpubroker("cancel", task_id, "--reason", "wrong data")
@@ -126,7 +147,7 @@ def test_without_a_quarantined_holder_release_is_refused(gpubroker: Run, holder:
 
 
 def test_without_silent_nodes_resume_is_refused(gpubroker: Run) -> None:
-    ended = gpubroker("resume --because looked --yes")
+    ended = gpubroker("resume --because looked")
     assert (ended.code, "no silent node" in ended.err) == (6, True)
 
 
@@ -215,6 +236,8 @@ def test_without_a_model_server_model_commands_say_what_to_configure(gpubroker: 
     for refused in (gpubroker("models"), gpubroker("load m"), gpubroker("unload m"), gpubroker("pin m")):
         assert refused.code == 6
         assert "give one of triton.servers its node" in refused.err
+    asked = gpubroker("infer m -i x=1 --later")
+    assert (asked.code, "set triton.servers" in asked.err) == (6, True)
 
 
 def test_an_uploaded_object_is_listed_and_deleted(gpubroker: Run, tmp_path: Path) -> None:

@@ -3,7 +3,12 @@
 import time
 from datetime import UTC, datetime
 
+import pytest
+from gpubroker import WrongArgument
+from gpubroker.cli.lookup import UNFINISHED
+
 from tests.client.command_line import Run
+from tests.client.conftest import Do
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task, page
 
 
@@ -57,28 +62,112 @@ def test_ps_lists_the_tasks_that_run_after_a_task(service: RecordedService, run:
     assert ("after", FULL_ID) in service.requests[-1].params
 
 
-def test_cancel_with_filters_cancels_pending_tasks_first(service: RecordedService, run: Run) -> None:
-    waits = FULL_ID[:-1] + "q"
-    found = {"items": [a_task(FULL_ID, "running"), a_task(waits)], "next_cursor": None, "has_more": False}
-    service.reply_with(Reply(200, found), Reply(200, a_task(waits, "cancelled")), Reply(200, a_task(FULL_ID)))
-    ended = run("cancel --label run=42 --stream night --yes --reason", "wrong data")
-    assert ended.code == 0
-    assert {("label.run", "42"), ("stream", "night"), ("state", "running")} <= set(service.requests[0].params)
-    assert [request.path for request in service.requests[1:]] == [
-        f"/tasks/{id}/cancel" for id in (waits, FULL_ID)
-    ]
-    assert service.requests[1].body == {"reason": "wrong data"}
+def cancelled(**counts: int | bool) -> Reply:
+    names = ("matched", "waiting", "started", "cancelled", "stopping", "already_ended", "stored")
+    return Reply(200, {**dict.fromkeys(names, 0), "has_more": False, **counts})
+
+
+def test_cancel_with_filters_is_one_request_that_says_what_became_of_each(
+    service: RecordedService, run: Run
+) -> None:
+    service.reply_with(cancelled(matched=4, cancelled=2, stopping=1, already_ended=1))
+    ended = run(
+        "cancel --label run=42 --stream night --state pending -s running --yes --reason", "wrong data"
+    )
+    assert (ended.code, ended.out) == (0, "2 cancelled, 1 stopping, 1 already ended\n")
+    [asked] = service.requests
+    assert (asked.method, asked.path) == ("POST", "/tasks/cancel")
+    assert asked.body == {
+        "labels": {"run": "42"}, "stream": "night", "state": ["pending", "running"], "reason": "wrong data"
+    }  # fmt: skip
 
 
 def test_cancelling_many_needs_a_confirmation(service: RecordedService, run: Run) -> None:
-    service.reply_with(page(FULL_ID))
+    service.reply_with(cancelled(matched=1, waiting=1))
     assert "use --yes" in run("cancel --all").err
-    for line in ("cancel", f"cancel {FULL_ID} --all", f"cancel {FULL_ID} --state pending"):
+    for line in (
+        "cancel",
+        f"cancel {FULL_ID} --all",
+        f"cancel {FULL_ID} --state pending",
+        "cancel -a -n fit",
+    ):
         ended = run(line)
         assert (ended.code, "name tasks, or select them with" in ended.err) == (2, True)
-    assert [request.method for request in service.requests] == ["GET"]
+    assert [request.body for request in service.requests] == [{"all": True, "dry_run": True}]
 
 
 def test_cancel_all_without_tasks_succeeds(service: RecordedService, run: Run) -> None:
-    service.reply_with(page())
-    assert run("cancel --all").code == 0
+    service.reply_with(cancelled(), cancelled())
+    ended = run("cancel --all")
+    assert (ended.code, ended.out) == (0, "no task matches\n")
+
+
+def test_more_tasks_than_one_request_ends_are_cancelled_in_several(
+    service: RecordedService, run: Run
+) -> None:
+    service.reply_with(
+        cancelled(matched=10_000, cancelled=10_000, has_more=True), cancelled(matched=5, cancelled=5)
+    )
+    assert run("cancel --all --yes -o json").json["cancelled"] == 10_005
+    assert [request.body for request in service.requests] == [{"all": True}] * 2
+
+
+def test_what_a_missing_leader_has_yet_to_cancel_is_not_asked_again(
+    service: RecordedService, run: Run
+) -> None:
+    service.reply_with(cancelled(matched=10_000, stored=10_000, has_more=True))
+    assert run("cancel --all --yes").out == "10000 stored: the leader will cancel them\n"
+    assert len(service.requests) == 1
+
+
+def test_the_sdk_cancels_everything_only_if_it_is_said(service: RecordedService, do: Do) -> None:
+    for wrong in ({}, {"labels": {}}, {"everything": True, "stream": "night"}):
+        with pytest.raises(WrongArgument, match="everything=True"):
+            do("cancel_selected", **wrong)
+    service.reply_with(cancelled(matched=1, stopping=1))
+    assert do("cancel_selected", stream="night", state="running", grace_seconds=5).stopping == 1
+    assert service.requests[-1].body == {"stream": "night", "state": ["running"], "grace_seconds": 5}
+
+
+def test_ps_writes_a_reason_that_several_tasks_have_once(service: RecordedService, run: Run) -> None:
+    ids = [f"{FULL_ID[:-1]}{last}" for last in "abcd"]
+    reasons = [("needs 18.0 GiB", 1), ("needs 40.0 GiB", 2), ("needs 18.0 GiB", 3), ("held", None)]
+    tasks = [
+        a_task(id, pending={"reason": "WaitingForMemory", "message": message, "position": position})
+        for id, (message, position) in zip(ids, reasons, strict=True)
+    ]
+    service.reply_with(Reply(200, {"items": tasks, "next_cursor": None}), *(Reply(200, one) for one in tasks))
+    notes = [line.split("  ")[-1].strip() for line in run("ps").out.splitlines()[1:]]
+    assert notes == ["1. needs 18.0 GiB", "2. needs 40.0 GiB", "3. as position 1", "held"]
+
+
+def test_more_than_a_page_of_tasks_is_listed_newest_first(service: RecordedService, run: Run) -> None:
+    service.reply_with(page(FULL_ID))
+    assert run("ps -o ndjson --limit 2000").code == 0
+    assert ("order", "turn") not in service.requests[0].params
+
+
+def test_a_name_means_the_one_unfinished_task_that_has_it(service: RecordedService, run: Run) -> None:
+    ended = FULL_ID[:-1] + "q"
+    service.reply_with(page(FULL_ID), Reply(200, a_task(FULL_ID)))
+    assert run("show", "fit", "-o", "json").json["id"] == FULL_ID
+    assert {value for name, value in service.requests[0].params if name == "state"} == set(UNFINISHED)
+    service.reply_with(page(), page(ended), Reply(200, a_task(ended, "failed")))
+    assert run("show", "fit", "-o", "json").json["id"] == ended, "if all have ended, the one that has it"
+
+
+def test_ps_says_why_pending_tasks_wait(service: RecordedService, run: Run) -> None:
+    waiting, running = a_task(FULL_ID, name="fit"), a_task("task_2", "running", name="judge")
+    pending = {"reason": "WaitingForMemory", "message": "needs 18.0 GiB", "position": 2}
+    service.reply_with(
+        Reply(200, {"items": [waiting, running], "next_cursor": None}),
+        Reply(200, {**waiting, "pending": pending}),
+    )
+    ended = run("ps")
+    [head, first, second] = ended.out.splitlines()
+    assert "NOTE" in head
+    assert FULL_ID[-8:] in first
+    assert "2. needs 18.0 GiB" in first
+    assert "judge" in second
+    assert {("state", "pending"), ("order", "turn")} <= set(service.requests[0].params)
+    assert ("state", "succeeded") not in service.requests[0].params

@@ -30,9 +30,12 @@ def test_a_model_name_means_its_current_load(service: RecordedService, run: Run)
     runs = {"run": {"kind": "model", "model": "llm"}}
     now, before = a_task(FULL_ID, "running", **runs), a_task(FULL_ID[:-1] + "q", "succeeded", **runs)
     ended = {**now, "state": "failed"}
-    for listed, meant in (([before, now], now), ([ended, before], ended)):
-        found = Reply(200, {"items": listed, "next_cursor": None, "has_more": False})
-        service.reply_with(found, Reply(200, meant))
+    none, one, both = (
+        Reply(200, {"items": listed, "next_cursor": None, "has_more": False})
+        for listed in ([], [now], [ended, before])
+    )
+    for found, meant in (([one], now), ([none, both], ended)):
+        service.reply_with(*found, Reply(200, meant))
         assert run("show", "llm", "-o", "json").json["id"] == FULL_ID
         assert service.requests[-1].path == f"/tasks/{FULL_ID}"
 

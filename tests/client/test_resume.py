@@ -9,7 +9,6 @@ from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from tests.builders import NOW
 from tests.client.command_line import Run
 from tests.client.recorded_service import RecordedService, Reply
-from tests.client.test_quarantine import answering
 from tests.gateway.harness import Gateway
 
 PAUSED = {
@@ -37,21 +36,14 @@ async def test_the_sdk_shows_and_ends_a_pause() -> None:
             assert (await broker.stats()).detection["message"] == "why"
 
 
-def test_resume_says_what_it_states_and_asks_for_confirmation(
-    service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service.reply_with(STATS, Reply(200, PAUSED), STATS)
-    monkeypatch.setattr("sys.stdin", answering("y\n"))
+def test_resume_needs_a_reason_and_no_confirmation(service: RecordedService, run: Run) -> None:
+    service.reply_with(Reply(200, PAUSED))
     ended = run("resume --because", "no power")
     assert (ended.code, ended.out.strip()) == (0, "given up unless they answer first: n1, n2")
-    assert PAUSED["message"] in ended.err
     assert "because 'no power'" in ended.err
-    assert (service.requests[-1].path, service.requests[-1].body) == (
-        "/detection/resume",
-        {"reason": "no power"},
-    )
-    monkeypatch.setattr("sys.stdin", answering("n\n"))
-    assert run("resume --because looked").code == 6
+    [asked] = service.requests
+    assert (asked.path, asked.body) == ("/detection/resume", {"reason": "no power"})
+    assert run("resume").code == 2
 
 
 def test_stats_shows_a_pause(service: RecordedService, run: Run) -> None:

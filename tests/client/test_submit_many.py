@@ -201,3 +201,18 @@ def test_a_line_that_is_not_json_is_named_and_nothing_is_sent(
     assert ended.code == 2
     assert "line 2" in ended.err
     assert service.requests == []
+
+
+def test_tasks_that_run_after_others_of_the_list_are_sent_in_one_request(
+    service: RecordedService, do: Do
+) -> None:
+    items = [{"status": 202, "id": f"task_{n}"} for n in range(1500)]
+    service.reply_with(Reply(207, {"items": items}))
+    tasks = [Submission("a:b"), *(Submission("a:b", after=[0]) for _ in range(1499))]
+    assert len(do("submit_many", tasks)) == 1500
+    assert len(service.requests) == 1
+    service.reply_with(Reply(207, {"items": items[:1000]}), Reply(207, {"items": items[:500]}))
+    do("submit_many", [Submission("a:b", after=["task_7"])] * 1500)
+    assert len(service.requests) == 3, "an id refers to no task of the list"
+    with pytest.raises(WrongArgument, match="in one request, of at most 10000"):
+        do("submit_many", [{"run": {}, "after": ["prepare"]}] * 10_001)

@@ -56,7 +56,7 @@ def test_what_a_task_wrote_reaches_a_terminal_without_its_control_sequences(
 ) -> None:
     error = {"kind": "exception", "message": f"it {EVIL}", "traceback": f"Traceback {EVIL}"}
     failed = a_task(FULL_ID, "failed", error=error)
-    explained = {"id": FULL_ID, "state": "failed", "message": "failed"}
+    explained = {"id": FULL_ID, "state": "failed", "message": f"failed: it {EVIL}"}
     answers = {
         "logs": [outcome("succeeded", log_tail=EVIL)],
         "result": [outcome("succeeded", value=EVIL, log_tail=EVIL)],

@@ -12,11 +12,12 @@ from gpubroker_server.adapters.sql import terms
 from gpubroker_server.adapters.sql.postgres import PostgresSession
 from gpubroker_server.adapters.sql.reads import READERS
 from gpubroker_server.adapters.sql.session import CommitUnknown
-from gpubroker_server.core.domain.decisions import write_move
+from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import NodeName, TaskId
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import (
+    BatchSubmission,
     CommitVerdict,
     StaleTerm,
     StoreUnavailable,
@@ -50,6 +51,30 @@ async def test_a_broken_connection_is_made_again(postgres_url: str) -> None:
         assert (await store.submit(a_submission("t2"))).verdict is SubmitVerdict.ACCEPTED
         assert await store.record(TaskId("t2")) is not None
         assert await store.head() == 2
+
+
+async def test_a_commit_larger_than_the_socket_takes_at_once_does_not_wait_for_itself(
+    postgres_url: str,
+) -> None:
+    """The statements of one commit are 5 MB here. Until all of them are sent, there is no answer."""
+    async with opened(postgres_url) as store:
+        term = await next_term(store, "test")
+        tasks = [a_task(f"t{n:05}") for n in range(9_000)]
+        await store.submit_batch(BatchSubmission([a_submission(task) for task in tasks]))
+        before = connections_to(postgres_url)
+        writes = [write_move(task, Move.CANCELLED, finished_at=NOW) for task in tasks]
+        decisions = [Decision(write.task.id, "cancel", tasks=(write,)) for write in writes]
+        assert set(await store.commit(term, decisions)) == {CommitVerdict.COMMITTED}
+        assert connections_to(postgres_url) == before, "none was given up and made again"
+
+
+def connections_to(url: str) -> set[int]:
+    with psycopg.connect(url, autocommit=True) as connection:
+        found = connection.execute(
+            "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'gpubroker%'"
+            " AND datname = current_database()"
+        )
+        return {pid for (pid,) in found}
 
 
 @pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT])

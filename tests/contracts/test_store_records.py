@@ -4,7 +4,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.decisions import Decision, Request, write_move
+from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Move, OnFailure, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.ports.store import RunSpec, StoredState, Submission, TaskFilter, TaskStore, TokenRow
@@ -51,6 +52,28 @@ async def test_pages_follow_each_other_without_gap_or_repetition(six: TaskStore)
     assert await listed(six, limit=4, after=TaskId("t3")) == ["t2", "t1"]
     await six.submit(a_submission(a_task("t8", tenant="lab")))
     assert await listed(six, limit=4, after=TaskId("t3")) == ["t2", "t1"]
+
+
+async def test_the_ids_of_what_matches_are_selected_without_holders_of_models(six: TaskStore) -> None:
+    await six.submit(a_submission(a_task("t8", tenant="lab", priority=60, model=ModelTerms("main", "llm"))))
+    assert (await listed(six, min_priority=30))[0] == "t8"
+    wanted = TaskFilter("lab", min_priority=30, max_priority=50)
+    assert await six.selected(wanted) == ["t5", "t4", "t3"]
+    assert await six.selected(replace(wanted, max_priority=None, limit=2)) == ["t6", "t5"]
+    assert await six.selected(replace(wanted, states=(TaskState.SUCCEEDED,), min_priority=0)) == ["t2"]
+    assert await six.selected(TaskFilter("lab", labels={"even": "true", "third": "yes"})) == ["t6"]
+
+
+async def test_many_requests_are_stored_in_one_commit_and_a_repeated_one_once(six: TaskStore) -> None:
+    asked = [Request(f"r{n}", TaskId(f"t{n}"), "lab", "cancel", {}, NOW) for n in (3, 4)]
+    await six.request(*asked)
+    await six.request(*asked[:1])
+    assert list((await six.snapshot()).requests) == asked
+    *_, first, second = await log_of(six)
+    assert [(event.kind, event.key) for event in (first, second)] == [
+        ("request.made", "r3"), ("request.made", "r4")
+    ]  # fmt: skip
+    assert first.at == second.at
 
 
 async def test_external_holders_are_kept_as_they_asked_and_listed_apart(six: TaskStore) -> None:

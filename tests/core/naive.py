@@ -64,6 +64,9 @@ class Naive(NaiveLeavers):
         else:
             marks = {lease.mark for lease in here}
             ours = served + sum(mb for holder, mb in ledger.sample.by_holder.items() if holder in marks)
+            ending = [lease for lease in here if lease.state is LeaseState.RELEASING]
+            runs = [lease for lease in ending if lease.holder_kind not in HOLDERS_ON_SERVERS]
+            ours += sum(self.takes(lease) - ledger.sample.by_holder.get(lease.mark, 0) for lease in runs)
         hidden = ledger.sample.used_mb - foreign - ours - device.reserve_mb
         return foreign + (hidden if hidden > device.physical_mb / 256 else 0)
 

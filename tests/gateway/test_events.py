@@ -1,6 +1,8 @@
 """The event log over HTTP."""
 
+import pytest
 from gpubroker_server.core.domain.policy import Cutoffs
+from gpubroker_server.gateway.events import routes
 
 from tests.builders import GIB, NOW
 from tests.gateway.harness import Client, Gateway, fault, problem
@@ -127,3 +129,33 @@ async def test_a_cursor_before_the_oldest_kept_event_is_gone(gateway: Gateway, a
     page = (await api.get("/events")).json()
     assert page["oldest"] == page["items"][0]["position"] == first["next_after"] + 1
     assert (await api.get("/events", params={"after": first["next_after"]})).status_code == 200
+
+
+async def test_the_newest_events_of_the_log_are_those_that_the_token_may_see(
+    gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "WINDOW", 4)
+    other = await gateway.client("other", "tasks:read", "tasks:write", tenant="acme")
+    mine = [await other.submit() for _ in range(3)]
+    for _ in range(9):
+        await api.submit()
+    page = (await other.get("/events", params={"last": 2})).json()
+    assert [event["key"] for event in page["items"]] == mine[1:]
+    head = (await api.get("/events", params={"last": 1})).json()["items"][0]["position"]
+    assert page["next_after"] == head
+    assert len((await other.get("/events", params={"last": 500})).json()["items"]) == 3
+    nobody = await gateway.client("nobody", "tasks:read", tenant="zeta")
+    assert (await nobody.get("/events", params={"last": 3})).json()["items"] == []
+
+
+async def test_the_newest_events_of_a_task(
+    gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "WINDOW", 2)
+    task_id = await api.submit(resources={"gpu_mb": 1024})
+    await gateway.end(task_id)
+    whole = (await api.get(f"/tasks/{task_id}/events")).json()["items"]
+    for last in (1, 3, 500):
+        page = (await api.get(f"/tasks/{task_id}/events", params={"last": last})).json()
+        assert page["items"] == whole[-last:]
+        assert page["next_after"] == whole[-1]["position"]

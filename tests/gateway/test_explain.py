@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.planning.forecasts.forecasts import make_forecasts
 
 from tests.builders import GIB
@@ -61,6 +62,28 @@ async def test_a_task_that_does_not_wait_says_what_it_does(gateway: Gateway, api
     await gateway.end(task_id)
     ended = (await api.get(f"/tasks/{task_id}/explain")).json()
     assert (ended["state"], ended["reason"], ended["blockers"]) == ("succeeded", None, [])
+
+
+async def test_an_ended_task_says_how_and_when_it_ended(gateway: Gateway, api: Client) -> None:
+    names = ("done", "failed", "stopped", "unstarted")
+    tasks = {name: await api.submit(name=name, resources={"cpu": 1}) for name in names}
+    for name in names[:3]:
+        await gateway.admit(tasks[name])
+    gateway.clock.advance(60.0)
+    await gateway.end(tasks["done"])
+    await gateway.end(tasks["failed"], failure=Failure("exception", "no luck\nat all", "traceback"))
+    for name in ("stopped", "unstarted"):
+        await api.post(f"/tasks/{tasks[name]}/cancel")
+    await gateway.end(tasks["stopped"], failure=Failure("stopped", "asked to"))
+    at = "1970-01-12T13:47:40.000Z"
+    for name, message in {
+        "done": f"succeeded at {at}, after 60 s on n1",
+        "failed": f"failed at {at}, after 60 s on n1: no luck",
+        "stopped": f"cancelled at {at}, after 60 s on n1",
+        "unstarted": f"cancelled at {at}, before it started",
+    }.items():
+        explained = (await api.get(f"/tasks/{tasks[name]}/explain")).json()
+        assert (explained["name"], explained["message"].partition(": asked")[0]) == (name, message)
 
 
 async def test_a_task_that_has_ended_and_still_holds_memory_does_not_wait(

@@ -126,7 +126,7 @@ async def test_a_value_out_of_bounds_is_refused_with_its_pointer(
         ({"run": {"cmd": ["ls"]}}, "/run", 'did you mean "command"?'),
         ({"run": {"entrypoint": "a:b", "command": ["ls"]}}, "/run", 'found "entrypoint", "command"'),
         ({"run": {"entrypoint": "a.b"}}, "/run/entrypoint", "must be module:function"),
-        ({"run": {"command": []}}, "/run/command", "must have at least 1 entry; it has none"),
+        ({"run": {"command": []}}, "/run/command", "must have at least 1 item; it is empty"),
         (
             {"name": "evil\x1b[31m"},
             "/name",

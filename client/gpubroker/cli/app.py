@@ -1,6 +1,8 @@
 """The commands, and those that other packages add through the entry-point group `gpubroker.commands`."""
 
-from importlib.metadata import entry_points
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
@@ -8,19 +10,28 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from gpubroker import __version__
-from gpubroker.cli import (
-    EXIT_USAGE,
-    cluster_commands,
-    gpu_commands,
-    lease_commands,
-    model_commands,
-    object_commands,
-    plan_command,
-    quarantine_commands,
-    token_commands,
-)
+from gpubroker.cli import EXIT_USAGE
 from gpubroker.cli.printing import Format, Output, eprint
-from gpubroker.cli.tasks import change, events, explain, results, submit, view
+
+_MODULES: Final[Mapping[str, str]] = {
+    "tasks.submit": "submit",
+    "tasks.view": "ps show",
+    "tasks.explain": "explain",
+    "tasks.results": "wait result logs",
+    "tasks.events": "events",
+    "tasks.change": "cancel hold release priority change",
+    "lease_commands": "lease",
+    "gpu_commands": "gpus",
+    "cluster_commands": "estimates nodes tenants stats policy",
+    "infer_command": "infer",
+    "model_commands": "models load unload pin",
+    "object_commands": "upload objects",
+    "quarantine_commands": "resume quarantine",
+    "plan_command": "plan",
+    "token_commands": "token",
+}
+"""The commands of each module. A command loads its module alone (`bench cli`)."""
+_PLACES = {command: module for module, commands in _MODULES.items() for command in commands.split()}
 
 _SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "migrate-data", "openapi"})
 
@@ -35,9 +46,11 @@ _OTHER_NAMES: Final = {
 
 
 class Commands(TyperGroup):
-    """Loads the commands of other packages only if one of them, or the help, is asked for."""
+    """Loads a command when it, or the help, is asked for; those of other packages last."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _PLACES:
+            return commands_of(_PLACES[cmd_name])[cmd_name]
         if own := super().get_command(ctx, cmd_name):
             return own
         if added := self._added().get(cmd_name):
@@ -51,9 +64,11 @@ class Commands(TyperGroup):
         return None
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *self._added()]
+        return [*_PLACES, *super().list_commands(ctx), *self._added()]
 
     def _added(self) -> dict[str, Any]:
+        from importlib.metadata import entry_points
+
         app = typer.Typer(add_completion=False)
         app.callback()(lambda: None)
         for point in entry_points(group="gpubroker.commands"):
@@ -64,6 +79,14 @@ class Commands(TyperGroup):
         for command in app.registered_commands:
             command.rich_help_panel = "Service"
         return dict(get_group(app).commands)
+
+
+@cache
+def commands_of(module: str) -> Mapping[str, Any]:
+    part = typer.Typer(add_completion=False)
+    part.callback()(lambda: None)
+    import_module(f"gpubroker.cli.{module}").add_to(part)
+    return dict(get_group(part).commands)
 
 
 app = typer.Typer(
@@ -105,21 +128,4 @@ def version(output: Output = Format.TABLE) -> None:
     typer.echo(f"gpubroker {__version__}" if output is Format.TABLE else f'{{"version": "{__version__}"}}')
 
 
-for part in (
-    submit,
-    view,
-    explain,
-    results,
-    events,
-    change,
-    lease_commands,
-    gpu_commands,
-    cluster_commands,
-    model_commands,
-    object_commands,
-    quarantine_commands,
-    plan_command,
-    token_commands,
-):
-    part.add_to(app)
 app.command(rich_help_panel="Administration")(version)

@@ -103,13 +103,13 @@ def _state(node: Node) -> Text:
 
 
 _TENANT_COLUMNS = (
-    Column("TENANT", share=0.4),
-    Column("COHORT", share=0.2),
+    Column("TENANT", wraps=True),
+    Column("COHORT", from_width=100, share=0.2),
     Column("HELD"),
     Column("GUARANTEED"),
     Column("BORROWED"),
-    Column("USED"),
-    Column("FAIR SHARE"),
+    Column("USED", from_width=100),
+    Column("SHARE"),
     Column("LEVEL"),
     Column("PENDING"),
     Column("ACTIVE"),
@@ -121,10 +121,10 @@ def _tenants(listed: Sequence[Tenant]) -> RenderableType:
         (
             tenant.name,
             tenant.cohort or "",
-            size(tenant.held_mb),
-            "no quota" if tenant.guaranteed_mb is None else size(tenant.guaranteed_mb),
-            size(tenant.borrowed_mb) if tenant.borrowed_mb else "",
-            f"{gib(tenant.usage_mb_seconds / 3600)} GiBh",
+            gib(tenant.held_mb),
+            "no quota" if tenant.guaranteed_mb is None else gib(tenant.guaranteed_mb),
+            gib(tenant.borrowed_mb) if tenant.borrowed_mb else "",
+            gib(tenant.usage_mb_seconds / 3600),
             f"{tenant.fair_share:.0%}",
             f"{tenant.level:.2f}",
             str(tenant.pending),
@@ -132,7 +132,11 @@ def _tenants(listed: Sequence[Tenant]) -> RenderableType:
         )
         for tenant in listed
     ]
-    return PlainTable(_TENANT_COLUMNS, rows) if rows else Text("no tenants yet")
+    if not rows:
+        return Text("no tenants yet")
+    return Group(
+        PlainTable(_TENANT_COLUMNS, rows), Text("in GiB, USED in GiB-hours; SHARE: fair", style="dim")
+    )
 
 
 def _overdrawn(listed: Mapping[str, Any]) -> Iterator[Text]:

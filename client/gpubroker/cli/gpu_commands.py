@@ -24,6 +24,8 @@ _LEGEND = (
     "█ leased and used  ▒ leased, not yet used  ▓ freed and kept for a waiting task  ░ free  ! not leased"
 )
 _NAME_CELLS = 24
+_WIDE = 100
+"""A narrower terminal has each fact of a GPU on a line of its own."""
 
 
 def gpus(context: typer.Context, watching: Watch = False, output: Output = Format.TABLE) -> None:
@@ -64,7 +66,8 @@ class GpuTable:
             for gpu in devices:
                 label = f"{gpu.index:>3} {gpu.kind:<10}"
                 parent = f"instance of {indexes.get(gpu.parent, gpu.parent)}   " if gpu.parent else ""
-                table.add_row(label, Text(bar(gpu, cells), style="green"), Text(f"{parent}{_facts(gpu)}"))
+                facts = "\n".join(_facts(gpu)) if options.max_width < _WIDE else "   ".join(_facts(gpu))
+                table.add_row(label, Text(bar(gpu, cells), style="green"), Text(f"{parent}{facts}"))
             yield table
         yield Text(_LEGEND, style="dim")
 
@@ -79,9 +82,9 @@ def _totals(devices: Sequence[Gpu]) -> str:
     return f"{count}{simulated}   leased {leased} · used {used} of {physical} GiB"
 
 
-def _facts(gpu: Gpu) -> str:
+def _facts(gpu: Gpu) -> list[str]:
     if gpu.split:
-        return "split: its instances are leased"
+        return ["split: its instances are leased"]
     stranded = f", {size(gpu.stranded_mb)} stranded" if gpu.stranded_mb else ""
     foreign = gpu.foreign_mb + gpu.unaccounted_mb
     facts = (
@@ -96,13 +99,13 @@ def _facts(gpu: Gpu) -> str:
         "" if gpu.present else "not in its machine",
         f"! {gpu.fault}" if gpu.fault else "no recent measurement" if gpu.stale else "",
     )
-    return "   ".join(fact for fact in facts if fact)
+    return [fact for fact in facts if fact]
 
 
 def _holder(holder: Holder) -> str:
     name = holder.name if len(holder.name) <= _NAME_CELLS else f"{holder.name[: _NAME_CELLS - 1]}…"
     notes = (
-        " (stopping)" if holder.stopping else "",
+        " (stopping)" if holder.stopping else " (ending)" if holder.state == "releasing" else "",
         f" (! in quarantine: {holder.quarantine['message']})" if holder.quarantine else "",
         f" (! used {size(holder.overused_mb)})" if holder.overused_mb else "",
     )

@@ -70,17 +70,19 @@ def _token_source(url: str, given: str | None) -> str:
 def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
     """The id of the task that a person means; exits with 6 if it is ambiguous.
 
-    A name goes before a part of an id; for a change, a word may not be both. Each load of a model is a task
-    with the model's name: its earlier loads only count if it has no unfinished one. `last` is the task last
+    A name means the one unfinished task that has it, and ended ones only if there is none. It goes before a
+    part of an id; for a change, a word may not be both. Each load of a model is a task with the model's name:
+    the newest of its ended ones is meant. `last` is the task last
     submitted from here; without one, it shows the newest task of the service but never changes it.
     """
     if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
         return word
     if word == "last":
         return _last(broker, to_change)
-    named = list(islice(broker.list(name=word, limit=6), 6))
-    if all(task.run.get("kind") == "model" for task in named):
-        named = [task for task in named if not task.is_finished] or named[:1]
+    named = list(islice(broker.list(name=word, state=UNFINISHED, limit=6), 6))
+    if not named:
+        named = list(islice(broker.list(name=word, limit=6), 6))
+        named = named[:1] if all(task.run.get("kind") == "model" for task in named) else named
     found = [task.id for task in named]
     if is_part_of_id(word) and (to_change or not found):
         recent = islice(broker.list(limit=500), _TASKS_SEARCHED)

@@ -64,19 +64,15 @@ def release(
         emit(output, released, _released)
 
 
-def resume(context: typer.Context, because: Because, yes: Yes = False, output: Output = Format.TABLE) -> None:
+def resume(context: typer.Context, because: Because, output: Output = Format.TABLE) -> None:
     """Declare nodes lost that fell silent together, so that their tasks start elsewhere.
 
-    The service does not give them up by itself, because the fault may be its own.
+    The service does not give them up by itself, because the fault may be its own. Runs that are still alive
+    there are stopped when their node answers again.
     """
     with connect(context) as broker:
-        detection = broker.stats().detection
-        if not yes and detection.get("state") == "paused":
-            eprint(str(detection.get("message")))
-            eprint(f"You state that they are lost, because {because!r}.")
-            eprint("Runs that are still alive there are stopped when their node answers again.")
-            confirm("Give these nodes up?")
         resumed = broker.resume(because)
+        eprint(f"you have stated that they are lost, because {because!r}")
         emit(output, resumed, lambda shown: f"given up unless they answer first: {', '.join(shown.nodes)}")
 
 

@@ -5,8 +5,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from math import inf
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -22,8 +24,11 @@ class Column:
     title: str
     from_width: int = 0
     """A narrower terminal does not show the column."""
+    until_width: float = inf
+    """Nor does one of this width or more, which shows others instead."""
     share: float = 1.0
-    """The largest part of the width it takes; longer text ends in an ellipsis."""
+    """The largest part of the width it takes; longer text ends in an ellipsis. Without a share a column is
+    shown whole."""
     wraps: bool = False
 
 
@@ -36,13 +41,18 @@ class PlainTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
-        shown = [at for at, column in enumerate(self.columns) if width >= column.from_width]
+        columns = self.columns
+        shown = [at for at, it in enumerate(columns) if it.from_width <= width < it.until_width]
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in (self.columns[at] for at in shown):
+        for at in shown:
+            column = columns[at]
+            is_whole = not column.wraps and column.share == 1.0
+            cells = [cell_len(column.title), *(cell_len(str(row[at])) for row in self.rows)]
             table.add_column(
                 column.title,
                 no_wrap=not column.wraps,
                 overflow="fold" if column.wraps else "ellipsis",
+                min_width=max(cells) if is_whole else None,
                 max_width=max(_LEAST_CELLS, int(width * column.share)),
             )
         for row in self.rows:

@@ -135,6 +135,7 @@ class Explanation:
     id: str
     message: str
     state: TaskState
+    name: str = ""
     reason: str | None = None
     evaluated_at: datetime | None = None
     position: int | None = None

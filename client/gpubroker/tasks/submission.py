@@ -83,8 +83,11 @@ class SubmitOptions(TypedDict, total=False):
     grace_seconds: float
     """Time to stop after the notice."""
     after: Sequence[Any]
-    """Tasks, or their ids, that must end first. If one does not succeed, this task fails;
-    `{"task": id, "on_failure": "ignore"}` starts it anyway."""
+    """Tasks, or their ids, that must end first; in `submit_many` also tasks before it, by index (from 0) or
+    by name. If one does not succeed, this task fails; `{"task": id, "on_failure": "ignore"}` starts it
+    anyway."""
+    held: bool
+    """It stays in the queue until it is released: `change(task, held=False)`."""
     not_before: datetime | str
     """The earliest start: an aware datetime, or RFC 3339 with an offset or Z."""
     queue_ttl_seconds: float
@@ -110,7 +113,7 @@ _RESOURCES = (
 )  # fmt: skip
 _TOP_LEVEL = (
     "name", "priority", "model_type", "stream", "placement", "labels", "env",
-    "max_retries", "timeout_seconds", "grace_seconds", "after", "not_before", "queue_ttl_seconds",
+    "max_retries", "timeout_seconds", "grace_seconds", "after", "held", "not_before", "queue_ttl_seconds",
     "deadline_at", "deadline_seconds", "expected_seconds", "result_format",
 )  # fmt: skip
 
@@ -282,6 +285,25 @@ def batches(bodies: Sequence[bytes]) -> Iterator[list[bytes]]:
         size_bytes += len(body) + 1
     if part:
         yield part
+
+
+def parts_of(bodies: Sequence[bytes], *, together: bool) -> list[list[bytes]]:
+    """In parts for one request each; in one if tasks run after others of them. Raises WrongArgument."""
+    refer = not together and any(b'"after"' in body and _refers_to_batch(body) for body in bodies)
+    if (together or refer) and len(bodies) > MOST_TASKS_TOGETHER:
+        why = (
+            "tasks that run after others by index or name are sent" if refer else "all_or_nothing sends them"
+        )
+        raise WrongArgument(
+            f"{why} in one request, of at most {MOST_TASKS_TOGETHER} tasks, not {len(bodies)}"
+        )
+    return [list(bodies)] if bodies and (together or refer) else list(batches(bodies))
+
+
+def _refers_to_batch(body: bytes) -> bool:
+    named = json.loads(body).get("after") or ()
+    wanted = [item.get("task") if isinstance(item, dict) else item for item in named]
+    return any(not str(task).startswith("task_") for task in wanted)
 
 
 def batch_body(part: Sequence[bytes], all_or_nothing: bool) -> bytes:

@@ -244,6 +244,30 @@ def check_success(outcome: Outcome) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Cancelled:
+    """What became of the tasks that a cancel of many has selected, in numbers."""
+
+    matched: int = 0
+    waiting: int = 0
+    """Of them, those that had not started."""
+    started: int = 0
+    cancelled: int = 0
+    stopping: int = 0
+    """They have their notice, and end within their grace periods."""
+    already_ended: int = 0
+    stored: int = 0
+    """The service's leader has yet to carry out their cancel."""
+    has_more: bool = False
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    def plus(self, more: "Cancelled") -> "Cancelled":
+        names = ("matched", "waiting", "started", "cancelled", "stopping", "already_ended", "stored")
+        sums = {name: getattr(self, name) + getattr(more, name) for name in names}
+        raw = {**sums, "has_more": more.has_more}
+        return Cancelled(**sums, has_more=more.has_more, raw=raw)
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One event of the log; positions have no gaps and follow the order of commits."""
 

@@ -12,21 +12,28 @@ from gpubroker.errors import BrokerError, WaitTimeout, WrongArgument
 from gpubroker.tasks.estimates import Estimate
 from gpubroker.tasks.explanation import Explanation, Simulation
 from gpubroker.tasks.submission import (
-    MOST_TASKS_TOGETHER,
     AnySubmission,
     SubmitOptions,
     Target,
     batch_body,
-    batches,
     body_of,
+    parts_of,
     plain,
     simulation_body,
     submission_body,
 )
-from gpubroker.tasks.task import AnyTask, Event, Outcome, Task, check_success, id_of
+from gpubroker.tasks.task import AnyTask, Cancelled, Event, Outcome, Task, check_success, id_of
 from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
-from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part, without_none
+from gpubroker.transport.operations import (
+    Operations,
+    Pages,
+    json_body,
+    listing,
+    operation,
+    path_part,
+    without_none,
+)
 
 _LONG_POLL_SECONDS = 30.0
 """The longest wait in one request; the service answers as soon as the task ends."""
@@ -35,8 +42,8 @@ _EVENTS_PER_PAGE = 500
 _FOLLOW_PAUSE_SECONDS = 0.5
 
 
-class ListOptions(TypedDict, total=False):
-    """The filters of `list`; a task must match all that are given."""
+class Filters(TypedDict, total=False):
+    """Which tasks; a task must match all that are given."""
 
     state: Sequence[str] | str
     kind: str
@@ -56,6 +63,14 @@ class ListOptions(TypedDict, total=False):
     submitted_before: datetime
     finished_from: datetime
     finished_before: datetime
+
+
+class ListOptions(Filters, total=False):
+    """The filters of `list`."""
+
+    order: str
+    """newest (first; the default), or turn: what runs, then what waits in the order of the queue, then what
+    ended last, in one page."""
     limit: int
     """Tasks per page; all pages are fetched as they are used."""
 
@@ -71,6 +86,13 @@ class ChangeOptions(TypedDict, total=False):
     queue_ttl_seconds: float | None
     """Counted from the change, or from `not_before`."""
     deadline_at: datetime | str | None
+
+
+class EventStart(TypedDict, total=False):
+    """Where `events` begins: at one of these."""
+
+    after: int
+    last: int
 
 
 TaskOrError = str | BrokerError
@@ -93,7 +115,7 @@ class TaskApi(Operations):
         The options are those of `SubmitOptions`: kwargs (the task's own), name, priority, labels, model_type,
         stream; gpu_mb (MiB per GPU, or "learned"), gpus, gpu_fraction, exclusive, placement, cpu, memory_mb,
         custom; kinds, prefer_kinds, min_power, min_device_mb, nodes, prefer_nodes, pool, roles; bundles,
-        strategy, min_ranks; max_retries, timeout_seconds, grace_seconds; after, not_before,
+        strategy, min_ranks; max_retries, timeout_seconds, grace_seconds; after, held, not_before,
         queue_ttl_seconds, deadline_at or deadline_seconds, expected_seconds; env, working_directory (of
         commands), result_format, idempotency_key.
         """
@@ -121,12 +143,7 @@ class TaskApi(Operations):
         only if nothing was accepted; a later error takes the place of each task that it affected.
         """
         bodies = [body_of(task) for task in tasks]
-        if all_or_nothing and len(bodies) > MOST_TASKS_TOGETHER:
-            raise WrongArgument(
-                f"all_or_nothing takes at most {MOST_TASKS_TOGETHER} tasks, not {len(bodies)}; leave "
-                "all_or_nothing out, or send fewer"
-            )
-        parts = [bodies] if all_or_nothing and bodies else list(batches(bodies))
+        parts = parts_of(bodies, together=all_or_nothing)
         key = idempotency_key or uuid.uuid4().hex
         answers: list[TaskOrError] = []
         for number, part in enumerate(parts):
@@ -194,6 +211,31 @@ class TaskApi(Operations):
         return decode(Task, (yield from self._ask("POST", f"{_path(task)}/cancel", body)))
 
     @operation
+    def cancel_selected(
+        self,
+        *,
+        everything: bool = False,
+        grace_seconds: float | None = None,
+        reason: str | None = None,
+        dry_run: bool = False,
+        **wanted: Unpack[Filters],
+    ) -> Steps[Cancelled]:
+        """Cancel all tasks that match, those that wait before those that run. Without a filter say
+        `everything=True`. With `dry_run` they are only counted."""
+        given = _filters(wanted)
+        if everything == bool(given):
+            raise WrongArgument("give one filter or more, such as labels={...}, or everything=True")
+        given |= without_none({"grace_seconds": grace_seconds, "reason": reason})
+        given |= {name: True for name, is_so in (("all", everything), ("dry_run", dry_run)) if is_so}
+        found = Cancelled()
+        while True:
+            call = Call("POST", "/tasks/cancel", body=json_body(given), patience_seconds=_BATCH_SECONDS)
+            part = decode(Cancelled, (yield from self._send(call)).json())
+            found = found.plus(part)
+            if dry_run or part.stored or not part.has_more:
+                return found
+
+    @operation
     def change(self, task: AnyTask, **wanted: Unpack[ChangeOptions]) -> Steps[Task]:
         """Change a task's priority, hold it in the queue (`held=True`) or release it, or change its times
         while it waits. The options are those of `ChangeOptions`."""
@@ -203,11 +245,7 @@ class TaskApi(Operations):
     @listing
     def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
         """All tasks that match, newest first, fetched page by page as they are used."""
-        params: dict[str, Any] = {
-            name: plain(name, value) for name, value in wanted.items() if name != "after"
-        }
-        if "after" in wanted:
-            params["after"] = id_of(wanted["after"])
+        params = _filters(wanted)
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
 
         def fetch(cursor: str | None) -> Steps[Page[Task]]:
@@ -221,12 +259,18 @@ class TaskApi(Operations):
         return decode(Explanation, (yield from self._ask("GET", f"{_path(task)}/explain")))
 
     @listing
-    def events(self, task: AnyTask | None = None, *, after: int = 0, follow: bool = False) -> Pages[Event]:
-        """The event log after a position, oldest first; of one task if given. With `follow` it never ends."""
+    def events(
+        self, task: AnyTask | None = None, *, follow: bool = False, **start: Unpack[EventStart]
+    ) -> Pages[Event]:
+        """The event log, oldest first; of one task if given. With `follow` it never ends. It begins after a
+        position (`after`), or with so many of the newest (`last`, up to 500)."""
         path = "/events" if task is None else f"{_path(task)}/events"
+        first = {"after": 0} if start.get("last") is None else {"last": start["last"]}
+        first |= {"after": start["after"]} if start.get("after") else {}
 
         def fetch(cursor: str | None) -> Steps[Page[Event]]:
-            raw = yield from self._ask("GET", path, after=cursor or after, limit=_EVENTS_PER_PAGE)
+            begin = {"after": cursor} if cursor else first
+            raw = yield from self._ask("GET", path, **begin, limit=_EVENTS_PER_PAGE)
             items = tuple(decode(Event, item) for item in raw["items"])
             if follow and not items:
                 yield Pause(_FOLLOW_PAUSE_SECONDS)
@@ -262,6 +306,18 @@ def value_of(outcome: Outcome) -> Any:
     """The result of a finished task; unpickles it if it is a pickle. Raises as `check_success` does."""
     check_success(outcome)
     return outcome.value if outcome.data is None else cloudpickle.loads(outcome.data)
+
+
+def _filters(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are given. States are a list."""
+    given = {
+        name: id_of(value) if name == "after" else plain(name, value)
+        for name, value in wanted.items()
+        if value not in (None, (), [], {})
+    }
+    if isinstance(given.get("state"), str):
+        given["state"] = given["state"].split(",")
+    return given
 
 
 def _id_or_error(item: Mapping[str, Any]) -> TaskOrError:

@@ -158,6 +158,8 @@ class TaskFilter:
     quarantined: bool | None = None
     """Of ended tasks: only those with memory that counts as used (True), or only the others."""
     after: TaskId | None = None
+    by_end: bool = False
+    """What ended last comes first."""
     limit: int = 100
 
 
@@ -225,8 +227,8 @@ class TaskStore(ObjectRows, Protocol):
         """The stored answer to the batch that begins with this task; empty if there is none."""
         ...
 
-    async def request(self, request: Request) -> None:
-        """Store a request of a client; the leader reads it from the log. Raises Unstorable."""
+    async def request(self, *requests: Request) -> None:
+        """Store requests of clients in one commit; the leader reads them from the log. Raises Unstorable."""
         ...
 
     async def leader(self) -> LeaderRow: ...
@@ -274,6 +276,10 @@ class TaskStore(ObjectRows, Protocol):
     async def record(self, task: TaskId) -> TaskRecord | None: ...
 
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]: ...
+
+    async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
+        """The ids of `records`, without those of holders of models, which no request for tasks ends."""
+        ...
 
     async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, "StoredState"]:
         """Without those that have no record."""

@@ -1,5 +1,7 @@
 """What pydantic finds wrong, in the words of users: whoever writes YAML or JSON knows no "parsing"."""
 
+from typing import Any
+
 from pydantic_core import ErrorDetails
 
 
@@ -27,13 +29,13 @@ def text_of(found: ErrorDetails) -> str:
             return f"must be less than {bounds['lt']:g}"
         case "less_than_equal":
             return f"must be at most {bounds['le']:g}"
-        case "too_short":
-            least, has = bounds["min_length"], bounds["actual_length"] or "none"
-            return f"must have at least {least} {'entry' if least == 1 else 'entries'}; it has {has}"
-        case "too_long":
-            return f"must have at most {bounds['max_length']} entries; it has {bounds['actual_length']}"
-        case "string_too_short":
-            return f"must have at least {bounds['min_length']} characters"
-        case "string_too_long":
-            return f"must have at most {bounds['max_length']} characters"
+        case "too_short" | "string_too_short":
+            return f"must have at least {_counted(bounds['min_length'], found['input'])}"
+        case "too_long" | "string_too_long":
+            return f"must have at most {_counted(bounds['max_length'], found['input'])}"
     return found["msg"].removeprefix("Value error, ").replace("Input should ", "must ")
+
+
+def _counted(bound: int, value: Any) -> str:
+    unit = "character" if isinstance(value, str) else "item"
+    return f"{bound} {unit}{'' if bound == 1 else 's'}; it {f'has {len(value)}' if value else 'is empty'}"

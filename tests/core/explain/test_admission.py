@@ -204,7 +204,7 @@ ZONES = (a_node("n1", labels=(("zone", "a"),)), a_node("n2", labels=(("zone", "b
         (
             PlacementConstraints(nodes=(("zone", ("c",)),)),
             "nodes",
-            "no node matches zone c; the nodes are n1 (zone=a), n2 (zone=b)",
+            "no node matches zone=c; the nodes are n1 (zone=a), n2 (zone=b)",
         ),
         (
             PlacementConstraints(kinds=("H100",), nodes=(("zone", ("a",)),)),

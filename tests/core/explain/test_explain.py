@@ -185,7 +185,7 @@ def test_blockers_come_most_structural_first():
         Reason.WAITING_FOR_MEMORY,
     ]
     messages = [blocker.message for blocker in explanation.blockers]
-    assert messages[1] == "does not start for another 60 s, because it has failed 2 of at most 6 times"
+    assert messages[1] == "attempt 2 of at most 6 failed; the next is in 60 s"
     assert messages[2] == "needs 1 of 'licence'; too few of the cluster's 4 are left"
     assert [blocker.tier for blocker in explanation.blockers] == [1, 7, 9, 9, 11]
     assert explanation.position is None
@@ -329,7 +329,7 @@ def test_a_task_without_gpus_has_no_device_verdicts():
             {"stop_reason": StopReason.CANCEL, "stop_deadline_at": Instant(NOW - 7.0)},
             "asked to stop (cancel); 0 s of grace are left",
         ),
-        (TaskState.SUCCEEDED, {}, "succeeded; it no longer waits for anything"),
+        (TaskState.SUCCEEDED, {}, "succeeded"),
     ],
 )
 def test_a_task_that_does_not_wait_says_what_it_does(state: TaskState, fields: dict[str, Any], message: str):

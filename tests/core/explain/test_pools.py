@@ -89,7 +89,7 @@ def test_what_a_task_says_and_what_its_pool_says_must_both_hold():
             "lab",
             {"cpu": 1.0, "where": PlacementConstraints(nodes=(("zone", ("c",)),))},
             "nodes",
-            "its nodes are zone a or b",
+            "its nodes are zone=a or b",
         ),
         ("lab", {"gpu_mb": GIB}, "gpu_mb", "whole GPUs only"),
         ("lab", {"gpu_fraction": 0.5}, "gpu_fraction", "whole GPUs only"),

@@ -50,7 +50,7 @@ def test_reserved_room_is_no_place_and_the_blocker_names_the_task_it_is_for():
     found = explain(world, TaskId("new"), POLICY, NOW, forecasts_of(world))
     assert found.reason is Reason.BEHIND_HIGHER_PRIORITY
     assert found.message == (
-        "it has room, which is reserved for wide, expected to start on n1 in 600 s; "
+        "it has room, which is reserved for wide, expected to start on n1 in 10 min; "
         "this task is not known to end by then"
     )
     assert explain(world, TaskId("new"), POLICY, NOW).reason is Reason.PENDING_EVALUATION

@@ -258,4 +258,4 @@ def reread(world: World, ended: dict[str, str]) -> World:
 def test_a_delayed_task_explains_when_it_starts() -> None:
     world = a_world(a_task("later", not_before=Instant(NOW + 60.0)))
     told = explain(world, TaskId("later"), Policy(), NOW)
-    assert told.message == "does not start for another 60 s"
+    assert told.message == "its start time is in 60 s"

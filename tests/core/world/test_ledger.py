@@ -120,6 +120,23 @@ def test_a_runs_use_is_free_only_after_a_sample_without_it():
     assert (ledger.unexplained_mb, ledger.free_mb()) == (0, 100)
 
 
+@pytest.mark.parametrize(
+    ("used_mb", "unexplained_mb", "free_mb", "free_without_it_mb"),
+    [(60, 0, 40, 100), (40, 0, 40, 100), (75, 15, 25, 85), (0, 0, 40, 100)],
+)
+def test_the_memory_of_a_process_that_is_just_ending_is_its_runs_and_counts_once(
+    used_mb: int, unexplained_mb: int, free_mb: int, free_without_it_mb: int
+):
+    """The run has ended and its process is no longer listed, but the driver has not freed all of it."""
+    ledger = a_measured_book(60)
+    ledger.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASING))
+    ledger.measure(a_sample(DEVICE.key, used_mb=used_mb))
+    assert (ledger.unexplained_mb, ledger.free_mb()) == (unexplained_mb, free_mb)
+    [held] = ledger.holdings
+    ledger.assume_released(held)
+    assert (ledger.unexplained_mb, ledger.free_mb()) == (unexplained_mb, free_without_it_mb)
+
+
 def test_listed_processes_may_add_up_to_more_than_is_in_use():
     assert a_measured_book(40).unexplained_mb == 0
 
@@ -306,7 +323,9 @@ def check_sums(ledger: DeviceLedger) -> None:
     sample, used = ledger.sample, [held.measured_mb for held in holdings]
     unexplained = 0
     if sample is not None:
-        known = sum(held.lease.mb for held in begun) if sample.foreign_mb is None else sum(used)
+        ending = [held for held in holdings if held.lease.state is LeaseState.RELEASING]
+        listed = sum(used) + sum(max(0, held.lease.mb - held.measured_mb) for held in ending)
+        known = sum(held.lease.mb for held in begun) if sample.foreign_mb is None else listed
         unexplained = max(0, sample.used_mb - ledger.foreign_mb - known - DEVICE.reserve_mb)
     assert ledger.leased_mb() == sum(held.lease.mb for held in holdings)
     assert ledger.held_mb() == sum(max(held.lease.mb, held.measured_mb) for held in holdings)

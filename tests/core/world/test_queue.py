@@ -136,3 +136,24 @@ def test_an_empty_group_is_dropped():
     queue.add(a_task())
     queue.remove(a_task())
     assert queue.groups == {}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["lab", "web"]), st.integers(0, 100), st.integers(0, 3), st.integers(0, 400)
+        ),
+        max_size=30,
+    )
+)
+def test_the_tasks_of_a_tenant_come_in_the_order_of_the_queue(drawn: list[tuple[str, int, int, int]]) -> None:
+    tasks = [
+        a_task(f"t{n:02}", tenant=tenant, priority=priority, gpu_mb=size * 1024, submitted_at=NOW - waited)
+        for n, (tenant, priority, size, waited) in enumerate(drawn)
+    ]
+    queue = PendingQueue({})
+    for task in tasks:
+        queue.add(task)
+    for tenant in ("lab", "web", "nobody"):
+        own = [task for task in tasks if task.tenant == tenant]
+        assert list(queue.of_tenant(tenant, NOW, POLICY)) == in_order(*own)

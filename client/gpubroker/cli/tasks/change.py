@@ -4,19 +4,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from rich.text import Text
 
 from gpubroker.cli import parsing
-from gpubroker.cli.lookup import UNFINISHED, AnyTaskWords, TaskWord, TaskWords, change_each, connect, task_id
-from gpubroker.cli.printing import Format, Output, confirm, emit_all, eprint
+from gpubroker.cli.lookup import AnyTaskWords, TaskWord, TaskWords, change_each, connect, task_id
+from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, eprint
 from gpubroker.cli.tasks.view import task_table
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.tasks.task import Task
-    from gpubroker.tasks.task_api import ChangeOptions, ListOptions
+    from gpubroker.tasks.task import Cancelled, Task
+    from gpubroker.tasks.task_api import ChangeOptions, Filters
 
 _NONE = "none"
-_PAGE = 200
 _PRIORITY_HELP = "0 to 100, or the name of a band."
 
 
@@ -31,6 +31,9 @@ def cancel(
         list[str] | None,
         typer.Option("--label", "-l", metavar="NAME=VALUE", help="All tasks with this label; repeatable."),
     ] = None,
+    name: Annotated[str | None, typer.Option("--name", "-n", help="All tasks with this name.")] = None,
+    kind: Annotated[str | None, typer.Option(help="All tasks of this kind, as in ps.")] = None,
+    model_type: Annotated[str | None, typer.Option(help="All tasks of this model type.")] = None,
     stream: Annotated[str | None, typer.Option(help="All tasks of this work stream.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     grace: Annotated[
@@ -46,10 +49,17 @@ def cancel(
     gpubroker cancel last
     gpubroker cancel --label run=42 --state pending
     """
-    filters = {"state": state, "labels": parsing.pairs(label or [], "--label"), "stream": stream}
+    filters = {
+        "state": state,
+        "labels": parsing.pairs(label or [], "--label"),
+        "name": name,
+        "kind": kind,
+        "model_type": model_type,
+        "stream": stream,
+    }
     given = {option: value for option, value in filters.items() if value}
-    if bool(tasks) == (everything or bool(given)):
-        raise typer.BadParameter("name tasks, or select them with --all, --state, --label or --stream")
+    if [bool(tasks), everything, bool(given)].count(True) != 1:
+        raise typer.BadParameter("name tasks, or select them with --all or with filters, such as --label")
 
     def end(broker: "Broker", task: str) -> "Task":
         return broker.cancel(task, grace_seconds=grace, reason=reason)
@@ -58,12 +68,24 @@ def cancel(
         _change(context, tasks, output, end)
         return
     with connect(context) as broker:
-        options = cast("ListOptions", {"state": UNFINISHED, "limit": _PAGE, **given})
-        found = sorted(broker.list(**options), key=lambda task: task.state != "pending")
-        if found and not yes:
-            started = sum(task.state != "pending" for task in found)
-            confirm(f"cancel {len(found)} tasks, {started} of them started?")
-        _change_all(broker, [task.id for task in found], output, end)
+        wanted = cast("Filters", {} if everything else given)
+        if not yes:
+            found = broker.cancel_selected(everything=everything, dry_run=True, **wanted)
+            if found.matched:
+                more = "at least " if found.has_more else ""
+                confirm(f"cancel {more}{found.matched} tasks, {found.started} of them started?")
+        done = broker.cancel_selected(everything=everything, grace_seconds=grace, reason=reason, **wanted)
+        emit(output, done, _cancelled)
+
+
+def _cancelled(done: "Cancelled") -> Text:
+    counts = {
+        "cancelled": done.cancelled,
+        "stopping": done.stopping,
+        "already ended": done.already_ended,
+        "stored: the leader will cancel them": done.stored,
+    }
+    return Text(", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no task matches")
 
 
 def hold(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE) -> None:

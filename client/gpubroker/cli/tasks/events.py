@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,14 +12,28 @@ from rich.text import Text
 
 from gpubroker.cli.lookup import connect, task_id
 from gpubroker.cli.printing import Format, Output, emit, emit_all
-from gpubroker.cli.tables import short_id, size, timestamp
+from gpubroker.cli.tables import duration, short_id, size, timestamp
 from gpubroker.errors import Refused
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.tasks.task import Event, Task
+    from gpubroker.tasks.task_api import EventStart
 
 _KIND_CELLS = 16
+ATTEMPTS = "attempts"
+_STOPPED = {
+    "preempt": "preempted",
+    "move": "moved",
+    "cancel": "cancelled",
+    "timeout": "over its time limit",
+    "deadline": "past its deadline",
+    "overuse": "over its lease",
+    "rank_failed": "one rank failed",
+    "rank_lost": "one rank was lost",
+    "start_timeout": "its ranks were not ready in time",
+}
+_ENDS = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 
 def events(
@@ -28,20 +42,30 @@ def events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events as they happen.")] = False,
     after: Annotated[int | None, typer.Option(help="Start after this position of the log.")] = None,
     last: Annotated[
-        int, typer.Option("--last", "-n", help="Without --after: start with this many of the newest.")
-    ] = 50,
+        int | None,
+        typer.Option(
+            "--last",
+            "-n",
+            min=1,
+            max=500,
+            help="Without --after: start with this many of the newest. Default: 50; all of a task.",
+        ),
+    ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Print the event log: changes of tasks, leases, pledges, devices and nodes, in order."""
+    """Print the event log: changes of tasks, leases, pledges, devices and nodes, in order.
+
+    A token sees the events of its tenant, and with the scope cluster:read those of nodes and devices.
+    """
     with connect(context) as broker:
         wanted = None if task is None else task_id(broker, task)
-        if after is None:
-            after = 0 if wanted else max(0, broker.stats().position - last)
+        last = 50 if last is None and wanted is None else last
+        start: EventStart = {"last": last} if after is None and last else {"after": after or 0}
         if output is Format.JSON and not follow:
-            emit_all(output, list(broker.events(wanted, after=after)), _event_lines)
+            emit_all(output, list(broker.events(wanted, **start)), _event_lines)
             return
         try:
-            for event in broker.events(wanted, after=after, follow=follow):
+            for event in broker.events(wanted, **start, follow=follow):
                 emit(Format.NDJSON if output is Format.JSON else output, event, _event_line)
         except KeyboardInterrupt:
             return
@@ -141,13 +165,18 @@ def _learned(kind: str, what: str, value: float | None) -> str:
 
 
 def past_of(broker: Broker, task: Task) -> dict[str, str]:
-    """What made a task stop, by subject. Only asks for the events of a task that was stopped."""
-    if not task.preemptions and not task.stop_reason and task.state != "cancelled":
+    """What made a task stop, and its attempts if there were several, by subject. Only asks for the events of
+    a task that was stopped or started again."""
+    has_attempts = task.attempt > 1 or bool(task.preemptions or task.failures)
+    if not has_attempts and not task.stop_reason and task.state != "cancelled":
         return {}
     lines: dict[str, str] = {}
     notice: Event | None = None
     saved_at, resumed = None, ""
-    for event in broker.events(task):
+    events = list(broker.events(task))
+    if has_attempts:
+        lines[ATTEMPTS] = "\n".join(attempts_of(events))
+    for event in events:
         fields = event.fields
         saved_at = fields.get("checkpoint_at") or saved_at
         match event.kind:
@@ -162,6 +191,39 @@ def past_of(broker: Broker, task: Task) -> dict[str, str]:
         what = "moved" if notice.fields["stop_reason"] == "move" else "preempted"
         lines[what] = _preempted(broker, task, notice) + resumed
     return lines
+
+
+def attempts_of(events: Iterable[Event]) -> Iterator[str]:
+    """Where each attempt ran, for how long, and why it ended."""
+    number, node, why = 0, "", ""
+    began: datetime | None = None
+    failures = 0
+    for event in events:
+        fields = event.fields
+        subject, _, what = event.kind.partition(".")
+        if subject != "task":
+            continue
+        if what == "admitted":
+            number, node, why, began = fields.get("fence") or number + 1, fields.get("node") or "", "", None
+        elif what == "started":
+            began = event.at
+        elif what == "stopping":
+            why = _STOPPED.get(str(fields.get("stop_reason")), str(fields.get("stop_reason") or ""))
+        elif number and (what == "requeued" or what in _ENDS):
+            failed, failures = fields.get("failures", failures) > failures, fields.get("failures", failures)
+            end = what if what in _ENDS else "failed" if failed else why or "its run was lost"
+            yield f"{_attempt(number, node, began, event.at)}, {end} at {timestamp(event.at)}"
+            number = 0
+    if number:
+        since = f"since {timestamp(began)}" if began else "starting"
+        yield f"{number}: {f'on {node} ' if node else ''}{since}"
+
+
+def _attempt(number: int, node: str, began: datetime | None, ended: datetime | None) -> str:
+    where = f"on {node} " if node else ""
+    if began is None or ended is None:
+        return f"{number}: {where}not started"
+    return f"{number}: {where}for {duration((ended - began).total_seconds())}"
 
 
 def _preempted(broker: Broker, task: Task, notice: Event) -> str:

@@ -23,8 +23,7 @@ from gpubroker.cli.tables import (
     size,
     with_short_ids,
 )
-from gpubroker.cli.tasks.events import past_of
-from gpubroker.cli.tasks.view import failure
+from gpubroker.cli.tasks.events import ATTEMPTS, past_of
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -43,12 +42,14 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 24
 """The table has the devices that have room soonest; `-o json` has all."""
 _MOST_HOLDERS = 5
+_WIDE = 110
 _COLUMNS = (
-    Column("GPU", share=0.25),
+    Column("GPU", share=0.3),
     Column("FREE GiB"),
     Column("ENOUGH IN"),
-    Column("HOLDERS", from_width=80, share=0.4, wraps=True),
-    Column("VERDICT", wraps=True),
+    Column("HOLDERS", from_width=_WIDE, share=0.4, wraps=True),
+    Column("VERDICT", from_width=_WIDE, wraps=True),
+    Column("VERDICT, AND WHAT HOLDS IT", until_width=_WIDE, wraps=True),
 )
 _WOULD = {
     "starts": "would start now",
@@ -66,12 +67,11 @@ def explain(context: typer.Context, task: TaskWord, output: Output = Format.TABL
 
 
 def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
-    """Why it failed, which task preempted it, and whether the cluster can run tasks."""
+    """Where the whole error is, which task preempted it, and whether the cluster can run tasks."""
     found = broker.get(explained.id)
     if found.error and found.is_finished:
-        yield f"{found.error.kind}: {failure(found)}; details: gpubroker show {found.id}"
-    for name, line in past_of(broker, found).items():
-        yield f"{name} {line}"
+        yield f"details: gpubroker show {short_id(found.id)}"
+    yield from (f"{name} {line}" for name, line in past_of(broker, found).items() if name != ATTEMPTS)
     if explained.reason == "BackendUnavailable" and (stats := stats_if_allowed(broker)):
         yield f"executor: {executor_in_words(stats.executor)}"
 
@@ -84,7 +84,11 @@ def show_simulation(simulation: Simulation, output: Format) -> NoReturn:
 
 def _explanation(explained: Explanation, background: Iterable[str]) -> RenderableType:
     reason = (f"{explained.reason}: ", "bold") if explained.reason else ""
-    parts: list[RenderableType] = [Text.assemble(reason, with_short_ids(explained.message))]
+    which = f"{explained.name} ({short_id(explained.id)})" if explained.name else short_id(explained.id)
+    parts: list[RenderableType] = [
+        Text(f"{which}, {explained.raw.get('state', '')}", style="bold"),
+        Text.assemble(reason, with_short_ids(explained.message)),
+    ]
     parts += _place(explained)
     parts += _quota(explained.quota)
     also = (f"also {blocker.reason}: {blocker.message}" for blocker in explained.blockers[1:])
@@ -242,20 +246,29 @@ def _devices(found: Sequence[DeviceVerdict]) -> Iterator[RenderableType]:
         return
     nearest = sorted(found, key=_nearness)[:_MOST_DEVICES]
     shown = [device for device in found if device in nearest] if len(found) > _MOST_DEVICES else found
-    rows = [
-        (
-            f"{device.node} {device.index} {device.kind}",
-            f"{gib(device.free_mb)}/{gib(device.allocatable_mb)}",
-            "" if device.free_in is None else _short(device.free_in),
-            _holders(device.holders),
-            with_short_ids(device.message),
-        )
-        for device in shown
-    ]
+    rows = []
+    for (node, kind, *facts), equal in groupby(shown, key=_device_facts):
+        indexes = [device.index for device in equal]
+        which = f"{indexes[0]}" if len(indexes) == 1 else ",".join(map(str, indexes))
+        rows.append((f"{node} {which} {kind}", *facts))
     yield Text()
     yield PlainTable(_COLUMNS, rows)
     if len(found) > len(shown):
         yield Text(f"{len(found) - len(shown)} more devices are not shown; -o json has all", style="dim")
+
+
+def _device_facts(device: DeviceVerdict) -> tuple[str, ...]:
+    """Devices of a node that differ in nothing but their numbers share a row."""
+    holders, message = _holders(device.holders), with_short_ids(device.message)
+    return (
+        device.node,
+        device.kind,
+        f"{gib(device.free_mb)}/{gib(device.allocatable_mb)}",
+        "" if device.free_in is None else _short(device.free_in),
+        holders,
+        message,
+        f"{message}\n{holders}" if holders else message,
+    )
 
 
 def _nearness(device: DeviceVerdict) -> tuple[float, int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,12 +13,16 @@ import typer
 from gpubroker.cli import EXIT_INTERRUPTED, parsing
 from gpubroker.cli.lookup import TaskWord, connect, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint, show
+from gpubroker.cli.tables import short_id, with_short_ids
 from gpubroker.cli.tasks.view import task_details
-from gpubroker.errors import Unreachable
+from gpubroker.errors import Unreachable, WaitTimeout
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.tasks.task import Outcome
+
+SILENT_SECONDS = 3.0
+"""After that a person who waits is told why the task does."""
 
 Timeout = Annotated[
     float | None,
@@ -70,19 +75,35 @@ def wait_and_show(broker: Broker, task: str, timeout_seconds: float | None, outp
 
 
 def _wait(broker: Broker, task: str, timeout_seconds: float | None) -> None:
-    """Wait with the retry time of the SDK, which survives a restart of the service."""
+    """Wait with the retry time of the SDK, which survives a restart of the service. A person who waits for
+    long reads why."""
     from gpubroker.broker import Broker
 
     hint = f"the task continues; wait again: gpubroker wait {task}   stop it: gpubroker cancel {task}"
     try:
         with Broker(broker.connection.url, broker.connection.token) as patient:
-            patient.wait(task, timeout_seconds)
+            _wait_aloud(patient, task, timeout_seconds)
     except KeyboardInterrupt:
         eprint(hint)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except Unreachable as fault:
         fault.add_note(hint)
         raise
+
+
+def _wait_aloud(broker: Broker, task: str, timeout_seconds: float | None) -> None:
+    left = inf if timeout_seconds is None else timeout_seconds
+    try:
+        broker.wait(task, min(left, SILENT_SECONDS))
+    except WaitTimeout:
+        if left <= SILENT_SECONDS:
+            raise
+        found = broker.get(task)
+        if found.state == "pending" and found.pending:
+            place = f"position {found.pending.position}, " if found.pending.position else ""
+            message = with_short_ids(found.pending.message)
+            eprint(f"{place}{found.pending.reason}: {message}; more: gpubroker explain {short_id(task)}")
+        broker.wait(task, None if timeout_seconds is None else left - SILENT_SECONDS)
 
 
 def _show(outcome: Outcome, output: Format, save: Path | None = None) -> None:

@@ -154,6 +154,9 @@ Directory = Annotated[
     str | None, typer.Option("--working-directory", "-C", help="Directory that the command runs in.")
 ]
 Key = Annotated[str | None, typer.Option(help="Submits with the same key make one task.")]
+Hold = Annotated[
+    bool, typer.Option("--hold", help="Keep it in the queue until `gpubroker release` releases it.")
+]
 Wait = Annotated[bool, typer.Option("--wait", "-w", help="Wait until the task ends and print its result.")]
 DryRun = Annotated[
     bool,
@@ -230,6 +233,7 @@ def submit(
     result_format: ResultFormat = None,
     working_directory: Directory = None,
     idempotency_key: Key = None,
+    held: Hold = False,
     wait: Wait = False,
     wait_timeout: WaitTimeout = None,
     dry_run: DryRun = False,

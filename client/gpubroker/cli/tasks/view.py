@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
 from types import MappingProxyType
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 NO_PAST: Mapping[str, str] = MappingProxyType({})
 _REASONS_ASKED = 20
+_PAGE = 500
+"""The most that the service answers at once."""
 _STATE_STYLES = {
     "pending": "yellow",
     "admitted": "cyan",
@@ -51,7 +53,8 @@ _COLUMNS = (
     Column("ID"),
     Column("NAME", share=0.2),
     Column("STATE"),
-    Column("PRIORITY"),
+    Column("PRIO", until_width=100),
+    Column("PRIORITY", from_width=100),
     Column("GPU MEMORY", from_width=100),
     Column("AGE", from_width=120),
     Column("NODE", from_width=120, share=0.2),
@@ -91,11 +94,13 @@ def ps(
     all_tenants: Annotated[
         bool, typer.Option("--all-tenants", help="All tenants' tasks; for admins.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=1, help="At most this many tasks.")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=1, help="At most this many tasks; above 500, the newest come first.")
+    ] = 50,
     watching: Watch = False,
     output: Output = Format.TABLE,
 ) -> None:
-    """List tasks, newest first, and why pending ones wait."""
+    """List tasks and why they wait: what runs, the queue in its order, what ended last."""
     given = {
         "tenant": "*" if all_tenants else tenant,
         "state": state or ([] if everything else UNFINISHED),
@@ -122,13 +127,14 @@ def ps(
 def _list(
     broker: Broker, filters: ListOptions, limit: int, watching: bool, output: Format, if_none: str
 ) -> None:
-    filters["limit"] = min(limit, 200)
+    in_turn = limit < _PAGE
+    filters |= {"limit": limit + 1, "order": "turn"} if in_turn else {"limit": _PAGE}
 
     def listed() -> list[Task]:
         found = list(islice(broker.list(**filters), limit + 1))
         if len(found) > limit:
             del found[limit:]
-            eprint(f"these are the newest {limit}; --limit shows more")
+            eprint(f"these are the {'first' if in_turn else 'newest'} {limit}; --limit shows more")
         return _with_reasons(broker, found) if output is Format.TABLE else found
 
     def drawn(found: Sequence[Task]) -> RenderableType:
@@ -141,7 +147,7 @@ def _list(
 
 
 def _with_reasons(broker: Broker, listed: list[Task]) -> list[Task]:
-    """A list has no reasons, since each costs the service time; ask for those of the newest pending tasks."""
+    """A list has no reasons, since each costs the service time; ask for those of the first pending tasks."""
     asked = [task.id for task in listed if task.state == "pending"][:_REASONS_ASKED]
     return [broker.get(task.id) if task.id in asked else task for task in listed]
 
@@ -162,13 +168,14 @@ def task_table(
             *([task.tenant] if has_tenants else []),
             task.name,
             Text(str(task.raw.get("state", "")), style=_STATE_STYLES.get(task.state, "")),
+            str(task.priority),
             f"{task.priority} {task.band}",
             demand(task.resources),
             ago(task.submitted_at),
             task.node or "",
-            _note(task),
+            note,
         )
-        for task in listed
+        for task, note in zip(listed, _notes(listed), strict=True)
     ]
     columns = (_COLUMNS[0], Column("TENANT"), *_COLUMNS[1:]) if has_tenants else _COLUMNS
     return PlainTable(columns, rows) if rows else Text(if_none)
@@ -194,7 +201,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "ranks": "\n".join(map(_rank, task.ranks)),
         "quarantine": "\n".join(map(_quarantined, task.quarantine)),
         "attempt": task.attempt,
-        "failed": f"{task.failures}× of at most {task.max_retries + 1}" if task.failures else None,
+        "failed": f"{task.failures} of at most {task.max_retries + 1} attempts" if task.failures else None,
         **past,
         "held": "yes" if task.held else None,
         "labels": ", ".join(f"{name}={value}" for name, value in task.labels.items()),
@@ -252,13 +259,22 @@ def _quarantined(one: Quarantined) -> str:
     )
 
 
-def _note(task: Task) -> str:
-    preempted = f"preempted {task.preemptions}×" if task.preemptions and not task.is_finished else ""
-    return "; ".join(part for part in (_now(task), preempted, task.raw.get("notice")) if part)
+def _notes(listed: Sequence[Task]) -> Iterator[str]:
+    """A reason that several tasks have is written once; the others name the first task that has it."""
+    first: dict[str, str] = {}
+    for task in listed:
+        preempted = f"preempted {task.preemptions}×" if task.preemptions and not task.is_finished else ""
+        why = ""
+        if task.state == "pending" and (waits := task.pending):
+            place = f"position {waits.position}" if waits.position else short_id(task.id)
+            known = first.setdefault(waits.message, place)
+            why = with_short_ids(waits.message) if known == place else f"as {known}"
+            why = f"{waits.position}. {why}" if waits.position else why
+        yield "; ".join(part for part in (_now(task, why), preempted, task.raw.get("notice")) if part)
 
 
-def _now(task: Task) -> str:
-    """What matters about a task in its present state."""
+def _now(task: Task, why: str = "") -> str:
+    """What matters about a task in its present state. `why`: why it waits, if the caller says so."""
     match task.state:
         case "pending" if task.pending:
             position = f" (position {task.pending.position})" if task.pending.position else ""
@@ -268,8 +284,8 @@ def _now(task: Task) -> str:
                 if inherited
                 else ""
             )
-            message = with_short_ids(task.pending.message)
-            return f"{message}{position}{note}{_expected_start(task.pending.start)}"
+            message = why or f"{with_short_ids(task.pending.message)}{position}"
+            return f"{message}{note}{_expected_start(task.pending.start)}"
         case "running":
             return _progress(task)
         case "stopping" if task.stop_deadline_at:

@@ -133,11 +133,11 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
     async def batch_answer(self, first: TaskId) -> str:
         return self._batch_answers.get(first, "")
 
-    async def request(self, request: Request) -> None:
+    async def request(self, *requests: Request) -> None:
         self._check_listeners()
-        if request.id not in self._requests:
-            self._requests[request.id] = request
-            self._append([requested(request)])
+        new = [request for request in requests if request.id not in self._requests]
+        self._requests |= {request.id: request for request in new}
+        self._append(map(requested, new))
 
     async def take_term(
         self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow, has_lost_commits: bool = False
@@ -310,7 +310,13 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
             leases = self._leases.values()
             used = {lease.holder for lease in leases if lease.state is not LeaseState.RELEASED}
             rows = [t for t in rows if not t.is_terminal or (t.id in used) is wanted.quarantined]
+        if wanted.by_end:
+            rows.sort(key=lambda task: (task.finished_at or 0.0, task.id), reverse=True)
         return [self._record(task) for task in rows[: wanted.limit]]
+
+    async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
+        found = (record.task for record in await self.records(replace(wanted, limit=len(self._tasks))))
+        return [task.id for task in found if task.model is None][: wanted.limit]
 
     def _record(self, task: Task) -> TaskRecord:
         outcome = self._outcomes.get(task.id)

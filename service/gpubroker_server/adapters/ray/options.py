@@ -136,7 +136,13 @@ class AgentConfig:
         return self.memory_mb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
 
     def on_node(self, name: str) -> "AgentConfig":
-        return replace(self, node=name)
+        """Simulated devices, which are named after their node, have other UUIDs on each."""
+        here, there = f"-sim-{self.node}-", f"-sim-{name}-"
+        named = tuple(
+            (uuid.replace(here, there), kind, index, mb, parent.replace(here, there))
+            for uuid, kind, index, mb, parent in self.devices or ()
+        )
+        return replace(self, node=name, devices=None if self.devices is None else named)
 
     def to_json(self) -> str:
         """Without fields at their defaults, of which earlier releases need not know."""

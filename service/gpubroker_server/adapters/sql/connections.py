@@ -21,6 +21,7 @@ from typing import Any, Literal
 import psycopg
 from psycopg import errors
 from psycopg.abc import PQGen
+from psycopg.generators import send
 
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused
@@ -41,6 +42,8 @@ class BatchedPipeline(psycopg.Pipeline):
 
     def _fetch_gen(self, *, flush: bool) -> PQGen[None]:
         self._hand_over()
+        # What the socket did not take is sent before an answer is awaited: the server waits for it, too.
+        yield from send(self.pgconn)
         yield from super()._fetch_gen(flush=flush)
 
     def _hand_over(self) -> None:

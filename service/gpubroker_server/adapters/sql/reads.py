@@ -24,6 +24,7 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
+    true,
 )
 from sqlalchemy.exc import DataError, DBAPIError
 
@@ -65,7 +66,6 @@ ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind
 _ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
 _USAGE = select(*(tables.usage.c[name] for name in TenantUsage._fields)).order_by(tables.usage.c.tenant)
 
-
 _chosen, _other = _task.alias("chosen"), _outcome.alias("other")
 _newest = select(func.max(_other.c.fence)).where(_other.c.task == _chosen.c.id).scalar_subquery()
 
@@ -78,6 +78,7 @@ _RECORDS = (
 )
 """The chosen tasks are named by their ids: building a subquery of whole rows leaves hundreds of cyclic
 objects."""
+_RECORDS_BY_END = _RECORDS.order_by(None).order_by(_chosen.c.finished_at.desc(), _chosen.c.id.desc())
 _ONE_RECORD = _RECORDS.where(_chosen.c.id == bindparam("task"))
 _NEWEST_OUTCOME = (
     select(_outcome).where(_outcome.c.task == bindparam("task")).order_by(_outcome.c.fence.desc()).limit(1)
@@ -196,6 +197,10 @@ class SqlReads:
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
         return [_record_of(row) for row in await self._rows(listing(wanted))]
 
+    async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
+        query = _matching(wanted).where(_task.c.model.is_(None))
+        return [TaskId(row["id"]) for row in await self._rows(query)]
+
     async def stored_record(self, task: TaskId) -> TaskRecord | None:
         found = await self._rows(_ONE_RECORD, {"task": task})
         return _record_of(found[0]) if found else None
@@ -255,24 +260,19 @@ def _scalar(connection: Connection, query: Executable) -> Any:
 
 
 def listing(wanted: TaskFilter) -> Select[Any]:
-    """The tasks that match, newest first."""
-    query = select(_task.c.id)
-    for name in ("tenant", "name", "stream"):
-        if (exact := getattr(wanted, name)) is not None:
-            query = query.where(_task.c[name] == exact)
-    if wanted.after is not None:
-        query = query.where(_task.c.id < wanted.after)
-    if wanted.states:
-        query = query.where(*_in_states(wanted.states))
-    if wanted.min_priority is not None:
-        query = query.where(_task.c.priority >= wanted.min_priority)
-    if wanted.max_priority is not None:
-        query = query.where(_task.c.priority <= wanted.max_priority)
+    """The tasks that match, newest first, or by their ends."""
+    return (_RECORDS_BY_END if wanted.by_end else _RECORDS).where(_chosen.c.id.in_(_matching(wanted)))
+
+
+def _matching(wanted: TaskFilter) -> Select[Any]:
+    above = None if wanted.max_priority is None else wanted.max_priority + 1
+    priorities = _within(_task.c.priority, wanted.min_priority, above)
+    earlier = _within(_task.c.id, None, wanted.after)
+    query = select(_task.c.id).where(*earlier, *_in_states(wanted.states), *priorities)
+    named = {name: getattr(wanted, name) for name in ("tenant", "name", "stream")}
+    query = query.where(*(_task.c[name] == value for name, value in named.items() if value is not None))
     if wanted.model_type is not None:
-        named = select(_spec.c.task).where(
-            _spec.c.task == _task.c.id, _spec.c.model_type == wanted.model_type
-        )
-        query = query.where(named.correlate(_task).exists())
+        query = query.where(_has_spec(_spec.c.model_type == wanted.model_type))
     if wanted.runs_after is not None:
         some = _task.c.after != literal_column("'[]'")  # as the index of dependents says it
         query = query.where(some, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True))
@@ -281,33 +281,33 @@ def listing(wanted: TaskFilter) -> Select[Any]:
     if wanted.kind == EXTERNAL:
         query = query.where(_task.c.external.isnot(None))  # as their index says it
     elif wanted.kind is not None:
-        of_kind = select(_spec.c.task).where(_spec.c.task == _task.c.id, _spec.c.kind == wanted.kind)
-        query = query.where(of_kind.correlate(_task).exists())
+        query = query.where(_has_spec(_spec.c.kind == wanted.kind))
     if wanted.quarantined is not None:
         used = select(_lease.c.holder).where(_lease.c.holder == _task.c.id, ~_lease.c.released).exists()
         query = query.where(or_(~_task.c.finished, used if wanted.quarantined else ~used))
+    whose = _label.c.tenant == (wanted.tenant or _task.c.tenant)
     for key, value in wanted.labels.items():
-        here = (
-            (_label.c.tenant == (wanted.tenant or _task.c.tenant))
-            & (_label.c.key == key)
-            & (_label.c.value == value)
-        )
-        query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))
-    return _RECORDS.where(_chosen.c.id.in_(query.order_by(_task.c.id.desc()).limit(wanted.limit)))
+        labelled = select(_label.c.task).where(whose, _label.c.key == key, _label.c.value == value)
+        query = query.where(_task.c.id.in_(labelled))
+    order = [_task.c.finished_at.desc()] if wanted.by_end else []
+    return query.order_by(*order, _task.c.id.desc()).limit(wanted.limit)
 
 
-def _within(time: Column[Any], start: Instant | None, end: Instant | None) -> list[ColumnElement[bool]]:
+def _has_spec(such: ColumnElement[bool]) -> ColumnElement[bool]:
+    return select(_spec.c.task).where(_spec.c.task == _task.c.id, such).correlate(_task).exists()
+
+
+def _within(value: Column[Any], start: Any, end: Any) -> list[ColumnElement[bool]]:
     """From the start on, and before the end."""
-    return [*([] if start is None else [time >= start]), *([] if end is None else [time < end])]
+    return [*([] if start is None else [value >= start]), *([] if end is None else [value < end])]
 
 
 def _in_states(states: Sequence[TaskState]) -> list[Any]:
     """If all states are final or none is, as the index for that half says it."""
-    names = [state.value for state in states]
-    ended = {state in TERMINAL for state in states}
+    names, ended = [state.value for state in states], {state in TERMINAL for state in states}
     if ended == {True}:
         return [_task.c.finished, _task.c.ended_as.in_(names)]
-    return [_task.c.state.in_(names), *([~_task.c.finished] if ended == {False} else [])]
+    return [_task.c.state.in_(names) if names else true(), *([~_task.c.finished] if ended == {False} else [])]
 
 
 def _record_of(row: Mapping[str, Any]) -> TaskRecord:

@@ -217,8 +217,8 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects):
         [answer] = await self._write([NewBatch(batch)])
         return answer  # type: ignore[no-any-return]  # what NewBatch answers
 
-    async def request(self, request: Request) -> None:
-        await self._write([NewRequest(request)])
+    async def request(self, *requests: Request) -> None:
+        await self._write([NewRequest(request) for request in requests])
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         verdicts = [CommitVerdict.UNSTORABLE] * len(decisions)

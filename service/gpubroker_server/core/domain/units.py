@@ -43,3 +43,11 @@ def mark_of(holder: str, fence: Fence, rank: int) -> str:
 def in_gib(mb: float) -> str:
     """MiB for people, as GiB with one decimal: 18432 -> '18.0 GiB'."""
     return f"{mb / 1024:.1f} GiB"
+
+
+def in_time(seconds: float) -> str:
+    """Seconds for people, in the unit that leaves a few digits: 36680 -> '10 h'."""
+    for limit, size, unit in ((120.0, 1, "s"), (7_200.0, 60, "min"), (172_800.0, 3_600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"

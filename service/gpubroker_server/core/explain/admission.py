@@ -57,7 +57,7 @@ def constraints_text(demand: Demand) -> str:
         f"power {where.min_power} or more" if where.min_power else "",
         f"memory {in_gib(where.min_device_mb)} or more" if where.min_device_mb else "",
         f"UUID {' or '.join(where.devices)}" if where.devices else "",
-        *(f"{label} {' or '.join(values)}" for label, values in where.nodes),
+        *(f"{label}={' or '.join(values)}" for label, values in where.nodes),
     ]
     return "; ".join(part for part in parts if part)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState, stop_notices
-from gpubroker_server.core.domain.units import Instant, TaskId, in_gib
+from gpubroker_server.core.domain.units import Instant, TaskId, in_gib, in_time
 from gpubroker_server.core.explain.admission import check, check_priority, slot_text
 from gpubroker_server.core.explain.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_ready_at
@@ -157,7 +157,7 @@ def waiting_for_preemption(survey: Survey) -> Blocker:
     where = _some(draft.ledger(device).device.label for device in sorted(pledges))
     event = f"{_some(victims)} to stop" if victims else "their memory to be released"
     left = max(pledge.deadline_at for pledge in pledges.values()) - survey.now
-    when = f"within {left:.0f} s" if left > 0 else f"due {-left:.0f} s ago"
+    when = f"within {in_time(left)}" if left > 0 else f"due {in_time(-left)} ago"
     return Blocker(
         Reason.WAITING_FOR_PREEMPTION, f"{size} on {where} are pledged to it; it waits for {event} ({when})"
     )

@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import MemberState, Task, TaskState
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib, in_time
 from gpubroker_server.core.explain.admission import constraints_text
 from gpubroker_server.core.explain.blockers import (
     Blocker,
@@ -154,14 +154,13 @@ def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list
 
 
 def _not_yet(task: Task, seconds: float) -> Blocker:
-    message = f"does not start for another {seconds:.0f} s"
+    when = in_time(seconds)
+    message = f"its start time is in {when}"
     if task.failures:
-        message += f", because it has failed {task.failures} of at most {task.max_retries + 1} times"
+        message = f"attempt {task.failures} of at most {task.max_retries + 1} failed; the next is in {when}"
     elif task.is_inference and task.fence:
         model = task.demand.answered_by
-        said = (
-            f"its server does not answer or does not have model {model}; it is asked again in {seconds:.0f} s"
-        )
+        said = f"its server does not answer or does not have model {model}; it is asked again in {when}"
         return Blocker(Reason.MODEL_LOADING, said)
     return Blocker(Reason.NOT_BEFORE, message)
 
@@ -190,16 +189,14 @@ def _statement(world: World, task: Task, now: Instant) -> str:
             return f"admitted to {where}" + ("" if task.members else _being_started(world, task))
         case TaskState.RUNNING:
             more = _overuse(world, task)
-            return f"running on {_whereabouts(task)} for {now - (task.started_at or now):.0f} s{more}"
+            return f"running on {_whereabouts(task)} for {in_time(now - (task.started_at or now))}{more}"
         case TaskState.STOPPING:
-            left = (task.stop_deadline_at or now) - now
+            left = in_time(max(0.0, (task.stop_deadline_at or now) - now))
             why = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
             goes_to = ", and continues on another node, where room is pledged to it" if task.is_moving else ""
-            return (
-                f"asked to stop ({task.stop_reason}){why}{goes_to}; {max(0.0, left):.0f} s of grace are left"
-            )
+            return f"asked to stop ({task.stop_reason}){why}{goes_to}; {left} of grace are left"
         case _:
-            return ended_message(task.state)
+            return str(task.state)
 
 
 def _being_started(world: World, task: Task) -> str:
@@ -231,10 +228,6 @@ def _overuse(world: World, task: Task) -> str:
         f"of which it leased {in_gib(lease.mb)}"
         for lease in over
     )
-
-
-def ended_message(state: TaskState) -> str:
-    return f"{state}; it no longer waits for anything"
 
 
 def _preemptor(world: World, task: Task) -> str:

@@ -102,7 +102,7 @@ def _mismatch(demand: Demand, pool: Pool) -> Refusal | None:
         message = f"the pool {pool.name!r} has no {', '.join(foreign)}; its kinds are {', '.join(pool.kinds)}"
         return Refusal("pool-mismatch", message, "kinds")
     if any(not values for _, values in _merged(where.nodes, pool.nodes)):
-        there_are = "; ".join(f"{label} {' or '.join(values)}" for label, values in pool.nodes)
+        there_are = "; ".join(f"{label}={' or '.join(values)}" for label, values in pool.nodes)
         message = f"the pool {pool.name!r} has no such nodes; its nodes are {there_are}"
         return Refusal("pool-mismatch", message, "nodes")
     if demand.gpus and not demand.takes_whole_devices and not pool.fractions:

@@ -6,7 +6,7 @@ from functools import cache
 from math import inf
 from typing import Any
 
-from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.core.domain.units import Seconds, in_time
 from gpubroker_server.core.explain.admission import check_priority
 from gpubroker_server.core.explain.blockers import task_label
 from gpubroker_server.core.explain.demand_changes import (
@@ -105,7 +105,7 @@ def _after_an_end(planner: RemedyPlanner, expected_ends: ExpectedEnds) -> Remedy
     if found is None:
         return None
     end = found.within
-    when = f"expected within {end.p50_seconds:.0f} s" if end.p50_seconds else "any moment"
+    when = f"expected within {in_time(end.p50_seconds)}" if end.p50_seconds else "any moment"
     run = task_label(found.run.id, found.run.tenant, task)
     message = f"when {run} ends ({when}), it starts on {places_text(planner.draft, found.places)}"
     return Remedy({}, task, message, found.places, after=found.run, within=end)

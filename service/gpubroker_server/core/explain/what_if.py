@@ -8,7 +8,7 @@ from math import inf
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.domain.units import Instant, NodeName, in_time
 from gpubroker_server.core.explain.blockers import Blocker, task_label
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.planning.budget import ProbeBudget, finish
@@ -214,7 +214,7 @@ def reservation_blockers(survey: Survey) -> list[Blocker]:
         kept = f"the limit that it needs is left to {name}{more}, expected to start"
     else:
         kept = f"it has room, which is reserved for {name}{more}, expected to start on {first.node}"
-    message = f"{kept} in {start:.0f} s; this task is not known to end by then"
+    message = f"{kept} in {in_time(start)}; this task is not known to end by then"
     return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]
 
 

@@ -34,6 +34,16 @@ class Holding:
         state = self.lease.state
         return state is LeaseState.RELEASING or (self.stopping and state is not LeaseState.QUARANTINED)
 
+    @property
+    def unlisted_mb(self) -> int:
+        """What an ended run may still use: its process is no longer listed before its memory is free."""
+        is_ending = self.lease.state is LeaseState.RELEASING
+        return self.occupied_mb - self.measured_mb if is_ending and not self.is_on_server else 0
+
+    @property
+    def is_on_server(self) -> bool:
+        return self.lease.holder_kind in HOLDERS_ON_SERVERS
+
 
 class LedgerTotals(NamedTuple):
     leased_mb: int = 0
@@ -44,6 +54,7 @@ class LedgerTotals(NamedTuple):
     measured_mb: int = 0
     loaded_mb: int = 0
     """Leases of models and servers that are loaded."""
+    unlisted_mb: int = 0
 
     def with_that_of(self, holding: Holding, sign: int) -> "LedgerTotals":
         lease = holding.lease
@@ -53,7 +64,8 @@ class LedgerTotals(NamedTuple):
             self.held_mb + sign * holding.occupied_mb,
             self.begun_mb + begun_mb,
             self.measured_mb + sign * holding.measured_mb,
-            self.loaded_mb + (begun_mb if lease.holder_kind in HOLDERS_ON_SERVERS else 0),
+            self.loaded_mb + (begun_mb if holding.is_on_server else 0),
+            self.unlisted_mb + sign * holding.unlisted_mb,
         )
 
 
@@ -111,20 +123,26 @@ class DeviceLedger:
 
     @property
     def unexplained_mb(self) -> Mib:
-        """Use that no known process explains: a dying process, or one in another container.
+        """Use that no known process and no ended run explains: a process in another container, or one that
+        hangs in the driver after its lease was released.
 
         Where use cannot be attributed, this is all beyond what was declared and what is leased to runs that
         have begun. The reserve covers it first, and a little of it is driver noise; see ADR 20.
         """
-        sample, device = self.sample, self.device
+        beyond, device = self._beyond_known_mb(), self.device
+        return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
+
+    def _beyond_known_mb(self) -> int:
+        """Negative if processes are listed with more than is in use."""
+        sample = self.sample
         if sample is None:
-            return Mib(0)
+            return 0
         # A holder whose lease was released accounts for no use: what it used counts as taken until the next
         # sample. Nor does a run that is not known to have begun.
         is_listed = sample.foreign_mb is not None
-        known = self._sums.measured_mb + self.served_mb if is_listed else self._sums.begun_mb
-        beyond = sample.used_mb - self.foreign_mb - known - device.reserve_mb
-        return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
+        listed_mb = self._sums.measured_mb + self.served_mb + self._sums.unlisted_mb
+        known = listed_mb if is_listed else self._sums.begun_mb
+        return sample.used_mb - self.foreign_mb - known - self.device.reserve_mb
 
     def register(self, device: Device) -> None:
         """A removed device that comes back takes nothing before it was measured again."""
@@ -143,15 +161,18 @@ class DeviceLedger:
     def assume_released(self, lease: str) -> None:
         """As if the holder had left, and a sample had shown it."""
         holding = self.holdings[lease]
+        dying_mb = max(0, holding.unlisted_mb + min(0, self._beyond_known_mb()))
         self._enter(lease, None)
         if self.sample is not None:
             mb, foreign_mb = holding.lease.mb, self.sample.foreign_mb
             began = holding.lease.state is not LeaseState.RESERVED
             unlisted_mb = mb if foreign_mb is None and began else 0
-            if foreign_mb is not None and began and holding.lease.holder_kind in HOLDERS_ON_SERVERS:
+            if foreign_mb is not None:
+                unlisted_mb = dying_mb
+            if foreign_mb is not None and began and holding.is_on_server:
                 unlisted_mb = min(mb, foreign_mb)
                 foreign_mb = Mib(foreign_mb - unlisted_mb)
-            used_mb = self.sample.used_mb - (holding.measured_mb or unlisted_mb)
+            used_mb = self.sample.used_mb - holding.measured_mb - unlisted_mb
             self.sample = replace(self.sample, used_mb=Mib(max(0, used_mb)), foreign_mb=foreign_mb)
 
     def measure(self, sample: DeviceSample) -> None:

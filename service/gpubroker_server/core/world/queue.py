@@ -3,6 +3,7 @@
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from heapq import merge
 from math import inf
 
 from gpubroker_server.core.domain.demand import Demand
@@ -236,6 +237,16 @@ class PendingQueue:
             elif place == first:
                 count += group.count_own(own, now, policy)
         return count
+
+    def of_tenant(self, tenant: str | None, now: Instant, policy: Policy) -> Iterator[TaskId]:
+        """Its tasks in their order; None: those of all, each tenant's in its order. Costs one step per group,
+        and one per task that is taken."""
+
+        def keys(group: QueueGroup) -> Iterator[TenantOrderKey]:
+            return (group.order_within_tenant(member, now, policy) for member in group)
+
+        groups = (group for group in self.groups.values() if tenant in (None, group.tenant))
+        return (key[-1] for key in merge(*map(keys, groups)))
 
     def holds(self, task: TaskId, group: QueueGroup) -> bool:
         return self._where.get(task) == group.key

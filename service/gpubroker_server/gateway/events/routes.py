@@ -1,5 +1,6 @@
 """The event log: of one task, and of everything that a token may see."""
 
+from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -29,10 +30,17 @@ class EventParts:
 
 Parts = Annotated[EventParts, PARTS]
 
+WINDOW = 500
+MOST_WINDOWS = 40
+"""20,000 events: what is farther back is not searched for the newest ones that a token may see."""
+
 
 class EventQuery(QueryModel):
     after: Annotated[int, Field(ge=0, le=2**63 - 1, description="`next_after` of the page before.")] = 0
     limit: Annotated[int, Field(ge=1)] = 100
+    last: Annotated[
+        int | None, Field(ge=1, le=500, description="Instead of `after`: begin with so many of the newest.")
+    ] = None
 
 
 class EventView(TypedDict):
@@ -62,7 +70,11 @@ async def list_task_events(
 ) -> Response:
     """Read what happened to a task, oldest first: its states, its leases, the pledges made for it."""
     record = await parts.records.find(call.identity, task_id)
-    events = await _read(parts, query, record.task.id)
+    task = record.task.id
+    if query.last is not None:
+        newest = await _newest_of(parts, task, query.last)
+        return answer(await _page(call, parts, query, newest, newest))
+    events = await _read(parts, query, task)
     return answer(await _page(call, parts, query, events, events))
 
 
@@ -72,6 +84,11 @@ async def list_events(call: Call, parts: Parts, query: Annotated[EventQuery, Que
 
     A page may be empty although more follows; read on from `next_after` until it stays the same.
     """
+    if query.last is not None:
+        head = await parts.records.store.head()
+        newest = await _newest(call, parts, query.last, head)
+        page = await _page(call, parts, query, newest, newest)
+        return answer({**page, "next_after": head})
     events = await _read(parts, query)
     visible = [event for event in events if _may_see(call.identity, event)]
     return answer(await _page(call, parts, query, events, visible))
@@ -80,6 +97,30 @@ async def list_events(call: Call, parts: Parts, query: Annotated[EventQuery, Que
 async def _read(parts: Parts, query: EventQuery, task: TaskId | None = None) -> Sequence[Event]:
     limit = min(query.limit, parts.records.page_items)
     return await parts.records.store.events(Position(query.after), limit, task)
+
+
+async def _newest(call: Call, parts: Parts, last: int, head: Position) -> list[Event]:
+    """Of what the token may see, read back from the head window by window, at most `MOST_WINDOWS`."""
+    store = parts.records.store
+    found: list[Event] = []
+    end, oldest = head, await store.oldest()
+    for _ in range(MOST_WINDOWS):
+        start = Position(max(oldest - 1, end - WINDOW))
+        inside = [event for event in await store.events(start, WINDOW) if event.position <= end]
+        found = [event for event in inside if _may_see(call.identity, event)] + found
+        end = start
+        if len(found) >= last or end < oldest:
+            break
+    return found[-last:]
+
+
+async def _newest_of(parts: Parts, task: TaskId, last: int) -> list[Event]:
+    found: deque[Event] = deque(maxlen=last)
+    after = Position(0)
+    while events := await parts.records.store.events(after, WINDOW, task):
+        found.extend(events)
+        after = events[-1].position
+    return list(found)
 
 
 def _may_see(identity: Identity, event: Event) -> bool:

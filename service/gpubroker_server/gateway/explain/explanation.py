@@ -135,6 +135,7 @@ class ExplanationView(EvaluatedFields):
     would help, each found by planning the task again with that change."""
 
     id: str
+    name: str
     state: str
     inherits: Annotated[InheritsView | None, Field(description="Null if it has its own priority.")]
 

@@ -1,6 +1,6 @@
 """Why a task waits, what would help, and what would happen to one that is not submitted yet."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import Response
@@ -11,12 +11,12 @@ from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.advice import Advice, advise
 from gpubroker_server.core.explain.blockers import Blocker, expected_send_at
 from gpubroker_server.core.explain.diagnosis import Diagnosis, diagnose
 from gpubroker_server.core.explain.explain import (
     Explanation,
-    ended_message,
     explain,
     explain_pending,
     is_deferred,
@@ -101,7 +101,8 @@ async def explain_task(call: Call, parts: Parts, task_id: str) -> Response:
     record = await parts.records.find(call.identity, task_id)
     await parts.freshness.catch_up()
     async with parts.answers.slot():
-        if record.task.id not in parts.world.tasks:
+        row = parts.world.tasks.get(record.task.id)
+        if row is None or row.is_terminal:
             record = await parts.records.reread(record)  # it may just have ended
         view = _view(parts, call.identity, record)
         if notice := parts.records.pending.notice(record.task):
@@ -113,17 +114,18 @@ def _view(parts: Parts, viewer: Identity, record: TaskRecord) -> ExplanationView
     task = record.task
     row = parts.world.tasks.get(task.id)
     if row is not None and row.state is TaskState.PENDING:
-        return _waiting(parts, viewer, row)
-    view = _bare(parts, task)
+        return _waiting(parts, viewer, replace(record, task=row))
+    view = _bare(parts, record)
     if row is None:
         return view if task.is_terminal else _not_yet_seen(view)
     found = explain(parts.world, task.id, parts.policy, parts.clock.now())
-    message = _ended(row) if row.is_terminal else found.message
+    message = _ended(replace(record, task=row)) if row.is_terminal else found.message
     return {**view, "state": found.state.value, "message": message}
 
 
-def _waiting(parts: Parts, viewer: Identity, task: Task) -> ExplanationView:
-    view, diagnosis = _bare(parts, task), parts.diagnose(task)
+def _waiting(parts: Parts, viewer: Identity, record: TaskRecord) -> ExplanationView:
+    task = record.task
+    view, diagnosis = _bare(parts, record), parts.diagnose(task)
     found = explain_pending(diagnosis)
     explained = _explained(parts, viewer, task, diagnosis, found)
     view = {**view, "inherits": inherits_view(found.inherits), **explained}
@@ -159,13 +161,15 @@ def _without_leader(
     }
 
 
-def _bare(parts: Parts, task: Task) -> ExplanationView:
+def _bare(parts: Parts, record: TaskRecord) -> ExplanationView:
     """Of a task that does not wait."""
+    task = record.task
     return {
         **_evaluated(parts),
         "id": task.id,
+        "name": task.name,
         "state": task.state.value,
-        "message": _ended(task),
+        "message": _ended(record),
         "inherits": None,
     }
 
@@ -182,11 +186,16 @@ def _evaluated(parts: Parts) -> EvaluatedFields:
     }
 
 
-def _ended(task: Task) -> str:
-    """A lease has no run that could succeed, so its message is about its release."""
-    if task.external is None or task.finished_at is None:
-        return ended_message(task.state)
+def _ended(record: TaskRecord) -> str:
+    """How and when. A lease has no run that could succeed, so its message is about its release."""
+    task = record.task
+    if task.finished_at is None:
+        return ""
     at = rfc3339(task.finished_at)
+    if task.external is None:
+        failure = record.failure or {}
+        why = str(failure.get("message") or failure.get("kind") or "").partition("\n")[0]
+        return f"{task.state} at {at}, {_how_far(task, task.finished_at)}" + (f": {why}" if why else "")
     match task.state:
         case TaskState.SUCCEEDED:
             return f"released at {at}; it holds nothing any more"
@@ -194,6 +203,14 @@ def _ended(task: Task) -> str:
             return f"cancelled at {at}, before it held anything"
         case _:
             return f"ended at {at} without having been released; GET /leases/{task.id} has its error"
+
+
+def _how_far(task: Task, finished_at: Instant) -> str:
+    if task.started_at is None:
+        return "before it started" if not task.fence else f"before attempt {task.fence} started"
+    where = f" on {task.node}" if task.node else ""
+    which = f" in attempt {task.fence}" if task.fence > 1 else ""
+    return f"after {finished_at - task.started_at:.0f} s{which}{where}"
 
 
 def _not_yet_seen(view: ExplanationView) -> ExplanationView:

@@ -114,10 +114,10 @@ def _detail(found: ErrorDetails, path: Sequence[int | str], model: type[BaseMode
             pattern = str(found["ctx"]["pattern"])
             what = PATTERNS_IN_WORDS.get(pattern, f"must match {pattern}")
             return f"{what}; found {_shown(found['input'])}"
-        case "too_short":
-            return text_of(found)
     message = text_of(found)
-    if found["type"] == "value_error" and isinstance(found["input"], dict | list):
+    is_counted = found["type"].endswith(("too_short", "too_long"))  # the text says what it has
+    is_told = found["type"] == "value_error" and isinstance(found["input"], dict | list)
+    if is_counted or is_told:
         return message
     return f"{message}; found {_shown(found['input'])}{_meant_value(path, found['input'])}"
 

@@ -26,6 +26,9 @@ log = structlog.get_logger("gpubroker.gateway")
 
 T = TypeVar("T")
 
+PER_COMMIT = 1_000
+"""Requests to the leader that are stored together."""
+
 
 class OneAtATime:
     """A lock with a bounded queue, first come, first served."""
@@ -235,9 +238,33 @@ class LeaderRequests:
 
     async def ask(self, subject: str, tenant: str, what: str, fields: dict[str, Any]) -> bool:
         """Store the request. True if the leader has carried it out by the time this returns."""
+        return await self._settle(self._requests([subject], tenant, what, fields))
+
+    async def ask_many(self, subjects: Sequence[str], tenant: str, what: str, fields: dict[str, Any]) -> None:
+        """Store a request for each of many tasks, a slice in one commit, and wait for the leader."""
+        made = self._requests(subjects, tenant, what, fields)
+        slices = [made[start : start + PER_COMMIT] for start in range(0, len(made), PER_COMMIT)]
+        await asyncio.gather(*(self._settle(some, times=len(slices)) for some in slices))
+
+    def _requests(
+        self, subjects: Sequence[str], tenant: str, what: str, fields: dict[str, Any]
+    ) -> list[Request]:
         now = self._clock.now()
-        request = Request(self._ids.request(now), TaskId(subject), tenant, what, fields, now)
-        with self._waiters.expect(request.id) as done:
-            await self._store.request(request)
-            log.info("asked", what=what, task=subject, tenant=tenant)
-            return await done.within(self._settle_seconds)
+        ids = [self._ids.request(now) for _ in subjects]
+        return [
+            Request(id, TaskId(subject), tenant, what, fields, now)
+            for id, subject in zip(ids, subjects, strict=True)
+        ]
+
+    async def _settle(self, requests: Sequence[Request], times: int = 1) -> bool:
+        """Store them in one commit. True if the leader has carried them out."""
+        with contextlib.ExitStack() as stack:
+            done = [stack.enter_context(self._waiters.expect(request.id)) for request in requests]
+            await self._store.request(*requests)
+            for request in requests:
+                log.info("asked", what=request.what, task=request.task, tenant=request.tenant)
+            until = monotonic() + self._settle_seconds * times
+            for one in done:
+                if not await one.within(Seconds(max(0.0, until - monotonic()))):
+                    return False
+        return True

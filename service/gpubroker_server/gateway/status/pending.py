@@ -56,7 +56,7 @@ def no_leader(world: World, leadership: Leadership, task: Task) -> Blocker | Non
 class PendingReasons:
     def __init__(self, world: World, policy: Policy, leadership: Leadership) -> None:
         self._world = world
-        self._policy = policy
+        self.policy = policy
         self._leadership = leadership
         self._cache: dict[_Equal, tuple[Instant, PendingView]] = {}
         self._shares: tuple[Instant, FairShares] | None = None
@@ -73,7 +73,7 @@ class PendingReasons:
         if not task.is_inference:
             start = expected_start(self._world, task, forecasts, now)
         elif view["reason"] == Reason.MODEL_LOADING.value:
-            start = expected_send_at(self._world, task, self._policy, forecasts, now)
+            start = expected_send_at(self._world, task, self.policy, forecasts, now)
         return view if start is None else {**view, "start": expected_view(start, now)}
 
     def notice(self, task: Task) -> str:
@@ -90,17 +90,17 @@ class PendingReasons:
         seen_at, view = self._cache.get(equal, (None, None))
         if seen_at is None or view is None or now - seen_at > CACHED_SECONDS or self._is_special(row):
             return self._explained(row, equal, now)
-        position = position_of(self._world, row, self._policy, now, self._shares_at(now))
+        position = position_of(self._world, row, self.policy, now, self._shares_at(now))
         inherited = self._world.awaited.inheritance.of(row)
         return {**view, "position": position, "inherits": inherits_view(inherited)}
 
     def _shares_at(self, now: Instant) -> FairShares:
         if self._shares is None or not 0.0 <= now - self._shares[0] <= CACHED_SECONDS:
-            self._shares = now, FairShares(self._world, self._policy, now)
+            self._shares = now, FairShares(self._world, self.policy, now)
         return self._shares[1]
 
     def _explained(self, row: Task, equal: _Equal, now: Instant) -> PendingView | None:
-        found = explain(self._world, row.id, self._policy, now, self._leadership.forecasts())
+        found = explain(self._world, row.id, self.policy, now, self._leadership.forecasts())
         if found.reason is None:
             return None
         view: PendingView = {

@@ -4,12 +4,14 @@ import asyncio
 import base64
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import inf
 from typing import Any
 
 from fastapi import Response
 
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.lifecycle.learning import kind_of_run
 from gpubroker_server.core.lifecycle.quarantine import quarantined
@@ -38,6 +40,8 @@ from gpubroker_server.ports.store import (
     TaskStore,
 )
 
+_STARTED = (TaskState.RUNNING, TaskState.STOPPING, TaskState.ADMITTED)
+_ALL = 1_000_000
 JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
 
 
@@ -128,6 +132,46 @@ class TaskRecords:
                 "has_more": has_more,
             }
         )
+
+    async def in_turn(self, limit: int, view: Callable[[TaskRecord, Live], Any], **filters: Any) -> Response:
+        """One page: what runs, what waits in the order of the queue and then outside of
+        it (held, not due, after others), what ended last. `filters` are fields of TaskFilter."""
+        limit = min(limit, self.page_items)
+        states = filters.pop("states") or tuple(TaskState)
+        wanted = TaskFilter(**filters, limit=limit + 1)
+        is_filtered = any(value not in (None, {}) for name, value in filters.items() if name != "tenant")
+        records: list[TaskRecord] = []
+        if chosen := [state for state in _STARTED if state in states]:
+            started = await self.store.records(replace(wanted, states=tuple(chosen)))
+            records += sorted(started, key=lambda one: (one.task.started_at or inf, one.task.id))
+        if TaskState.PENDING in states:
+            records += await self._waiting(replace(wanted, states=(TaskState.PENDING,)), is_filtered)
+        if (chosen := [state for state in TERMINAL if state in states]) and len(records) <= limit:
+            records += await self.store.records(replace(wanted, states=tuple(chosen), by_end=True))
+        return answer(
+            {
+                "items": [
+                    view(record, self.live(record.task, explained=False)) for record in records[:limit]
+                ],
+                "next_cursor": None,
+                "has_more": len(records) > limit,
+            }
+        )
+
+    async def _waiting(self, wanted: TaskFilter, is_filtered: bool) -> list[TaskRecord]:
+        """Those that the planner may start, in its order, then the others."""
+        matching = None
+        if is_filtered:
+            matching = frozenset(await self.store.selected(replace(wanted, limit=_ALL)))
+        world, now = self.follower.world, self.follower.clock.now()
+        queue = world.queue.of_tenant(wanted.tenant, now, self.pending.policy)
+        found = list(islice((id for id in queue if matching is None or id in matching), wanted.limit))
+        known = await asyncio.gather(*map(self.store.record, found))
+        records = [record for record in known if record and record.task.state is TaskState.PENDING]
+        if len(records) < wanted.limit:
+            seen = set(found)
+            records += [one for one in await self.store.records(wanted) if one.task.id not in seen]
+        return records
 
     def live(self, task: Task, *, explained: bool = True) -> Live:
         """What the World adds to a row. Explaining why it waits costs most, and lists leave that out."""

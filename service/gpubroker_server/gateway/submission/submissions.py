@@ -122,6 +122,7 @@ class Submissions:
             not_before=timing.not_before,
             after=after,
             awaits=bool(after),
+            held=body.held,
             queue_ttl_seconds=timing.queue_ttl_seconds,
             expires_at=timing.expires_at,
             deadline_at=timing.deadline_at,

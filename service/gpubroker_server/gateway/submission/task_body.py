@@ -200,6 +200,9 @@ class SubmitTask(Timed):
         default_factory=dict
     )
     result_format: Literal["json", "cloudpickle"] = "json"
+    held: Annotated[
+        bool, Field(description="It is not planned until it is released: `PATCH` with `held: false`.")
+    ] = False
 
 
 class SimulateTask(SubmitTask):

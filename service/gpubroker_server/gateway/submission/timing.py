@@ -36,10 +36,11 @@ def _spelled_out(value: Any) -> Any:
 _AFTER = {
     "anyOf": [
         {"type": "string", "maxLength": 100},
+        {"type": "integer", "minimum": 0},
         {
             "type": "object",
             "properties": {
-                "task": {"type": "string", "maxLength": 100},
+                "task": {"anyOf": [{"type": "string", "maxLength": 100}, {"type": "integer", "minimum": 0}]},
                 "on_failure": {"type": "string", "enum": ["fail", "ignore"], "default": "fail"},
             },
             "required": ["task"],
@@ -71,8 +72,9 @@ class Timed(Body):
         list[Annotated[After, BeforeValidator(_spelled_out), WithJsonSchema(_AFTER)]],
         Field(
             max_length=100,
-            description="Your tasks that must have ended before it may start, by id. If one of them does not "
-            "succeed it fails as well, unless `on_failure` is `ignore`.",
+            description="Your tasks that must have ended before it may start, by id; in a batch also tasks "
+            "before it, by index (from 0) or by name. If one of them does not succeed it fails as well, "
+            "unless `on_failure` is `ignore`.",
         ),
     ] = Field(default_factory=list)
     not_before: NotBefore | None = None

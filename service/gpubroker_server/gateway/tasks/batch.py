@@ -13,6 +13,7 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.submission import RunSpec, bytes_of
+from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.planning.forecasts.run_estimates import Size
@@ -30,6 +31,7 @@ from gpubroker_server.gateway.submission.submissions import (
     submission_of,
 )
 from gpubroker_server.gateway.submission.task_body import SubmitTask
+from gpubroker_server.gateway.tasks.batch_references import BatchReferences
 from gpubroker_server.gateway.tasks.routes import Parts
 from gpubroker_server.gateway.tasks.run_text import (
     EntrypointCall,
@@ -209,6 +211,7 @@ class BatchTasks:
         self._last: tuple[Surroundings, Submission] | None = None
         """The surroundings of the last task's run, and their prototype."""
         self._stands: dict[TaskId, StoredState] = {}
+        self._unborn = StoredState(identity.tenant, TaskState.PENDING)
 
     async def make(self, texts: Sequence[bytes], *, has_dependencies: bool) -> list[Submission | Problem]:
         """What to store of each task, or why it is refused. Large arguments are objects by then."""
@@ -216,10 +219,15 @@ class BatchTasks:
             await self._read_stands(texts)
         made: list[Submission | Problem] = []
         until = monotonic() + SLICE_SECONDS
-        for id, text in zip(self._submissions.ids.tasks(self._now, len(texts)), texts, strict=True):
+        ids = self._submissions.ids.tasks(self._now, len(texts))
+        references = BatchReferences(texts, ids) if has_dependencies else None
+        for number, (id, text) in enumerate(zip(ids, texts, strict=True)):
             try:
                 if fault := duplicate_key(text):
                     raise invalid(fault)
+                if references is not None:
+                    text = references.resolved(number, made)
+                    self._stands |= dict.fromkeys(references.named, self._unborn)
                 made.append(self._as_the_last(text, id) or await self._submission(text, id))
             except Problem as problem:
                 made.append(problem)

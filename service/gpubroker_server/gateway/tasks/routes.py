@@ -3,18 +3,16 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Header, Query, Response
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, Name, PageQuery, WaitQuery, line
-from gpubroker_server.gateway.http.identity import Identity, Scope
+from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, PageQuery, WaitQuery, line
+from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import LeaderRequests, OneAtATime
@@ -30,6 +28,7 @@ from gpubroker_server.gateway.submission.submissions import (
 )
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
+from gpubroker_server.gateway.tasks.selection import TaskSelection
 from gpubroker_server.ports.store import TaskRecord
 
 
@@ -86,7 +85,7 @@ async def submit_task(
     """
     records = parts.records
     record, is_new, headers = await _stored(call, parts, body, idempotency_key)
-    live = JUST_ACCEPTED if is_new else records.live(record.task)
+    live = JUST_ACCEPTED if is_new and not record.task.held else records.live(record.task)
     asked = _WAIT.search(prefer) if prefer else None  # RFC 7240
     if asked is None:
         return answer(task_view(record, live), 202, headers)
@@ -116,39 +115,17 @@ async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -
     return await submissions.submit(call, submission, key, "task")
 
 
-class TaskQuery(PageQuery):
+class TaskQuery(TaskSelection, PageQuery):
     open_names: ClassVar = re.compile(rf"label\.{LABEL_KEY}")
     __pydantic_extra__: dict[str, LabelValue]
 
-    state: Annotated[
-        list[TaskState], Field(description="One or more states, repeated or separated by commas.")
-    ] = []  # noqa: RUF012  # pydantic copies it
-    kind: Annotated[
-        Literal["entrypoint", "command", "function", "external", "inference", "model"] | None,
+    order: Annotated[
+        Literal["newest", "turn"],
         Field(
-            description="What it runs; `inference`: a request to a model, `model`: the holder of a model's "
-            "memory, `external`: a lease for what the broker does not start."
+            description="`newest`: by submission, the newest first. `turn`: what runs, then what waits in "
+            "the order of the queue, then what ended last; one page without a cursor."
         ),
-    ] = None
-    min_priority: Priority | None = None
-    max_priority: Priority | None = None
-    name: Annotated[Name | None, Field(description="The exact name.")] = None
-    tenant: Annotated[
-        str | None,
-        Field(
-            max_length=100,
-            description="Another tenant's tasks, or `*` for those of all: needs the scope `admin`.",
-        ),
-    ] = None
-    model_type: Annotated[Name | None, Field(description="The exact model type.")] = None
-    stream: Annotated[Name | None, Field(description="The exact work stream.")] = None
-    after: Annotated[str | None, Field(max_length=100, description="Only tasks that run after this one.")] = (
-        None
-    )
-    submitted_from: AwareDatetime | None = None
-    submitted_before: AwareDatetime | None = None
-    finished_from: AwareDatetime | None = None
-    finished_before: AwareDatetime | None = None
+    ] = "newest"
 
     @property
     def labels(self) -> dict[str, str]:
@@ -176,41 +153,13 @@ class TaskQuery(PageQuery):
     },
 )
 async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query()]) -> Response:
-    """List your tenant's tasks, newest first; with the scope `admin`, also those of others."""
-    runs_after = None
-    if query.after is not None:
-        runs_after = (await parts.records.find(call.identity, query.after)).task.id
-    return await parts.records.page(
-        call.identity,
-        query,
-        task_view,
-        tenant=_whose(call.identity, query.tenant),
-        states=tuple(query.state),
-        kind=query.kind,
-        min_priority=query.min_priority,
-        max_priority=query.max_priority,
-        labels=query.labels,
-        name=query.name,
-        model_type=query.model_type,
-        stream=query.stream,
-        runs_after=runs_after,
-        submitted_from=_instant(query.submitted_from),
-        submitted_before=_instant(query.submitted_before),
-        finished_from=_instant(query.finished_from),
-        finished_before=_instant(query.finished_before),
-    )
-
-
-def _whose(identity: Identity, named: str | None) -> str | None:
-    """None: of all tenants. Raises Problem forbidden."""
-    if named is None or named == identity.tenant:
-        return identity.tenant
-    identity.require(Scope.ADMIN, "a list of other tenants' tasks")
-    return None if named == "*" else named
-
-
-def _instant(time: datetime | None) -> Instant | None:
-    return None if time is None else Instant(time.timestamp())
+    """List your tenant's tasks."""
+    filters = await query.filters(parts.records, call.identity)
+    if query.order == "turn":
+        if query.cursor is not None:
+            raise Problem("cursor-invalid", "a list by turn is one page; send no cursor")
+        return await parts.records.in_turn(query.limit, task_view, labels=query.labels, **filters)
+    return await parts.records.page(call.identity, query, task_view, labels=query.labels, **filters)
 
 
 @resource.route("GET /tasks/{task_id}", "tasks_get", Scope.TASKS_READ, TaskView, "not-found")

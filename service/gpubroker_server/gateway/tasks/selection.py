@@ -1,0 +1,78 @@
+"""Which tasks a list shows and a cancel of many ends: one filter for both."""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import AwareDatetime, BaseModel, Field
+
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.gateway.http.bodies import Name
+from gpubroker_server.gateway.http.identity import Identity, Scope
+from gpubroker_server.gateway.status.records import TaskRecords
+from gpubroker_server.gateway.submission.task_body import Priority
+
+
+class TaskSelection(BaseModel):
+    """A task must match all that are given."""
+
+    state: Annotated[
+        list[TaskState], Field(description="One or more states; in a query repeated or separated by commas.")
+    ] = []
+    kind: Annotated[
+        Literal["entrypoint", "command", "function", "external", "inference", "model"] | None,
+        Field(
+            description="What it runs; `inference`: a request to a model, `model`: the holder of a model's "
+            "memory, `external`: a lease for what the broker does not start."
+        ),
+    ] = None
+    min_priority: Priority | None = None
+    max_priority: Priority | None = None
+    name: Annotated[Name | None, Field(description="The exact name.")] = None
+    tenant: Annotated[
+        str | None,
+        Field(
+            max_length=100,
+            description="Another tenant's tasks, or `*` for those of all: needs the scope `admin`.",
+        ),
+    ] = None
+    model_type: Annotated[Name | None, Field(description="The exact model type.")] = None
+    stream: Annotated[Name | None, Field(description="The exact work stream.")] = None
+    after: Annotated[str | None, Field(max_length=100, description="Only tasks that run after this one.")] = (
+        None
+    )
+    submitted_from: AwareDatetime | None = None
+    submitted_before: AwareDatetime | None = None
+    finished_from: AwareDatetime | None = None
+    finished_before: AwareDatetime | None = None
+
+    async def filters(self, records: TaskRecords, identity: Identity) -> dict[str, Any]:
+        """Fields of TaskFilter, without its labels. Raises Problem not-found for `after`, and forbidden."""
+        runs_after = None if self.after is None else (await records.find(identity, self.after)).task.id
+        return {
+            "tenant": _whose(identity, self.tenant),
+            "states": tuple(self.state),
+            "kind": self.kind,
+            "min_priority": self.min_priority,
+            "max_priority": self.max_priority,
+            "name": self.name,
+            "model_type": self.model_type,
+            "stream": self.stream,
+            "runs_after": runs_after,
+            "submitted_from": _instant(self.submitted_from),
+            "submitted_before": _instant(self.submitted_before),
+            "finished_from": _instant(self.finished_from),
+            "finished_before": _instant(self.finished_before),
+        }
+
+
+def _whose(identity: Identity, named: str | None) -> str | None:
+    """None: of all tenants. Raises Problem forbidden."""
+    if named is None or named == identity.tenant:
+        return identity.tenant
+    identity.require(Scope.ADMIN, "a list of other tenants' tasks")
+    return None if named == "*" else named
+
+
+def _instant(time: datetime | None) -> Instant | None:
+    return None if time is None else Instant(time.timestamp())

@@ -1,0 +1,19 @@
+"""Numbers in words for people."""
+
+import pytest
+from gpubroker_server.core.domain.units import in_time
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "0 s"),
+        (119.0, "119 s"),
+        (120.0, "2 min"),
+        (7_199.0, "120 min"),
+        (36_680.0, "10 h"),
+        (2.6e5, "3 d"),
+    ],
+)
+def test_a_time_has_the_unit_that_leaves_a_few_digits(seconds: float, words: str) -> None:
+    assert in_time(seconds) == words
