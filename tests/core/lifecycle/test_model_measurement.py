@@ -35,7 +35,7 @@ from tests.builders import (
     holding,
     submit,
 )
-from tests.core.served import POLICY, a_model, ask, at, index, plan
+from tests.core.served import POLICY, a_model, ask, at, index, plan, the
 
 WARM = 5.0 + WARM_SECONDS
 RESERVED = LeaseState.RESERVED
@@ -276,6 +276,37 @@ def test_a_load_is_measured_though_a_sample_came_before_the_first_look_at_it() -
     scene.measure(1.2, 5)
     assert len(scene.load(40)) == 1
     assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
+
+
+def test_a_load_that_was_over_at_the_first_look_since_its_admission_is_measured() -> None:
+    scene = Scene(looked=True)
+    index(scene.world, {"llm": ModelState.READY}, 1.4)
+    scene.measure(1.45, 40)
+    assert scene.look(1.5) == []
+    assert len(scene.look(WARM)) == 1
+    assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
+
+
+def test_a_load_that_was_over_before_this_leader_looked_teaches_nothing() -> None:
+    scene = Scene()
+    index(scene.world, {"llm": ModelState.READY}, 1.4)
+    scene.measure(1.45, 40)
+    assert scene.look(1.5) == []
+    assert scene.look(WARM) == []
+
+
+def test_a_model_that_was_loaded_by_hand_teaches_nothing() -> None:
+    scene = Scene()
+    index(scene.world, {"llm": ModelState.READY}, 2.0)
+    submit(scene.world, a_model("by hand", gpu_mb=GIB))
+    scene.measure(3.0, 20)
+    assert scene.look(3.1) == []
+    index(scene.world, {"by hand": ModelState.READY, "llm": ModelState.READY}, 3.2)
+    assert scene.world.leases_of(the(scene.world, "by hand"))
+    scene.measure(4.0, 30)
+    assert scene.look(4.1) == []
+    scene.measure(5.0, 30)
+    assert scene.look(3.2 + WARM) == []
 
 
 def test_no_measurement_begins_beside_a_holder_that_arrives_or_leaves() -> None:

@@ -5,9 +5,9 @@ load during which anything else on the device changes teaches nothing.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import ceil
+from math import ceil, inf
 from statistics import median
 
 from gpubroker_server.core.domain.decisions import Decision, TaskWrite, write_move
@@ -222,13 +222,19 @@ class _Watch:
     """Later growth would not be the model's, or could not be told apart."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    at: Instant = Instant(inf)
+    samples: Mapping[DeviceKey, DeviceSample | None] = field(default_factory=dict)
+    """Newer ones may be from after an admission."""
+
+
 class ModelMeter:
     """In one leader's memory: a load that it did not see from the beginning teaches nothing."""
 
     def __init__(self) -> None:
         self._watches: dict[TaskId, _Watch] = {}
-        self._samples: dict[DeviceKey, DeviceSample | None] = {}
-        """Of the last look: a newer one may be from after an admission."""
+        self._last = _Look()
 
     def measure(self, world: World, now: Instant, excluded: Collection[str] = ()) -> list[Decision]:
         """Decisions with what was learned since; `excluded`: tasks with other decisions in this batch."""
@@ -238,7 +244,7 @@ class ModelMeter:
         for task in world.models.live():
             watch = known.get(task.id)
             if watch is None or watch.fence != task.fence:
-                watch = _before(world, task, self._samples)
+                watch = _before(world, task, self._last)
             if watch is None:
                 continue
             watch = _updated(world, task, watch, now)
@@ -246,18 +252,22 @@ class ModelMeter:
                 self._watches[task.id] = watch
             else:
                 decisions += _lessons(world, task, watch, sketches, now)
-        self._samples = {key: ledger.sample for key, ledger in world.ledgers.items()}
+        self._last = _Look(now, {key: ledger.sample for key, ledger in world.ledgers.items()})
         return decisions
 
 
-def _before(world: World, task: Task, earlier: Mapping[DeviceKey, DeviceSample | None]) -> _Watch | None:
-    """The watch of a load, if the device was measured before and no other holder is arriving or leaving."""
+def _before(world: World, task: Task, last: _Look) -> _Watch | None:
+    """The watch of a load, if the device was measured before and no other holder is arriving or leaving. A
+    quick load may be over at the first look since its admission."""
     leases = world.leases_of(task)
-    if task.state is not TaskState.ADMITTED or len(leases) != 1 or task.admitted_at is None:
+    if len(leases) != 1 or task.admitted_at is None:
+        return None
+    was_loaded = task.state is TaskState.RUNNING and task.started_at != task.admitted_at  # else adopted
+    if task.state is not TaskState.ADMITTED and not (was_loaded and last.at <= task.admitted_at):
         return None
     device = leases[0].device
     others = _others(world.ledgers[device], task)
-    for sample in (world.ledgers[device].sample, earlier.get(device)):
+    for sample in (world.ledgers[device].sample, last.samples.get(device)):
         if sample is not None and sample.at <= task.admitted_at and others is not None:
             return _Watch(task.fence, device, sample.used_mb, others)
     return None
