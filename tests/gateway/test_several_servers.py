@@ -81,20 +81,6 @@ async def test_a_model_that_no_server_has_is_answered_by_the_first() -> None:
         assert watched.check_wanted.is_set(), "it may have been loaded a moment ago"
 
 
-async def test_a_model_that_was_loaded_a_moment_ago_is_found_before_the_next_check() -> None:
-    unknown = answering(b'{"error":"Request for unknown model: \'any\' is not found"}', b"404 Not Found")
-    async with a_stage(unknown, others=[b := Heard(), Heard()]) as stage:
-        have(stage, set(), set(), set())
-        assert (await stage.ask("POST", INFER, b"{}"))[0] == 200
-        assert (len(unknown.heads), b.bodies) == (1, [b"{}"])
-    async with a_stage(unknown, others=[unknown]) as stage:
-        have(stage, set(), set())
-        status, _, body = await stage.ask("POST", INFER, b"{}")
-        assert (status, b"unknown model" in body) == (404, True), "neither has it"
-        assert [one.in_flight for one in stage.fleet.servers] == [0, 0]
-    assert len(unknown.heads) == 3
-
-
 async def test_a_server_that_does_not_say_what_it_has_gets_requests_for_unknown_models() -> None:
     async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
         server(stage, "main").contents = Contents(frozenset(), frozenset({b"other"}))
