@@ -11,7 +11,7 @@ import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -88,6 +88,11 @@ def measure(options: Namespace) -> Iterator[Figure]:
             if options.beside == "mlserver":
                 yield from beside_mlserver(load, server.http_port, running, options)
                 return
+            if options.beside == "relay" and options.shape == GRPC_SMALL:
+                with perf_analyzer() as generator:
+                    ports = server.grpc_port, grpc_port
+                    yield from calls_beside_relay(generator, *ports, running, options)
+                return
             if options.beside == "relay":
                 yield from beside_relay(load, server.http_port, running, options)
                 return
@@ -133,6 +138,22 @@ def beside_relay(
             if not shape.is_json:
                 comparison = HttpComparison(shape, triton_port, running.port, running.token, running.process)
                 yield from beside("relay", *other, comparison, load, options)
+
+
+def calls_beside_relay(
+    generator: PerfAnalyzer, triton_port: int, grpc_port: int, running: Service, options: Namespace
+) -> Iterator[Figure]:
+    """The same calls, one at a time, to Triton, to the service in front of it, and to a relay that the same
+    library makes."""
+    with relay(triton_port, "calls") as (port, _):
+        mine = GrpcComparison(generator, triton_port, grpc_port, running.token, running.process, clients=1)
+        bare = replace(mine, service_port=port, token="")
+        mine.one_round(options.calls // 5)
+        rounds = [
+            (mine.one_round(options.calls), bare.one_round(options.calls)) for _ in range(options.rounds)
+        ]
+    yield against_direct("proxy.grpc.c1", [one for one, _ in rounds])
+    yield against_direct("proxy.relay.grpc.c1", [other for _, other in rounds])
 
 
 def beside(
@@ -234,6 +255,7 @@ class GrpcComparison:
     service_port: int
     token: str
     process: psutil.Process
+    clients: int = GRPC_CLIENTS
 
     def one_round(self, requests: int) -> Round:
         direct = self._ask(self.triton_port, requests)
@@ -246,7 +268,7 @@ class GrpcComparison:
         return done
 
     def _ask(self, port: int, requests: int, token: str = "") -> Measured:
-        return self.generator.measure(port, MODEL, 16, clients=GRPC_CLIENTS, requests=requests, token=token)
+        return self.generator.measure(port, MODEL, 16, clients=self.clients, requests=requests, token=token)
 
 
 def grpc_figures(rounds: Sequence[Round]) -> Iterator[Figure]:

@@ -1,4 +1,4 @@
-"""The lower bound of `bench proxy`: a relay in Python that forwards bytes and reads none of them."""
+"""The lower bounds of `bench proxy`: relays in Python that forward bytes, or calls, and read none of them."""
 
 import asyncio
 import os
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+import grpc
 import psutil
 import uvloop
 
@@ -63,14 +64,43 @@ async def serve(port: int) -> None:
     await (await loop.create_server(on_client, sock=listener)).serve_forever()
 
 
+class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._known: dict[str, grpc.aio.UnaryUnaryMultiCallable] = {}
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        name = details.method
+        ask = self._known.get(name) or self._known.setdefault(name, self._channel.unary_unary(name))
+
+        async def pass_on(message: bytes, _context: grpc.aio.ServicerContext) -> bytes:
+            answer: bytes = await ask(message)
+            return answer
+
+        return grpc.unary_unary_rpc_method_handler(pass_on)
+
+
+async def serve_calls(port: int) -> None:
+    """Pass every unary call over gRPC on to the server on this port."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((_Calls(channel),))
+        mine = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        print(mine, flush=True)
+        await server.wait_for_termination()
+
+
 @contextmanager
-def relay(port: int) -> Iterator[tuple[int, psutil.Popen]]:
-    """(port, process) of a relay in front of the server on that port."""
+def relay(port: int, what: str = "bytes") -> Iterator[tuple[int, psutil.Popen]]:
+    """(port, process) of a relay in front of the server on that port. `what`: bytes or calls."""
     with tempfile.TemporaryDirectory(prefix="gpb-relay-") as folder:
         log = Path(folder) / "relay.log"
-        with started([sys.executable, "-m", "bench.relay", str(port)], dict(os.environ), log) as process:
+        with started(
+            [sys.executable, "-m", "bench.relay", str(port), what], dict(os.environ), log
+        ) as process:
             yield int(wait_for(log.read_text, process, log)), process
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1])))
+    uvloop.run((serve_calls if sys.argv[2] == "calls" else serve)(int(sys.argv[1])))

@@ -44,7 +44,8 @@ class Broker(SyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
 class AsyncBroker(AsyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
     """`Broker` for asyncio: same arguments, same methods, same exceptions. Close it, or use `async with`.
 
-    `list`, `events`, `leases` and `objects` are asynchronous iterators; everything else is awaited.
+    `list`, `events`, `leases`, `objects` and `infer_stream` are asynchronous iterators; everything else is
+    awaited.
     """
 
     def lease(

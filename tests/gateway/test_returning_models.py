@@ -10,8 +10,9 @@ from gpubroker_server.gateway.proxy.lanes import NO_WISH
 from gpubroker_server.gateway.proxy.residency.draining import Draining
 
 from tests.gateway.harness import until
-from tests.gateway.inference_stage import INFER, OK, Heard, a_request
+from tests.gateway.inference_stage import INFER, OK, Heard, a_request, a_stage
 from tests.gateway.resident_models import ResidentModels, doubts_told, resident_models
+from tests.gateway.test_several_servers import have
 
 
 def saying(text: str, status: str = "404 Not Found") -> bytes:
@@ -192,3 +193,17 @@ async def test_a_request_that_waits_for_its_turn_waits_again_if_its_model_leaves
         assert heard.bodies == [b"first", b"1"]
         await there.load()
         assert (await second.answer())[0] == 200
+
+
+async def test_a_model_that_was_loaded_a_moment_ago_is_found_before_the_next_check() -> None:
+    unknown = Heard(NOT_THERE)
+    async with a_stage(unknown, others=[b := Heard(), Heard()]) as stage:
+        have(stage, set(), set(), set())
+        assert (await stage.ask("POST", INFER, b"{}"))[0] == 200
+        assert (len(unknown.heads), b.bodies) == (1, [b"{}"])
+    async with a_stage(unknown, others=[unknown]) as stage:
+        have(stage, set(), set())
+        status, _, body = await stage.ask("POST", INFER, b"{}")
+        assert (status, b"unknown model" in body) == (404, True), "neither has it"
+        assert [one.in_flight for one in stage.fleet.servers] == [0, 0]
+    assert len(unknown.heads) == 3

@@ -8,7 +8,16 @@ import psutil
 from bench.inference_servers import perf_analyzer
 from bench.load import ClosedLoop
 from bench.processes import Service
-from bench.proxy import BUSIEST, SHAPES, GrpcComparison, HttpComparison, beside_relay, figures, grpc_figures
+from bench.proxy import (
+    BUSIEST,
+    SHAPES,
+    GrpcComparison,
+    HttpComparison,
+    beside_relay,
+    calls_beside_relay,
+    figures,
+    grpc_figures,
+)
 from tests.e2e.service_process import ServiceProcess
 from tests.triton.server import Triton
 
@@ -40,6 +49,17 @@ def test_a_relay_is_measured_in_the_same_rounds(triton: Triton, service: Service
     assert found["proxy.relay.small.c16"].baseline == found["proxy.http.small.c16"].baseline
     assert found["proxy.relay.small.c1"].baseline == found["proxy.http.small.c1"].baseline
     assert found["proxy.relay.cpu_us"].value > 0
+
+
+def test_calls_are_measured_beside_a_relay_of_the_same_library(
+    triton: Triton, service: ServiceProcess, call_port: int
+) -> None:
+    running = Service(psutil.Process(service.pid), 0, service.token, Path())
+    with perf_analyzer() as generator:
+        few = Namespace(rounds=1, calls=50)
+        measured = list(calls_beside_relay(generator, triton.grpc_port, call_port, running, few))
+    assert [figure.figure for figure in measured] == ["proxy.grpc.c1", "proxy.relay.grpc.c1"]
+    assert all(figure.n >= 50 for figure in measured)
 
 
 def test_grpc_requests_are_measured_on_both_sides(

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from gpubroker import Broker, Refused, Task, TaskFailed, TaskState
+from gpubroker import Broker, Refused, Task, TaskFailed, TaskState, WaitTimeout
 
 from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService
 from tests.e2e.service_process import ServiceProcess, until
@@ -67,6 +67,22 @@ def test_every_datatype_of_triton_goes_there_and_back_half_precision_too(service
     outputs = [name.replace("IN_", "OUT_") for name in inputs]
     told = answered(service.broker, service.broker.infer_later("any_type", inputs, outputs=outputs))
     assert told == {f"OUT_{'STRING' if name == 'BYTES' else name}": some for name, some in values.items()}
+
+
+def test_answers_come_back_as_the_arrays_that_the_model_gave(service: ServiceProcess) -> None:
+    large = np.arange(2**20, dtype=np.float32).reshape(1, -1)  # more than a row may hold
+    for given in (np.float32([[0.1, -2.5, np.nan]]), large):
+        task = service.broker.infer_later("identity_fp32", {"INPUT0": given})
+        outputs = service.broker.outputs(task, timeout_seconds=PATIENCE_SECONDS)
+        assert list(outputs) == ["OUTPUT0"]
+        assert outputs["OUTPUT0"].dtype == np.float32
+        assert np.array_equal(outputs["OUTPUT0"], given, equal_nan=True)
+    failed = service.broker.infer_later("doubles", column(-1))
+    with pytest.raises(TaskFailed, match="takes no negative numbers"):
+        service.broker.outputs(failed, timeout_seconds=PATIENCE_SECONDS)
+    later = service.broker.infer_later("slow", column(1), deadline_seconds=60)  # it is not loaded
+    with pytest.raises(WaitTimeout, match="is still pending"):
+        service.broker.outputs(later, timeout_seconds=0.0)
 
 
 def test_an_array_is_uploaded_once_and_asked_about_as_often_as_one_likes(service: ServiceProcess) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpubroker import AsyncBroker, Refused, inference
+from gpubroker import AsyncBroker, BrokerError, Refused, WrongArgument, inference
 
 from tests.e2e.service_process import ROOT, ServiceProcess, environment
 from tests.patience import PATIENCE_SECONDS
@@ -123,3 +123,40 @@ def test_the_example_asks_a_model(service: ServiceProcess) -> None:
 
 def test_whether_triton_can_be_asked(service: ServiceProcess) -> None:
     assert service.broker.triton_healthy()
+
+
+@pytest.fixture(params=["sync", "async"])
+def streamed(request: pytest.FixtureRequest, service: ServiceProcess) -> Infer:
+    """What comes, as a list."""
+
+    async def all_of(*args: Any, **options: Any) -> list[Any]:
+        async with AsyncBroker(service.url, service.token) as broker:
+            return [piece async for piece in broker.infer_stream(*args, **options)]
+
+    if request.param == "sync":
+        return lambda *args, **options: list(service.broker.infer_stream(*args, **options))
+    return lambda *args, **options: asyncio.run(all_of(*args, **options))
+
+
+def test_a_decoupled_model_answers_piece_by_piece(streamed: Infer) -> None:
+    pieces = streamed("stream_n", {"text_input": "zwölf", "N": 3}, priority="critical")
+    assert [(piece["text_output"], piece["index"]) for piece in pieces] == [
+        ("zwölf 0", 0),
+        ("zwölf 1", 1),
+        ("zwölf 2", 2),
+    ]
+    assert streamed("stream_n", {"text_input": "a", "N": 0}) == []
+
+
+def test_what_goes_wrong_in_a_stream_is_told_as_elsewhere(streamed: Infer, service: ServiceProcess) -> None:
+    for inputs in ({"text_input": "a", "FAIL_AT": 0}, {"text_input": "a", "N": 3, "FAIL_AT": 2}):
+        with pytest.raises(BrokerError, match="told to fail"):
+            streamed("stream_n", inputs)
+    with pytest.raises(Refused, match="unknown model"):
+        streamed("nope", {"text_input": "a"})
+    with pytest.raises(WrongArgument, match="cannot be written as JSON"):
+        streamed("stream_n", {"text_input": b"bytes"})
+    with pytest.raises(WrongArgument, match="has no option outputs"):
+        streamed("stream_n", {"text_input": "a"}, outputs=["text_output"])
+    pieces = service.broker.infer_stream("stream_n", {"text_input": "a", "N": 2})
+    assert next(pieces)["index"] == 0, "it does not wait for the last one"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from gpubroker.errors import WrongArgument
+from gpubroker.errors import BrokerError, WrongArgument
 from gpubroker.models.model import StoredObject
 from gpubroker.models.tensors import HEAD_BYTES, check_names, encode, tensor_of
 from gpubroker.tasks.submission import plain
@@ -77,30 +77,79 @@ class InferLaterOptions(TypedDict, total=False):
     """Inferences with the same key and body make one task. Default: a new key."""
 
 
+class InferStreamOptions(TypedDict, total=False):
+    """What `infer_stream` takes by name; as for `infer`."""
+
+    priority: int | str
+    model_type: str
+    version: int | str
+    timeout_seconds: float
+
+
+def stream_call(model: str, inputs: Mapping[str, Any], options: InferStreamOptions) -> Call:
+    """Raises WrongArgument."""
+    _check_options("infer_stream", options, InferStreamOptions)
+    check_model(model, "infer_stream()")
+    check_names(inputs)
+    try:
+        body = json.dumps(dict(inputs), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise WrongArgument(
+            f"the inputs cannot be written as JSON ({error}); pass numbers, booleans, text or lists of them"
+        ) from None
+    headers = {"Accept-Encoding": "identity", **_queue_headers(options)}
+    path = f"/v2/models/{path_part(model)}{_versioned(options)}/generate_stream"
+    return Call(
+        "POST", path, body=body, headers=headers, patience_seconds=_PATIENCE_SECONDS, repeatable=False
+    )
+
+
+def event_in(line: str) -> dict[str, Any] | None:
+    """What a line of `generate_stream` holds; None for those between events. Raises BrokerError for a mistake
+    of the model."""
+    name, _, text = line.partition(":")
+    if name != "data":
+        return None
+    try:
+        event: dict[str, Any] = json.loads(text)
+    except ValueError:
+        raise BrokerError(f"cannot read an event of the model: {text[:80]!r}", code="not-a-model") from None
+    if set(event) == {"error"}:
+        raise BrokerError(str(event["error"]))
+    return event
+
+
+def _queue_headers(options: Mapping[str, Any]) -> dict[str, str]:
+    given = {
+        "x-priority": options.get("priority"),
+        "x-model-type": options.get("model_type"),
+        "x-timeout-seconds": options.get("timeout_seconds"),
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _versioned(options: Mapping[str, Any]) -> str:
+    version = options.get("version")
+    return "" if version is None else f"/versions/{path_part(str(version))}"
+
+
 def infer_call(model: str, inputs: "Mapping[str, ArrayLike]", options: InferOptions) -> Call:
     """Raises WrongArgument. The call is only repeatable if the options say idempotent."""
     _check_options("infer", options, InferOptions)
     check_model(model, "infer()")
     body, head_bytes = encode(inputs, options.get("outputs"), options.get("parameters"))
     is_idempotent = options.get("idempotent", False)
-    given = {
-        "x-priority": options.get("priority"),
-        "x-model-type": options.get("model_type"),
-        "x-timeout-seconds": options.get("timeout_seconds"),
-        "x-idempotent": "true" if is_idempotent else None,
-    }
     headers = {
         "Content-Type": "application/octet-stream",
         HEAD_BYTES: str(head_bytes),
         # Compressing tensors costs more time than it saves.
         "Accept-Encoding": "identity",
-        **{name: str(value) for name, value in given.items() if value is not None},
+        **_queue_headers(options),
+        **({"x-idempotent": "true"} if is_idempotent else {}),
     }
-    version = options.get("version")
-    versioned = "" if version is None else f"/versions/{path_part(str(version))}"
     return Call(
         "POST",
-        f"/v2/models/{path_part(model)}{versioned}/infer",
+        f"/v2/models/{path_part(model)}{_versioned(options)}/infer",
         body=body,
         headers=headers,
         patience_seconds=_PATIENCE_SECONDS,

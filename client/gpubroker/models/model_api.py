@@ -8,17 +8,22 @@ from gpubroker.errors import BrokerError, ModelUnavailable
 from gpubroker.models.inference import (
     InferLaterOptions,
     InferOptions,
+    InferStreamOptions,
     Inputs,
     check_model,
+    event_in,
     infer_call,
     inference_body,
+    stream_call,
 )
 from gpubroker.models.model import AnyObject, MeasuredModel, ObjectUsage, ServedModel, StoredObject
 from gpubroker.models.tensors import decode_outputs, object_body
-from gpubroker.tasks.task import Task
+from gpubroker.tasks.task import AnyTask, Outcome, Task, check_success, id_of
+from gpubroker.tasks.waiting import Deadline
 from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Answer, Call, Steps, exchange
 from gpubroker.transport.operations import (
+    Lines,
     Operations,
     Pages,
     json_body,
@@ -55,22 +60,62 @@ class ModelApi(Operations):
         retry_seconds = self._retry_seconds if options.get("timeout_seconds") is None else 0.0
         return decode_outputs((yield from _naming(model, call, retry_seconds)))
 
+    @listing
+    def infer_stream(
+        self, model: str, inputs: Mapping[str, Any], **options: Unpack[InferStreamOptions]
+    ) -> Lines[dict[str, Any]]:
+        """Ask a model that answers piece by piece, such as a language model; a dict for each, as it comes.
+
+            for piece in broker.infer_stream("llama", {"text_input": "Hello", "max_tokens": 100}):
+                print(piece["text_output"], end="")
+
+        Of decoupled models too. `inputs`: text, numbers, booleans and lists of them, by the names of inputs;
+        other names are parameters of the model (Triton's `generate_stream`). Leave the loop to stop the
+        model. The options are priority, model_type, version and timeout_seconds, as for `infer`. It is sent
+        once. Raises as `infer` does, and BrokerError for a mistake of the model in the middle.
+        """
+        return Lines(stream_call(model, inputs, options), event_in)
+
     @operation
     def infer_later(self, model: str, inputs: Inputs, **options: Unpack[InferLaterOptions]) -> Steps[Task]:
         """Queue a request to a model; when this returns, the task is on the service's disk.
 
             task = broker.infer_later("resnet", {"image": pixels}, priority="batch")
-            broker.result(task)["outputs"][0]["data"]
+            broker.outputs(task)["probabilities"]
 
         It is answered when the model is in memory and idle, batched with similar requests. `inputs`: arrays
         by name, as for `infer`, a `StoredObject` from `upload`, or mappings with datatype, shape, and data or
-        object. The result is the JSON of Triton's protocol. The options are those of `InferLaterOptions`.
+        object. `result` is the JSON of Triton's protocol. The options are those of `InferLaterOptions`.
         Raises Refused.
         """
         key = options.get("idempotency_key") or uuid.uuid4().hex
         body, headers = inference_body(model, inputs, options)
         call = Call("POST", "/inferences", body=body, headers={**headers, "Idempotency-Key": f'"{key}"'})
         return decode(Task, (yield from self._send(call)).json())
+
+    @operation
+    def outputs(
+        self, task: AnyTask, timeout_seconds: float | None = None
+    ) -> Steps[dict[str, "NDArray[Any]"]]:
+        """Wait for a queued inference and return what the model answered: arrays by name, as `infer` does.
+
+        Raises TaskFailed, TaskCancelled or WaitTimeout.
+        """
+        deadline, id = Deadline(timeout_seconds), path_part(id_of(task))
+        while True:
+            left = deadline.next_poll_seconds()
+            path, params = f"/inferences/{id}/outputs", {"timeout_seconds": left}
+            try:
+                answer = yield from self._send(Call("GET", path, params, patience_seconds=left))
+            except BrokerError as fault:
+                if fault.code == "not-found":
+                    check_success(Outcome.of((yield from self._ask("GET", f"/tasks/{id}/result"))))
+                if fault.code != "task-not-finished":
+                    raise
+            else:
+                return decode_outputs(answer)
+            if deadline.is_over():
+                raise deadline.error(decode(Task, (yield from self._ask("GET", f"/tasks/{id}"))))
 
     @operation
     def triton_healthy(self) -> Steps[bool]:

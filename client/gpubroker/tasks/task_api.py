@@ -1,6 +1,5 @@
 """Operations on tasks: submit, follow, change, explain."""
 
-import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -8,7 +7,7 @@ from typing import Any, TypedDict, Unpack, cast
 
 import cloudpickle
 
-from gpubroker.errors import BrokerError, WaitTimeout, WrongArgument
+from gpubroker.errors import BrokerError, WrongArgument
 from gpubroker.tasks.estimates import Estimate
 from gpubroker.tasks.explanation import Explanation, Simulation
 from gpubroker.tasks.submission import (
@@ -23,6 +22,7 @@ from gpubroker.tasks.submission import (
     submission_body,
 )
 from gpubroker.tasks.task import AnyTask, Cancelled, Event, Outcome, Task, check_success, id_of
+from gpubroker.tasks.waiting import Deadline
 from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
 from gpubroker.transport.operations import (
@@ -35,8 +35,6 @@ from gpubroker.transport.operations import (
     without_none,
 )
 
-_LONG_POLL_SECONDS = 30.0
-"""The longest wait in one request; the service answers as soon as the task ends."""
 _BATCH_SECONDS = 60.0
 _EVENTS_PER_PAGE = 500
 _FOLLOW_PAUSE_SECONDS = 0.5
@@ -284,19 +282,15 @@ class TaskApi(Operations):
         return page_of(Estimate, (yield from self._ask("GET", "/estimates", subject=subject)))
 
     def _wait(self, task: AnyTask, timeout_seconds: float | None) -> Steps[Task]:
-        began = time.monotonic()
+        deadline = Deadline(timeout_seconds)
         while True:
-            left = _LONG_POLL_SECONDS
-            if timeout_seconds is not None:
-                left = min(left, max(0.0, timeout_seconds - (time.monotonic() - began)))
-            params = {"timeout_seconds": round(left, 3)}
-            call = Call("GET", f"{_path(task)}/wait", params=params, patience_seconds=left)
+            left = deadline.next_poll_seconds()
+            call = Call("GET", f"{_path(task)}/wait", {"timeout_seconds": left}, patience_seconds=left)
             seen = decode(Task, (yield from self._send(call)).json())
             if seen.is_finished:
                 return seen
-            waited = time.monotonic() - began
-            if timeout_seconds is not None and waited >= timeout_seconds:
-                raise WaitTimeout(seen.id, str(seen.raw.get("state")), timeout_seconds)
+            if deadline.is_over():
+                raise deadline.error(seen)
 
     def _outcome(self, task: AnyTask) -> Steps[Outcome]:
         return Outcome.of((yield from self._ask("GET", f"{_path(task)}/result")))

@@ -11,12 +11,14 @@ import httpx
 
 from gpubroker.errors import BrokerError, Unreachable
 from gpubroker.transport.connection import Connection, find_service
-from gpubroker.transport.exchange import Answer, Call, Pause, Steps
-from gpubroker.transport.operations import AsyncCaller, Pages, SyncCaller
+from gpubroker.transport.exchange import Answer, Call, Pause, Steps, error_of
+from gpubroker.transport.operations import AsyncCaller, Lines, Pages, SyncCaller
 
 T = TypeVar("T")
 
 _CONNECT_SECONDS = 5.0
+_EVENT = b"data:"
+"""Triton writes the refusal of a stream as an event."""
 _LOOK_SECONDS = 0.2
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -73,14 +75,30 @@ class SyncHttp(SyncCaller):
         except httpx.TransportError as error:
             raise _unreachable(self.connection, error) from error
 
-    def _items(self, pages: Pages[T]) -> Iterator[T]:
+    def _items(self, of: Pages[T] | Lines[T]) -> Iterator[T]:
+        if isinstance(of, Lines):
+            yield from self._read(of)
+            return
         cursor: str | None = None
         while True:
-            page = self._carry_out(pages.fetch(cursor))
+            page = self._carry_out(of.fetch(cursor))
             yield from page.items
             cursor = page.next_cursor
             if cursor is None:
                 return
+
+    def _read(self, lines: Lines[T]) -> Iterator[T]:
+        _check_open(self._http)
+        try:
+            with self._http.stream(**_request_of(lines.call, self._timeout_seconds)) as response:
+                if response.is_error:
+                    response.read()
+                    raise error_of(_answer_of(response, _EVENT))
+                for line in response.iter_lines():
+                    if (item := lines.read(line)) is not None:
+                        yield item
+        except httpx.TransportError as error:
+            raise _unreachable(self.connection, error) from error
 
 
 class AsyncHttp(AsyncCaller):
@@ -137,15 +155,32 @@ class AsyncHttp(AsyncCaller):
         except httpx.TransportError as error:
             raise _unreachable(self.connection, error) from error
 
-    async def _items(self, pages: Pages[T]) -> AsyncIterator[T]:
+    async def _items(self, of: Pages[T] | Lines[T]) -> AsyncIterator[T]:
+        if isinstance(of, Lines):
+            async for each in self._read(of):
+                yield each
+            return
         cursor: str | None = None
         while True:
-            page = await self._carry_out(pages.fetch(cursor))
+            page = await self._carry_out(of.fetch(cursor))
             for item in page.items:
                 yield item
             cursor = page.next_cursor
             if cursor is None:
                 return
+
+    async def _read(self, lines: Lines[T]) -> AsyncIterator[T]:
+        _check_open(self._http)
+        try:
+            async with self._http.stream(**_request_of(lines.call, self._timeout_seconds)) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise error_of(_answer_of(response, _EVENT))
+                async for line in response.aiter_lines():
+                    if (item := lines.read(line)) is not None:
+                        yield item
+        except httpx.TransportError as error:
+            raise _unreachable(self.connection, error) from error
 
 
 def _client_settings(connection: Connection) -> dict[str, Any]:
@@ -177,11 +212,12 @@ def _request_of(call: Call, timeout_seconds: float) -> dict[str, Any]:
     }
 
 
-def _answer_of(response: httpx.Response) -> Answer:
+def _answer_of(response: httpx.Response, prefix: bytes = b"") -> Answer:
+    """`prefix`: what may stand before the answer."""
     return Answer(
         response.status_code,
         {name.lower(): text for name, text in response.headers.items()},
-        response.content,
+        response.content.removeprefix(prefix),
     )
 
 

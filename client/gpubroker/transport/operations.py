@@ -31,6 +31,14 @@ class Pages(Generic[T]):
     fetch: Callable[[str | None], Steps[Page[T]]]
 
 
+@dataclass(frozen=True, slots=True)
+class Lines(Generic[T]):
+    """An answer that comes line by line; `read` makes an item of one, or None."""
+
+    call: Call
+    read: Callable[[str], T | None]
+
+
 class Operations:
     """What the operations share."""
 
@@ -70,8 +78,8 @@ class SyncCaller(ABC):
     def _carry_out(self, steps: Steps[T]) -> T: ...
 
     @abstractmethod
-    def _items(self, pages: Pages[T]) -> Iterator[T]:
-        """Of all pages, each fetched when it is needed."""
+    def _items(self, of: Pages[T] | Lines[T]) -> Iterator[T]:
+        """Of all pages, each fetched when it is needed, or of all lines as they come."""
 
 
 class AsyncCaller(ABC):
@@ -81,7 +89,7 @@ class AsyncCaller(ABC):
     async def _carry_out(self, steps: Steps[T]) -> T: ...
 
     @abstractmethod
-    def _items(self, pages: Pages[T]) -> AsyncIterator[T]: ...
+    def _items(self, of: Pages[T] | Lines[T]) -> AsyncIterator[T]: ...
 
 
 class operation(Generic[P, T]):  # noqa: N801  # a decorator
@@ -109,9 +117,9 @@ class operation(Generic[P, T]):  # noqa: N801  # a decorator
 
 
 class listing(Generic[P, T]):  # noqa: N801  # a decorator
-    """A method of both brokers that iterates over all pages, from a function that returns Pages."""
+    """A method of both brokers that iterates over all items, from a function that returns Pages or Lines."""
 
-    def __init__(self, pages: Callable[Concatenate[Any, P], Pages[T]]) -> None:
+    def __init__(self, pages: Callable[Concatenate[Any, P], Pages[T] | Lines[T]]) -> None:
         def call(self: SyncCaller, *args: P.args, **options: P.kwargs) -> Iterator[T]:
             return self._items(pages(self, *args, **options))
 

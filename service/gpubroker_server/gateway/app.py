@@ -102,7 +102,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
     yield LeaseParts(records, submissions, requests, limits.wait_seconds)
     outside = tuple(server for server in servers if not server.is_managed)
-    yield InferenceParts(submissions, storage, parts.residencies, outside)
+    yield InferenceParts(submissions, storage, parts.residencies, limits.wait_seconds, outside)
     yield ObjectParts(storage)
     yield ModelParts(world, freshness, store, rules.permissions, parts.residencies, servers)
     yield ExplainParts(

@@ -11,6 +11,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.lifecycle.model_adoption import follow_settings, left_processes, server_gone
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.lifecycle.quarantine import quarantined
+from gpubroker_server.core.world.model_index import ModelIndex
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, a_sample, a_task, a_world, check_ledger, commit, holding, submit
@@ -141,3 +142,13 @@ def test_quarantine_at_a_removed_server_ends_with_its_process() -> None:
     world.measure([a_sample(device, at(12.0)) for device in world.ledgers])
     plan(world, 13.0)
     assert the(world, "run").state is TaskState.ADMITTED
+
+
+def test_of_two_holders_of_a_model_the_end_of_one_does_not_hide_the_other() -> None:
+    """Both came at once, under the old and the new name of their server."""
+    models = ModelIndex()
+    first = a_model("first")
+    second = replace(a_model("second"), model=first.model)
+    for task in (first, second, replace(first, priority=60), second, replace(first, state=TaskState.FAILED)):
+        models.note(task)
+    assert models.of(ModelKey("main", "first")) == second

@@ -86,9 +86,15 @@ def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy:
                 _gone(updates[report.task], world, report, now, policy)
             case NodeLost():
                 nodes |= _give_up_node(world, report, updates, now, policy)
-            case NodeReport() | ServerIndex() | ServerGone() | ModelsInUse():
-                pass
-            case Heartbeat() | Sampled() | Progressed():
+            case (
+                NodeReport()
+                | ServerIndex()
+                | ServerGone()
+                | ModelsInUse()
+                | Heartbeat()
+                | Sampled()
+                | Progressed()
+            ):
                 pass
             case _:
                 assert_never(report)

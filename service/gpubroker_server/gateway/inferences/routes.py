@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import Response
+from fastapi import Query, Response
 from pydantic import Field, StringConstraints, WithJsonSchema
+from pydantic_core import to_json
 
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as KIND
 from gpubroker_server.core.domain.task import Dependency, Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.explain.explain import is_deferred
-from gpubroker_server.core.serving.batching import InferenceRequest, packed
+from gpubroker_server.core.serving.batching import FORMAT, InferenceRequest, packed, response_in
 from gpubroker_server.core.serving.tensors import BadTensor, Tensor, checked, tensor_of
-from gpubroker_server.gateway.http.bodies import BinaryBody, Body, Labels, Name, line
+from gpubroker_server.gateway.http.bodies import BinaryBody, Body, Labels, Name, WaitQuery, line
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
@@ -27,7 +28,7 @@ from gpubroker_server.gateway.proxy.health_checks import may_have
 from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.servers import Server
-from gpubroker_server.gateway.status.records import JUST_ACCEPTED
+from gpubroker_server.gateway.status.records import JUST_ACCEPTED, bytes_of
 from gpubroker_server.gateway.status.task_view import task_view
 from gpubroker_server.gateway.status.views import TaskView
 from gpubroker_server.gateway.submission.demand import Defaults
@@ -214,6 +215,7 @@ class InferenceParts:
     submissions: Submissions
     objects: NamedObjects
     residencies: Residencies | None
+    wait_seconds: float
     outside: tuple[Server, ...] = ()
     """The servers without models in the ledger."""
     reads: OneAtATime = field(default_factory=lambda: OneAtATime("inferences on objects", max_waiting=64))
@@ -334,3 +336,60 @@ async def _want_model(parts: Parts, model: str, priority: int) -> None:
         return
     if not await may_have(parts.outside, model):
         raise Problem("not-found", f'there is no model "{model[:100]}": {why}; GET /models lists them')
+
+
+@resource.route(
+    "GET /inferences/{task_id}/outputs",
+    "inferences_outputs",
+    Scope.TASKS_READ,
+    None,
+    "not-found task-not-finished tenant-waits validation-failed result-damaged",
+    response_class=Response,
+    responses={
+        200: {
+            "description": f"JSON that describes the outputs, followed by their bytes (`{JSON_LENGTH}` says "
+            "where they begin), as Triton answers in binary.",
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def get_outputs(
+    call: Call, parts: Parts, task_id: str, query: Annotated[WaitQuery, Query()]
+) -> Response:
+    """Wait for the end of a queued inference, and fetch its outputs as bytes.
+
+    `/tasks/{id}/result` has them as JSON."""
+    records, seconds = parts.submissions.records, min(query.timeout_seconds, parts.wait_seconds)
+    task = (await records.at_its_end(await records.find(call.identity, task_id), seconds)).task
+    if not task.is_terminal:
+        raise Problem("task-not-finished", task=task.id, state=task.state)
+    stored = await records.store.result(task.id)
+    data = None if stored is None or stored.format != FORMAT else await bytes_of(records.blobs, stored)
+    if data is None:
+        raise Problem(
+            "not-found",
+            f"task {task.id} ({task.state}) has no outputs of a model; see /tasks/{task.id}/result",
+        )
+    try:
+        head, tensors = await asyncio.to_thread(_outputs, data)
+    except BadTensor as bad:
+        raise Problem("result-damaged", f"the answer that was stored cannot be read: {bad}") from None
+    headers = {JSON_LENGTH: str(len(head))}
+    return Response(b"".join((head, *tensors)), media_type="application/octet-stream", headers=headers)
+
+
+def _outputs(data: bytes) -> tuple[bytes, list[bytes]]:
+    """Raises BadTensor."""
+    found = response_in(data)
+    described = [
+        {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": tensor.shape,
+            "parameters": {"binary_data_size": len(tensor.data)},
+        }
+        for tensor in found.outputs
+    ]
+    head = {"model_name": found.model, "model_version": found.version, "id": found.id}
+    text = to_json({**head, "parameters": found.parameters, "outputs": described})
+    return text, [tensor.data for tensor in found.outputs]

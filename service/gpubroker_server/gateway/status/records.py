@@ -212,7 +212,7 @@ _BASE64_STEP = 3 * 2**18
 
 async def result_member(blobs: BlobStore, stored: StoredResult | None) -> bytes:
     """`"result":...` or `"data_base64":"..."`, whichever the bytes are. Raises Problem result-damaged."""
-    data = None if stored is None else await _bytes_of(blobs, stored)
+    data = None if stored is None else await bytes_of(blobs, stored)
     if stored is None or data is None:
         return NO_RESULT
     if len(data) <= _INLINE_BYTES:
@@ -293,7 +293,7 @@ def _base64(data: bytes) -> bytes:
     return b"".join(base64.b64encode(data[at : at + _BASE64_STEP]) for at in starts)
 
 
-async def _bytes_of(blobs: BlobStore, stored: StoredResult) -> bytes | None:
+async def bytes_of(blobs: BlobStore, stored: StoredResult) -> bytes | None:
     if stored.digest is None:
         return stored.data
     try:
