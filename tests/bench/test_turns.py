@@ -1,4 +1,4 @@
-"""`python -m bench turns` for a few minutes: no model starves, and swapping at every change answers no more."""
+"""`python -m bench turns` for a few minutes: no model starves, and swaps at every change answer no more."""
 
 from argparse import ArgumentParser
 from itertools import pairwise, product
