@@ -177,6 +177,7 @@ def test_two_models_that_do_not_fit_together_take_turns(
         until(lambda: ready(own_triton) == [], "nothing is left in the server")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seconds", [6.0, pytest.param(600.0, marks=pytest.mark.evidence)])
 def test_a_model_in_use_is_never_evicted_by_background_work(
     own_triton: Triton, tmp_path: Path, seconds: float
