@@ -14,7 +14,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     name: import_module(f"bench.{name}")
     for name in (
         *("accept", "batch", "cancel", "cli", "run", "pickup", "preempt", "queues", "restart", "soak"),
-        *("openb", "plan", "evict", "churn", "simulate", "proxy", "inferences"),
+        *("openb", "plan", "evict", "turns", "churn", "simulate", "proxy", "inferences"),
     )
 }
 

@@ -11,6 +11,7 @@ from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.learning import topic_of
+from gpubroker_server.core.lifecycle.model_turns import turns
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules
 from gpubroker_server.ports.store import StoreUnavailable
 
@@ -103,6 +104,39 @@ async def test_the_leader_learns_at_once_that_a_model_which_was_idle_is_used() -
         there.gateway.store.listen(lambda events: made.extend(event.kind for event in events))
         client.ask("POST", INFER, b"x")
         await until(lambda: "request.made" in made)
+
+
+@pytest.mark.parametrize("asks", ["while it leaves", "later"])
+async def test_a_request_for_a_model_that_made_room_for_an_equal_has_it_take_its_turn_again(
+    asks: str,
+) -> None:
+    models = {name: ModelRules(gpu_mb=Mib(50 * GIB)) for name in ("any", "other")}
+    async with resident_models(Heard(), *map(SimulatedModel, models), models=models) as there:
+        gateway, client = there.gateway, await there.stage.connect()
+        client.ask("POST", INFER, b"x")
+        await there.load()
+        assert (await client.answer())[0] == 200
+        client.ask("POST", "/v2/models/other/infer", b"x")
+        rival = await there.wanted("other")
+        gateway.clock.advance(100.0)
+        await gateway.commit(*turns(gateway.world, frozenset(), gateway.clock.now()))
+        gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
+        await gateway.plan(rival.id)
+        model = await there.wanted()
+        assert model.state is TaskState.STOPPING
+        wants: list[str] = []
+        gateway.store.listen(
+            lambda events: wants.extend(event.kind for event in events if event.kind == "request.made")
+        )
+        late = await there.stage.connect()
+        if asks == "while it leaves":
+            late.ask("POST", INFER, b"x")
+        await there.index()
+        assert gateway.task(model.id).state is TaskState.PENDING
+        if asks == "later":
+            assert wants == []
+            late.ask("POST", INFER, b"x")
+        await until(lambda: bool(wants))
 
 
 async def test_the_priority_of_a_request_is_that_of_its_model_up_to_what_its_token_may() -> None:

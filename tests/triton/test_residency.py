@@ -177,6 +177,28 @@ def test_two_models_that_do_not_fit_together_take_turns(
         until(lambda: ready(own_triton) == [], "nothing is left in the server")
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seconds", [6.0, pytest.param(600.0, marks=pytest.mark.evidence)])
+def test_a_model_in_use_is_never_evicted_by_background_work(
+    own_triton: Triton, tmp_path: Path, seconds: float
+) -> None:
+    chosen = settings(own_triton, "simulated", min_residency_seconds=0.0, wanted_seconds=60.0)
+    with ForkedService(tmp_path / "data", **chosen) as service:
+        assert infer(service, "identity_fp32") == [1, 2, 3]
+        loaded_at = service.broker.model("identity_fp32").loaded_at
+        task = service.broker.submit("tests.e2e.work:add", gpu_mb=20 * GIB, priority=30)
+        asked, until_at = 0, time.monotonic() + seconds
+        while time.monotonic() < until_at:
+            assert infer(service, "identity_fp32") == [1, 2, 3]
+            asked += 1
+            time.sleep(0.5 * (asked % 4))  # a client's pace
+        assert service.broker.model("identity_fp32").loaded_at == loaded_at
+        assert is_at(service.broker, task.id, TaskState.PENDING)
+        print(f"{asked} requests in {seconds:g} s beside background work that waits: evicted 0 times")
+        service.broker.unload_model("identity_fp32")
+        until(lambda: is_at(service.broker, task.id, TaskState.SUCCEEDED), "the task waited for that only")
+
+
 def test_an_unused_model_is_unloaded_so_that_a_task_can_run(own_triton: Triton, tmp_path: Path) -> None:
     with ForkedService(tmp_path / "data", **settings(own_triton, "simulated", wanted_seconds=5.0)) as service:
         assert infer(service, "identity_fp32") == [1, 2, 3]

@@ -11,6 +11,7 @@ from gpubroker_server.core.domain.models import ModelTerms, turn_seconds
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
+from gpubroker_server.core.lifecycle.model_lifecycle import needs_want_request
 from gpubroker_server.core.lifecycle.model_turns import is_contended, turns
 from gpubroker_server.core.world.world import World
 
@@ -164,6 +165,24 @@ def test_five_models_that_are_always_asked_take_turns_in_the_order_in_which_they
         index(world, {model.name: ModelState.ABSENT}, now)
         now += 0.1
     assert "".join(held) == "abcdeabcdeab"
+
+
+def test_a_model_that_made_room_for_an_equal_takes_its_turn_again_only_when_it_is_asked() -> None:
+    world = loaded()
+    submit(world, a_model("other"))
+    tell(world, IDLE, 20.0)
+    plan(world, 20.1)
+    index(world, {LLM: ModelState.ABSENT}, 20.2)
+    plan(world, 20.3)
+    index(world, {"other": ModelState.READY}, 21.0)
+    assert the(world).state is TaskState.PENDING
+    assert not is_contended(world)
+    assert needs_want_request(the(world), 50, at(30.0))
+    ask(world, "want", 30.0, priority=50)
+    assert not needs_want_request(the(world), 50, at(30.0))
+    tell(world, IDLE, 40.0)
+    plan(world, 40.1)
+    assert the(world, "other").freeing_for == LLM
 
 
 def test_a_use_that_is_reported_late_does_not_count_as_new() -> None:

@@ -44,11 +44,19 @@ def is_wanted(task: Task, now: Instant) -> bool:
     return task.expires_at is None or now < task.expires_at
 
 
+def is_unasked(task: Task) -> bool:
+    """It made room for an equal, and no request has needed it since."""
+    assert task.model is not None
+    return task.state is TaskState.PENDING and task.model.yields
+
+
 def needs_want_request(task: Task, priority: int, now: Instant, *, queued: bool = False) -> bool:
     """Whether a request at this priority changes anything. `queued`: it is the highest of all queued
     inferences."""
     terms = task.model
     assert terms is not None
+    if is_unasked(task):
+        return True
     if task.expires_at is None or priority > terms.asked_priority:
         return priority > terms.asked_priority
     until = task.expires_at
@@ -213,6 +221,8 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
             terms, int(fields["priority"]), used_at, wanted=is_wanted(task, now), queued="queued" in fields
         )
     changes: dict[str, Any] = {"model": terms}
+    if is_unasked(task):
+        changes |= {"model": replace(terms, yields=False, left_at=now), "not_before": None}
     if task.expires_at is not None:
         changes["expires_at"] = Instant(max(task.expires_at, used_at + terms.wanted_seconds))
     after = replace(task, **changes)

@@ -82,7 +82,13 @@ def _after_unload(task: Task, now: Instant) -> tuple[Move, dict[str, Any]]:
         return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
     if task.expires_at is None or now < task.expires_at:
         terms = replace(task.model, left_at=now)
-        again = {"preemptions": task.preemptions + 1, "priority": terms.asked_priority, "model": terms}
+        again: dict[str, Any] = {
+            "preemptions": task.preemptions + 1,
+            "priority": terms.asked_priority,
+            "model": terms,
+        }
+        if terms.yields:  # a request that needs it says so, and then it takes its turn
+            again["not_before"] = task.expires_at
         return Move.REQUEUED, requeued_fields(task, **again)
     return Move.SUCCEEDED, {"finished_at": now, "freeing_for": None}
 

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.model_orders import IndexedModel
 from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.lifecycle.model_lifecycle import is_unasked
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import PARTS
@@ -50,8 +51,8 @@ class ModelView(TypedDict):
     state: Annotated[
         ModelState,
         Field(
-            description="cold: not in memory, and not wanted; waiting: for room; loading; resident: it "
-            "answers requests; draining: it answers the requests that it has, and is then unloaded."
+            description="cold: not in memory, and no request needs it; waiting: for room; loading; resident: "
+            "it answers requests; draining: it answers the requests that it has, and is then unloaded."
         ),
     ]
     task: Annotated[
@@ -185,7 +186,7 @@ def _view(residency: Residency, name: str, task: Task | None, reason: str = "") 
     return {
         "name": name,
         "server": residency.rules.name,
-        "state": "cold" if task is None else _STATES.get(task.state, "cold"),
+        "state": "cold" if task is None or is_unasked(task) else _STATES.get(task.state, "cold"),
         "task": None if task is None else task.id,
         "priority": None if task is None else task.priority,
         "pinned": terms is not None and terms.pinned,

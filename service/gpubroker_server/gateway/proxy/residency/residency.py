@@ -210,7 +210,7 @@ class Residency:
                 # Wanted as long as a request waits, however short that is.
                 again_seconds = min(1.0, self.rules.wanted_seconds / 4)
                 await moved.within(Seconds(min(until - now, again_seconds)))
-            await self._keep_wanted(known, priority)
+            await self._keep_wanted(self._parts.world.tasks.get(task.id, known), priority)
 
     async def returned(self, model: str) -> None:
         """Wait, for a model that the ledger has and the server denies, until one of them changes its mind.
