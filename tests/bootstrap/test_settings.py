@@ -106,6 +106,10 @@ def test_the_default_priority_is_what_the_name_of_its_band_stands_for(tmp_path: 
         ("model_types: {llm: {gpu_md: 1}}\n", 'did you mean "gpu_mb"?'),
         ("policy: {maximum: {gpu_mb: 40GiB}}\n", "a number of MiB, as 40960 for 40 GiB; found '40GiB'"),
         ("policy: {max_running: {labels: {team: 2}}}\n", "key=value or key=*"),
+        (
+            "policy: {tenants: {vision: {}}, max_running: {tenants: {visoin: 2}}}\n",
+            'names "visoin", which policy.tenants does not list; did you mean "vision"?',
+        ),
         ("pools: {lab: {gpu: 2}}\n", 'did you mean "gpus"?'),
         (
             "pools: {lab: {custom: {tape: 2}}}\n",

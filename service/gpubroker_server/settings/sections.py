@@ -1,7 +1,8 @@
 """The sections of the settings, with types, bounds and defaults. config.example.yaml explains each
 setting."""
 
-from typing import Annotated, Any, Literal
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
@@ -176,6 +177,19 @@ class PolicySettings(Section):
                 "give it guaranteed_mb: 0, or no cohort, or list the tenants"
             )
         return tenants
+
+    @model_validator(mode="after")
+    def _limits_are_of_known_tenants(self) -> Self:
+        """Where tenants are listed, another name is likelier a slip."""
+        known = sorted(self.tenants.keys() - {"*"})
+        for name in sorted(self.max_running.tenants.keys() - {*known, "*"}) if known else ():
+            near = get_close_matches(name, known, n=1)
+            meant = f'did you mean "{near[0]}"? If' if near else "if"
+            raise ValueError(
+                f'max_running.tenants names "{name}", which policy.tenants does not list; {meant} it is a '
+                f"tenant, add it there: {name}: {{}}"
+            )
+        return self
 
 
 class LimitSettings(Section):
