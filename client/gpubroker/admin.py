@@ -89,14 +89,17 @@ class AdminApi(Operations):
         *,
         scopes: Sequence[str],
         tenant: str | None = None,
+        new_tenant: bool = False,
         max_priority: int | str | None = None,
         expires_in_seconds: float | None = None,
     ) -> Steps[Token]:
-        """Create a token; its secret is in `.token` of this answer and nowhere else."""
+        """Create a token; its secret is in `.token` of this answer and nowhere else. `new_tenant`: nobody may
+        have named the tenant before."""
         body = {
             "name": name,
             "scopes": list(scopes),
             "tenant": tenant,
+            "new_tenant": new_tenant or None,
             "max_priority": max_priority,
             "expires_in_seconds": expires_in_seconds,
         }

@@ -136,6 +136,10 @@ simulated_devices: [{memory_mb: 24GiB}]
             "a number of MiB or a size such as 40GiB; found '40 horses'",
         ),
         ("policy: {max_running: {labels: {team: 2}}}\n", "key=value or key=*"),
+        (
+            "policy: {tenants: {vision: {}}, max_running: {tenants: {visoin: 2}}}\n",
+            'names "visoin", which policy.tenants does not list; did you mean "vision"?',
+        ),
         ("pools: {lab: {gpu: 2}}\n", 'did you mean "gpus"?'),
         (
             "pools: {lab: {custom: {tape: 2}}}\n",

@@ -115,7 +115,8 @@ class ServiceProcess:
         """For one tenant, who may submit and nothing more."""
         if tenant not in self._tenants:
             scopes = ["tasks:read", "tasks:write"]
-            self._tenants[tenant] = self.broker.create_token(tenant, scopes=scopes, tenant=tenant)
+            about = {"scopes": scopes, "tenant": tenant, "new_tenant": True}
+            self._tenants[tenant] = self.broker.create_token(tenant, **about)
         return Broker(url=self.url, token=self._tenants[tenant].token)
 
     def _client(self) -> dict[str, str]:

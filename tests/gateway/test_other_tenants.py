@@ -1,6 +1,6 @@
 """An operator with the scope admin sees and ends any tenant's work, which is audited; nobody else does."""
 
-from tests.gateway.harness import Client, Gateway, problem
+from tests.gateway.harness import Client, Gateway, fault, problem
 
 
 async def a_task_of(gateway: Gateway, tenant: str) -> tuple[Client, str]:
@@ -52,3 +52,16 @@ async def test_others_see_and_end_only_what_is_their_tenants(gateway: Gateway) -
     problem(await other.post(f"/tasks/{task}/cancel"), 404, "not-found")
     await other.post(f"/tasks/{own}/cancel")
     assert gateway.store.audited == [], "one's own needs no note"
+
+
+async def test_a_token_for_a_tenant_that_nobody_named_is_refused_with_the_nearest_unless_it_is_new(
+    api: Client,
+) -> None:
+    wish = {"name": "ci", "scopes": ["tasks:read"], "tenant": "acmee"}
+    refused = await api.post("/tokens", json=wish)
+    assert 'did you mean "acme"?' in fault(refused, "/tenant")
+    assert "new_tenant: true" in fault(refused, "/tenant")
+    assert "known are acme" in fault(await api.post("/tokens", json={**wish, "tenant": "q"}), "/tenant")
+    assert (await api.post("/tokens", json={**wish, "new_tenant": True})).status_code == 201
+    assert (await api.post("/tokens", json={**wish, "name": "more"})).status_code == 201, "it is known now"
+    assert (await api.post("/tokens", json={**wish, "name": "z", "tenant": "zeta"})).status_code == 201

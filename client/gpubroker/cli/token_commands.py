@@ -41,6 +41,9 @@ def create(
         ),
     ],
     tenant: Annotated[str | None, typer.Option(help="Tenant whose tasks it reads and submits.")] = None,
+    new_tenant: Annotated[
+        bool, typer.Option("--new-tenant", help="Nobody has named that tenant yet.")
+    ] = False,
     max_priority: Annotated[
         Any,
         typer.Option(
@@ -58,7 +61,12 @@ def create(
     """Create a token and print its secret, which is shown only once."""
     with connect(context) as broker:
         created = broker.create_token(
-            name, scopes=scope, tenant=tenant, max_priority=max_priority, expires_in_seconds=expires
+            name,
+            scopes=scope,
+            tenant=tenant,
+            new_tenant=new_tenant,
+            max_priority=max_priority,
+            expires_in_seconds=expires,
         )
         emit(output, created, lambda token: token.token or "")
         eprint(f"store it: it is not shown again; to revoke it: gpubroker token revoke {name}")

@@ -12,12 +12,17 @@ from urllib.parse import urlsplit
 
 from gpubroker import Broker, BrokerError, Unreachable
 
+from gpubroker_server.adapters.ray.driver.leave import CannotLeave, leave_cluster
 from gpubroker_server.adapters.ray.head.head import read_state, stop_head
+from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.bootstrap.start_checks import brokers_of
 from gpubroker_server.settings.loading import Settings
 
 ANSWER_SECONDS = 30.0
 CLOSE_SECONDS = 30.0
+TAKEOVER_SECONDS = 1.5
+"""After a leader resigned, another one leads sooner."""
+_LEADER = "SELECT holder FROM leadership WHERE lease_until > extract(epoch FROM clock_timestamp())"
 
 
 class StillRunning(Exception):
@@ -32,7 +37,37 @@ def stop_everything(settings: Settings) -> list[str]:
     if head is not None:
         asyncio.run(stop_head(settings.data_dir))
         done.append(f"local Ray (process {head.pid}) stopped")
+    if settings.ray.address and settings.engine == "ray":
+        done.append(_leave_cluster(settings))
     return done
+
+
+def _leave_cluster(settings: Settings) -> str:
+    """End our agents and runs on a joined Ray, unless another broker leads. Raises StillRunning."""
+    ray = settings.ray
+    if (other := _other_leader(settings.database)) is not None:
+        return f"{other} leads on this database; its node agents and runs on {ray.address} go on"
+    options = RayOptions(data_dir=settings.data_dir, address=ray.address, cluster=ray.cluster)
+    try:
+        agents = leave_cluster(options)
+    except CannotLeave as fault:
+        raise StillRunning(f"{fault}; runs may go on there, try again") from None
+    return f"{agents} node agents and all runs of theirs on {ray.address} ended; that Ray goes on"
+
+
+def _other_leader(database: str) -> str | None:
+    """The broker that leads now, or soon: those that are stopped have resigned."""
+    if database.startswith("sqlite"):
+        return None
+    from gpubroker_server.adapters.sql.connections import connect_reader
+
+    deadline = time.monotonic() + TAKEOVER_SECONDS
+    with connect_reader(database) as connection:
+        while True:
+            found = connection.execute(_LEADER).fetchone()
+            if found is not None or time.monotonic() > deadline:
+                return None if found is None else str(found[0])
+            time.sleep(0.05)
 
 
 def _stop_service(client_file: Path) -> str:

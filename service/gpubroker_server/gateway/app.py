@@ -113,7 +113,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
         rules.kinds, servers, parts.residencies, parts.disk_full,
     )  # fmt: skip
     yield EventParts(records)
-    yield TokenParts(store, clock, parts.tokens)
+    yield TokenParts(store, clock, parts.tokens, rules.policy)
     yield OperationParts(
         store, freshness, leadership, waiters, telemetry, parts.has_executor, parts.shutdown, parts.disk_full
     )

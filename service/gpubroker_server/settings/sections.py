@@ -3,7 +3,8 @@ setting."""
 
 import contextlib
 import math
-from typing import Annotated, Any, Literal
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Self
 
 from gpubroker import units
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -207,6 +208,19 @@ class PolicySettings(Section):
                 "give it guaranteed_mb: 0, or no cohort, or list the tenants"
             )
         return tenants
+
+    @model_validator(mode="after")
+    def _limits_are_of_known_tenants(self) -> Self:
+        """Where tenants are listed, another name is likelier a slip."""
+        known = sorted(self.tenants.keys() - {"*"})
+        for name in sorted(self.max_running.tenants.keys() - {*known, "*"}) if known else ():
+            near = get_close_matches(name, known, n=1)
+            meant = f'did you mean "{near[0]}"? If' if near else "if"
+            raise ValueError(
+                f'max_running.tenants names "{name}", which policy.tenants does not list; {meant} it is a '
+                f"tenant, add it there: {name}: {{}}"
+            )
+        return self
 
 
 class LimitSettings(Section):

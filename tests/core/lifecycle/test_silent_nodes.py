@@ -293,7 +293,7 @@ def test_a_report_about_a_replaced_agent_is_ignored() -> None:
 
 def test_a_report_before_the_first_check_counts() -> None:
     cluster = Cluster({"n1": 1, "n2": 1})
-    assert cluster.told("n1") == ["n1"]
+    assert cluster.told("n1", confirmed=False) == ["n1"]
 
 
 def test_the_last_node_is_given_up_when_the_cluster_is_certain() -> None:

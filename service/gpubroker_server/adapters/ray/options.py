@@ -80,6 +80,11 @@ class RayOptions:
         where = str(self.data_dir.resolve()) if self.is_local else f"{self.address}/{self.cluster}"
         return hashlib.sha256(where.encode()).hexdigest()[:12]
 
+    @property
+    def namespace(self) -> str:
+        """Ray namespace of our actors: other brokers may be guests of the same cluster."""
+        return f"gpubroker-{self.instance}"
+
     def agent_config(self, keepalive: str) -> "AgentConfig":
         devices = None
         if self.devices is not None:

@@ -1,14 +1,18 @@
 """Tokens: create, list, delete."""
 
+from collections.abc import Set
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated
 
 from fastapi import Response
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.gateway.http.bodies import NAME, Body
+from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Identity, Scope, Tokens, new_token
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
@@ -18,6 +22,7 @@ from gpubroker_server.ports.store import Clock, TaskStore, TokenRow
 
 resource = Resource("administration")
 
+MOST_NAMED = 5
 _MAX_SECONDS = 3650 * 24 * 3600
 
 
@@ -28,6 +33,7 @@ class TokenParts:
     store: TaskStore
     clock: Clock
     tokens: Tokens
+    policy: Policy
 
 
 Parts = Annotated[TokenParts, PARTS]
@@ -41,6 +47,10 @@ class CreateToken(Body):
         StringConstraints(pattern=NAME),
         Field(description="Left out: the tenant of the token that creates it."),
     ] = None
+    new_tenant: Annotated[
+        bool,
+        Field(description="The tenant may be one that neither the settings nor any token names yet."),
+    ] = False
     max_priority: Priority | None = None
     expires_in_seconds: Annotated[float, Field(gt=0, le=_MAX_SECONDS)] | None = None
 
@@ -82,6 +92,9 @@ async def create_token(call: Call, parts: Parts, body: CreateToken) -> Response:
     creator, now, seconds = call.identity, parts.clock.now(), body.expires_in_seconds
     max_priority = creator.max_priority if body.max_priority is None else body.max_priority
     _check_within(creator, body, max_priority)
+    if body.tenant is not None and not body.new_tenant:
+        others = {row.tenant for row in await parts.store.tokens()}
+        _check_tenant(body.tenant, parts.policy, others)
     secret, row = new_token(
         body.name,
         tenant=body.tenant or creator.tenant,
@@ -105,6 +118,18 @@ async def delete_token(call: Call, parts: Parts, name: str) -> Response:
         raise Problem("not-found", f'there is no token "{name[:100]}"; GET /tokens lists them')
     parts.tokens.drop(name)
     return Response(status_code=204)
+
+
+def _check_tenant(tenant: str, policy: Policy, others: Set[str]) -> None:
+    """Where tenants are configured, an unknown name is likelier a slip than a new tenant. Raises Problem."""
+    configured = {known.name for known in policy.tenants} - {"*"}
+    known = configured | others
+    if not configured or tenant in known:
+        return
+    near = get_close_matches(tenant, sorted(known), n=1)
+    meant = f'did you mean "{near[0]}"?' if near else f"known are {', '.join(sorted(known)[:MOST_NAMED])}"
+    detail = f'nobody has configured a tenant "{tenant}"; {meant} For a new one send new_tenant: true'
+    raise invalid(Fault(pointer="/tenant", detail=detail, code="unknown-tenant"))
 
 
 def _check_within(creator: Identity, body: CreateToken, max_priority: int) -> None:

@@ -37,7 +37,7 @@ CLUSTER: dict[str, Any] = {
         "gang_start_seconds": 6,
         "custom_limits": {"licence": {"limit": 2, "priority_threshold": 40}},
         "max_running": {"tenants": {"guest": 1}, "labels": {"run=*": 1}},
-        "tenants": {"greedy": {"weight": 0.25}},
+        "tenants": {"greedy": {"weight": 0.25}, "guest": {}},
         "usage_half_life_seconds": 5,
         "streams": {"release": 4, "nightly": 0.5},
     },

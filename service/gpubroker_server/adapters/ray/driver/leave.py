@@ -1,0 +1,59 @@
+"""End our node agents on a joined cluster, and with them all runs and runners of ours.
+
+Started as `python -m gpubroker_server.adapters.ray.driver.leave ADDRESS NAMESPACE`; prints how many there
+were.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+
+from gpubroker_server.adapters.ray.head.head import ray_environment
+from gpubroker_server.adapters.ray.options import RayOptions
+
+LEAVE_SECONDS = 30.0
+"""For one agent to end all runs of its node."""
+MOST_SECONDS = 120.0
+
+
+class CannotLeave(Exception):
+    """The cluster cannot be reached, or an agent did not end; the text says which."""
+
+
+def leave_cluster(options: RayOptions) -> int:
+    """How many agents were ended. Raises CannotLeave."""
+    command = [sys.executable, "-m", __name__, str(options.address), options.namespace]
+    try:
+        ended = subprocess.run(  # noqa: S603  # our own module
+            command, check=False, env={**os.environ, **ray_environment(options)},
+            capture_output=True, text=True, timeout=MOST_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise CannotLeave(f"Ray at {options.address} did not answer within {MOST_SECONDS:g} s") from None
+    if ended.returncode != 0:
+        last = ended.stderr.strip().rpartition("\n")[2]
+        raise CannotLeave(f"the node agents on Ray at {options.address} could not be ended: {last}")
+    return int(ended.stdout.split()[-1])
+
+
+def main() -> None:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+
+    address, namespace = sys.argv[1:]
+    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    names = [found["name"] for found in ray.util.list_named_actors(all_namespaces=True)
+             if found["namespace"] == namespace and found["name"].startswith("agent/")]  # fmt: skip
+    for name in names:
+        try:
+            ray.get(ray.get_actor(name).leave.remote(), timeout=LEAVE_SECONDS)
+        except GetTimeoutError:
+            sys.exit(f"{name} has not ended within {LEAVE_SECONDS:g} s")
+        except (RayError, ValueError):
+            continue  # it ends its own process
+    print(len(names))
+
+
+if __name__ == "__main__":
+    main()
