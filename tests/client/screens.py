@@ -27,6 +27,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.gateway.http import ids
+from structlog.testing import capture_logs
 
 from tests.builders import GIB, a_device, a_node, a_sample
 from tests.gateway.harness import Client, Gateway, a_body
@@ -81,7 +82,8 @@ def command_line(gateway: Gateway, token: str, columns: int | None) -> Iterator[
         return Broker("http://127.0.0.1:8470", token, transport=Bridge(gateway, loop))
 
     env = {"COLUMNS": str(columns or COLUMNS), "TERM": "dumb", "XDG_STATE_HOME": "/nonexistent"}
-    with patch.dict(os.environ, env), patch("gpubroker.broker.Broker", connected):
+    # The log of the gateway in this process is not what a command shows.
+    with patch.dict(os.environ, env), patch("gpubroker.broker.Broker", connected), capture_logs():
         yield
 
 

@@ -38,6 +38,7 @@ class SyncHttp(SyncCaller):
         self.connection: Connection = find_service(url, token)
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
+        self._is_direct = transport is None
         self._http = httpx.Client(transport=transport, **_client_settings(self.connection))
 
     def __enter__(self) -> Self:
@@ -50,6 +51,12 @@ class SyncHttp(SyncCaller):
 
     def close(self) -> None:
         self._http.close()
+
+    def check_listening(self) -> None:
+        """Whether the address takes connections at all, at once. Raises Unreachable if it refuses them; knows
+        nothing of an address that is reached through a proxy, or by a transport of one's own."""
+        if self._is_direct:
+            _check_listening(self.connection)
 
     def _carry_out(self, steps: Steps[T]) -> T:
         try:
@@ -221,9 +228,7 @@ def _answer_of(response: httpx.Response, prefix: bytes = b"") -> Answer:
     )
 
 
-def check_listening(connection: Connection) -> None:
-    """Whether the address takes connections at all, at once. Raises Unreachable if it refuses them; knows
-    nothing of an address that is reached through a proxy."""
+def _check_listening(connection: Connection) -> None:
     url = httpx.URL(connection.url)
     if url.host in _LOOPBACK or not getproxies():
         try:
