@@ -1,16 +1,22 @@
 """POST /plan: whether components fit one of three described fleets, or the present one."""
 
 import asyncio
+import re
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from gpubroker_server.core.domain.orders import Ready, Started
 from gpubroker_server.core.explain.fit import FleetPlanSteps, plan_fleet
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault, problem
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 TRAINING = [
     {"name": "rollout", "count": 8, "resources": {"cpu": 1}},
@@ -75,7 +81,7 @@ async def test_four_machines_of_two_gpus_take_a_trainer_for_each_gpu(api: Client
 async def test_eight_machines_of_eight_gpus_and_16_of_cpus_are_planned_with_and_without_colocation(
     api: Client,
 ) -> None:
-    fleet = (machines("gpu", 8, 64, 8), machines("cpu", 16, 64, 0))
+    fleet = (machines("gpu", 8, 32, 8), machines("cpu", 16, 64, 0))
     roles = {
         "train": {"cpu": 4, "gpus": 1},
         "rollout": {"cpu": 2, "gpus": 1},
@@ -96,6 +102,63 @@ async def test_eight_machines_of_eight_gpus_and_16_of_cpus_are_planned_with_and_
     alone = [{"name": name, "count": 64, "resources": size} for name, size in roles.items()]
     found = await plan(api, [*alone, rollouts], *fleet)
     assert (found["fits"], sum(part["missing"] for part in found["components"])) == (False, 128)
+
+
+def totals(gpus: int, whole: int, gpu_mb: int, cpu: int, memory_mb: int = 0) -> dict[str, Any]:
+    return {"gpus": gpus, "whole_gpus": whole, "gpu_mb": gpu_mb, "cpu": cpu, "memory_mb": memory_mb}
+
+
+def apart(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Its roles as components of their own, with its priority."""
+    roles = component.get("resources", {}).get("roles")
+    if roles is None:
+        yield component
+    for name, size in (roles or {}).items():
+        yield {**component, "name": f"{component['name']}-{name}", "resources": size}
+
+
+@pytest.mark.parametrize(
+    ("name", "fleet", "together", "alone", "without_place"),
+    [
+        ("fleet-small", [(1, 16, 1)], totals(1, 1, 0, 16), totals(1, 1, 0, 17), {"weight-sync": 1}),
+        (
+            "fleet",
+            [(4, 32, 2)],
+            totals(8, 6, 2 * 60_000, 128),
+            totals(10, 6, 2 * 100_000, 130),
+            {"scorer-reward": 2},
+        ),
+        (
+            "fleet-large",
+            [(8, 32, 8), (16, 64, 0)],
+            totals(80, 80, 0, 64 * 4 + 960 + 64 + 32, (64 * 64 + 960 * 2 + 16 * 64) * 1024),
+            totals(208, 144, 64 * 20 * 1024, 64 * 7 + 960 + 64 + 32, (64 * 112 + 960 * 2 + 16 * 64) * 1024),
+            {"worker-generate": 64, "worker-validate": 64, "evaluation": 2},
+        ),
+    ],
+)
+async def test_the_example_fleets_have_these_totals_and_need_colocation(
+    api: Client,
+    name: str,
+    fleet: list[tuple[int, int, int]],
+    together: dict[str, Any],
+    alone: dict[str, Any],
+    without_place: dict[str, int],
+) -> None:
+    text = (EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8")
+    example = yaml.safe_load(text)
+    sizes = [
+        (nodes.get("count", 1), nodes["cpu"], sum(gpu.get("count", 1) for gpu in nodes.get("gpus", [])))
+        for nodes in example["fleet"]
+    ]
+    assert sizes == fleet
+    found = await plan(api, example["components"], *example["fleet"])
+    assert [found["message"]] == re.findall(r"^# -> (.*)$", text, re.MULTILINE)
+    assert (found["totals"], found["totals_without_colocation"]) == (together, alone)
+    parts = [part for component in example["components"] for part in apart(component)]
+    found = await plan(api, parts, *example["fleet"])
+    assert found["totals"] == found["totals_without_colocation"] == alone
+    assert {part["name"]: part["missing"] for part in found["components"] if part["missing"]} == without_place
 
 
 async def test_the_present_fleet_is_planned_with_its_runs_and_those_that_would_be_displaced(
