@@ -9,6 +9,7 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.sql.store import SqlStore, open_store
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.follower import LogFollower
+from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.settings.loading import load_settings
@@ -55,7 +56,7 @@ async def a_member(url: str, folder: Path, name: str) -> AsyncIterator[Member]:
 
     picture = LogFollower(store, HALF_LIFE_SECONDS, fail)
     blobs = DirectoryBlobs(folder / name / "blobs", max_bytes=2**20)
-    role = BrokerRole(name, settings, store, picture, blobs)
+    role = BrokerRole(name, settings, store, picture, blobs, RunAccess(settings, None))
     await picture.begin()
     jobs = [asyncio.create_task(job) for part in (role, picture) for _, job in part.jobs()]
     member = Member(role, store, jobs)

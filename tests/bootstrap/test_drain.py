@@ -129,8 +129,8 @@ def drain_with_notice(service: ServiceProcess) -> None:
 
 def test_what_does_not_come_to_its_end_is_ended_in_time() -> None:
     code = (
-        "import time; from gpubroker_server.bootstrap.commands import ExitDeadline; "
-        "ExitDeadline(0.2).begin(); time.sleep(60)"
+        "import time; from gpubroker_server.bootstrap.commands import ExitDeadline, configure_logs; "
+        "configure_logs('INFO', 'console'); ExitDeadline(0.2).begin(); time.sleep(60)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS

@@ -97,7 +97,8 @@ class TwoBrokers:
     def __init__(
         self, folder: Path, url: str, head: HeadState, env: Mapping[str, str], stack: ExitStack
     ) -> None:
-        self._folder, self._agents_log = folder, head.ray_dir / "session_latest" / "logs"
+        self._folder, self._ray_logs = folder, head.ray_dir / "session_latest" / "logs"
+        self._run_dirs = Path(env["TMPDIR"])
         self._witness = folder / "witness"
         self._database = Database(url)
         self._tasks = 0
@@ -135,7 +136,8 @@ class TwoBrokers:
         logs = [
             *self._folder.glob("*/log"),
             *self._folder.glob("*/*.log"),
-            *self._agents_log.glob("worker-*"),
+            *self._ray_logs.glob("worker-*"),
+            *self._run_dirs.rglob("agent.log"),
         ]
         texts = {log: log.read_text(encoding="utf-8", errors="replace") for log in logs}
         return "\n".join(f"== {log}\n{text[-LAST_BYTES:]}" for log, text in texts.items() if text)
@@ -212,7 +214,7 @@ class TwoBrokers:
         self._leader, self._successor = self._successor, self._leader
 
     def _refusals(self) -> int:
-        logs = self._agents_log.glob("worker-*")
+        logs = self._run_dirs.rglob("agent.log")
         return sum(log.read_text(encoding="utf-8", errors="replace").count(REFUSED) for log in logs)
 
     def _new_task(self, **fields: Any) -> str:

@@ -25,6 +25,7 @@ from gpubroker_server.adapters.sql.postgres import PostgresSession
 from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.follower import LogFollower
+from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.core.domain.leader_term import NEVER, LeaderTerm, LeaderTermRules
 from gpubroker_server.core.domain.orders import Ended, Order, Report, StartOrder, StopOrder
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
@@ -144,7 +145,8 @@ class Broker:
         store = await open_store(settings.database)
         picture = LogFollower(store, HALF_LIFE_SECONDS, self._fail)
         blobs = DirectoryBlobs(settings.data_dir / "blobs", max_bytes=2**20)
-        role = BrokerRole(f"{settings.data_dir.name}:{os.getpid()}", settings, store, picture, blobs)
+        name, runs = f"{settings.data_dir.name}:{os.getpid()}", RunAccess(settings, None)
+        role = BrokerRole(name, settings, store, picture, blobs, runs)
         self._watch(role)
         await picture.begin()
         loop = asyncio.get_running_loop()

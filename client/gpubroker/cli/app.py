@@ -24,7 +24,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "gpu_commands": "gpus",
     "cluster_commands": "estimates nodes tenants stats policy",
     "infer_command": "infer",
-    "model_commands": "models load unload pin",
+    "model_commands": "load unload pin models",
     "object_commands": "upload objects",
     "quarantine_commands": "resume quarantine",
     "plan_command": "plan",

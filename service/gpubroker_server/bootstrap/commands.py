@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import structlog
 import uvloop
 
+from gpubroker_server.adapters.sql.database import connections_kept
 from gpubroker_server.adapters.sql.move_data import move_data
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import begin_lineage, migrate, open_store
@@ -94,6 +95,9 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
         )
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
+    if store.is_shared:
+        kept = connections_kept(pooled=not settings.database_notify, leads=leads)
+        log.info("connected to the database", connections=kept)
     deadline = ExitDeadline(settings.drain_seconds)
     try:
         blobs = await open_blobs(settings, store)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from gpubroker import Broker, BrokerError, Unreachable
 
 from gpubroker_server.adapters.ray.driver.leave import CannotLeave, leave_cluster
-from gpubroker_server.adapters.ray.head.head import read_state, stop_head
+from gpubroker_server.adapters.ray.head.head import HeadRefused, reach, read_state, stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.bootstrap.start_checks import brokers_of
 from gpubroker_server.settings.loading import Settings
@@ -49,7 +49,10 @@ def _leave_cluster(settings: Settings) -> str:
         return f"{other} leads on this database; its node agents and runs on {ray.address} go on"
     options = RayOptions(data_dir=settings.data_dir, address=ray.address, cluster=ray.cluster)
     try:
+        asyncio.run(reach(ray.address))
         agents = leave_cluster(options)
+    except HeadRefused:
+        return f"nothing answers at {ray.address}, so what ran there could not be asked to end"
     except CannotLeave as fault:
         raise StillRunning(f"{fault}; runs may go on there, try again") from None
     return f"{agents} node agents and all runs of theirs on {ray.address} ended; that Ray goes on"

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import structlog
 from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, select, text, update
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
@@ -22,8 +21,6 @@ from gpubroker_server.adapters.sql.system_tables import SCHEMA, MoveStage, audit
 from gpubroker_server.core.domain.leader_term import next_lineage
 from gpubroker_server.core.domain.units import Lineage
 from gpubroker_server.ports.store import StoreExhausted
-
-log = structlog.get_logger("gpubroker.database")
 
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
@@ -216,17 +213,20 @@ def file_engine(file: SqliteFile) -> Engine:
 
 
 def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
-    needed = 1 + READERS + (not pooled) + leads
+    needed = connections_kept(pooled=pooled, leads=leads)
     try:
-        database = _open_all(url, pooled=pooled, may_lose_commits=may_lose_commits, leads=leads)
+        return _open_all(url, pooled=pooled, may_lose_commits=may_lose_commits, leads=leads)
     except StoreExhausted as short:
         raise DatabaseRefused(
             f"PostgreSQL at {connections.display_name(url)} is {short}; this process keeps {needed} "
             f"connections: 1 that writes, {READERS} that read{'' if pooled else ', 1 that listens'}"
             f"{', 1 for the leader' if leads else ''}; {connections.GET_CONNECTIONS}"
         ) from None
-    log.info("connected to the database", connections=needed)
-    return database
+
+
+def connections_kept(*, pooled: bool, leads: bool) -> int:
+    """To PostgreSQL, by one process: one writes, READERS read, one listens, one is for the leader's row."""
+    return 1 + READERS + (not pooled) + leads
 
 
 def _open_all(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
