@@ -189,6 +189,7 @@ def _put(
     if places is None:
         return None, ()
     admit(draft, task, places, now)
+    draft.assume_started(task.id)  # a fleet is planned as it will be, not as it starts
     return places, leavers
 
 

@@ -184,6 +184,12 @@ class Draft:
                 freeing_for, stopping = stop_notice(after, lease.rank)
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
 
+    def assume_started(self, task: TaskId) -> None:
+        """As if the processes of a task that this draft admitted were at work."""
+        for node, _ in rank_tasks(self.task(task)):
+            self._own_use(node).starting -= 1
+            self.changes.mark(node)
+
     def remove_run(self, run: Task, ranks: Collection[int] | None = None) -> None:
         """As if the run had ended; of a gang that goes on without them, only `ranks`."""
         if ranks is None:
