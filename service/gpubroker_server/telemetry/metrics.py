@@ -44,6 +44,10 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_build_info": ("Always 1; what runs here.", ("version",)),
     "gpubroker_tasks": ("Tasks that are not finished.", ("state", "band")),
     "gpubroker_pending_tasks": ("Pending tasks by the reason that is known without planning.", ("reason",)),
+    "gpubroker_pending_oldest_seconds": (
+        "Time since the submit of the oldest task that is queued.",
+        ("band",),
+    ),
     "gpubroker_node_ready": (
         "1 if the node's agent answers the leader, 0 if it is silent; absent without a known leader.",
         ("hostname",),
@@ -106,6 +110,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
+    "gpubroker_preemptions": ("Tasks and models that made room since this process started.", ("holder",)),
     **OF_INFERENCES,
     "gpubroker_model_server_faults": (
         "Calls of a model server that were refused, broke off or timed out.",
@@ -225,7 +230,7 @@ class WorldCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         sources = self._sources
         yield _gauge("gpubroker_build_info", [((_RELEASE,), 1)])
-        yield from _task_metrics(sources.world)
+        yield from _task_metrics(sources.world, sources.now())
         yield from _device_metrics(sources.world)
         yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
         yield from _tenant_metrics(sources)
@@ -280,11 +285,15 @@ def _leader_metrics(world: World, leader: LeaderSeen | None) -> Iterator[Metric]
     yield _gauge("gpubroker_node_gpu_faults", [((node,), count) for node, count in faults.items()])
 
 
-def _task_metrics(world: World) -> Iterator[Metric]:
+def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
     queue = world.queue
     waiting: Counter[int] = Counter()
+    oldest: dict[str, float] = {}
     for (_tenant, priority, *_alike), group in queue.groups.items():
         waiting[priority] += len(group)
+        submitted_at, _task = group.member(0)
+        band = band_of(priority)[0]
+        oldest[band] = min(submitted_at, oldest.get(band, submitted_at))
     live: Counter[tuple[str, str]] = Counter()
     for priority, count in waiting.items():
         live[TaskState.PENDING.value, band_of(priority)[0]] += count
@@ -299,6 +308,10 @@ def _task_metrics(world: World) -> Iterator[Metric]:
         "Queued": waiting.total(),
     }
     yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])
+    ages = [((band,), max(0.0, now - since)) for band, since in oldest.items()]
+    yield _gauge("gpubroker_pending_oldest_seconds", ages)
+    preempted = [((holder,), world.preempted[holder]) for holder in ("task", "model")]
+    yield _counter("gpubroker_preemptions", preempted)
     finished: Counter[str] = Counter()
     for (_tenant, state), count in world.finished.items():
         finished[state.value] += count

@@ -85,6 +85,8 @@ class World:
         self.runs: dict[NodeName, set[TaskId]] = {}
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many tasks ever ended so; survives pruning."""
+        self.preempted: Counter[str] = Counter()
+        """`task` or `model` -> how often one made room since this World was first read."""
         self.pending: Counter[str] = Counter()
         """Tenant -> how many of its tasks are pending, whatever they wait for."""
         self.pending_bytes: Counter[str] = Counter()
@@ -241,6 +243,7 @@ class World:
         self._count_in(after, grows=grows)
         self.awaited.update(after)
         self.models.answered.note(before, after)
+        self.preempted["task" if after.model is None else "model"] += after.preemptions - before.preemptions
         self.queue.reposition(self.awaited.inheritance.changed, self.tasks)
         for device in self.pledges.get(after.id, ()):
             self.marks.mark(self.ledgers[device].device.node)
