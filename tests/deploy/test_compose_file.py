@@ -1,0 +1,113 @@
+"""compose.yaml: its form, its settings, and the files that it mounts. No container engine starts it here."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from gpubroker.cli.app import app
+from typer.main import get_command
+
+from tests.deploy.programs import DEPLOY, PLACE
+from tests.deploy.settings_check import settings_from
+
+ENV = {
+    "SITE": "gpus.example.org",
+    "POSTGRES_PASSWORD": "a-long-password",
+    "RAY_AUTH_TOKEN": "a-long-token",
+    "GRAFANA_PASSWORD": "another-password",
+    "ENTRYPOINTS": "team.training:*",
+    "TRITON_SERVERS": '[{"name":"main","http_url":"http://triton:8000","grpc_url":"http://triton:8001","node":"n1"}]',
+}
+"""What the operator writes into .env."""
+TEXT = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
+
+
+def interpolated(text: str, env: Mapping[str, str]) -> str:
+    """As Compose does: ${NAME:-default}, ${NAME:?what to do}."""
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1], match[2]
+        assert name in env or default is not None, f"{name} is needed: {match[3]}"
+        return env.get(name, default or "")
+
+    return re.sub(r"\$\{(\w+)(?::-([^}]*)|:\?([^}]*))?\}", value, text)
+
+
+COMPOSE: Mapping[str, Any] = yaml.safe_load(interpolated(TEXT, ENV))
+SERVICES: Mapping[str, Mapping[str, Any]] = COMPOSE["services"]
+OURS = [name for name, service in SERVICES.items() if service["image"].startswith("gpubroker:")]
+
+
+def test_it_has_the_form_of_a_compose_file() -> None:
+    schema = json.loads((PLACE / "compose.json").read_text(encoding="utf-8"))
+    file = yaml.safe_load(interpolated(TEXT, ENV))
+    # Two words are newer than the schema that can be had.
+    del file["name"]
+    for name in OURS:
+        for condition in file["services"][name].get("depends_on", {}).values():
+            condition.pop("restart", None)
+    jsonschema.validate(file, schema)
+
+
+def test_two_gateways_and_two_brokers_share_database_and_objects_and_nothing_else() -> None:
+    assert sorted(OURS) == ["broker-a", "broker-b", "gateway-a", "gateway-b", "ray-head"]
+    found = {name: settings_from(variables_of(name)) for name in OURS if name != "ray-head"}
+    assert len({settings.data_dir for settings in found.values()}) == 4
+    assert len({(settings.blob_dir, settings.database) for settings in found.values()}) == 1
+    for name, settings in found.items():
+        is_gateway = name.startswith("gateway")
+        assert (settings.host == "0.0.0.0") is is_gateway
+        assert (settings.ray.address == "") is is_gateway
+        assert settings.entrypoints == ["team.training:*"]
+        assert [server.name for server in settings.triton.servers] == ["main"]
+    gateways = [settings for name, settings in found.items() if name.startswith("gateway")]
+    assert all({"gpus.example.org", "gateway-a", "gateway-b"} == {*it.allowed_hosts} for it in gateways)
+    assert all(it.drain_seconds < 30 for it in found.values()), "stop_grace_period"
+
+
+def variables_of(name: str) -> dict[str, str]:
+    return {key: str(value) for key, value in SERVICES[name]["environment"].items()}
+
+
+@pytest.mark.parametrize("name", ["SITE", "POSTGRES_PASSWORD", "RAY_AUTH_TOKEN", "GRAFANA_PASSWORD"])
+def test_what_has_no_default_is_asked_for(name: str) -> None:
+    with pytest.raises(AssertionError, match=f"{name} is needed: write it into .env"):
+        interpolated(TEXT, {key: value for key, value in ENV.items() if key != name})
+
+
+def test_without_triton_and_entrypoints_there_are_none() -> None:
+    needed = {name: value for name, value in ENV.items() if name not in ("TRITON_SERVERS", "ENTRYPOINTS")}
+    services = yaml.safe_load(interpolated(TEXT, needed))["services"]
+    settings = settings_from({key: str(value) for key, value in services["gateway-a"]["environment"].items()})
+    assert (settings.triton.servers, settings.entrypoints) == ([], [])
+    assert services["triton"]["profiles"] == ["triton"]
+
+
+def test_mounted_files_are_there() -> None:
+    files = [
+        volume.partition(":")[0]
+        for service in SERVICES.values()
+        for volume in service.get("volumes", ())
+        if volume.startswith("./") and volume.partition(":")[0] not in ("./code", "./models")
+    ]
+    assert [file for file in files if not (DEPLOY / file).exists()] == []
+    assert len(files) >= 6
+
+
+def test_commands_and_dependencies_exist() -> None:
+    known = set(get_command(app).commands)  # type: ignore[attr-defined]  # a group, as tests/architecture shows
+    assert {word for name in OURS for word in SERVICES[name]["command"]} <= known
+    for service in SERVICES.values():
+        for needed in service.get("depends_on", {}):
+            assert needed in SERVICES
+            assert "healthcheck" in SERVICES[needed]
+
+
+def test_prometheus_scrapes_each_gateway_by_a_name_that_it_answers_to() -> None:
+    [group] = yaml.safe_load((DEPLOY / "compose/targets.yaml").read_text(encoding="utf-8"))
+    assert group["targets"] == [f"{name}:8470" for name in OURS if name.startswith("gateway")]
+    assert SERVICES["proxy"]["environment"]["GATEWAYS"].split() == group["targets"]
