@@ -1,0 +1,98 @@
+"""The proxies of deploy/proxy, each started on ports and certificates of a test's own."""
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.deploy.programs import DEPLOY, program
+from tests.e2e.service_process import until
+from tests.patience import PATIENCE_SECONDS
+
+
+def nginx_file(text: str, folder: Path, ports: Mapping[str, int], certificate: Path, key: Path) -> str:
+    """The example with what an operator replaces, and with files that belong to this test alone."""
+    changes = {
+        "gpus.example.org": "localhost",
+        "/etc/ssl/gpubroker/fullchain.pem": str(certificate),
+        "/etc/ssl/gpubroker/key.pem": str(key),
+        "127.0.0.1:8470": f"127.0.0.1:{ports['service']}",
+        "127.0.0.1:8471": f"127.0.0.1:{ports['calls']}",
+        "listen 443": f"listen 127.0.0.1:{ports['https']}",
+        "listen 8001": f"listen 127.0.0.1:{ports['grpc']}",
+    }
+    for example, here in changes.items():
+        assert example in text
+        text = text.replace(example, here)
+    places = "".join(
+        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    return text.replace("http {", f"http {{ access_log off; {places}", 1)
+
+
+@contextmanager
+def nginx(folder: Path, ports: Mapping[str, int], certificate: Path, key: Path) -> Iterator[str]:
+    folder.mkdir()
+    config = folder / "nginx.conf"
+    example = (DEPLOY / "proxy/nginx.conf").read_text(encoding="utf-8")
+    config.write_text(nginx_file(example, folder, ports, certificate, key))
+    rules = f"daemon off; pid {folder}/pid; error_log stderr;" + (" user root;" if os.geteuid() == 0 else "")
+    command = [program("nginx"), "-p", str(folder), "-c", str(config), "-e", "stderr", "-g", rules]
+    with _running(folder, command, {}, ports, certificate) as url:
+        yield url
+
+
+@contextmanager
+def caddy(folder: Path, ports: Mapping[str, int], certificate: Path, key: Path) -> Iterator[str]:
+    folder.mkdir()
+    config = folder / "Caddyfile"
+    example = (DEPLOY / "proxy/Caddyfile").read_text(encoding="utf-8")
+    own = "\ttls {$CERTIFICATE} {$KEY}\n"
+    example = example.replace("{$SITE} {\n", "{$SITE}:{$PORT} {\n" + own)
+    example = example.replace("{$SITE}:{$GRPC_PORT:8001} {\n", "{$SITE}:{$GRPC_PORT:8001} {\n" + own)
+    assert example.count(own) == 2
+    config.write_text("{\n\tadmin off\n\tauto_https disable_redirects\n}\n" + example)
+    variables = {
+        "SITE": "localhost",
+        "PORT": str(ports["https"]),
+        "GRPC_PORT": str(ports["grpc"]),
+        "GATEWAYS": f"127.0.0.1:{ports['service']}",
+        "GRPC_GATEWAYS": f"h2c://127.0.0.1:{ports['calls']}",
+        "CERTIFICATE": str(certificate),
+        "KEY": str(key),
+        "XDG_DATA_HOME": str(folder),
+        "XDG_CONFIG_HOME": str(folder),
+    }
+    command = [program("caddy"), "run", "--config", str(config), "--adapter", "caddyfile"]
+    with _running(folder, command, variables, ports, certificate) as url:
+        yield url
+
+
+@contextmanager
+def _running(
+    folder: Path,
+    command: list[str],
+    variables: Mapping[str, str],
+    ports: Mapping[str, int],
+    certificate: Path,
+) -> Iterator[str]:
+    log, url = folder / "log", f"https://localhost:{ports['https']}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **variables})
+    try:
+        until(lambda: process.poll() is not None or _answers(url), "the proxy answers")
+        assert process.poll() is None, log.read_text()
+        yield url
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_SECONDS)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", verify=False).status_code == 200
+    except httpx.TransportError:
+        return False
