@@ -18,9 +18,9 @@ from tests.patience import PATIENCE_SECONDS
 class RayNode:
     """A node that has joined a head on 127.0.0.1, and may be lost and come again."""
 
-    def __init__(self, address: str, name: str, env: Mapping[str, str]) -> None:
+    def __init__(self, address: str, name: str, env: Mapping[str, str], cpus: int = 2) -> None:
         self.name = name
-        self._command = [sys.executable, "-m", __name__, address, name]
+        self._command = [sys.executable, "-m", __name__, address, name, str(cpus)]
         self._env = os.environ | env
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -86,7 +86,7 @@ class RayNode:
         process.stdout.close()
 
 
-def join(address: str, name: str) -> None:
+def join(address: str, name: str, cpus: str) -> None:
     """`ray start` refuses to join a head on 127.0.0.1; what it calls does not."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -95,7 +95,7 @@ def join(address: str, name: str) -> None:
         gcs_address=address,
         node_name=name,
         node_ip_address="127.0.0.1",
-        num_cpus=2,
+        num_cpus=int(cpus),
         num_gpus=0,
         object_store_memory=80 * 2**20,
         min_worker_port=0,

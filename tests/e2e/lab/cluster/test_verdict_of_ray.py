@@ -38,3 +38,15 @@ def test_two_of_three_nodes_that_ray_says_are_dead_are_given_up_without_a_person
         assert cluster.get(run).node not in lost
         cluster.release_quarantine(run, "pulled its plug")
     hands.end(*runs)
+
+
+def test_a_ray_node_without_cpus_gets_no_agent(
+    cluster: Broker, shared_lab: Lab, second_node: RayNode
+) -> None:
+    """A broker's own node, through which it talks to Ray."""
+    joins = shared_lab.head.address, guest_environment(shared_lab.options.data_dir)
+    with RayNode(joins[0], "of-a-broker", joins[1], cpus=0):
+        with RayNode(joins[0], "n4", joins[1]):
+            until(lambda: "n4" in ready(cluster), "the node that joined after it is ready")
+        until(lambda: "n4" not in ready(cluster), "and lost again")
+        assert "of-a-broker" not in {node.name for node in cluster.nodes()}

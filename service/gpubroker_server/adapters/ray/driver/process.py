@@ -214,7 +214,7 @@ class Driver:
                     await link.report_lost("Ray does not know the node any more")
         linked = {link.ray_node for link in self._links.values()}
         for ray_node, node in sorted(alive.items()):
-            if ray_node not in linked:
+            if ray_node not in linked and (self._opening.local_node or _takes_runs(node)):
                 self._link(ray_node, self._opening.local_node or _name_of(node))
 
     def _link(self, ray_node: str, name: str) -> None:
@@ -231,6 +231,11 @@ class Driver:
 def _connect(address: str) -> None:
     """In a thread: on the main thread Ray would install its own signal handlers."""
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _takes_runs(node: dict[str, Any]) -> bool:
+    """A broker's own node, through which it talks to Ray, has no CPUs: `ray start --num-cpus=0`."""
+    return float(node["Resources"].get("CPU", 0.0)) > 0.0
 
 
 def _name_of(node: dict[str, Any]) -> str:
