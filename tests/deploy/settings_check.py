@@ -20,6 +20,8 @@ def settings_from(variables: Mapping[str, str]) -> Settings:
 
 def _is_setting(variable: str) -> bool:
     section: type[BaseModel] = Settings
+    if variable == "GPUBROKER_CONFIG":
+        return True
     *sections, name = variable.removeprefix(PREFIX).lower().split("__")
     for part in sections:
         found = section.model_fields[part].annotation if part in section.model_fields else None

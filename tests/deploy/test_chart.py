@@ -1,0 +1,184 @@
+"""The Helm chart: a real helm renders it, and Kubernetes' own schemas of two versions judge what comes out.
+
+No cluster runs it here. ServiceMonitor and RayCluster have schemas of their own, which are not looked at.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+from jsonschema.exceptions import best_match
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT7
+
+from tests.architecture.test_pages import is_verb
+from tests.deploy.programs import DEPLOY, PLACE, SCHEMAS, output_of
+from tests.deploy.settings_check import settings_from
+
+CHART = DEPLOY / "helm/gpubroker"
+LEAST: Mapping[str, Any] = {
+    "image": {"repository": "registry.example.org/gpubroker"},
+    "database": {"secret": "gpubroker-database"},
+    "ray": {"address": "gpubroker-ray-head-svc:6379", "tokenSecret": "gpubroker-ray"},
+    "hosts": ["gpus.example.org"],
+}
+ALL: Mapping[str, Any] = {
+    **LEAST,
+    "imagePullSecrets": [{"name": "registry"}],
+    "objects": {"storageClass": "nfs", "size": "1Ti"},
+    "settings": {
+        "entrypoints": ["team.training:*"],
+        "policy": {"preemption_budget": 2},
+        "ray": {"max_runs": 8},
+        "triton": {
+            "grpc_port": 8471,
+            "servers": [{"name": "main", "http_url": "http://triton:8000", "grpc_url": "http://triton:8001"}],
+        },
+    },
+    "ingress": {"enabled": True, "className": "nginx", "tlsSecret": "tls", "annotations": {"a/b": "c"}},
+    "networkPolicy": {"clients": [{"kubernetes.io/metadata.name": "team-a"}]},
+    "serviceMonitor": {"enabled": True, "tokenSecret": "metrics", "labels": {"release": "prometheus"}},
+}
+VALUES = {"least": LEAST, "all": ALL}
+OF_OTHERS = {"ServiceMonitor"}
+"""Kinds that are not Kubernetes' own."""
+
+
+def rendered(folder: Path, values: Mapping[str, Any], *words: str) -> list[dict[str, Any]]:
+    file = folder / "values.yaml"
+    file.write_text(yaml.safe_dump(dict(values)))
+    text = output_of(
+        "helm", "template", "lab", str(CHART), "--namespace", "gpus", "--values", str(file), *words
+    )
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def only(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    [found] = [it for it in documents if (it["kind"], it["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+@cache
+def validator(version: Path, kind: str, api: str) -> Draft7Validator:
+    group, _, of = api.rpartition("/")
+    name = "-".join(filter(None, (kind.lower(), group.partition(".")[0], of)))
+    definitions = json.loads((version / "_definitions.json").read_text(encoding="utf-8"))
+    registry: Registry[Any] = Registry().with_resource(
+        "_definitions.json", Resource.from_contents(definitions, DRAFT7)
+    )
+    schema = json.loads((version / f"{name}.json").read_text(encoding="utf-8"))
+    return Draft7Validator(schema, registry=registry)
+
+
+def fault(version: Path, document: Mapping[str, Any]) -> str:
+    error = best_match(validator(version, document["kind"], document["apiVersion"]).iter_errors(document))
+    return "" if error is None else f"{document['kind']}: {error.json_path}: {error.message}"
+
+
+@pytest.mark.parametrize("version", SCHEMAS or [PLACE / "none"], ids=lambda path: path.name)
+@pytest.mark.parametrize("name", VALUES)
+def test_kubernetes_accepts_what_the_chart_makes(version: Path, name: str, tmp_path: Path) -> None:
+    release = version.name.removeprefix("kubernetes-")
+    documents = rendered(tmp_path, VALUES[name], "--kube-version", release)
+    own = [document for document in documents if document["kind"] not in OF_OTHERS]
+    assert [found for document in own if (found := fault(version, document))] == []
+    assert {document["metadata"].get("namespace", "gpus") for document in documents} == {"gpus"}
+
+
+def test_a_fault_in_a_manifest_would_be_seen(tmp_path: Path) -> None:
+    broker = only(rendered(tmp_path, LEAST), "Deployment", "lab-broker")
+    broker["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    assert "volumeMount" in fault(SCHEMAS[-1], broker)
+
+
+def test_helm_finds_nothing_to_mend(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump(dict(ALL)))
+    output_of("helm", "lint", "--strict", CHART, "--values", values)
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_what_has_no_default_is_asked_for(name: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=f"at '/{name}"):
+        rendered(tmp_path, {key: value for key, value in LEAST.items() if key != name})
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize(
+    ("kind", "owner", "verb"),
+    [("StatefulSet", "lab-gateway", "gateway"), ("Deployment", "lab-broker", "broker")],
+)
+def test_its_settings_are_the_services(name: str, kind: str, owner: str, verb: str, tmp_path: Path) -> None:
+    documents = rendered(tmp_path, VALUES[name])
+    file = tmp_path / "config.yaml"
+    file.write_text(only(documents, "ConfigMap", "lab")["data"]["config.yaml"])
+    pod = only(documents, kind, owner)["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert is_verb(container["args"][:1])
+    assert container["args"][0] == verb
+    variables = {
+        variable["name"]: str(variable.get("value", "postgresql://gpubroker@db/gpubroker"))
+        for variable in container["env"]
+        if variable["name"].startswith("GPUBROKER_")
+    }
+    settings = settings_from(variables | {"GPUBROKER_CONFIG": str(file)})
+    assert (settings.ray.address, settings.host) == ("gpubroker-ray-head-svc:6379", "0.0.0.0")
+    assert "gpus.example.org" in settings.allowed_hosts
+    assert settings.drain_seconds < pod["terminationGracePeriodSeconds"]
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert any(str(settings.objects).startswith(f"{mount}/") for mount in mounts)
+    assert any(str(settings.data_dir).startswith(f"{mount}/") for mount in mounts)
+    if name == "all":
+        assert settings.policy.preemption_budget == 2
+        assert (settings.ray.max_runs, settings.triton.grpc_port) == (8, 8471)
+
+
+def test_pods_run_as_nobody_in_particular_on_a_root_that_they_cannot_change(tmp_path: Path) -> None:
+    pods = [
+        it["spec"]["template"]["spec"] for it in rendered(tmp_path, ALL) if "template" in it.get("spec", {})
+    ]
+    assert len(pods) == 3
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert not pod["automountServiceAccountToken"]
+        for container in pod["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_secrets_are_named_and_never_written(tmp_path: Path) -> None:
+    documents = rendered(tmp_path, ALL)
+    assert [document for document in documents if document["kind"] == "Secret"] == []
+    named = {"gpubroker-database", "gpubroker-ray", "metrics", "tls", "registry"}
+    assert [secret for secret in named if secret not in json.dumps(documents)] == []
+
+
+def test_the_schema_is_brought_up_to_date_before_the_pods(tmp_path: Path) -> None:
+    job = only(rendered(tmp_path, LEAST), "Job", "lab-migrate")
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["migrate"]
+    assert is_verb(container["args"])
+    sources = [
+        it for it in container.get("envFrom", []) + container["env"] if "configMapRef" in json.dumps(it)
+    ]
+    assert sources == [], "the chart's ConfigMap does not exist yet"
+
+
+def test_the_example_of_a_ray_cluster_fits_the_chart() -> None:
+    cluster = yaml.safe_load((DEPLOY / "kuberay/raycluster.yaml").read_text(encoding="utf-8"))
+    name = cluster["metadata"]["name"]
+    assert LEAST["ray"] == {"address": f"{name}-head-svc:6379", "tokenSecret": name}
+    head, [workers] = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    pods = [group["template"] for group in (head, workers)]
+    for version in SCHEMAS:
+        assert [
+            found for pod in pods if (found := fault(version, {"kind": "Pod", "apiVersion": "v1", **pod}))
+        ] == []
+    assert workers["template"]["spec"]["hostPID"]
