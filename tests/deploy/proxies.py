@@ -12,6 +12,9 @@ from tests.deploy.programs import DEPLOY, program
 from tests.e2e.service_process import until
 from tests.patience import PATIENCE_SECONDS
 
+NOBODY = "127.0.0.1:9"
+"""The discard port: a second gateway that cannot be reached."""
+
 
 def nginx_file(text: str, folder: Path, ports: Mapping[str, int], certificate: Path, key: Path) -> str:
     """The example with what an operator replaces, and with files that belong to this test alone."""
@@ -20,6 +23,7 @@ def nginx_file(text: str, folder: Path, ports: Mapping[str, int], certificate: P
         "/etc/ssl/gpubroker/fullchain.pem": str(certificate),
         "/etc/ssl/gpubroker/key.pem": str(key),
         "127.0.0.1:8470": f"127.0.0.1:{ports['service']}",
+        "# server 10.0.0.6:8470": f"server {NOBODY}",
         "127.0.0.1:8471": f"127.0.0.1:{ports['calls']}",
         "listen 443": f"listen 127.0.0.1:{ports['https']}",
         "listen 8001": f"listen 127.0.0.1:{ports['grpc']}",
@@ -59,7 +63,7 @@ def caddy(folder: Path, ports: Mapping[str, int], certificate: Path, key: Path) 
         "SITE": "localhost",
         "PORT": str(ports["https"]),
         "GRPC_PORT": str(ports["grpc"]),
-        "GATEWAYS": f"127.0.0.1:{ports['service']}",
+        "GATEWAYS": f"{NOBODY} 127.0.0.1:{ports['service']}",
         "GRPC_GATEWAYS": f"h2c://127.0.0.1:{ports['calls']}",
         "CERTIFICATE": str(certificate),
         "KEY": str(key),

@@ -77,6 +77,13 @@ def test_a_client_submits_and_waits_through_it(front: Front) -> None:
     assert ended.json()["state"] == "succeeded"
 
 
+def test_a_gateway_that_cannot_be_reached_is_passed_over(front: Front) -> None:
+    with front.client() as client:
+        assert {client.get("/readyz").status_code for _ in range(10)} == {200}
+        body = {"run": {"entrypoint": "tests.e2e.work:add", "kwargs": {"seconds": 0.01}}}
+        assert {client.post("/tasks", json=body).status_code for _ in range(10)} == {202}
+
+
 def test_without_a_token_nothing_is_told(front: Front) -> None:
     with front.client() as client:
         assert client.get("/tasks", headers={"Authorization": ""}).status_code == 401
