@@ -1,12 +1,15 @@
 """What every request passes before its route (host, token, encoding, size), and answers to exceptions."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import structlog
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -28,6 +31,8 @@ _BODY_LIMITS = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
 """Paths with a limit of their own."""
 
 _NO_ROUTE = "unmatched"
+
+LINGER_SECONDS = 2.0
 
 
 class RequestMiddleware:
@@ -96,7 +101,11 @@ class RequestMiddleware:
             problem = self._problem_of(fault, scope)
             if status:
                 raise  # the answer has begun: only closing the connection tells the client
-            await problem_response(problem, scope)(scope, receive, send_with_id)
+            refusal = problem_response(problem, scope)
+            if problem.code == "payload-too-large":
+                await _answer_while_it_sends(refusal, scope, receive, send_with_id)
+            else:
+                await refusal(scope, receive, send_with_id)
         finally:
             template = getattr(scope.get("route"), "path", _NO_ROUTE)
             seconds = time.perf_counter() - began
@@ -178,6 +187,22 @@ class RequestMiddleware:
         return Problem(
             "method-not-allowed", headers={"Allow": allowed}, path=path, method=method, allowed=allowed
         )
+
+
+async def _answer_while_it_sends(refusal: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer at once, and drop for a moment what still comes: a connection that is closed with bytes unread
+    is reset, and a client or proxy in the middle of sending loses the answer."""
+
+    async def unfinished(message: Message) -> None:
+        is_body = message["type"] == "http.response.body"
+        await send({**message, "more_body": True} if is_body else message)
+
+    await refusal(scope, receive, unfinished)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body"):
+                pass
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _too_large(setting: str, max_bytes: int, found: str) -> Problem:
