@@ -106,6 +106,48 @@ def new_lineage(config: Config = None, data_dir: DataDir = None, database_url: D
         raise _refused(str(refused)) from None
 
 
+def backup(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    config: Config = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Write database and objects, as one moment saw them, into a new folder. Services go on meanwhile.
+
+    Everything is read back and compared. Exit code 1: done, but objects were lost or damaged before.
+    """
+    from gpubroker_server.bootstrap.backups import back_up
+    from gpubroker_server.bootstrap.commands import StartRefused
+
+    settings = _settings(config, data_dir=data_dir, database_url=database_url)
+    try:
+        is_complete = back_up(settings, folder, lambda line: typer.echo(line, err=True))
+    except StartRefused as refused:
+        raise _refused(str(refused)) from None
+    if not is_complete:
+        raise typer.Exit(1)
+
+
+def restore(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `gpubroker backup` wrote.")],
+    config: Config = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Bring a backup to where there is no database and no objects, also to another kind of database.
+
+    The service is stopped meanwhile; runs go on. Those that started after the backup are ended later.
+    """
+    from gpubroker_server.bootstrap import backups
+    from gpubroker_server.bootstrap.commands import StartRefused
+
+    settings = _settings(config, data_dir=data_dir, database_url=database_url)
+    try:
+        backups.restore(settings, folder, lambda line: typer.echo(line, err=True))
+    except StartRefused as refused:
+        raise _refused(str(refused)) from None
+
+
 def migrate_data(
     target: Annotated[str, typer.Option("--to", help="An empty database: postgresql://user@host/name.")],
     source: Annotated[
@@ -145,9 +187,12 @@ def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
         raise _refused(str(refused)) from None
 
 
+COMMANDS = (serve, gateway, broker, down, migrate, migrate_data, backup, restore, new_lineage, openapi)
+
+
 def commands(app: typer.Typer) -> None:
     """Add the server's commands to a command line. Entry point of group `gpubroker.commands`."""
-    for command in (serve, gateway, broker, down, migrate, migrate_data, new_lineage, openapi):
+    for command in COMMANDS:
         app.command()(command)
 
 

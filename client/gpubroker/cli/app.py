@@ -22,7 +22,20 @@ from gpubroker.cli import (
 from gpubroker.cli.printing import Format, Output, eprint
 from gpubroker.cli.tasks import change, events, explain, results, submit, view
 
-_SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "migrate-data", "openapi"})
+_SERVER_COMMANDS = frozenset(
+    {
+        "serve",
+        "gateway",
+        "broker",
+        "down",
+        "migrate",
+        "migrate-data",
+        "backup",
+        "restore",
+        "new-lineage",
+        "openapi",
+    }
+)
 
 _OTHER_NAMES: Final = {
     "list": "ps", "ls": "ps", "status": "ps", "queue": "ps", "squeue": "ps", "jobs": "ps",

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import uvloop
 
-from gpubroker_server.adapters.sql.move_data import move_data
+from gpubroker_server.adapters.sql.copying.move_data import move_data
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import begin_lineage, migrate, open_store
 from gpubroker_server.bootstrap.object_store import open_blobs

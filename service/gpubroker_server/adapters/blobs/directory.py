@@ -5,7 +5,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -170,6 +170,20 @@ class DirectoryBlobs:
         if len(digest) != _DIGEST_LENGTH or not set(digest) <= set("0123456789abcdef"):
             raise BlobMissing(f"{digest!r} is no sha256 digest")
         return self._root / digest[:2] / digest[2:4] / digest
+
+
+def copy_objects(source: Path, target: Path, digests: Iterable[str]) -> frozenset[str]:
+    """Each is read back from `target`. Those that `source` lacks, or has damaged, are returned. Raises
+    OSError."""
+    here, there = DirectoryBlobs(source), DirectoryBlobs(target)
+    lost = set()
+    for digest in digests:
+        try:
+            there._put(here._get(digest))
+            there._get(digest)
+        except (BlobMissing, BlobCorrupt):
+            lost.add(digest)
+    return frozenset(lost)
 
 
 @contextmanager

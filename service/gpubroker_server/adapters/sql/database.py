@@ -80,15 +80,17 @@ def begin_lineage(url: str) -> Lineage:
 def _begin_lineage(engine: Engine, name: str) -> Lineage:
     bring_to(engine, "head", name)
     with engine.begin() as connection:
-        seen = leader(connection)
-        lineage = next_lineage(seen.lineage, seen.at)
-        connection.execute(
-            update(leadership).values(term=leadership.c.term + 1, lease_until=0.0, lineage=lineage)
-        )
-        about = {"at": seen.at, "tenant": "", "actor": "operator", "action": "lineage.begun"}
-        connection.execute(
-            insert(audit).values(**about, subject=str(lineage), reason="gpubroker new-lineage")
-        )
+        return set_next_lineage(connection, "gpubroker new-lineage")
+
+
+def set_next_lineage(connection: Connection, reason: str, **values: str) -> Lineage:
+    """`values`: of the leader's row, besides."""
+    seen = leader(connection)
+    lineage = next_lineage(seen.lineage, seen.at)
+    row = {"term": leadership.c.term + 1, "lease_until": 0.0, "lineage": lineage, **values}
+    connection.execute(update(leadership).values(row))
+    about = {"at": seen.at, "tenant": "", "actor": "operator", "action": "lineage.begun"}
+    connection.execute(insert(audit).values(**about, subject=str(lineage), reason=reason))
     return lineage
 
 
@@ -134,7 +136,7 @@ def set_mark(connection: Connection, mark: MoveMark) -> None:
     connection.execute(insert(relocation).values(**values, at=now(connection)))
 
 
-def _check_not_moved(engine: Engine, name: str) -> None:
+def check_not_moved(engine: Engine, name: str) -> None:
     """Raises DatabaseRefused if the data has been moved away, or not completely moved here."""
     with engine.connect() as connection:
         mark = read_mark(connection)
@@ -182,7 +184,7 @@ def _open_file(path: Path) -> Database:
     file = SqliteFile(path)
     try:
         bring_to(file_engine(file), "head", str(path))
-        _check_not_moved(file_engine(file), str(path))
+        check_not_moved(file_engine(file), str(path))
         readers = _readers("sqlite://", file.reader)
         session = SqliteSession(file.writer())
         session.end_terms()
@@ -210,7 +212,7 @@ def _open_server(url: str, *, pooled: bool, may_lose_commits: bool) -> Database:
     session = postgres.PostgresSession(url, pooled=pooled)
     try:
         bring_to(server_engine(url), "head", "the database")
-        _check_not_moved(server_engine(url), connections.display_name(url))
+        check_not_moved(server_engine(url), connections.display_name(url))
     except BaseException:
         session.close()
         raise
