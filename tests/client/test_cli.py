@@ -375,7 +375,7 @@ def test_without_the_server_package_its_commands_name_it(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpubroker.cli.app.entry_points", lambda group: [])
-    for command in ("serve", "down", "migrate", "migrate-data", "openapi"):
+    for command in ("serve", "down", "migrate", "migrate-data", "backup", "restore", "openapi"):
         ended = run(command)
         assert (ended.code, ended.out) == (2, "")
         assert "pip install gpubroker-server" in ended.err

@@ -36,11 +36,11 @@ class DirectoryBlobs:
                 f"{owner} gave an object of {len(data)} bytes; at most {self._max_bytes} bytes are kept"
             )
         with self._reachable("written"):
-            return await asyncio.to_thread(self._put, data)
+            return await asyncio.to_thread(self.put_now, data)
 
     async def get(self, digest: str) -> bytes:
         with self._reachable("read"):
-            return await asyncio.to_thread(self._get, digest)
+            return await asyncio.to_thread(self.get_now, digest)
 
     async def delete(self, digest: str) -> None:
         """Nothing happens if it is not there."""
@@ -120,7 +120,7 @@ class DirectoryBlobs:
         aside.unlink()
         return True
 
-    def _put(self, data: bytes) -> str:
+    def put_now(self, data: bytes) -> str:
         digest = hashlib.sha256(data).hexdigest()
         path = self._path(digest)
         if not self._holds(path, data):
@@ -155,7 +155,7 @@ class DirectoryBlobs:
             return False
         return True
 
-    def _get(self, digest: str) -> bytes:
+    def get_now(self, digest: str) -> bytes:
         path = self._path(digest)
         try:
             data = path.read_bytes()
@@ -179,8 +179,8 @@ def copy_objects(source: Path, target: Path, digests: Iterable[str]) -> frozense
     lost = set()
     for digest in digests:
         try:
-            there._put(here._get(digest))
-            there._get(digest)
+            there.put_now(here.get_now(digest))
+            there.get_now(digest)
         except (BlobMissing, BlobCorrupt):
             lost.add(digest)
     return frozenset(lost)
