@@ -42,7 +42,7 @@ demo: .venv/.installed  ## a live demo: fill two GPUs, preempt, checkpoint, resu
 	@$(RUN) python -m examples.demo
 
 try: .venv/.installed  ## start the service with two simulated GPUs and an example function
-	@$(RUN) gpubroker serve --config examples/try.yaml
+	@$(RUN) gpubroker serve --demo
 
 serve: .venv/.installed  ## start the service in the foreground; settings: make serve CONFIG=config.yaml
 	@$(RUN) gpubroker serve $(if $(CONFIG),--config $(CONFIG))

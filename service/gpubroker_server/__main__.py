@@ -1,6 +1,7 @@
 """`python -m gpubroker_server` and the server's commands of the `gpubroker` command line."""
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,12 @@ Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a fre
 LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
 
 
+DEMO: Mapping[str, Any] = {
+    "simulated_devices": [{"kind": "sim-24g", "memory_mb": 24576, "count": 2}],
+    "entrypoints": ["gpubroker.example:*"],
+}
+
+
 def serve(
     config: Config = None,
     data_dir: DataDir = None,
@@ -26,9 +33,13 @@ def serve(
     host: Host = None,
     port: Port = None,
     log_level: LogLevel = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Two simulated GPUs, and gpubroker.example:fit to run on them.")
+    ] = False,
 ) -> None:
     """Start the service in the foreground: HTTP, leader and a local Ray."""
-    flags = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
+    flags: dict[str, Any] = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
+    flags |= DEMO if demo else {}
     _run(_settings(config, **flags, log_level=log_level), speaks=True, leads=True)
 
 

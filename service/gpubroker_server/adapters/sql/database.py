@@ -1,24 +1,30 @@
 """From a URL to an open database: checked, locked if it is a file, brought to the newest schema, and not
-moved away by `move_data`."""
+moved away by `move_data`.
+
+psycopg is imported only where a server is spoken to: a service on SQLite runs without it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, select, text, update
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool, QueuePool
 
-from gpubroker_server.adapters.sql import connections, postgres
 from gpubroker_server.adapters.sql.reads import READERS, leader, now
 from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused, Session
 from gpubroker_server.adapters.sql.sqlite import SqliteFile, SqliteSession
 from gpubroker_server.adapters.sql.system_tables import SCHEMA, MoveStage, audit, leadership, relocation
 from gpubroker_server.core.domain.leader_term import next_lineage
 from gpubroker_server.core.domain.units import Lineage
+
+if TYPE_CHECKING:
+    from gpubroker_server.adapters.sql.connections import Hints
 
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
@@ -32,8 +38,8 @@ class Database:
     """SQL that begins a transaction in which all reads see one state."""
     release: Callable[[], None]
     """Unlocks it; call it when session and readers are closed."""
-    listener: Callable[[], Any] | None = None
-    """Opens a connection for `Hints`; None if processes do not notify each other."""
+    hints: "Callable[[], Hints] | None" = None
+    """None if processes do not notify each other."""
     is_shared: bool = False
     """Whether other processes may write to it."""
     connect_term: Callable[[], Session] | None = None
@@ -54,6 +60,8 @@ def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
     database is unchanged.
     """
     if not is_file(url):
+        from gpubroker_server.adapters.sql import connections
+
         connections.check_server(url)
         return bring_to(server_engine(url), revision, "the database", drop_everything=drop_everything)
     file = SqliteFile(path_of(url))
@@ -66,6 +74,8 @@ def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
 def begin_lineage(url: str) -> Lineage:
     """Have the database go on in a new lineage, under a new term. Raises DatabaseRefused."""
     if not is_file(url):
+        from gpubroker_server.adapters.sql import connections
+
         connections.check_server(url)
         return _begin_lineage(server_engine(url), "the database")
     if not path_of(url).exists():
@@ -156,6 +166,11 @@ def check_not_moved(engine: Engine, name: str) -> None:
 def is_file(url: str, named: str = SETTING) -> bool:
     """`named`: how an error message names the setting. Raises DatabaseRefused."""
     if url.startswith(("postgresql://", "postgres://")):
+        if find_spec("psycopg") is None:
+            raise DatabaseRefused(
+                f"{named} is a PostgreSQL database, and psycopg is not installed: "
+                "pip install 'gpubroker-server[postgres]'"
+            )
         return False
     if url.startswith("sqlite:///"):
         return True
@@ -206,6 +221,8 @@ def file_engine(file: SqliteFile) -> Engine:
 
 
 def _open_server(url: str, *, pooled: bool, may_lose_commits: bool) -> Database:
+    from gpubroker_server.adapters.sql import connections, postgres
+
     connections.check_server(url)
     if not may_lose_commits:
         connections.check_waits_for_standby(url)
@@ -224,9 +241,9 @@ def _open_server(url: str, *, pooled: bool, may_lose_commits: bool) -> Database:
             context.is_disconnect = True
 
     snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-    listener = None if pooled else partial(connections.connect_listener, url)
+    hints = None if pooled else partial(connections.Hints, partial(connections.connect_listener, url))
     term = partial(postgres.term_session, url, pooled=pooled)
-    return Database(session, readers, snapshot, lambda: None, listener, is_shared=True, connect_term=term)
+    return Database(session, readers, snapshot, lambda: None, hints, is_shared=True, connect_term=term)
 
 
 def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:
@@ -234,6 +251,8 @@ def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:
 
 
 def server_engine(url: str) -> Engine:
+    from gpubroker_server.adapters.sql import connections
+
     return create_engine(
         "postgresql+psycopg://", creator=partial(connections.connect_migrator, url), poolclass=NullPool
     )

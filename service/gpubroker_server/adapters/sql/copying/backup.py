@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from gpubroker_server.adapters.blobs.directory import sync_folder
-from gpubroker_server.adapters.sql import connections, reads, tables
+from gpubroker_server.adapters.sql import reads, tables
 from gpubroker_server.adapters.sql.copying.copied_tables import (
     Report,
     copy_all,
@@ -91,6 +91,8 @@ def restore_backup(
             os.replace(draft, path)
             sync_folder(path.parent)
         return facts
+    from gpubroker_server.adapters.sql import connections
+
     connections.check_server(url)
     bring_to(server_engine(url), "head", "the database")
     name = connections.display_name(url)
@@ -156,6 +158,8 @@ def _source(url: str) -> Engine:
         engine = _beside(path)
         name = str(path)
     else:
+        from gpubroker_server.adapters.sql import connections
+
         connections.check_server(url)
         engine = copying_engine(url).execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True

@@ -1,18 +1,16 @@
 """Every table of a database copied into another, counted, and compared by a digest of what can be read."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
 from typing import Any
 
-import psycopg
-from psycopg import errors, sql
 from sqlalchemy import Connection, Engine, Table, create_engine, delete, func, insert, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from gpubroker_server.adapters.sql import connections
 from gpubroker_server.adapters.sql.database import MoveMark, read_mark
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.system_tables import MoveStage, metadata, relocation
@@ -24,6 +22,7 @@ _ROWS_AT_ONCE = 200
 _REPORT_EVERY = 100_000
 _MADE_BY_MIGRATIONS = {"log_head", "leadership", "installation"}
 """A new database has their one row too."""
+_LOCKED = "55P03"
 _LAST = "SELECT setval(pg_get_serial_sequence(:table, :column), :last)"
 _OTHERS = """
 SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()
@@ -33,6 +32,8 @@ SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid
 
 def copying_engine(url: str) -> Engine:
     """Of a server, and patient."""
+    from gpubroker_server.adapters.sql import connections
+
     return create_engine(
         "postgresql+psycopg://", creator=lambda: connections.connect_mover(url), poolclass=NullPool
     )
@@ -115,6 +116,9 @@ def _write(writing: Connection, table: Table, rows: Iterator[tuple[Any, ...]]) -
         while some := list(islice(rows, _ROWS_AT_ONCE)):
             writing.execute(insert(table), [dict(zip(names, row, strict=True)) for row in some])
         return
+    import psycopg
+    from psycopg import sql
+
     columns = sql.SQL(", ").join(sql.Identifier(column.name) for column in table.c)
     statement = sql.SQL("COPY {} ({}) FROM STDIN").format(sql.Identifier(table.name), columns)
     connection = writing.connection.driver_connection
@@ -138,15 +142,21 @@ def _quoted(connection: Connection, table: Table) -> str:
     return connection.dialect.identifier_preparer.format_table(table)
 
 
+def _faults() -> tuple[type[Exception], ...]:
+    """With psycopg's, if a server was spoken to."""
+    psycopg = sys.modules.get("psycopg")
+    return (DBAPIError, psycopg.Error) if psycopg else (DBAPIError,)
+
+
 @contextmanager
 def plain_errors(what: str, named: str) -> Iterator[None]:
     """Raise the database's errors as DatabaseRefused. `what` broke off; `named`: the option that names the
     database written to."""
     try:
         yield
-    except (DBAPIError, psycopg.Error) as error:
+    except _faults() as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
-        if isinstance(cause, errors.LockNotAvailable):
+        if getattr(cause, "sqlstate", None) == _LOCKED:
             raise DatabaseRefused(
                 f"the database of {named} is in use; stop what uses it, or name another"
             ) from None
