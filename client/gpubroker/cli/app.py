@@ -56,7 +56,9 @@ class Commands(TyperGroup):
         if added := self._added().get(cmd_name):
             return added
         if cmd_name in _SERVER_COMMANDS:
-            eprint(f"gpubroker: `gpubroker {cmd_name}` needs the service: pip install gpubroker-server")
+            eprint(
+                f"gpubroker: `gpubroker {cmd_name}` needs the service: pip install 'gpubroker-server[ray]'"
+            )
             raise typer.Exit(EXIT_USAGE)
         if meant := _OTHER_NAMES.get(cmd_name):
             eprint(f"gpubroker: no command {cmd_name!r}; did you mean: gpubroker {meant}")
