@@ -13,7 +13,7 @@ COPY client ./client
 COPY service ./service
 COPY migrations ./migrations
 # Compile now: otherwise every start of a Ray process compiles again.
-RUN UV_PYTHON_DOWNLOADS=never uv sync --frozen --no-default-groups --no-editable --compile-bytecode
+RUN UV_PYTHON_DOWNLOADS=never uv sync --frozen --all-extras --no-default-groups --no-editable --compile-bytecode
 
 FROM python:${PYTHON}-slim
 RUN useradd --create-home --uid 10001 gpubroker \

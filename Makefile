@@ -50,7 +50,7 @@ demo: .venv/.installed  ## a live demo: fill two GPUs, preempt, checkpoint, resu
 	@$(RUN) python -m examples.demo
 
 try: .venv/.installed  ## start the service with two simulated GPUs and an example function
-	@$(RUN) gpubroker serve --config examples/try.yaml
+	@$(RUN) gpubroker serve --demo
 
 serve: .venv/.installed  ## start the service in the foreground; settings: make serve CONFIG=config.yaml
 	@$(RUN) gpubroker serve $(if $(CONFIG),--config $(CONFIG))
@@ -87,7 +87,7 @@ evidence: .venv/.installed .tools/triton/.installed  ## 90 minutes: kills, pause
 	$(RUN) python -m tests.chaos network --batches 2
 	$(RUN) python -m tests.chaos simulation --seeds 10000 --workers 2
 	$(RUN) python -m tests.chaos mutation
-	$(RUN) pytest -q -m evidence tests/e2e tests/triton tests/bootstrap
+	$(RUN) pytest -q -m evidence tests/e2e tests/triton tests/bootstrap tests/contracts tests/deploy
 	$(RUN) python -m tests.chaos evidence-page
 
 format: .venv/.installed  ## rewrite formatting and imports

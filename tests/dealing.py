@@ -11,6 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 ON_RAY = (
     "tests/e2e/",
     "tests/client/test_readme.py",
+    "tests/deploy/test_wheels.py",
     "tests/chaos/test_runs.py::test_kills_of_processes_on_ray",
 )
 ON_TRITON = "tests/triton/"

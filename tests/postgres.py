@@ -121,15 +121,28 @@ class OwnServer:
     @classmethod
     def standby_of(cls, primary: "OwnServer", folder: str) -> "OwnServer":
         """A copy that follows the primary's log, once it is started."""
-        standby = cls.__new__(cls)
-        standby._programs, standby._user, standby._folder = primary._programs, primary._user, folder
-        standby._env = primary._env
-        standby.url = f"postgresql://postgres@/postgres?host={folder}"
-        if standby._user is not None:
-            shutil.chown(folder, standby._user)
+        return cls.copy_of(primary, folder, "-R")
+
+    @classmethod
+    def copy_of(cls, primary: "OwnServer", folder: str, *words: str) -> "OwnServer":
+        copy = cls.__new__(cls)
+        copy._programs, copy._user, copy._folder = primary._programs, primary._user, folder
+        copy._env = primary._env
+        copy.url = f"postgresql://postgres@/postgres?host={folder}"
+        if copy._user is not None:
+            shutil.chown(folder, copy._user)
         source = ("-h", primary._folder, "-U", "postgres")
-        standby._run("pg_basebackup", *source, "-D", f"{folder}/data", "-R", "-X", "stream", "-c", "fast")
-        return standby
+        copy._run("pg_basebackup", *source, "-D", f"{folder}/data", "-X", "stream", "-c", "fast", *words)
+        return copy
+
+    def recover_to(self, point: str, archive: str) -> None:
+        """Before it is started: up to a restore point, from the log that another server has archived."""
+        with open(f"{self._folder}/data/postgresql.auto.conf", "a", encoding="utf-8") as settings:
+            settings.write(
+                f"archive_mode = off\nrestore_command = 'cp {archive}/%f %p'\n"
+                f"recovery_target_name = '{point}'\nrecovery_target_action = promote\n"
+            )
+        Path(f"{self._folder}/data/recovery.signal").touch()
 
     def promote(self) -> None:
         self._pg_ctl("-w", "promote")

@@ -1,6 +1,7 @@
 """`python -m gpubroker_server` and the server's commands of the `gpubroker` command line."""
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,12 @@ Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a fre
 LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
 
 
+DEMO: Mapping[str, Any] = {
+    "simulated_devices": [{"kind": "sim-24g", "memory_mb": 24576, "count": 2}],
+    "entrypoints": ["gpubroker.example:*"],
+}
+
+
 def serve(
     config: Config = None,
     data_dir: DataDir = None,
@@ -26,9 +33,13 @@ def serve(
     host: Host = None,
     port: Port = None,
     log_level: LogLevel = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Two simulated GPUs, and gpubroker.example:fit to run on them.")
+    ] = False,
 ) -> None:
     """Start the service in the foreground: HTTP, leader and a local Ray."""
-    flags = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
+    flags: dict[str, Any] = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
+    flags |= DEMO if demo else {}
     _run(_settings(config, **flags, log_level=log_level), speaks=True, leads=True)
 
 
@@ -106,6 +117,48 @@ def new_lineage(config: Config = None, data_dir: DataDir = None, database_url: D
         raise _refused(str(refused)) from None
 
 
+def backup(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    config: Config = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Write database and objects, as one moment saw them, into a new folder. Services go on meanwhile.
+
+    Everything is read back and compared. Exit code 1: done, but objects were lost or damaged before.
+    """
+    from gpubroker_server.bootstrap.backups import back_up
+    from gpubroker_server.bootstrap.commands import StartRefused
+
+    settings = _settings(config, data_dir=data_dir, database_url=database_url)
+    try:
+        is_complete = back_up(settings, folder, lambda line: typer.echo(line, err=True))
+    except StartRefused as refused:
+        raise _refused(str(refused)) from None
+    if not is_complete:
+        raise typer.Exit(1)
+
+
+def restore(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `gpubroker backup` wrote.")],
+    config: Config = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Bring a backup to where there is no database and no objects, also to another kind of database.
+
+    The service is stopped meanwhile; runs go on. Those that started after the backup are ended later.
+    """
+    from gpubroker_server.bootstrap import backups
+    from gpubroker_server.bootstrap.commands import StartRefused
+
+    settings = _settings(config, data_dir=data_dir, database_url=database_url)
+    try:
+        backups.restore(settings, folder, lambda line: typer.echo(line, err=True))
+    except StartRefused as refused:
+        raise _refused(str(refused)) from None
+
+
 def migrate_data(
     target: Annotated[str, typer.Option("--to", help="An empty database: postgresql://user@host/name.")],
     source: Annotated[
@@ -150,9 +203,12 @@ def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
         raise _refused(str(refused)) from None
 
 
+COMMANDS = (serve, gateway, broker, down, migrate, migrate_data, backup, restore, new_lineage, openapi)
+
+
 def commands(app: typer.Typer) -> None:
     """Add the server's commands to a command line. Entry point of group `gpubroker.commands`."""
-    for command in (serve, gateway, broker, down, migrate, migrate_data, new_lineage, openapi):
+    for command in COMMANDS:
         app.command()(command)
 
 

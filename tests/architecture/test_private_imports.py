@@ -75,7 +75,9 @@ def test_the_release_whose_private_parts_are_used_is_pinned(use: Use) -> None:
 
 def _required() -> Mapping[str, Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {(it := Requirement(text)).name: it for text in project["dependencies"]}
+    optional = project["optional-dependencies"].values()
+    texts = (text for group in (project["dependencies"], *optional) for text in group)
+    return {(it := Requirement(text)).name: it for text in texts}
 
 
 def _private_names(module: Module) -> list[str]:

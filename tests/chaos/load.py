@@ -47,6 +47,10 @@ class Load:
         self._all_answered = asyncio.Event()
         self._target = 0
         self._target_reached = asyncio.Event()
+        self._first_sent: dict[str, float] = {}
+        """By key, on the monotonic clock; none once it is answered."""
+        self.slowest_seconds = 0.0
+        """The longest time until a task was accepted, from when it was first sent."""
         self.contradictions: list[str] = []
         """Keys that were answered with two ids."""
 
@@ -73,12 +77,15 @@ class Load:
         while self.accepted < until:
             began = time.monotonic()
             key, body = self._unanswered.popleft() if self._unanswered else self._next()
+            first = self._first_sent.setdefault(key, began)
             try:
                 await self._send(client, key, body)
             except (httpx.HTTPError, OSError, KeyError, ValueError):
                 self._unanswered.append((key, body))
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
+                self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - first)
+                self._first_sent.pop(key, None)
                 await asyncio.sleep(max(0.0, began + self._every_seconds - time.monotonic()))
 
     async def _send(self, client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> None:

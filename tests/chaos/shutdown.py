@@ -189,6 +189,7 @@ def stop_under_load(deployment: GatewaysAndBrokersOnRay, batch: Batch) -> dict[s
         **verdict.counts("acknowledged", "lost", "accepted_twice", "double_leased_mb", "started_twice"),
         "restarted_runs": len(restarted),
         **verdict.counts("released_early", "leases_left", "events", "runs_seen"),
+        "slowest_answer_seconds": round(load.slowest_seconds, 3),
         "seconds": {name: sorted(round(one, 3) for one in values) for name, values in durations.items()},
         "wrong": [*wrong, *restarted[:20], *verdict.wrong],
     }

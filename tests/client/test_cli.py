@@ -361,10 +361,10 @@ def test_without_the_server_package_its_commands_name_it(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
-    for command in ("serve", "down", "migrate", "migrate-data", "openapi"):
+    for command in ("serve", "down", "migrate", "migrate-data", "backup", "restore", "openapi"):
         ended = run(command)
         assert (ended.code, ended.out) == (2, "")
-        assert "pip install gpubroker-server" in ended.err
+        assert "pip install 'gpubroker-server[ray]'" in ended.err
 
 
 def test_a_package_whose_commands_cannot_be_loaded_does_not_break_other_commands(

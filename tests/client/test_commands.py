@@ -180,6 +180,11 @@ def test_commands_that_need_no_service_work_without_one(gpubroker: Run, tmp_path
     assert "/tasks" in document["paths"]
     assert "the database is now at" in gpubroker("migrate --data-dir", str(tmp_path / "new")).err
     assert "the database is now in lineage" in gpubroker("new-lineage --data-dir", str(tmp_path / "new")).err
+    assert gpubroker("backup", str(tmp_path / "kept"), "--data-dir", str(tmp_path / "new")).code == 0
+    again = str(tmp_path / "kept"), "--data-dir", str(tmp_path / "restored")
+    assert "restored as of" in gpubroker("restore", *again).err
+    refused_again = gpubroker("restore", *again)
+    assert (refused_again.code, "exists" in refused_again.err) == (2, True)
     assert "no service has run in" in gpubroker("down --data-dir", str(tmp_path / "new")).err
     refused = apart("gpubroker", "serve", "--data-dir", "/dev/null/x")
     assert refused.returncode == 2

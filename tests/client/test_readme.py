@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from gpubroker_server.__main__ import DEMO
 
 from tests.chaos.forked import ForkedServiceOnRay
 from tests.e2e.service_process import ROOT, ServiceProcess
@@ -27,12 +27,11 @@ PLANS = (ROOT / "docs/how-to/check-whether-it-fits.md").read_text(encoding="utf-
 [(SHOWN_COMMAND, SHOWN)] = re.findall(
     r"^\$ (gpubroker plan [^\n]*)\n(.*?)^```", PLANS, re.MULTILINE | re.DOTALL
 )
-TRIED: dict[str, Any] = yaml.safe_load((ROOT / "examples/try.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with ForkedServiceOnRay(tmp_path_factory.mktemp("state") / "gpubroker", **TRIED) as running:
+    with ForkedServiceOnRay(tmp_path_factory.mktemp("state") / "gpubroker", **DEMO) as running:
         yield running
 
 

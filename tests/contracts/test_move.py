@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker_server.adapters.sql.move_data import move_data
+from gpubroker_server.adapters.sql.copying.move_data import move_data
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import SqlStore, migrate
 from gpubroker_server.adapters.sql.tables import metadata
@@ -85,7 +85,7 @@ async def a_task_of(store: SqlStore) -> Any:
 
 KILLED_AT = """
 import os, sys
-from gpubroker_server.adapters.sql.move_data import move_data
+from gpubroker_server.adapters.sql.copying.move_data import move_data
 source, target, fatal = sys.argv[1:]
 told = 0
 def tell(line):

@@ -1,0 +1,1 @@
+"""What users install, and what they start it with."""

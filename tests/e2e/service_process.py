@@ -60,6 +60,10 @@ class ServiceProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._tenants: dict[str, Token] = {}
 
+    def use(self, software: str) -> None:
+        """From its next start on; `software`: folders to import it from, as in PYTHONPATH."""
+        self._env["PYTHONPATH"] = software
+
     def __enter__(self) -> "ServiceProcess":
         return self.start()
 

@@ -1,6 +1,9 @@
 """A backup is restored while runs are alive, some of which it knows and some of which came after it."""
 
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from gpubroker import BrokerError
 from psycopg import sql
 
 from tests.chaos.forked import ForkedServiceOnRay
-from tests.e2e.service_process import until
+from tests.e2e.service_process import ROOT, environment, until
 from tests.patience import PATIENCE_SECONDS
 from tests.postgres import PostgresServer
 
@@ -22,6 +25,7 @@ class Backup:
     """Of a database that no process has open."""
 
     url = ""
+    is_online = False
 
     def take(self) -> None: ...
 
@@ -59,17 +63,67 @@ class ServerBackup(Backup):
             connection.execute(statement.format(sql.Identifier(target), sql.Identifier(source)))
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.evidence)])
+class OwnBackup(Backup):
+    """`gpubroker backup` beside the service, and `gpubroker restore` after everything was lost."""
+
+    is_online = True
+
+    def __init__(self, home: Path, server: PostgresServer | None = None) -> None:
+        self._home, self._folder, self._server = home, home.with_name("backups"), server
+        self.url = server.new_database() if server else ""
+
+    def take(self) -> None:
+        assert "holds everything up to" in self._run("backup")
+
+    def restore(self) -> None:
+        if self._server is None:
+            for path in self._home.glob("gpubroker.db*"):
+                path.unlink()
+        else:
+            name = psycopg.conninfo.conninfo_to_dict(self.url)["dbname"]
+            self._server.drop(self.url)
+            with psycopg.connect(self._server.url, autocommit=True) as connection:
+                connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(str(name))))
+        shutil.rmtree(self._home / "blobs")
+        assert "tasks 1 pending, 2 running; 2 objects" in self._run("restore")
+
+    def _run(self, verb: str) -> str:
+        database = ("--database-url", self.url) if self.url else ()
+        words = (verb, str(self._folder), "--data-dir", str(self._home), *database)
+        command = [sys.executable, "-m", "gpubroker_server", *words]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stderr
+
+
+EVIDENCE = pytest.mark.evidence
+
+
+@pytest.fixture(
+    params=[
+        "sqlite",
+        pytest.param("postgres", marks=EVIDENCE),
+        pytest.param("copied file", marks=EVIDENCE),
+        pytest.param("copied database", marks=EVIDENCE),
+    ]
+)
 def backup(
     request: pytest.FixtureRequest, tmp_path: Path, postgres_server: PostgresServer
 ) -> Iterator[Backup]:
-    if request.param == "sqlite":
-        yield FileBackup(tmp_path / "data")
-        return
-    url = postgres_server.new_database()
-    yield ServerBackup(postgres_server, url)
-    postgres_server.drop(url)
-    postgres_server.drop(f"{url.partition('?')[0]}_backup?{url.partition('?')[2]}")
+    home = tmp_path / "data"
+    match request.param:
+        case "sqlite":
+            yield OwnBackup(home)
+        case "copied file":
+            yield FileBackup(home)
+        case "postgres":
+            yield (own := OwnBackup(home, postgres_server))
+            postgres_server.drop(own.url)
+        case _:
+            url = postgres_server.new_database()
+            yield ServerBackup(postgres_server, url)
+            postgres_server.drop(url)
+            postgres_server.drop(f"{url.partition('?')[0]}_backup?{url.partition('?')[2]}")
 
 
 def processes_of(task: str) -> list[int]:
@@ -106,8 +160,13 @@ def test_a_restored_backup_keeps_its_tasks_and_ends_the_runs_that_it_does_not_kn
         waits = broker.submit("tests.e2e.work:hold", kwargs=work("waits"), gpu_mb=20_000)
         until(begins("kept"), "the first run has begun")
         until(begins("ends"), "the second run has begun")
+        large = broker.submit("tests.e2e.work:add", "a" * 100_000, "b", cpu=0.1)
+        assert len(str(broker.result(large.id))) == 100_001
+        if backup.is_online:
+            backup.take()
         assert service.terminate() == 0
-        backup.take()
+        if not backup.is_online:
+            backup.take()
 
         service.start()
         broker = service.broker
@@ -125,6 +184,7 @@ def test_a_restored_backup_keeps_its_tasks_and_ends_the_runs_that_it_does_not_kn
             broker.get(lost.id)
         assert unknown.value.status == 404
         assert broker.result(finished.id) == 5
+        assert len(str(broker.result(large.id))) == 100_001
         until(begins("waits", 2), "the waiting task has begun again, under a claim of the new lineage")
         until(lambda: not processes_of(lost.id), "the run that the backup does not know has ended")
         flags["kept"].touch()
@@ -133,4 +193,6 @@ def test_a_restored_backup_keeps_its_tasks_and_ends_the_runs_that_it_does_not_kn
             broker.result(task.id, timeout_seconds=PATIENCE_SECONDS)
         assert not begins("kept", 2)(), "a run that the backup knows has begun again"
         until(lambda: all(gpu.leased_mb == 0 for gpu in broker.gpus()), "all memory is free again")
-        assert "leading a new lineage" in service.log()
+        log = service.log()
+        assert "leading a new lineage" in log or backup.is_online
+        assert re.search(f"ending a run that the database does not know.*{lost.id}", log)

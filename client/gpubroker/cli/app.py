@@ -33,7 +33,20 @@ _MODULES: Final[Mapping[str, str]] = {
 """The commands of each module. A command loads its module alone (`bench cli`)."""
 _PLACES = {command: module for module, commands in _MODULES.items() for command in commands.split()}
 
-_SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "migrate-data", "openapi"})
+_SERVER_COMMANDS = frozenset(
+    {
+        "serve",
+        "gateway",
+        "broker",
+        "down",
+        "migrate",
+        "migrate-data",
+        "backup",
+        "restore",
+        "new-lineage",
+        "openapi",
+    }
+)
 
 _OTHER_NAMES: Final = {
     "list": "ps", "ls": "ps", "status": "ps", "queue": "ps", "squeue": "ps", "jobs": "ps",
@@ -56,7 +69,9 @@ class Commands(TyperGroup):
         if added := self._added().get(cmd_name):
             return added
         if cmd_name in _SERVER_COMMANDS:
-            eprint(f"gpubroker: `gpubroker {cmd_name}` needs the service: pip install gpubroker-server")
+            eprint(
+                f"gpubroker: `gpubroker {cmd_name}` needs the service: pip install 'gpubroker-server[ray]'"
+            )
             raise typer.Exit(EXIT_USAGE)
         if meant := _OTHER_NAMES.get(cmd_name):
             eprint(f"gpubroker: no command {cmd_name!r}; did you mean: gpubroker {meant}")

@@ -12,13 +12,13 @@ import structlog
 import uvloop
 
 from gpubroker_server.adapters.sql.database import connections_kept
-from gpubroker_server.adapters.sql.move_data import move_data
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import begin_lineage, migrate, open_store
 from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.bootstrap.start_checks import (
     StartRefused,
+    check_installed,
     check_shared,
     check_task_surroundings,
     listening_socket,
@@ -71,6 +71,7 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
     `speaks`: as a gateway; `leads`: as a broker. SQLite needs both in one process.
     """
     configure_logs(settings.log_level, settings.log_format)
+    check_installed(settings, leads=leads)
     if not (speaks and leads):
         check_shared(settings)
     if leads:
@@ -132,6 +133,8 @@ def start_new_lineage(settings: Settings) -> str:
 
 def move_database(settings: Settings, target: str, report: Callable[[str], None]) -> None:
     """From the file of these settings to PostgreSQL. Raises StartRefused; no data is lost."""
+    from gpubroker_server.adapters.sql.copying.move_data import move_data
+
     try:
         move_data(settings.database, target, report)
     except DatabaseRefused as refused:

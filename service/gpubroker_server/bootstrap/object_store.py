@@ -67,6 +67,11 @@ def _id_of(folder: Path) -> str:
     return ""
 
 
+def name_anew(folder: Path) -> str:
+    """Name a directory that belongs to no database yet; the name."""
+    return _named(folder, f"{secrets.token_hex(8)}{_OPEN}")
+
+
 def _named(folder: Path, mark: str) -> str:
     """Name the directory, unless another process is quicker; the name, which is on disk then."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

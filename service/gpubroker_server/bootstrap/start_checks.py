@@ -7,6 +7,7 @@ import pwd
 import resource
 import socket
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -45,6 +46,22 @@ def prepare_data_dir(data_dir: Path) -> None:
             f"cannot write to the data directory {data_dir}: {error.strerror}; "
             "give it to this user, or name another with --data-dir"
         ) from None
+
+
+def check_installed(settings: Settings, *, leads: bool) -> None:
+    """Whether the extras are there that these settings need. Raises StartRefused."""
+    needed = []
+    if leads and settings.engine == "ray":
+        needed.append(("ray", "ray", "to run tasks (engine: ray)"))
+    if settings.triton.grpc_port or (leads and any(server.node for server in settings.triton.servers)):
+        needed.append(("grpc", "triton", "to speak gRPC with model servers (triton)"))
+    missing = [(extra, why) for module, extra, why in needed if find_spec(module) is None]
+    if missing:
+        extras = ",".join(extra for extra, _ in missing)
+        raise StartRefused(
+            f"{' and '.join(why for _, why in missing)} more has to be installed: pip install "
+            f"'gpubroker-server[{extras}]'"
+        )
 
 
 def check_shared(settings: Settings) -> None:

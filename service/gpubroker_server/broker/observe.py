@@ -228,6 +228,7 @@ class Observer:
                     decisions += model_turns.turns(self._world, report.names, now)
                 case NodeReport():
                     self._log_answer(report)
+                    self._name_strangers(report)
                     decisions += reconcile(self._world, report, now, self._policy, self._inventory)
                 case _:
                     about_runs.append(report)
@@ -236,6 +237,16 @@ class Observer:
         self._world.measure(after_gone.values())
         decisions += inference_admission.check_failed_models(self._world, about_runs, self._policy, now)
         return decisions + await self._on_runs(about_runs, now)
+
+    def _name_strangers(self, seen: NodeReport) -> None:
+        for task, _, _ in seen.runs:
+            if task not in self._world.tasks:
+                log.warning(
+                    "ending a run that the database does not know: it began after the backup that was "
+                    "restored, or its task was deleted",
+                    task=task,
+                    node=seen.node.name,
+                )
 
     async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
         """Decisions whose bytes are on disk. A report whose bytes are refused is replaced."""

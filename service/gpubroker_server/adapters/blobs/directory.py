@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -43,11 +43,11 @@ class DirectoryBlobs:
                 f"{owner} gave an object of {len(data)} bytes; at most {self._max_bytes} bytes are kept"
             )
         with self._reachable("written"):
-            return await asyncio.to_thread(self._put, data)
+            return await asyncio.to_thread(self.put_now, data)
 
     async def get(self, digest: str) -> bytes:
         with self._reachable("read"):
-            return await asyncio.to_thread(self._get, digest)
+            return await asyncio.to_thread(self.get_now, digest)
 
     async def delete(self, digest: str) -> None:
         """Nothing happens if it is not there."""
@@ -129,7 +129,7 @@ class DirectoryBlobs:
         aside.unlink()
         return True
 
-    def _put(self, data: bytes) -> str:
+    def put_now(self, data: bytes) -> str:
         digest = hashlib.sha256(data).hexdigest()
         path = self._path(digest)
         if not self._holds(path, data):
@@ -164,7 +164,7 @@ class DirectoryBlobs:
             return False
         return True
 
-    def _get(self, digest: str) -> bytes:
+    def get_now(self, digest: str) -> bytes:
         path = self._path(digest)
         try:
             data = path.read_bytes()
@@ -179,6 +179,20 @@ class DirectoryBlobs:
         if len(digest) != _DIGEST_LENGTH or not set(digest) <= set("0123456789abcdef"):
             raise BlobMissing(f"{digest!r} is no sha256 digest")
         return self._root / digest[:2] / digest[2:4] / digest
+
+
+def copy_objects(source: Path, target: Path, digests: Iterable[str]) -> frozenset[str]:
+    """Each is read back from `target`. Those that `source` lacks, or has damaged, are returned. Raises
+    OSError."""
+    here, there = DirectoryBlobs(source), DirectoryBlobs(target)
+    lost = set()
+    for digest in digests:
+        try:
+            there.put_now(here.get_now(digest))
+            there.get_now(digest)
+        except (BlobMissing, BlobCorrupt):
+            lost.add(digest)
+    return frozenset(lost)
 
 
 @contextmanager

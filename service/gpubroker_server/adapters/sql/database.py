@@ -1,19 +1,22 @@
 """From a URL to an open database: checked, locked if it is a file, brought to the newest schema, and not
-moved away by `move_data`."""
+moved away by `move_data`.
+
+psycopg is imported only where a server is spoken to: a service on SQLite runs without it.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, select, text, update
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool, QueuePool
 
-from gpubroker_server.adapters.sql import connections, postgres
 from gpubroker_server.adapters.sql.reads import READERS, leader, now
 from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused, Session
 from gpubroker_server.adapters.sql.sqlite import SqliteFile, SqliteSession
@@ -21,6 +24,9 @@ from gpubroker_server.adapters.sql.system_tables import SCHEMA, MoveStage, audit
 from gpubroker_server.core.domain.leader_term import next_lineage
 from gpubroker_server.core.domain.units import Lineage
 from gpubroker_server.ports.store import StoreExhausted
+
+if TYPE_CHECKING:
+    from gpubroker_server.adapters.sql.connections import Hints
 
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
@@ -34,8 +40,8 @@ class Database:
     """SQL that begins a transaction in which all reads see one state."""
     release: Callable[[], None]
     """Unlocks it; call it when session and readers are closed."""
-    listener: Callable[[], Any] | None = None
-    """Opens a connection for `Hints`; None if processes do not notify each other."""
+    hints: "Callable[[], Hints] | None" = None
+    """None if processes do not notify each other."""
     is_shared: bool = False
     """Whether other processes may write to it."""
     connect_term: Callable[[], Session] | None = None
@@ -63,6 +69,8 @@ def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
     database is unchanged.
     """
     if not is_file(url):
+        from gpubroker_server.adapters.sql import connections
+
         connections.check_server(url)
         return bring_to(server_engine(url), revision, "the database", drop_everything=drop_everything)
     file = SqliteFile(path_of(url))
@@ -75,6 +83,8 @@ def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
 def begin_lineage(url: str) -> Lineage:
     """Have the database go on in a new lineage, under a new term. Raises DatabaseRefused."""
     if not is_file(url):
+        from gpubroker_server.adapters.sql import connections
+
         connections.check_server(url)
         return _begin_lineage(server_engine(url), "the database")
     if not path_of(url).exists():
@@ -89,15 +99,17 @@ def begin_lineage(url: str) -> Lineage:
 def _begin_lineage(engine: Engine, name: str) -> Lineage:
     bring_to(engine, "head", name)
     with engine.begin() as connection:
-        seen = leader(connection)
-        lineage = next_lineage(seen.lineage, seen.at)
-        connection.execute(
-            update(leadership).values(term=leadership.c.term + 1, lease_until=0.0, lineage=lineage)
-        )
-        about = {"at": seen.at, "tenant": "", "actor": "operator", "action": "lineage.begun"}
-        connection.execute(
-            insert(audit).values(**about, subject=str(lineage), reason="gpubroker new-lineage")
-        )
+        return set_next_lineage(connection, "gpubroker new-lineage")
+
+
+def set_next_lineage(connection: Connection, reason: str, **values: str) -> Lineage:
+    """`values`: of the leader's row, besides."""
+    seen = leader(connection)
+    lineage = next_lineage(seen.lineage, seen.at)
+    row = {"term": leadership.c.term + 1, "lease_until": 0.0, "lineage": lineage, **values}
+    connection.execute(update(leadership).values(row))
+    about = {"at": seen.at, "tenant": "", "actor": "operator", "action": "lineage.begun"}
+    connection.execute(insert(audit).values(**about, subject=str(lineage), reason=reason))
     return lineage
 
 
@@ -143,7 +155,7 @@ def set_mark(connection: Connection, mark: MoveMark) -> None:
     connection.execute(insert(relocation).values(**values, at=now(connection)))
 
 
-def _check_not_moved(engine: Engine, name: str) -> None:
+def check_not_moved(engine: Engine, name: str) -> None:
     """Raises DatabaseRefused if the data has been moved away, or not completely moved here."""
     with engine.connect() as connection:
         mark = read_mark(connection)
@@ -163,6 +175,11 @@ def _check_not_moved(engine: Engine, name: str) -> None:
 def is_file(url: str, named: str = SETTING) -> bool:
     """`named`: how an error message names the setting. Raises DatabaseRefused."""
     if url.startswith(("postgresql://", "postgres://")):
+        if find_spec("psycopg") is None:
+            raise DatabaseRefused(
+                f"{named} is a PostgreSQL database, and psycopg is not installed: "
+                "pip install 'gpubroker-server[postgres]'"
+            )
         return False
     if url.startswith("sqlite:///"):
         return True
@@ -191,7 +208,7 @@ def _open_file(path: Path) -> Database:
     file = SqliteFile(path)
     try:
         bring_to(file_engine(file), "head", str(path))
-        _check_not_moved(file_engine(file), str(path))
+        check_not_moved(file_engine(file), str(path))
         readers = _readers("sqlite://", file.reader)
         session = SqliteSession(file.writer())
         session.end_terms()
@@ -213,6 +230,8 @@ def file_engine(file: SqliteFile) -> Engine:
 
 
 def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
+    from gpubroker_server.adapters.sql import connections
+
     needed = connections_kept(pooled=pooled, leads=leads)
     try:
         return _open_all(url, pooled=pooled, may_lose_commits=may_lose_commits, leads=leads)
@@ -231,13 +250,15 @@ def connections_kept(*, pooled: bool, leads: bool) -> int:
 
 def _open_all(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) -> Database:
     """Raises StoreExhausted, DatabaseRefused."""
+    from gpubroker_server.adapters.sql import connections, postgres
+
     connections.check_server(url)
     if not may_lose_commits:
         connections.check_waits_for_standby(url)
     session = postgres.PostgresSession(url, pooled=pooled)
     try:
         bring_to(server_engine(url), "head", "the database")
-        _check_not_moved(server_engine(url), connections.display_name(url))
+        check_not_moved(server_engine(url), connections.display_name(url))
     except BaseException:
         session.close()
         raise
@@ -249,15 +270,16 @@ def _open_all(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool) ->
             context.is_disconnect = True
 
     snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-    listener = None if pooled else partial(connections.connect_listener, url)
     term = partial(postgres.term_session, url, pooled=pooled)
+    listen = None if pooled else partial(connections.connect_listener, url)
+    hints = None if listen is None else partial(connections.Hints, listen)
     try:
-        _hold_all(readers, *([] if listener is None else [listener]), *([term] if leads else []))
+        _hold_all(readers, *([] if listen is None else [listen]), *([term] if leads else []))
     except BaseException:
         session.close()
         readers.dispose()
         raise
-    return Database(session, readers, snapshot, lambda: None, listener, is_shared=True, connect_term=term)
+    return Database(session, readers, snapshot, lambda: None, hints, is_shared=True, connect_term=term)
 
 
 def _hold_all(readers: Engine, *others: Callable[[], Any]) -> None:
@@ -279,6 +301,8 @@ def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:
 
 
 def server_engine(url: str) -> Engine:
+    from gpubroker_server.adapters.sql import connections
+
     return create_engine(
         "postgresql+psycopg://", creator=partial(connections.connect_migrator, url), poolclass=NullPool
     )

@@ -9,7 +9,7 @@ import msgspec
 from pydantic_core import from_json
 from sqlalchemy import ColumnElement, Connection, FromClause, bindparam, delete, select
 
-from gpubroker_server.adapters.sql.postgres import postgres_rows, postgres_text
+from gpubroker_server.adapters.sql.postgres_text import postgres_rows, postgres_text
 from gpubroker_server.adapters.sql.reads import Readers
 from gpubroker_server.adapters.sql.session import Row, json_text, over
 from gpubroker_server.adapters.sql.statements import insert_given

@@ -11,8 +11,6 @@ from typing import Any
 
 import psycopg
 from psycopg import errors
-from sqlalchemy import JSON, ColumnElement, bindparam, column, func
-from sqlalchemy.dialects import postgresql
 
 from gpubroker_server.adapters.sql.connections import (
     NOTIFY_RESIGNED,
@@ -23,6 +21,7 @@ from gpubroker_server.adapters.sql.connections import (
     server_of,
     set_statement,
 )
+from gpubroker_server.adapters.sql.postgres_text import DIALECT, postgres_rows, postgres_text
 from gpubroker_server.adapters.sql.session import (
     Collided,
     CommitUnknown,
@@ -33,7 +32,6 @@ from gpubroker_server.adapters.sql.session import (
     Row,
     Rows,
     SetStatement,
-    json_text,
 )
 from gpubroker_server.adapters.sql.system_tables import check_schema, is_another_server
 from gpubroker_server.core.domain.units import Instant, Position, Term
@@ -59,8 +57,6 @@ locks. Before PostgreSQL 17 no timeout of the server ends that."""
 _COPIED_FROM = 256
 """Rows of one statement from which they are copied. That waits twice more, but without it a large batch
 exceeds the statement timeout (`bench batch`)."""
-_DIALECT: Any = postgresql.psycopg.dialect()  # type: ignore[no-untyped-call]  # it has no types
-
 GOODBYES = (
     errors.AdminShutdown,
     errors.CrashShutdown,
@@ -73,33 +69,9 @@ as lost although it is open."""
 
 
 @cache
-def postgres_text(statement: SetStatement) -> str:
-    """SQL with one parameter `rows`: the JSON that `postgres_rows` makes."""
-    names: list[ColumnElement[Any]] = [column(c.name, c.type) for c in statement.columns]
-    given = func.json_to_recordset(bindparam("rows", type_=JSON()))
-    rows = given.table_valued(*names).render_derived(name="r", with_types=True)
-    return str(statement.build(postgresql.insert, rows).compile(dialect=_DIALECT))
-
-
-def postgres_rows(statement: SetStatement, rows: Sequence[Row]) -> str:
-    if statement.binary:
-        rows = [_with_hex(row, statement.binary) for row in rows]
-    return json_text([dict(zip(statement.names, row, strict=True)) for row in rows])
-
-
-def _with_hex(row: Row, binary: Sequence[int]) -> Row:
-    """PostgreSQL reads bytes inside JSON from their hexadecimal text."""
-    plain = list(row)
-    for at in binary:
-        if plain[at] is not None:
-            plain[at] = "\\x" + plain[at].hex()
-    return tuple(plain)
-
-
-@cache
 def _copy_statement(statement: SetStatement) -> str:
     """Copies rows into the statement's table. If the key of one exists, all fail."""
-    quoted = _DIALECT.identifier_preparer.quote
+    quoted = DIALECT.identifier_preparer.quote
     columns = ", ".join(map(quoted, statement.names))
     return f"COPY {quoted(statement.copied)} ({columns}) FROM STDIN"
 

@@ -228,7 +228,7 @@ class SqlReads:
         return [StoredCheckpoint(**row) for row in await self._rows(_CHECKPOINTS, {"task": task})]
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
-        return await self._readers.run(_referenced, digests)
+        return await self._readers.run(referenced, digests)
 
     async def tokens(self) -> Sequence[TokenRow]:
         return [rows.token_of_row(row) for row in await self._rows(select(token).order_by(token.c.name))]
@@ -330,12 +330,10 @@ def _result_of(row: Mapping[str, Any]) -> StoredResult:
     )
 
 
-def _referenced(connection: Connection, digests: Sequence[str]) -> frozenset[str]:
-    of_tasks = (_spec.c.arguments_digest, _outcome.c.result_digest, tables.checkpoint.c.digest)
-    places = (*of_tasks, tables.stored_object.c.digest)
+def referenced(connection: Connection, digests: Sequence[str]) -> frozenset[str]:
     return frozenset(
         digest
-        for column in places
+        for column in tables.DIGESTS
         for (digest,) in connection.execute(select(column).where(column.in_(digests)))
     )
 

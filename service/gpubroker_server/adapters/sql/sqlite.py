@@ -148,6 +148,13 @@ class SqliteFile:
         os.close(self._lock)
 
 
+def connect_beside(path: Path) -> sqlite3.Connection:
+    """As `SqliteFile.reader`, to a file that another process may have open. Raises DatabaseRefused."""
+    _check_header(path)
+    with _refusing(path):
+        return _connect(path, "ro")
+
+
 def _connect(path: Path, mode: str = "rw") -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"file:{quote(str(path))}?mode={mode}",

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from gpubroker_server.adapters.sql import reads, terms
 from gpubroker_server.adapters.sql import statements as sql
-from gpubroker_server.adapters.sql.connections import Hints
 from gpubroker_server.adapters.sql.database import Database, begin_lineage, migrate, open_database
 from gpubroker_server.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
 from gpubroker_server.adapters.sql.last_values import SqlLastValues
@@ -160,7 +159,7 @@ class SqlStore(SqlReads, SqlLastValues, SqlObjects):
         self._token_changes = 0
         self.resigned = asyncio.Event()
         """Set by `keep_hints` when a leader has resigned; cleared by the code that reads the leader's row."""
-        self._hints = None if database.listener is None else Hints(database.listener)
+        self._hints = None if database.hints is None else database.hints()
         connect = database.connect_term
         self._terms = None if connect is None else terms.TermConnection(connect)
         self._undelivered: deque[tuple[Sequence[Event], Sequence[Work]]] = deque()

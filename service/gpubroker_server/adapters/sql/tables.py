@@ -340,3 +340,6 @@ stored_object = Table(
     Index("ix_stored_object_expires_at", "expires_at"),
 )
 """Uploaded objects; each row names a file in the directory of objects."""
+
+DIGESTS = (task_spec.c.arguments_digest, outcome.c.result_digest, checkpoint.c.digest, stored_object.c.digest)
+"""Where rows name objects."""

@@ -1,4 +1,4 @@
-"""A training to try things with: it needs no GPU, no data and no library, and only sleeps.
+"""A training for `gpubroker serve --demo`: it needs no GPU, no data and no library, and only sleeps.
 
 It reports what a real training would: its progress, and after each epoch a checkpoint with all that it needs
 to resume. It can be stopped at any time, and loses at most one epoch.

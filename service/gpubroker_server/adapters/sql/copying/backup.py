@@ -1,0 +1,206 @@
+"""A backup's database: a SQLite file with all rows of any database, as one moment saw them."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from sqlalchemy import Connection, Engine, create_engine, event, func, select, text, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import NullPool
+
+from gpubroker_server.adapters.blobs.directory import sync_folder
+from gpubroker_server.adapters.sql import reads, tables
+from gpubroker_server.adapters.sql.copying.copied_tables import (
+    Report,
+    copy_all,
+    copying_engine,
+    plain_errors,
+    take_empty_server,
+)
+from gpubroker_server.adapters.sql.database import (
+    NEWEST,
+    bring_to,
+    check_not_moved,
+    file_engine,
+    is_file,
+    path_of,
+    server_engine,
+    set_next_lineage,
+)
+from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused
+from gpubroker_server.adapters.sql.sqlite import SqliteFile, connect_beside
+from gpubroker_server.adapters.sql.system_tables import installation
+from gpubroker_server.core.domain.units import Instant
+
+_REVISION = text("SELECT version_num FROM alembic_version")
+
+
+@dataclass(frozen=True, slots=True)
+class BackupFacts:
+    """What the rows say."""
+
+    at: Instant
+    """When they were read, by the database's clock."""
+    digests: frozenset[str]
+    """Of all objects that rows name."""
+    tasks: Mapping[str, int]
+    """By state, without those that have ended."""
+
+
+def write_backup(url: str, path: Path, report: Report) -> BackupFacts:
+    """Fill a new file. Services go on meanwhile: none of their locks is taken. Raises DatabaseRefused."""
+    source = _source(url)
+    file = SqliteFile(path)
+    try:
+        target = file_engine(file)
+        bring_to(target, "head", str(path))
+        with plain_errors("the backup", "the backup"), source.connect() as reading, target.begin() as writing:
+            _check_schema(reading)
+            facts = _facts_of(reading)
+            copy_all(reading, writing, report)
+    finally:
+        file.close()
+        Path(f"{path}.lock").unlink(missing_ok=True)
+        source.dispose()
+    return facts
+
+
+def named_in(url: str, digests: frozenset[str]) -> frozenset[str]:
+    """Of these digests, those that a row names now."""
+    with _source(url).connect() as reading:
+        return reads.referenced(reading, sorted(digests))
+
+
+def restore_backup(
+    backup: Path, url: str, bring_objects: Callable[[frozenset[str]], str], report: Report
+) -> BackupFacts:
+    """Into a database that does not exist, or has nothing in it: everything, or nothing.
+
+    `bring_objects` has those of these digests ready before the rows are there that name them, and answers
+    the name of their directory. Raises DatabaseRefused.
+    """
+    if is_file(url):
+        path = path_of(url)
+        with _locked(path):
+            facts = _prepare(backup, draft := path.with_name(f"{path.name}.restoring"), bring_objects)
+            os.replace(draft, path)
+            sync_folder(path.parent)
+        return facts
+    from gpubroker_server.adapters.sql import connections
+
+    connections.check_server(url)
+    bring_to(server_engine(url), "head", "the database")
+    name = connections.display_name(url)
+    with TemporaryDirectory(prefix="gpubroker-restore-") as folder:
+        facts = _prepare(backup, draft := Path(folder) / "gpubroker.db", bring_objects)
+        here, there = _beside(draft), copying_engine(url)
+        with plain_errors("the restore", SETTING), here.connect() as reading, there.begin() as writing:
+            take_empty_server(writing, name, SETTING)
+            copy_all(reading, writing, report)
+    return facts
+
+
+def check_is_free(url: str) -> None:
+    """Raises DatabaseRefused unless the database may be restored into; a server is asked when that begins."""
+    if is_file(url):
+        with _locked(path_of(url)):
+            pass
+
+
+def _prepare(backup: Path, draft: Path, bring_objects: Callable[[frozenset[str]], str]) -> BackupFacts:
+    """A copy with the newest schema, of a new lineage, on disk."""
+    for ending in ("", "-wal", "-shm"):
+        Path(f"{draft}{ending}").unlink(missing_ok=True)
+    draft.touch(mode=0o600)
+    shutil.copyfile(backup, draft)
+    file = SqliteFile(draft)
+    try:
+        engine = file_engine(file)
+        bring_to(engine, "head", str(backup))
+        with engine.begin() as connection:
+            facts = _facts_of(connection)
+            set_next_lineage(connection, "gpubroker restore", server="")
+            connection.execute(update(installation).values(blobs=bring_objects(facts.digests)))
+    finally:
+        file.close()
+        Path(f"{draft}.lock").unlink()
+    with draft.open("rb") as copied:
+        os.fsync(copied.fileno())
+    return facts
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """A place where there is no database, and no service begins one."""
+    file = SqliteFile(path)
+    try:
+        if path.exists():
+            raise DatabaseRefused(
+                f"{path} exists, and a backup is restored where there is no database: move it away together "
+                f"with its -wal, or name another with {SETTING}"
+            )
+        yield
+    finally:
+        file.close()
+
+
+def _source(url: str) -> Engine:
+    """To read one state. Raises DatabaseRefused if it must not, or cannot, be backed up."""
+    if is_file(url):
+        path = path_of(url)
+        if not path.exists():
+            raise DatabaseRefused(f"there is no {path}; name the database of the service with {SETTING}")
+        engine = _beside(path)
+        name = str(path)
+    else:
+        from gpubroker_server.adapters.sql import connections
+
+        connections.check_server(url)
+        engine = copying_engine(url).execution_options(
+            isolation_level="REPEATABLE READ", postgresql_readonly=True
+        )
+        name = connections.display_name(url)
+    with plain_errors("the backup", "the backup"):
+        check_not_moved(engine, name)
+    return engine
+
+
+def _beside(path: Path) -> Engine:
+    engine = create_engine("sqlite://", creator=partial(connect_beside, path), poolclass=NullPool)
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    return engine
+
+
+def _check_schema(reading: Connection) -> None:
+    try:
+        [found] = reading.execute(_REVISION).scalars()
+    except DBAPIError:
+        found = "none"
+    if found != NEWEST:
+        raise DatabaseRefused(
+            f"the schema of the database is {found}, and this gpubroker knows {NEWEST}: back it up with the "
+            "release that serves it, or start the service with this one first, which brings it up to date"
+        )
+
+
+def _facts_of(connection: Connection) -> BackupFacts:
+    task = tables.task.c
+    counted = select(task.state, func.count()).where(~task.finished).group_by(task.state)
+    return BackupFacts(
+        at=reads.now(connection),
+        digests=frozenset(
+            digest
+            for column in tables.DIGESTS
+            for digest in connection.execute(select(column).where(column.is_not(None)).distinct()).scalars()
+        ),
+        tasks={row[0]: row[1] for row in connection.execute(counted)},
+    )

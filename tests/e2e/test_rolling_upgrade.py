@@ -1,0 +1,123 @@
+"""Two gateways and two brokers are upgraded from the last release to this tree, in turn and under load."""
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psycopg
+import pytest
+from gpubroker_server.adapters.sql.store import migrate
+
+from tests.chaos.shutdown import Batch, GatewaysAndBrokersOnRay, stop_under_load
+from tests.e2e.released import THIS_TREE, command, unpacked
+from tests.e2e.service_process import ROOT, BrokerProcess, GatewayProcess, ServiceProcess, environment, until
+from tests.migrations.newer import EXPAND, NEXT, migrate_as_newer_software_does
+
+STEPS = ("gateway", "gateway", "standby", "leader")
+"""The order that docs/how-to/upgrade.md gives."""
+BACK = ("leader", "standby", "gateway", "gateway")
+ANSWERED_WITHIN_SECONDS = 1.0
+
+
+class Site(GatewaysAndBrokersOnRay):
+    """Of the last release at first."""
+
+    def __init__(self, folder: Path, url: str, released: str) -> None:
+        self._released = released
+        super().__init__(folder, url)
+        self._use = THIS_TREE
+        self._moved: list[ServiceProcess] = []
+
+    def process_of(self, process: type[ServiceProcess], name: str, **more: Any) -> ServiceProcess:
+        kind = GatewayProcess if issubclass(process, GatewayProcess) else BrokerProcess
+        made = super().process_of(kind, name, **more)
+        made.use(self._released)
+        return made
+
+    def go_back(self) -> None:
+        """From now on."""
+        self._use, self._moved = self._released, []
+
+    def terminate(self, target: str, chance: Random) -> None:
+        """The next one in the order of the upgrade, whatever target was drawn."""
+        target = (STEPS if self._use == THIS_TREE else BACK)[len(self._moved)]
+        if target != "gateway":
+            until(lambda: self.broker_which(leads=True) is not None, "one of the brokers leads")
+        leader = self.broker_which(leads=True)
+        kind = self.gateways if target == "gateway" else self.brokers
+        left = [one for one in kind if one not in self._moved]
+        process = min(left, key=lambda one: (one is leader) is not (target == "leader"))
+        assert process.terminate() == 0, process.log()
+        process.use(self._use)
+        process.start()
+        self._moved.append(process)
+        self._count(target)
+
+
+def move_all(site: Site, seed: int, tasks_per_step: int) -> Mapping[str, Any]:
+    found = stop_under_load(site, Batch(seed, stops=4, tasks_per_stop=tasks_per_step, targets=STEPS))
+    print(f"{found['acknowledged']} tasks; slowest answer {found['slowest_answer_seconds']:.3f} s")
+    assert found["stops"] == {"gateway": 2, "leader": 1, "standby": 1}
+    assert found["wrong"] == []
+    assert (found["lost"], found["accepted_twice"], found["restarted_runs"]) == (0, 0, 0)
+    return found
+
+
+@pytest.fixture
+def released(tmp_path: Path) -> str:
+    return unpacked(tmp_path / "released")
+
+
+def test_every_process_is_upgraded_under_load_and_nothing_is_lost_or_done_twice(
+    tmp_path: Path, released: str, empty_postgres_url: str
+) -> None:
+    (tmp_path / "site").mkdir()
+    site = Site(tmp_path / "site", empty_postgres_url, released)
+    try:
+        site.start()
+        move_all(site, 1, 15)
+    finally:
+        site.stop()
+
+
+@pytest.mark.evidence
+def test_the_upgrade_under_load_and_one_step_back_leave_nobody_without_an_answer(
+    tmp_path: Path, released: str, empty_postgres_url: str
+) -> None:
+    (tmp_path / "site").mkdir()
+    site = Site(tmp_path / "site", empty_postgres_url, released)
+    try:
+        site.start()
+        assert move_all(site, 2, 250)["slowest_answer_seconds"] < ANSWERED_WITHIN_SECONDS
+        site.go_back()
+        (site.folder / "held").rename(site.folder / "held-before")
+        site.kills.clear()
+        assert move_all(site, 3, 250)["slowest_answer_seconds"] < ANSWERED_WITHIN_SECONDS
+    finally:
+        site.stop()
+
+
+def of_the_release(released: str, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command(*words), capture_output=True, text=True, env=environment(PYTHONPATH=released), cwd=ROOT
+    )
+
+
+def test_one_step_back_is_taken_while_the_schema_only_grew_and_is_refused_with_the_reason_else(
+    tmp_path: Path, released: str, empty_postgres_url: str
+) -> None:
+    migrate(empty_postgres_url, "head")
+    kept = ("--data-dir", str(tmp_path / "data"), "--database-url", empty_postgres_url)
+    migrate_as_newer_software_does(empty_postgres_url, tmp_path / "grown", *EXPAND)
+    assert of_the_release(released, "migrate", *kept).returncode == 0
+    with GatewayProcess(
+        tmp_path / "gateway", env={"PYTHONPATH": released}, database_url=empty_postgres_url
+    ) as back:
+        assert back.broker.submit(["true"], cpu=0.1).id
+        back.terminate()
+    with psycopg.connect(empty_postgres_url) as newer:
+        newer.execute(f"UPDATE log_head SET compatible_from = {NEXT}")
+    refused = of_the_release(released, "gateway", *kept)
+    assert (refused.returncode, "upgrade gpubroker" in refused.stderr) == (2, True), refused.stderr
