@@ -1,7 +1,6 @@
 """The units for systemd: its own tools accept them, and their settings are the service's.
 
-No test starts them: systemd runs nowhere here. That runs go on while the service is stopped, as
-KillMode=process leaves them, is shown in tests/e2e/service/test_restart.py.
+Nothing is started here: `tests/deploy/test_under_systemd.py`, in `make evidence`, does that.
 """
 
 import grp
