@@ -12,6 +12,7 @@ from gpubroker_server.ports.store import RunSpec, StoredState, Submission, TaskF
 
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import (
+    a_checkpoint,
     a_submission,
     admission,
     claimed,
@@ -62,6 +63,24 @@ async def test_the_ids_of_what_matches_are_selected_without_holders_of_models(si
     assert await six.selected(replace(wanted, max_priority=None, limit=2)) == ["t6", "t5"]
     assert await six.selected(replace(wanted, states=(TaskState.SUCCEEDED,), min_priority=0)) == ["t2"]
     assert await six.selected(TaskFilter("lab", labels={"even": "true", "third": "yes"})) == ["t6"]
+
+
+async def test_the_moves_of_tasks_are_their_changes_of_state_in_order(six: TaskStore) -> None:
+    t2 = claimed(a_task("t2", tenant="lab", priority=20))
+    first = claimed(a_task("t1", tenant="lab", name="job-1", priority=10))
+    term = await next_term(six)
+    await six.commit(term, [a_checkpoint(first, 1)])
+    moves = await six.moves([first.id, t2.id, TaskId("t3"), TaskId("none")])
+    assert [(event.key, event.kind) for event in moves] == [
+        ("t1", "task.submitted"),
+        ("t2", "task.submitted"),
+        ("t3", "task.submitted"),
+        ("t1", "task.admitted"),
+        ("t2", "task.admitted"),
+        ("t2", "task.succeeded"),
+    ]
+    assert moves[3].fields["admitted_at"] == NOW
+    assert await six.moves([]) == []
 
 
 async def test_many_requests_are_stored_in_one_commit_and_a_repeated_one_once(six: TaskStore) -> None:

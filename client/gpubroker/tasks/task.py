@@ -80,6 +80,19 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Phases:
+    """How long a task has been in each phase, over all its attempts; the present one counts until now."""
+
+    queued_seconds: float = 0.0
+    starting_seconds: float = 0.0
+    """From its admission until its code began."""
+    running_seconds: float = 0.0
+    stopping_seconds: float = 0.0
+    """From a notice to stop until it was gone."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class TaskDevice:
     """A device that a task holds memory on."""
 
@@ -187,6 +200,8 @@ class Task:
     finished_at: datetime | None = None
     stop_reason: str | None = None
     stop_deadline_at: datetime | None = None
+    phases: Phases | None = None
+    """None if the service no longer knows all of them."""
     progress: Progress | None = None
     pending: Pending | None = None
     eta: Expected | None = None

@@ -262,6 +262,10 @@ class TaskStore(ObjectRows, Protocol):
 
     async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]: ...
 
+    async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
+        """The events that changed the states of these tasks, in order."""
+        ...
+
     async def head(self) -> Position: ...
 
     async def oldest(self) -> Position:

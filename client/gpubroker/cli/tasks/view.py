@@ -205,6 +205,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         **past,
         "held": "yes" if task.held else None,
         "labels": ", ".join(f"{name}={value}" for name, value in task.labels.items()),
+        "phases": _phases(task),
         "submitted": timestamp(task.submitted_at),
         "started": timestamp(task.started_at),
         "checkpoint": timestamp(task.checkpoint_at),
@@ -294,6 +295,13 @@ def _now(task: Task, why: str = "") -> str:
             return failure(task)
         case _:
             return ""
+
+
+def _phases(task: Task) -> str:
+    """Those that took any time."""
+    phases = {} if task.phases is None else task.phases.raw
+    words = ((name.removesuffix("_seconds"), seconds) for name, seconds in phases.items())
+    return ", ".join(f"{name} {duration(seconds)}" for name, seconds in words if seconds)
 
 
 def _progress(task: Task) -> str:

@@ -32,6 +32,7 @@ from gpubroker_server.core.domain.units import (
     Term,
 )
 from gpubroker_server.core.world.events import Event, NewEvent, events_of, requested, submitted, task_of
+from gpubroker_server.core.world.phases import STATE_EVENTS
 from gpubroker_server.core.world.tenant_accounts import Accounts
 from gpubroker_server.ports.store import (
     BatchSubmission,
@@ -266,6 +267,10 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
     async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]:
         tail = self._log[max(after, self._pruned) :]
         return [event for event, owner in tail if task is None or owner == task][:limit]
+
+    async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
+        kept = self._log[self._pruned :]
+        return [event for event, owner in kept if owner in tasks and event.kind in STATE_EVENTS]
 
     async def head(self) -> Position:
         return Position(len(self._log))

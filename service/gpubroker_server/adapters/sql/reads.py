@@ -38,6 +38,7 @@ from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Lineage, Position, TaskId, Term
 from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.phases import STATE_EVENTS
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.store import (
     HeldBack,
@@ -80,8 +81,12 @@ _RECORDS = (
 objects."""
 _RECORDS_BY_END = _RECORDS.order_by(None).order_by(_chosen.c.finished_at.desc(), _chosen.c.id.desc())
 _ONE_RECORD = _RECORDS.where(_chosen.c.id == bindparam("task"))
+_RESULT = {"format": "result_format", "data": "result", "digest": "result_digest"}
 _NEWEST_OUTCOME = (
-    select(_outcome).where(_outcome.c.task == bindparam("task")).order_by(_outcome.c.fence.desc()).limit(1)
+    select(*(_outcome.c[_RESULT.get(it.name, it.name)].label(it.name) for it in fields(StoredResult)))
+    .where(_outcome.c.task == bindparam("task"))
+    .order_by(_outcome.c.fence.desc())
+    .limit(1)
 )
 _CHECKPOINTS = (
     select(*(tables.checkpoint.c[field.name] for field in fields(StoredCheckpoint)))
@@ -188,6 +193,11 @@ class SqlReads:
         found = await self._rows(query, {"after": after, "most": limit, "task": task})
         return [rows.event_of_row(tuple(row.values())) for row in found]
 
+    async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
+        moved = select(*EVENT).where(tables.event.c.task.in_(tasks), tables.event.c.kind.in_(STATE_EVENTS))
+        found = await self._rows(moved.order_by(tables.event.c.position))
+        return [rows.event_of_row(tuple(row.values())) for row in found]
+
     async def head(self) -> Position:
         return await self._readers.run(head)
 
@@ -222,7 +232,7 @@ class SqlReads:
 
     async def stored_result(self, task: TaskId) -> StoredResult | None:
         found = await self._rows(_NEWEST_OUTCOME, {"task": task})
-        return _result_of(found[0]) if found else None
+        return StoredResult(**found[0] | {"failure": _failure_of(found[0])}) if found else None
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return [StoredCheckpoint(**row) for row in await self._rows(_CHECKPOINTS, {"task": task})]
@@ -311,23 +321,12 @@ def _in_states(states: Sequence[TaskState]) -> list[Any]:
 
 
 def _record_of(row: Mapping[str, Any]) -> TaskRecord:
-    failure = row["failure"]
-    return TaskRecord(
-        task=rows.task_of_row(row[name] for name in _TASK_NAMES),
-        spec=rows.spec_of_row(row),
-        failure=None if failure is None else from_json(failure),
-    )
+    task = rows.task_of_row(row[name] for name in _TASK_NAMES)
+    return TaskRecord(task, rows.spec_of_row(row), _failure_of(row))
 
 
-def _result_of(row: Mapping[str, Any]) -> StoredResult:
-    return StoredResult(
-        ending=row["ending"],
-        format=row["result_format"],
-        data=row["result"],
-        digest=row["result_digest"],
-        failure=None if row["failure"] is None else from_json(row["failure"]),
-        log_tail=row["log_tail"],
-    )
+def _failure_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return None if row["failure"] is None else from_json(row["failure"])
 
 
 def _referenced(connection: Connection, digests: Sequence[str]) -> frozenset[str]:

@@ -3,7 +3,8 @@
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
@@ -19,6 +20,8 @@ from gpubroker_server.core.planning.forecasts.run_estimates import remaining_sec
 from gpubroker_server.core.serving.batching import FORMAT as TENSORS
 from gpubroker_server.core.serving.batching import response_in
 from gpubroker_server.core.serving.tensors import BadTensor, values_in_steps
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.phases import PHASES, course_of_events, course_of_row, seconds_in_phases
 from gpubroker_server.gateway.http.bodies import PageQuery, filter_hash, read_cursor, write_cursor
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.ids import is_task_id
@@ -29,7 +32,7 @@ from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, PendingReasons
 from gpubroker_server.gateway.status.quarantine import quarantined_view
 from gpubroker_server.gateway.status.task_view import Live, expected_view, task_view
-from gpubroker_server.gateway.status.views import ExpectedView
+from gpubroker_server.gateway.status.views import ExpectedView, TaskView
 from gpubroker_server.ports.store import (
     BlobCorrupt,
     BlobMissing,
@@ -42,7 +45,7 @@ from gpubroker_server.ports.store import (
 
 _STARTED = (TaskState.RUNNING, TaskState.STOPPING, TaskState.ADMITTED)
 _ALL = 1_000_000
-JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
+JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN, phases=dict.fromkeys(PHASES, Seconds(0.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class TaskRecords:
         self, record: TaskRecord, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> Response:
         """The answer about a task that has ended, with its result."""
-        view = task_view(record, self.live(record.task))
+        view = await self.view(record)
         stored = await self.store.result(record.task.id)
         return answer(view, status, headers, member=await result_member(self.blobs, stored))
 
@@ -127,7 +130,7 @@ class TaskRecords:
         page, has_more = records[:limit], len(records) > limit
         return answer(
             {
-                "items": [view(record, self.live(record.task, explained=False)) for record in page],
+                "items": [view(record, live) for record, live in await self._with_lives(page)],
                 "next_cursor": write_cursor(page[-1].task.id, filtered_by) if has_more else None,
                 "has_more": has_more,
             }
@@ -150,9 +153,7 @@ class TaskRecords:
             records += await self.store.records(replace(wanted, states=tuple(chosen), by_end=True))
         return answer(
             {
-                "items": [
-                    view(record, self.live(record.task, explained=False)) for record in records[:limit]
-                ],
+                "items": [view(record, live) for record, live in await self._with_lives(records[:limit])],
                 "next_cursor": None,
                 "has_more": len(records) > limit,
             }
@@ -172,6 +173,27 @@ class TaskRecords:
             seen = set(found)
             records += [one for one in await self.store.records(wanted) if one.task.id not in seen]
         return records
+
+    async def view(self, record: TaskRecord) -> TaskView:
+        [(record, live)] = await self._with_lives([record], explained=True)
+        return task_view(record, live)
+
+    async def _with_lives(
+        self, records: Sequence[TaskRecord], *, explained: bool = False
+    ) -> list[tuple[TaskRecord, Live]]:
+        now = self.follower.clock.now()
+        lives = [self.live(record.task, explained=explained) for record in records]
+        courses = [course_of_row(record.task) for record in records]
+        logged = [one.task.id for one, course in zip(records, courses, strict=True) if course is None]
+        moves = defaultdict[str, list[Event]](list)
+        for event in await self.store.moves(logged) if logged else ():
+            moves[event.key].append(event)
+        shown: list[tuple[TaskRecord, Live]] = []
+        for record, live, course in zip(records, lives, courses, strict=True):
+            course = course or course_of_events(moves[record.task.id])
+            phases = None if course is None else seconds_in_phases(course, now)
+            shown.append((record, replace(live, phases=phases)))
+        return shown
 
     def live(self, task: Task, *, explained: bool = True) -> Live:
         """What the World adds to a row. Explaining why it waits costs most, and lists leave that out."""

@@ -10,11 +10,12 @@ from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as INFERENCE
-from gpubroker_server.core.domain.task import Member, MemberState, Task
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.task import Member, MemberState, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, Size
+from gpubroker_server.core.world.phases import PHASES
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.times import rfc3339, rfc3339_or_none
 from gpubroker_server.gateway.status.quarantine import QuarantinedView
@@ -27,6 +28,7 @@ from gpubroker_server.gateway.status.views import (
     ExpectedView,
     ForecastsView,
     PendingView,
+    PhasesView,
     ProgressView,
     RankView,
     RunView,
@@ -50,6 +52,7 @@ class Live:
     leases: list[Lease]
     uuids: Mapping[str, str]
     """Device key -> UUID."""
+    phases: Mapping[TaskState, Seconds] | None = None
     progress: Progress | None = None
     pending: PendingView | None = None
     eta: ExpectedView | None = None
@@ -102,6 +105,7 @@ def task_view(record: TaskRecord, live: Live) -> TaskView:
         "finished_at": rfc3339_or_none(task.finished_at),
         "stop_reason": None if task.stop_reason is None else task.stop_reason.value,
         "stop_deadline_at": rfc3339_or_none(task.stop_deadline_at),
+        "phases": None if live.phases is None else _phases_view(live.phases),
         "progress": None if live.progress is None else _progress_view(live.progress),
         "pending": live.pending,
         "eta": live.eta,
@@ -241,6 +245,16 @@ def _rank_view(task: Task, member: Member, live: Live) -> RankView:
         "node": member.node,
         "state": "running" if is_running else member.state.value,
         "devices": device_shares([lease for lease in live.leases if lease.rank == member.rank], live),
+    }
+
+
+def _phases_view(phases: Mapping[TaskState, Seconds]) -> PhasesView:
+    queued, starting, running, stopping = (round(phases[state], 3) for state in PHASES)
+    return {
+        "queued_seconds": queued,
+        "starting_seconds": starting,
+        "running_seconds": running,
+        "stopping_seconds": stopping,
     }
 
 

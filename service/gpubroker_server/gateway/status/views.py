@@ -78,6 +78,15 @@ class ProgressView(TypedDict):
     at: Time
 
 
+class PhasesView(TypedDict):
+    """How long the task has been in each phase, over all its attempts; the present one counts until now."""
+
+    queued_seconds: Annotated[float, Field(description="In the queue; for whatever reason it waited.")]
+    starting_seconds: Annotated[float, Field(description="From its admission until its code began.")]
+    running_seconds: float
+    stopping_seconds: Annotated[float, Field(description="From a notice to stop until it was gone.")]
+
+
 class ExpectedView(TypedDict):
     """When something is likely to happen; the same for every forecast of the API."""
 
@@ -206,6 +215,9 @@ class TaskView(ResultFields):
     finished_at: Time | None
     stop_reason: str | None
     stop_deadline_at: Annotated[Time | None, Field(description="When what is left of it is killed.")]
+    phases: Annotated[
+        PhasesView | None, Field(description="Null if the event log no longer goes back to its submit.")
+    ]
     progress: ProgressView | None
     pending: PendingView | None
     eta: Annotated[ExpectedView | None, Field(description="When it is likely to end, while it runs.")]

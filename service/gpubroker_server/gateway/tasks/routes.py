@@ -85,18 +85,19 @@ async def submit_task(
     """
     records = parts.records
     record, is_new, headers = await _stored(call, parts, body, idempotency_key)
-    live = JUST_ACCEPTED if is_new and not record.task.held else records.live(record.task)
     asked = _WAIT.search(prefer) if prefer else None  # RFC 7240
     if asked is None:
-        return answer(task_view(record, live), 202, headers)
+        just_accepted = is_new and not record.task.held
+        view = task_view(record, JUST_ACCEPTED) if just_accepted else await records.view(record)
+        return answer(view, 202, headers)
     if not records.waiters.has_room_for(record.task.tenant):
-        return answer(task_view(record, records.live(record.task)), 202, headers)  # the wait was a wish
+        return answer(await records.view(record), 202, headers)  # the wait was a wish
     seconds = min(int(asked[1]), int(parts.wait_seconds))
     headers["Preference-Applied"] = f"wait={seconds}"
     record = await records.at_its_end(record, seconds)
     if record.task.is_terminal:
         return await records.finished(record, 201, headers)
-    return answer(task_view(record, records.live(record.task)), 202, headers)
+    return answer(await records.view(record), 202, headers)
 
 
 async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -> Stored:
@@ -166,7 +167,7 @@ async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query
 async def get_task(call: Call, parts: Parts, task_id: str) -> Response:
     """Read a task: its state, what it holds, and why it waits if it does."""
     record = await parts.records.find(call.identity, task_id)
-    return answer(task_view(record, parts.records.live(record.task)))
+    return answer(await parts.records.view(record))
 
 
 @resource.route(
@@ -186,7 +187,7 @@ async def wait_for_task(
     record = await records.at_its_end(await records.find(call.identity, task_id), seconds)
     if record.task.is_terminal:
         return await records.finished(record)
-    return answer(task_view(record, records.live(record.task)), 202)
+    return answer(await records.view(record), 202)
 
 
 @resource.route(
@@ -264,7 +265,7 @@ async def change_task(call: Call, parts: Parts, task_id: str, body: ChangeTask) 
     record = await parts.records.reread(record)
     if settled:  # the task may have started or ended before the leader decided
         _check_changeable(record.task, _not_changed(record.task, changed))
-    return _answer(parts, record, 200 if settled else 202)
+    return await _answer(parts, record, 200 if settled else 202)
 
 
 def _check_changeable(task: Task, changes: Mapping[str, Any]) -> None:
@@ -305,13 +306,13 @@ async def cancel_task(
     record = await parts.records.find_to_change(call.identity, task_id, "task.cancel")
     task = record.task
     if task.state is TaskState.CANCELLED:
-        return _answer(parts, record, 200)
+        return await _answer(parts, record, 200)
     if task.is_terminal:
         raise Problem("task-already-finished", task=task.id, state=task.state)
     given = body.model_dump(exclude_none=True, exclude_defaults=True)
     await parts.requests.ask(task.id, task.tenant, "cancel", given)
-    return _answer(parts, await parts.records.reread(record), 202)
+    return await _answer(parts, await parts.records.reread(record), 202)
 
 
-def _answer(parts: Parts, record: TaskRecord, status: int) -> Response:
-    return answer(task_view(record, parts.records.live(record.task)), status)
+async def _answer(parts: Parts, record: TaskRecord, status: int) -> Response:
+    return answer(await parts.records.view(record), status)
