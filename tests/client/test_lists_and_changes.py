@@ -40,6 +40,21 @@ def test_change_sets_the_priority_together_with_times(service: RecordedService, 
     assert service.requests[-1].body == {"priority": 0, "not_before": None}
 
 
+def test_retry_sends_one_keyed_request_and_the_new_task_is_the_last(
+    service: RecordedService, run: Run
+) -> None:
+    new = FULL_ID[:-1] + "z"
+    service.reply_with(Reply(202, a_task(new, retry_of=FULL_ID)), Reply(200, a_task(new, retry_of=FULL_ID)))
+    assert new[-8:] in run("retry", FULL_ID).out
+    [sent] = service.requests
+    assert (sent.method, sent.path) == ("POST", f"/tasks/{FULL_ID}/retry")
+    assert len(sent.headers["idempotency-key"]) > 30
+    shown = run("show", "last").out
+    assert service.requests[-1].path == f"/tasks/{new}"
+    [line] = [line for line in shown.splitlines() if line.startswith("retry of")]
+    assert line.split()[-1] == FULL_ID[-8:]
+
+
 def test_a_change_without_a_leader_prints_the_services_message(service: RecordedService, run: Run) -> None:
     waits = {"reason": "BackendUnavailable", "message": "no leader; the cancel is kept"}
     service.reply_with(Reply(202, a_task(FULL_ID, pending=waits)))

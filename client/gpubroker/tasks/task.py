@@ -175,6 +175,8 @@ class Task:
     """The tasks that must end first: `task`, the id, and `on_failure`, fail or ignore."""
     failed_by: str | None = None
     """The first failed task of the dependency chain that made this one fail."""
+    retry_of: str | None = None
+    """The ended task that this one runs again."""
     labels: Mapping[str, str] = field(default_factory=dict)
     model_type: str | None = None
     stream: str | None = None

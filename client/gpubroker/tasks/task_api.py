@@ -209,6 +209,14 @@ class TaskApi(Operations):
         return decode(Task, (yield from self._ask("POST", f"{_path(task)}/cancel", body)))
 
     @operation
+    def retry(self, task: AnyTask, *, idempotency_key: str | None = None) -> Steps[Task]:
+        """Run an ended task again, as a new task: the same run, resources, priority, labels and limits,
+        without its dependencies, hold, start time and deadline. Raises Refused as `submit` does."""
+        key = idempotency_key or uuid.uuid4().hex
+        call = Call("POST", f"{_path(task)}/retry", headers={"Idempotency-Key": f'"{key}"'})
+        return decode(Task, (yield from self._send(call)).json())
+
+    @operation
     def cancel_selected(
         self,
         *,

@@ -203,6 +203,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "attempt": task.attempt,
         "failed": f"{task.failures} of at most {task.max_retries + 1} attempts" if task.failures else None,
         **past,
+        "retry of": short_id(task.retry_of) if task.retry_of else None,
         "held": "yes" if task.held else None,
         "labels": ", ".join(f"{name}={value}" for name, value in task.labels.items()),
         "phases": _phases(task),

@@ -33,6 +33,7 @@ from gpubroker_server.gateway.status.views import (
     RankView,
     RunView,
     SizingView,
+    TaskUrls,
     TaskView,
 )
 from gpubroker_server.ports.executor import Progress
@@ -43,6 +44,9 @@ from gpubroker_server.ports.store import (
 
 ROLES_VARIABLE = "GPUBROKER_ROLES"
 """In the environment of the task's process: the names of its roles, separated by commas."""
+
+RETRY_VARIABLE = "GPUBROKER_RETRY_OF"
+"""The same of a task that is a retry: the id of the ended one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,6 @@ class Live:
 
 def task_view(record: TaskRecord, live: Live) -> TaskView:
     task, spec = record.task, record.spec
-    url = f"/tasks/{task.id}"
     return {
         "id": task.id,
         "name": task.name,
@@ -84,6 +87,7 @@ def task_view(record: TaskRecord, live: Live) -> TaskView:
         "queue_ttl_seconds": task.queue_ttl_seconds,
         "after": [{"task": it.task, "on_failure": it.on_failure.value} for it in task.after],
         "failed_by": task.failed_by,
+        "retry_of": spec.env.get(RETRY_VARIABLE),
         "labels": dict(spec.labels),
         "model_type": spec.model_type,
         "stream": task.stream,
@@ -112,13 +116,18 @@ def task_view(record: TaskRecord, live: Live) -> TaskView:
         "error": error_view(record.failure),
         "quarantine": live.quarantine,
         "notice": live.notice,
-        "urls": {
-            "self": url,
-            "result": f"{url}/result",
-            "events": f"{url}/events",
-            "explain": f"{url}/explain",
-            "cancel": f"{url}/cancel",
-        },
+        "urls": _urls(task),
+    }
+
+
+def _urls(task: Task) -> TaskUrls:
+    url = f"/tasks/{task.id}"
+    return {
+        "self": url,
+        "result": f"{url}/result",
+        "events": f"{url}/events",
+        "explain": f"{url}/explain",
+        "cancel": f"{url}/cancel",
     }
 
 

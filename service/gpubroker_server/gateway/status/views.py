@@ -191,6 +191,7 @@ class TaskView(ResultFields):
     queue_ttl_seconds: float | None
     after: Annotated[list[AfterView], Field(description="The tasks that must end before it.")]
     failed_by: Annotated[str | None, Field(description="The first task in its chain that failed.")]
+    retry_of: Annotated[str | None, Field(description="The ended task that this one runs again.")]
     labels: dict[str, str]
     model_type: str
     stream: str
