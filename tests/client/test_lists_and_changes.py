@@ -40,6 +40,16 @@ def test_change_sets_the_priority_together_with_times(service: RecordedService, 
     assert service.requests[-1].body == {"priority": 0, "not_before": None}
 
 
+def test_ps_sorts_by_what_it_is_told(service: RecordedService, run: Run) -> None:
+    service.reply_with(page(), page())
+    assert run("ps --sort=-priority --limit 7").code == 0
+    asked = dict(service.requests[0].params)
+    assert (asked["sort"], asked["limit"]) == ("-priority", "8")
+    assert "order" not in asked
+    assert run("ps --sort finished").code == 0
+    assert "state" not in dict(service.requests[1].params), "ended tasks, not those of a plain ps"
+
+
 def test_retry_sends_one_keyed_request_and_the_new_task_is_the_last(
     service: RecordedService, run: Run
 ) -> None:

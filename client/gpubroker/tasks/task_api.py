@@ -69,6 +69,9 @@ class ListOptions(Filters, total=False):
     order: str
     """newest (first; the default), or turn: what runs, then what waits in the order of the queue, then what
     ended last, in one page."""
+    sort: str
+    """submitted, finished (only ended tasks) or priority; with a `-` before it, the latest or highest first.
+    Without it: -submitted."""
     limit: int
     """Tasks per page; all pages are fetched as they are used."""
 
@@ -250,7 +253,7 @@ class TaskApi(Operations):
 
     @listing
     def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
-        """All tasks that match, newest first, fetched page by page as they are used."""
+        """All tasks that match, fetched page by page as they are used; newest first, if not sorted."""
         params = _filters(wanted)
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
 

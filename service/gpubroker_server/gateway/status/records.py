@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,9 +38,11 @@ from gpubroker_server.ports.store import (
     BlobCorrupt,
     BlobMissing,
     BlobStore,
+    SortKey,
     StoredResult,
     TaskFilter,
     TaskRecord,
+    TaskSort,
     TaskStore,
 )
 
@@ -120,18 +123,19 @@ class TaskRecords:
     async def page(
         self, identity: Identity, query: PageQuery, view: Callable[[TaskRecord, Live], Any], **filters: Any
     ) -> Response:
-        """Tasks, newest first: the tenant's, if `filters`, which are fields of TaskFilter, name none. Raises
-        Problem cursor-invalid for the cursor of another filter."""
+        """Tasks: the tenant's, if `filters`, which are fields of TaskFilter, name none. Raises Problem
+        cursor-invalid for the cursor of another filter or order."""
         limit = min(query.limit, self.page_items)
         filters = {"tenant": identity.tenant, **filters}
-        filtered_by = filter_hash(filters)
-        after = None if query.cursor is None else TaskId(read_cursor(query.cursor, filtered_by))
-        records = await self.store.records(TaskFilter(**filters, after=after, limit=limit + 1))
+        wanted, filtered_by = TaskFilter(**filters, limit=limit + 1), filter_hash(filters)
+        if query.cursor is not None:
+            wanted = replace(wanted, after=_place_in(query.cursor, filtered_by, wanted.sort))
+        records = await self.store.records(wanted)
         page, has_more = records[:limit], len(records) > limit
         return answer(
             {
                 "items": [view(record, live) for record, live in await self._with_lives(page)],
-                "next_cursor": write_cursor(page[-1].task.id, filtered_by) if has_more else None,
+                "next_cursor": _cursor_at(page[-1].task, filtered_by, wanted.sort) if has_more else None,
                 "has_more": has_more,
             }
         )
@@ -150,7 +154,7 @@ class TaskRecords:
         if TaskState.PENDING in states:
             records += await self._waiting(replace(wanted, states=(TaskState.PENDING,)), is_filtered)
         if (chosen := [state for state in TERMINAL if state in states]) and len(records) <= limit:
-            records += await self.store.records(replace(wanted, states=tuple(chosen), by_end=True))
+            records += await self.store.records(replace(wanted, states=tuple(chosen), sort=TaskSort.FINISHED))
         return answer(
             {
                 "items": [view(record, live) for record, live in await self._with_lives(records[:limit])],
@@ -223,6 +227,22 @@ class TaskRecords:
         known = self.follower.world.tasks.get(row.id)
         if row.is_active and (known is None or known.version < row.version):
             await self.freshness.catch_up()
+
+
+_PLACE = re.compile(r"(-?[0-9]{1,15}(?:\.[0-9]{1,20})?:)?(task_[0-9a-z]{26})")
+
+
+def _cursor_at(task: Task, filtered_by: str, sort: TaskSort) -> str:
+    return write_cursor(":".join(map(str, sort.key(task))), filtered_by)
+
+
+def _place_in(cursor: str, filtered_by: str, sort: TaskSort) -> SortKey:
+    """Raises Problem."""
+    text = read_cursor(cursor, filtered_by, lambda text: _PLACE.fullmatch(text) is not None)
+    *values, id = text.split(":")
+    if len(values) + 1 != len(sort.fields):
+        raise Problem("cursor-invalid", "the cursor belongs to another order; start without a cursor")
+    return (*map(float, values), id)
 
 
 NO_RESULT = b'"result":null'

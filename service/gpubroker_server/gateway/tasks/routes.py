@@ -1,7 +1,7 @@
 """Tasks: submit, list, read, wait for the end, fetch the result, change, cancel."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -12,8 +12,9 @@ from pydantic_core import PydanticCustomError
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, PageQuery, WaitQuery, line
+from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import LeaderRequests, OneAtATime
 from gpubroker_server.gateway.status.records import JUST_ACCEPTED, TaskRecords, result_member, shown_format
@@ -29,7 +30,7 @@ from gpubroker_server.gateway.submission.submissions import (
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
 from gpubroker_server.gateway.tasks.selection import TaskSelection
-from gpubroker_server.ports.store import TaskRecord
+from gpubroker_server.ports.store import TaskRecord, TaskSort
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,14 @@ class TaskQuery(TaskSelection, PageQuery):
         ),
     ] = "newest"
 
+    sort: Annotated[
+        Literal["submitted", "-submitted", "finished", "-finished", "priority", "-priority"],
+        Field(
+            description="`-`: the latest, or the highest, first; equal ones by submission. By `finished`, "
+            "only tasks that have ended. Not for `order=turn`."
+        ),
+    ] = "-submitted"
+
     @property
     def labels(self) -> dict[str, str]:
         extra: dict[str, str] = self.model_extra or {}
@@ -154,13 +163,34 @@ class TaskQuery(TaskSelection, PageQuery):
     },
 )
 async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query()]) -> Response:
-    """List your tenant's tasks."""
+    """List your tenant's tasks.
+
+    Sorted by priority, a list misses or repeats a task whose priority changes between two of its pages.
+    """
     filters = await query.filters(parts.records, call.identity)
     if query.order == "turn":
+        if "sort" in query.model_fields_set:
+            detail = "a list by turn has its own order; leave sort out, or order=turn"
+            raise invalid(Fault(pointer="/sort", detail=detail, code="not-by-turn"))
         if query.cursor is not None:
             raise Problem("cursor-invalid", "a list by turn is one page; send no cursor")
         return await parts.records.in_turn(query.limit, task_view, labels=query.labels, **filters)
+    filters |= {"sort": TaskSort[query.sort.strip("-").upper()], "descending": query.sort[0] == "-"}
+    if filters["sort"] is TaskSort.FINISHED:
+        filters["states"] = _ends(filters["states"])
     return await parts.records.page(call.identity, query, task_view, labels=query.labels, **filters)
+
+
+def _ends(states: Sequence[TaskState]) -> Sequence[TaskState]:
+    """Of these, or of all, those that are ends. Raises Problem if none is."""
+    ends = tuple(state for state in states or TaskState if state.is_terminal)
+    if not ends:
+        named = ", ".join(states)
+        detail = (
+            f"sort=finished lists tasks that have ended, and state={named} asks for others; leave one out"
+        )
+        raise invalid(Fault(pointer="/sort", detail=detail, code="not-ended"))
+    return ends
 
 
 @resource.route("GET /tasks/{task_id}", "tasks_get", Scope.TASKS_READ, TaskView, "not-found")
