@@ -40,6 +40,14 @@ def test_change_sets_the_priority_together_with_times(service: RecordedService, 
     assert service.requests[-1].body == {"priority": 0, "not_before": None}
 
 
+def test_show_has_the_rate_of_progress_and_what_is_left(service: RecordedService, run: Run) -> None:
+    at = {"at": "2026-11-21T10:00:00Z", "eta_at": "2026-11-21T10:20:00Z"}
+    progress = {"fraction": 0.25, "message": "epoch 3", "rate_per_second": 0.000625, **at}
+    service.reply_with(Reply(200, a_task(FULL_ID, state="running", progress=progress)))
+    shown = run("show", FULL_ID).out
+    assert "25% epoch 3 (3.75% a minute; at 2026-11-21 10:00:00Z 20m were left)" in shown
+
+
 def test_ps_sorts_by_what_it_is_told(service: RecordedService, run: Run) -> None:
     service.reply_with(page(), page())
     assert run("ps --sort=-priority --limit 7").code == 0

@@ -76,6 +76,10 @@ class Progress:
     fraction: float | None = None
     message: str | None = None
     at: datetime | None = None
+    rate_per_second: float | None = None
+    """Of the fraction, on average since the run first reported one."""
+    eta_at: datetime | None = None
+    """When the fraction reaches 1 at this rate."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 

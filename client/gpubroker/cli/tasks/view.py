@@ -201,7 +201,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "name": task.name,
         "state": task.raw.get("state"),
         "why": "" if task.state == "running" else _now(task),
-        "progress": _progress(task),
+        "progress": _progress(task) + _progress_end(task),
         "ends": _expected_end(task.eta) if task.eta else None,
         "priority": f"{task.priority} ({task.band})",
         "runs": run.get("entrypoint") or shlex.join(run.get("command") or ()) or run.get("kind"),
@@ -321,6 +321,16 @@ def _progress(task: Task) -> str:
     if task.progress is None or task.progress.fraction is None:
         return ""
     return f"{task.progress.fraction:.0%} {task.progress.message or ''}".rstrip()
+
+
+def _progress_end(task: Task) -> str:
+    """At the rate of its reports; a run may stall."""
+    progress = task.progress
+    if progress is None or progress.eta_at is None or progress.at is None or not progress.rate_per_second:
+        return ""
+    left = duration((progress.eta_at - progress.at).total_seconds())
+    a_minute = progress.rate_per_second * 60
+    return f" ({a_minute:.2%} a minute; at {timestamp(progress.at)} {left} were left)"
 
 
 def _expected_end(eta: Expected) -> str:

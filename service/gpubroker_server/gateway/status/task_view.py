@@ -268,4 +268,10 @@ def _phases_view(phases: Mapping[TaskState, Seconds]) -> PhasesView:
 
 
 def _progress_view(progress: Progress) -> ProgressView:
-    return {"fraction": progress.fraction, "message": progress.message, "at": rfc3339(progress.at)}
+    return {
+        "fraction": progress.fraction,
+        "message": progress.message,
+        "at": rfc3339(progress.at),
+        "rate_per_second": progress.rate_per_second,
+        "eta_at": rfc3339_or_none(progress.eta_at),
+    }

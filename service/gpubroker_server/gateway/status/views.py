@@ -76,6 +76,11 @@ class ProgressView(TypedDict):
     fraction: float | None
     message: str
     at: Time
+    rate_per_second: Annotated[
+        float | None,
+        Field(description="Of the fraction, on average since the run first reported one; null before that."),
+    ]
+    eta_at: Annotated[Time | None, Field(description="When the fraction reaches 1 at this rate.")]
 
 
 class PhasesView(TypedDict):
