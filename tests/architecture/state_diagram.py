@@ -22,6 +22,10 @@ NOT_DRAWN = """\
 Changes that leave the state as it is are not drawn: a new priority, a hold, a checkpoint, an outcome, or the
 end of the last task that a task runs after."""
 
+PHASES = """\
+The `phases` of a task say how many seconds it was in each state that is not an end, over all attempts:
+`queued_seconds` (`pending`), `starting_seconds` (`admitted`), `running_seconds` and `stopping_seconds`."""
+
 Arrow = tuple[str, str, str]
 """(from, to, label)"""
 
@@ -34,6 +38,7 @@ def page() -> str:
         mermaid(["[*] --> pending: submitted"], task_arrows(), TERMINAL),
         meanings(TaskState, Path(task.__file__)),
         NOT_DRAWN,
+        PHASES,
         "## Lease",
         mermaid(["[*] --> reserved: admitted"], lease_arrows(), [LeaseState.RELEASED]),
         meanings(LeaseState, Path(lease.__file__)),

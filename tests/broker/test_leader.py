@@ -208,6 +208,31 @@ async def test_progress_is_kept_in_memory_and_is_no_event(stage: Stage) -> None:
     assert await stage.store.head() == before
 
 
+async def test_the_rate_of_progress_counts_from_the_first_fraction_of_a_run(stage: Stage) -> None:
+    """A run that resumes begins above 0; one whose fraction falls below its first has begun anew."""
+    await running(stage, "one", gpu_mb=GIB)
+    rates: list[float | None] = []
+    ends: list[float | None] = []
+    for seconds, fraction in (
+        (0, None),
+        (1, 0.5),
+        (1, 0.75),
+        (3, 0.75),
+        (4, None),
+        (5, 1.0),
+        (6, 0.25),
+        (8, 0.5),
+    ):
+        await stage.hear(Progressed(TaskId("one"), Fence(1), Instant(NOW + seconds), fraction, ""))
+        newest = stage.progress[TaskId("one")]
+        rates.append(newest.rate_per_second)
+        ends.append(newest.eta_at and newest.eta_at - NOW)
+    assert rates == [None, None, None, 0.125, None, 0.125, None, 0.125]
+    assert ends == [None, None, None, 5.0, None, 5.0, None, 12.0]
+    await stage.hear(Progressed(TaskId("one"), Fence(1), Instant(NOW + 9), 0.25 + 1e-12, ""))
+    assert stage.progress[TaskId("one")].eta_at is None, "in thousands of years"
+
+
 async def test_progress_is_forgotten_with_its_run(stage: Stage) -> None:
     for id in ("ends", "retried"):
         await running(stage, id, gpu_mb=GIB, max_retries=1)

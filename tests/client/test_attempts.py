@@ -56,3 +56,5 @@ async def test_show_says_where_each_attempt_ran_how_long_and_why_it_ended() -> N
             "2: on n1 for 20s, failed at 1970-01-12 13:48:50Z",
             "3: on n1 for 0s, its run was lost at 1970-01-12 14:49:00Z",
         ], text
+        [phases] = [line for line in text.splitlines() if line.startswith("phases")]
+        assert phases.split(maxsplit=1)[1] == "queued 60m, running 2m, stopping 3s"

@@ -40,6 +40,39 @@ def test_change_sets_the_priority_together_with_times(service: RecordedService, 
     assert service.requests[-1].body == {"priority": 0, "not_before": None}
 
 
+def test_show_has_the_rate_of_progress_and_what_is_left(service: RecordedService, run: Run) -> None:
+    at = {"at": "2026-11-21T10:00:00Z", "eta_at": "2026-11-21T10:20:00Z"}
+    progress = {"fraction": 0.25, "message": "epoch 3", "rate_per_second": 0.000625, **at}
+    service.reply_with(Reply(200, a_task(FULL_ID, state="running", progress=progress)))
+    shown = run("show", FULL_ID).out
+    assert "25% epoch 3 (3.75% a minute; at 2026-11-21 10:00:00Z 20m were left)" in shown
+
+
+def test_ps_sorts_by_what_it_is_told(service: RecordedService, run: Run) -> None:
+    service.reply_with(page(), page())
+    assert run("ps --sort=-priority --limit 7").code == 0
+    asked = dict(service.requests[0].params)
+    assert (asked["sort"], asked["limit"]) == ("-priority", "8")
+    assert "order" not in asked
+    assert run("ps --sort finished").code == 0
+    assert "state" not in dict(service.requests[1].params), "ended tasks, not those of a plain ps"
+
+
+def test_retry_sends_one_keyed_request_and_the_new_task_is_the_last(
+    service: RecordedService, run: Run
+) -> None:
+    new = FULL_ID[:-1] + "z"
+    service.reply_with(Reply(202, a_task(new, retry_of=FULL_ID)), Reply(200, a_task(new, retry_of=FULL_ID)))
+    assert new[-8:] in run("retry", FULL_ID).out
+    [sent] = service.requests
+    assert (sent.method, sent.path) == ("POST", f"/tasks/{FULL_ID}/retry")
+    assert len(sent.headers["idempotency-key"]) > 30
+    shown = run("show", "last").out
+    assert service.requests[-1].path == f"/tasks/{new}"
+    [line] = [line for line in shown.splitlines() if line.startswith("retry of")]
+    assert line.split()[-1] == FULL_ID[-8:]
+
+
 def test_a_change_without_a_leader_prints_the_services_message(service: RecordedService, run: Run) -> None:
     waits = {"reason": "BackendUnavailable", "message": "no leader; the cancel is kept"}
     service.reply_with(Reply(202, a_task(FULL_ID, pending=waits)))

@@ -17,6 +17,7 @@ from gpubroker_server.core.domain.units import Instant, NodeName, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.executor import first_progress
 from gpubroker_server.ports.last_values import LastValues, LeaderSeen
 from gpubroker_server.ports.store import LogShortened, StoreUnavailable
 
@@ -178,7 +179,9 @@ async def test_paused_detection_and_silent_nodes_are_visible_in_every_process(
 
 async def test_unknown_fields_of_a_newer_leader_are_ignored(postgres_url: str) -> None:
     async with opened(postgres_url) as one:
-        word = LastValues(leader=LeaderSeen(Term(1), "one:1", Instant(1.0), {}))
+        progress = first_progress(Instant(1.0), 0.25, "").followed_by(Instant(2.0), 0.5, "half")
+        leader = LeaderSeen(Term(1), "one:1", Instant(1.0), {})
+        word = LastValues(progress={TaskId("one"): progress}, leader=leader)
         await one.publish(Term(1), 1, word)
         with psycopg.connect(postgres_url) as connection:
             connection.execute('UPDATE last_value SET value = (value::jsonb || \'{"mood": "fine"}\')::text')

@@ -18,7 +18,7 @@ from gpubroker_server.adapters.sql.sqlite import SqliteFile, sqlite_chunks, sqli
 from gpubroker_server.adapters.sql.store import migrate, open_store
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.domain.units import Instant, Position, TaskId
+from gpubroker_server.core.domain.units import Instant, Position
 from gpubroker_server.ports.store import SubmitVerdict, TaskFilter
 from sqlalchemy.dialects import postgresql, sqlite
 
@@ -204,7 +204,8 @@ def test_sqlite_pages_objects_along_their_key(sqlite_plan: Explain) -> None:
 
 LISTS = [
     (TaskFilter("tenant-0"), "ix_task_tenant_id"),
-    (TaskFilter("tenant-0", after=TaskId("004000")), "ix_task_tenant_id"),
+    (TaskFilter("tenant-0", after=("004000",)), "ix_task_tenant_id"),
+    (TaskFilter("tenant-0", after=("004000",), descending=False), "ix_task_tenant_id"),
     (TaskFilter("tenant-0", states=(TaskState.PENDING,)), "ix_task_unfinished"),
     (TaskFilter("tenant-0", states=(TaskState.FAILED,)), "ix_task_finished"),
     (TaskFilter("tenant-0", kind="external"), "ix_task_external"),

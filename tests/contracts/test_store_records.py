@@ -8,10 +8,19 @@ from gpubroker_server.core.domain.decisions import Decision, Request, write_move
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Move, OnFailure, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
-from gpubroker_server.ports.store import RunSpec, StoredState, Submission, TaskFilter, TaskStore, TokenRow
+from gpubroker_server.ports.store import (
+    RunSpec,
+    StoredState,
+    Submission,
+    TaskFilter,
+    TaskSort,
+    TaskStore,
+    TokenRow,
+)
 
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import (
+    a_checkpoint,
     a_submission,
     admission,
     claimed,
@@ -49,9 +58,28 @@ async def test_a_tenant_sees_its_own_tasks_newest_first(six: TaskStore) -> None:
 async def test_pages_follow_each_other_without_gap_or_repetition(six: TaskStore) -> None:
     first = await listed(six, limit=4)
     assert first == ["t6", "t5", "t4", "t3"]
-    assert await listed(six, limit=4, after=TaskId("t3")) == ["t2", "t1"]
+    assert await listed(six, limit=4, after=("t3",)) == ["t2", "t1"]
     await six.submit(a_submission(a_task("t8", tenant="lab")))
-    assert await listed(six, limit=4, after=TaskId("t3")) == ["t2", "t1"]
+    assert await listed(six, limit=4, after=("t3",)) == ["t2", "t1"]
+
+
+async def test_tasks_are_sorted_by_priority_or_end_with_pages_that_follow(six: TaskStore) -> None:
+    term = await next_term(six)
+    await six.submit(a_submission(a_task("t8", tenant="lab", priority=30)))
+    by_priority = {"sort": TaskSort.PRIORITY}
+    assert await listed(six, **by_priority) == ["t6", "t5", "t4", "t8", "t3", "t2", "t1"]
+    assert await listed(six, **by_priority, after=(30, "t8"), limit=2) == ["t3", "t2"]
+    up = {"sort": TaskSort.PRIORITY, "descending": False}
+    assert await listed(six, **up, limit=4) == ["t1", "t2", "t3", "t8"]
+    assert await listed(six, **up, after=(30.0, "t3")) == ["t8", "t4", "t5", "t6"]
+    assert await listed(six, descending=False, after=("t5",)) == ["t6", "t8"]
+    first = claimed(a_task("t1", tenant="lab", name="job-1", priority=10))
+    earlier = write_move(first, Move.FAILED, finished_at=Instant(NOW - 0.25))
+    await six.commit(term, [Decision("t1", "ended", tasks=(earlier,))])
+    by_end = {"sort": TaskSort.FINISHED, "states": (TaskState.SUCCEEDED, TaskState.FAILED)}
+    assert await listed(six, **by_end) == ["t2", "t1"]
+    assert await listed(six, **by_end, after=(NOW, "t2")) == ["t1"]
+    assert await listed(six, **by_end, descending=False, after=(NOW - 0.25, "t1")) == ["t2"]
 
 
 async def test_the_ids_of_what_matches_are_selected_without_holders_of_models(six: TaskStore) -> None:
@@ -62,6 +90,24 @@ async def test_the_ids_of_what_matches_are_selected_without_holders_of_models(si
     assert await six.selected(replace(wanted, max_priority=None, limit=2)) == ["t6", "t5"]
     assert await six.selected(replace(wanted, states=(TaskState.SUCCEEDED,), min_priority=0)) == ["t2"]
     assert await six.selected(TaskFilter("lab", labels={"even": "true", "third": "yes"})) == ["t6"]
+
+
+async def test_the_moves_of_tasks_are_their_changes_of_state_in_order(six: TaskStore) -> None:
+    t2 = claimed(a_task("t2", tenant="lab", priority=20))
+    first = claimed(a_task("t1", tenant="lab", name="job-1", priority=10))
+    term = await next_term(six)
+    await six.commit(term, [a_checkpoint(first, 1)])
+    moves = await six.moves([first.id, t2.id, TaskId("t3"), TaskId("none")])
+    assert [(event.key, event.kind) for event in moves] == [
+        ("t1", "task.submitted"),
+        ("t2", "task.submitted"),
+        ("t3", "task.submitted"),
+        ("t1", "task.admitted"),
+        ("t2", "task.admitted"),
+        ("t2", "task.succeeded"),
+    ]
+    assert moves[3].fields["admitted_at"] == NOW
+    assert await six.moves([]) == []
 
 
 async def test_many_requests_are_stored_in_one_commit_and_a_repeated_one_once(six: TaskStore) -> None:

@@ -8,7 +8,7 @@ import pytest
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position
 from gpubroker_server.gateway.http.times import rfc3339
-from gpubroker_server.ports.executor import Progress
+from gpubroker_server.ports.executor import Progress, first_progress
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault, problem, until
@@ -32,8 +32,24 @@ async def test_a_running_task_shows_its_devices_and_its_progress(gateway: Gatewa
     assert task["devices"] == [
         {"uuid": "gpu0", "gpu_mb": 18 * GIB, "context_mb": 0, "state": "held", "overused_mb": None}
     ]
-    assert task["progress"] == {"fraction": 0.4, "message": "400/1000", "at": "1970-01-12T13:46:41.500Z"}
+    at = {"at": "1970-01-12T13:46:41.500Z", "rate_per_second": None, "eta_at": None}
+    assert task["progress"] == {"fraction": 0.4, "message": "400/1000", **at}
     assert task["pending"] is None
+
+
+async def test_progress_has_its_rate_and_the_end_that_follows(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    await gateway.admit(task_id)
+    first = first_progress(Instant(1_000_000.0), 0.25, "")
+    gateway.progress[gateway.task(task_id).id] = first.followed_by(Instant(1_000_010.0), 0.5, "half")
+    task = (await api.get(f"/tasks/{task_id}")).json()
+    assert task["progress"] == {
+        "fraction": 0.5,
+        "message": "half",
+        "at": "1970-01-12T13:46:50.000Z",
+        "rate_per_second": 0.025,
+        "eta_at": "1970-01-12T13:47:10.000Z",
+    }
 
 
 async def test_a_running_row_is_not_shown_without_its_devices(gateway: Gateway, api: Client) -> None:

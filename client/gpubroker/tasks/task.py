@@ -76,6 +76,23 @@ class Progress:
     fraction: float | None = None
     message: str | None = None
     at: datetime | None = None
+    rate_per_second: float | None = None
+    """Of the fraction, on average since the run first reported one."""
+    eta_at: datetime | None = None
+    """When the fraction reaches 1 at this rate."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """How long a task has been in each phase, over all its attempts; the present one counts until now."""
+
+    queued_seconds: float = 0.0
+    starting_seconds: float = 0.0
+    """From its admission until its code began."""
+    running_seconds: float = 0.0
+    stopping_seconds: float = 0.0
+    """From a notice to stop until it was gone."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 
@@ -162,6 +179,8 @@ class Task:
     """The tasks that must end first: `task`, the id, and `on_failure`, fail or ignore."""
     failed_by: str | None = None
     """The first failed task of the dependency chain that made this one fail."""
+    retry_of: str | None = None
+    """The ended task that this one runs again."""
     labels: Mapping[str, str] = field(default_factory=dict)
     model_type: str | None = None
     stream: str | None = None
@@ -187,6 +206,8 @@ class Task:
     finished_at: datetime | None = None
     stop_reason: str | None = None
     stop_deadline_at: datetime | None = None
+    phases: Phases | None = None
+    """None if the service no longer knows all of them."""
     progress: Progress | None = None
     pending: Pending | None = None
     eta: Expected | None = None

@@ -69,6 +69,9 @@ class ListOptions(Filters, total=False):
     order: str
     """newest (first; the default), or turn: what runs, then what waits in the order of the queue, then what
     ended last, in one page."""
+    sort: str
+    """submitted, finished (only ended tasks) or priority; with a `-` before it, the latest or highest first.
+    Without it: -submitted."""
     limit: int
     """Tasks per page; all pages are fetched as they are used."""
 
@@ -209,6 +212,14 @@ class TaskApi(Operations):
         return decode(Task, (yield from self._ask("POST", f"{_path(task)}/cancel", body)))
 
     @operation
+    def retry(self, task: AnyTask, *, idempotency_key: str | None = None) -> Steps[Task]:
+        """Run an ended task again, as a new task: the same run, resources, priority, labels and limits,
+        without its dependencies, hold, start time and deadline. Raises Refused as `submit` does."""
+        key = idempotency_key or uuid.uuid4().hex
+        call = Call("POST", f"{_path(task)}/retry", headers={"Idempotency-Key": f'"{key}"'})
+        return decode(Task, (yield from self._send(call)).json())
+
+    @operation
     def cancel_selected(
         self,
         *,
@@ -242,7 +253,7 @@ class TaskApi(Operations):
 
     @listing
     def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
-        """All tasks that match, newest first, fetched page by page as they are used."""
+        """All tasks that match, fetched page by page as they are used; newest first, if not sorted."""
         params = _filters(wanted)
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
 

@@ -46,7 +46,7 @@ from gpubroker_server.core.planning import inferences as inference_admission
 from gpubroker_server.core.planning.fragmentation import ScatteredWatch
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.executor import Progress
+from gpubroker_server.ports.executor import Progress, first_progress
 from gpubroker_server.ports.store import (
     BlobStore,
     BlobTooLarge,
@@ -334,7 +334,9 @@ class Observer:
     def _on_progress(self, report: Progressed) -> None:
         task = self._world.tasks.get(report.task)
         if task is not None and task.fence == report.fence and task.is_active:
-            self._progress[report.task] = Progress(report.at, report.fraction, report.message)
+            before = self._progress.get(report.task)
+            follow = first_progress if before is None else before.followed_by
+            self._progress[report.task] = follow(report.at, report.fraction, report.message)
 
     def on_events(self, events: Iterable[Event]) -> None:
         forget_ended(self._progress, events)

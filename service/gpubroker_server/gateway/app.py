@@ -40,13 +40,25 @@ from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.gateway.status.pending import PendingReasons
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.submissions import Submissions
-from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates
+from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, retry
 from gpubroker_server.gateway.tasks import routes as tasks
 from gpubroker_server.gateway.tasks.routes import TaskParts
 from gpubroker_server.telemetry.metrics import Sources, Telemetry
 
 _RESOURCES = (
-    *(batch, tasks, cancel_selected, inferences, objects, leases, explain, plan_routes, estimates, events),
+    *(
+        batch,
+        tasks,
+        cancel_selected,
+        retry,
+        inferences,
+        objects,
+        leases,
+        explain,
+        plan_routes,
+        estimates,
+        events,
+    ),
     *(devices, models, measure, quarantine, stats, policy, tokens, operations),
 )
 """In the order in which paths are matched and documented; the busiest first."""

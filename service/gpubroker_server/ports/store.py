@@ -134,9 +134,29 @@ class StoredCheckpoint:
     uri: str | None
 
 
+SortKey = tuple[float | str, ...]
+
+
+class TaskSort(StrEnum):
+    """What lists of tasks are sorted by; equal ones by id. The values are fields of Task."""
+
+    SUBMITTED = "id"
+    """Ids follow the times of submission."""
+    FINISHED = "finished_at"
+    """Give states that are ends: other tasks have no place."""
+    PRIORITY = "priority"
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return ("id",) if self is TaskSort.SUBMITTED else (self.value, "id")
+
+    def key(self, task: Task) -> SortKey:
+        return tuple(getattr(task, name) for name in self.fields)
+
+
 @dataclass(frozen=True, slots=True)
 class TaskFilter:
-    """The filter of `GET /tasks`. All `labels` must match. Newest first, those before `after`."""
+    """The filter and the order of `GET /tasks`. All `labels` must match."""
 
     tenant: str | None
     """None: of all tenants."""
@@ -157,9 +177,10 @@ class TaskFilter:
     """entrypoint, command, function or external; all if None."""
     quarantined: bool | None = None
     """Of ended tasks: only those with memory that counts as used (True), or only the others."""
-    after: TaskId | None = None
-    by_end: bool = False
-    """What ended last comes first."""
+    sort: TaskSort = TaskSort.SUBMITTED
+    descending: bool = True
+    after: SortKey = ()
+    """The key of the last task of the page before."""
     limit: int = 100
 
 
@@ -261,6 +282,10 @@ class TaskStore(ObjectRows, Protocol):
     async def snapshot(self) -> Snapshot: ...
 
     async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]: ...
+
+    async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
+        """The events that changed the states of these tasks, in order."""
+        ...
 
     async def head(self) -> Position: ...
 

@@ -1,4 +1,4 @@
-"""`gpubroker cancel`, `hold`, `release`, `priority` and `change`."""
+"""`gpubroker cancel`, `retry`, `hold`, `release`, `priority` and `change`."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -7,7 +7,15 @@ import typer
 from rich.text import Text
 
 from gpubroker.cli import parsing
-from gpubroker.cli.lookup import AnyTaskWords, TaskWord, TaskWords, change_each, connect, task_id
+from gpubroker.cli.lookup import (
+    AnyTaskWords,
+    TaskWord,
+    TaskWords,
+    change_each,
+    connect,
+    remember_last,
+    task_id,
+)
 from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, eprint
 from gpubroker.cli.tasks.view import task_table
 
@@ -86,6 +94,14 @@ def _cancelled(done: "Cancelled") -> Text:
         "stored: the leader will cancel them": done.stored,
     }
     return Text(", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no task matches")
+
+
+def retry(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
+    """Run an ended task again, as a new task. It needs what submitting that task needs."""
+    with connect(context) as broker:
+        again = broker.retry(task_id(broker, task, to_change=True))
+        remember_last(broker, again.id)
+        emit_all(output, [again], task_table)
 
 
 def hold(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE) -> None:
@@ -190,5 +206,5 @@ def _change_all(
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (cancel, hold, release, priority, change):
+    for command in (cancel, retry, hold, release, priority, change):
         app.command(rich_help_panel="Tasks")(command)

@@ -60,6 +60,12 @@ _COLUMNS = (
     Column("NODE", from_width=120, share=0.2),
     Column("NOTE", wraps=True),
 )
+SortWord = Annotated[
+    str | None,
+    typer.Option(
+        "--sort", help="submitted, finished (only ended tasks) or priority; -priority: the highest first."
+    ),
+]
 
 
 def ps(
@@ -94,6 +100,7 @@ def ps(
     all_tenants: Annotated[
         bool, typer.Option("--all-tenants", help="All tenants' tasks; for admins.")
     ] = False,
+    sort: SortWord = None,
     limit: Annotated[
         int, typer.Option(min=1, help="At most this many tasks; above 500, the newest come first.")
     ] = 50,
@@ -103,38 +110,43 @@ def ps(
     """List tasks and why they wait: what runs, the queue in its order, what ended last."""
     given = {
         "tenant": "*" if all_tenants else tenant,
-        "state": state or ([] if everything else UNFINISHED),
+        "state": state or ([] if everything or (sort or "").strip("-") == "finished" else UNFINISHED),
         "labels": parsing.pairs(label or [], "--label"),
         "name": name,
         "kind": kind,
         "model_type": model_type,
         "stream": stream,
         "submitted_from": since,
+        "sort": sort,
     }
     filters = cast("ListOptions", {option: value for option, value in given.items() if value})
-    if state or everything:
-        if_none = "no matching tasks"
-    elif len(filters) > 1 or after:
-        if_none = "no matching task is pending or running; --all includes finished tasks"
-    else:
-        if_none = "no task is pending or running; gpubroker ps --all includes finished tasks"
+    if_none = "no matching tasks"
+    if filters.get("state") == UNFINISHED:
+        if_none = _none_unfinished(is_filtered=len(filters) > 1 or bool(after))
     with connect(context) as broker:
         if after:
             filters["after"] = task_id(broker, after)
         _list(broker, filters, limit, watching, output, if_none)
 
 
+def _none_unfinished(*, is_filtered: bool) -> str:
+    if is_filtered:
+        return "no matching task is pending or running; --all includes finished tasks"
+    return "no task is pending or running; gpubroker ps --all includes finished tasks"
+
+
 def _list(
     broker: Broker, filters: ListOptions, limit: int, watching: bool, output: Format, if_none: str
 ) -> None:
-    in_turn = limit < _PAGE
-    filters |= {"limit": limit + 1, "order": "turn"} if in_turn else {"limit": _PAGE}
+    in_turn = limit < _PAGE and "sort" not in filters
+    filters |= {"limit": limit + 1, "order": "turn"} if in_turn else {"limit": min(limit + 1, _PAGE)}
 
     def listed() -> list[Task]:
         found = list(islice(broker.list(**filters), limit + 1))
         if len(found) > limit:
             del found[limit:]
-            eprint(f"these are the {'first' if in_turn else 'newest'} {limit}; --limit shows more")
+            newest = limit >= _PAGE and "sort" not in filters
+            eprint(f"these are the {'newest' if newest else 'first'} {limit}; --limit shows more")
         return _with_reasons(broker, found) if output is Format.TABLE else found
 
     def drawn(found: Sequence[Task]) -> RenderableType:
@@ -189,7 +201,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "name": task.name,
         "state": task.raw.get("state"),
         "why": "" if task.state == "running" else _now(task),
-        "progress": _progress(task),
+        "progress": _progress(task) + _progress_end(task),
         "ends": _expected_end(task.eta) if task.eta else None,
         "priority": f"{task.priority} ({task.band})",
         "runs": run.get("entrypoint") or shlex.join(run.get("command") or ()) or run.get("kind"),
@@ -203,8 +215,10 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "attempt": task.attempt,
         "failed": f"{task.failures} of at most {task.max_retries + 1} attempts" if task.failures else None,
         **past,
+        "retry of": short_id(task.retry_of) if task.retry_of else None,
         "held": "yes" if task.held else None,
         "labels": ", ".join(f"{name}={value}" for name, value in task.labels.items()),
+        "phases": _phases(task),
         "submitted": timestamp(task.submitted_at),
         "started": timestamp(task.started_at),
         "checkpoint": timestamp(task.checkpoint_at),
@@ -296,10 +310,27 @@ def _now(task: Task, why: str = "") -> str:
             return ""
 
 
+def _phases(task: Task) -> str:
+    """Those that took any time."""
+    phases = {} if task.phases is None else task.phases.raw
+    words = ((name.removesuffix("_seconds"), seconds) for name, seconds in phases.items())
+    return ", ".join(f"{name} {duration(seconds)}" for name, seconds in words if seconds)
+
+
 def _progress(task: Task) -> str:
     if task.progress is None or task.progress.fraction is None:
         return ""
     return f"{task.progress.fraction:.0%} {task.progress.message or ''}".rstrip()
+
+
+def _progress_end(task: Task) -> str:
+    """At the rate of its reports; a run may stall."""
+    progress = task.progress
+    if progress is None or progress.eta_at is None or progress.at is None or not progress.rate_per_second:
+        return ""
+    left = duration((progress.eta_at - progress.at).total_seconds())
+    a_minute = progress.rate_per_second * 60
+    return f" ({a_minute:.2%} a minute; at {timestamp(progress.at)} {left} were left)"
 
 
 def _expected_end(eta: Expected) -> str:

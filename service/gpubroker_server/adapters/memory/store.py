@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from operator import gt, lt
 
 from gpubroker_server.adapters.memory.leadership import LeaderInMemory
 from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
@@ -32,6 +33,7 @@ from gpubroker_server.core.domain.units import (
     Term,
 )
 from gpubroker_server.core.world.events import Event, NewEvent, events_of, requested, submitted, task_of
+from gpubroker_server.core.world.phases import STATE_EVENTS
 from gpubroker_server.core.world.tenant_accounts import Accounts
 from gpubroker_server.ports.store import (
     BatchSubmission,
@@ -267,6 +269,10 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         tail = self._log[max(after, self._pruned) :]
         return [event for event, owner in tail if task is None or owner == task][:limit]
 
+    async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
+        kept = self._log[self._pruned :]
+        return [event for event, owner in kept if owner in tasks and event.kind in STATE_EVENTS]
+
     async def head(self) -> Position:
         return Position(len(self._log))
 
@@ -304,14 +310,14 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         return None if row is None else self._record(row)
 
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
-        found = (self._tasks[task] for task in sorted(self._tasks, reverse=True))
-        rows = [task for task in found if _matches(task, self._specs[task.id], wanted)]
+        rows = [task for task in self._tasks.values() if _matches(task, self._specs[task.id], wanted)]
         if wanted.quarantined is not None:
-            leases = self._leases.values()
-            used = {lease.holder for lease in leases if lease.state is not LeaseState.RELEASED}
+            used = {it.holder for it in self._leases.values() if it.state is not LeaseState.RELEASED}
             rows = [t for t in rows if not t.is_terminal or (t.id in used) is wanted.quarantined]
-        if wanted.by_end:
-            rows.sort(key=lambda task: (task.finished_at or 0.0, task.id), reverse=True)
+        rows.sort(key=wanted.sort.key, reverse=wanted.descending)
+        if wanted.after:
+            key, is_beyond = wanted.sort.key, lt if wanted.descending else gt
+            rows = [task for task in rows if is_beyond(key(task), wanted.after)]
         return [self._record(task) for task in rows[: wanted.limit]]
 
     async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
@@ -374,7 +380,6 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
 def _matches(task: Task, spec: RunSpec, wanted: TaskFilter) -> bool:
     return (
         wanted.tenant in (None, task.tenant)
-        and (wanted.after is None or task.id < wanted.after)
         and (not wanted.states or task.state in wanted.states)
         and (wanted.min_priority is None or task.priority >= wanted.min_priority)
         and (wanted.max_priority is None or task.priority <= wanted.max_priority)

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Double,
     Engine,
     Executable,
+    FromClause,
     Select,
     and_,
     bindparam,
@@ -25,6 +26,8 @@ from sqlalchemy import (
     or_,
     select,
     true,
+    tuple_,
+    union,
 )
 from sqlalchemy.exc import DataError, DBAPIError
 
@@ -38,6 +41,7 @@ from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Lineage, Position, TaskId, Term
 from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.phases import STATE_EVENTS
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.store import (
     HeldBack,
@@ -74,14 +78,16 @@ _RECORDS = (
     select(*(_chosen.c[column.name] for column in TASK), *_SPEC, _outcome.c.failure)
     .join(_spec, _spec.c.task == _chosen.c.id)
     .outerjoin(_outcome, and_(_outcome.c.task == _chosen.c.id, _outcome.c.fence == _newest))
-    .order_by(_chosen.c.id.desc())
 )
 """The chosen tasks are named by their ids: building a subquery of whole rows leaves hundreds of cyclic
 objects."""
-_RECORDS_BY_END = _RECORDS.order_by(None).order_by(_chosen.c.finished_at.desc(), _chosen.c.id.desc())
 _ONE_RECORD = _RECORDS.where(_chosen.c.id == bindparam("task"))
+_RESULT = {"format": "result_format", "data": "result", "digest": "result_digest"}
 _NEWEST_OUTCOME = (
-    select(_outcome).where(_outcome.c.task == bindparam("task")).order_by(_outcome.c.fence.desc()).limit(1)
+    select(*(_outcome.c[_RESULT.get(it.name, it.name)].label(it.name) for it in fields(StoredResult)))
+    .where(_outcome.c.task == bindparam("task"))
+    .order_by(_outcome.c.fence.desc())
+    .limit(1)
 )
 _CHECKPOINTS = (
     select(*(tables.checkpoint.c[field.name] for field in fields(StoredCheckpoint)))
@@ -123,8 +129,6 @@ _PENDING_ENTRYPOINTS = (
 )
 _NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
 _TASK_NAMES = tuple(column.name for column in TASK)
-
-
 _IN_PARTS = {"yield_per": 2000}
 """So that a long queue is not in memory twice, as rows and as tasks: `bench restart`."""
 READERS = 4
@@ -171,8 +175,7 @@ class SqlReads:
     _begin_snapshot: str
 
     async def known_key(self, tenant: str, key: str) -> KnownKey | None:
-        values = {"tenant": tenant, "idem_key": key}
-        found = await self._rows(_KNOWN_KEY, values)
+        found = await self._rows(_KNOWN_KEY, {"tenant": tenant, "idem_key": key})
         return KnownKey(TaskId(found[0]["id"]), found[0]["body_hash"]) if found else None
 
     async def batch_answer(self, first: TaskId) -> str:
@@ -186,6 +189,11 @@ class SqlReads:
     async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]:
         query = _EVENTS if task is None else _EVENTS_OF_TASK
         found = await self._rows(query, {"after": after, "most": limit, "task": task})
+        return [rows.event_of_row(tuple(row.values())) for row in found]
+
+    async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
+        moved = select(*EVENT).where(tables.event.c.task.in_(tasks), tables.event.c.kind.in_(STATE_EVENTS))
+        found = await self._rows(moved.order_by(tables.event.c.position))
         return [rows.event_of_row(tuple(row.values())) for row in found]
 
     async def head(self) -> Position:
@@ -222,7 +230,7 @@ class SqlReads:
 
     async def stored_result(self, task: TaskId) -> StoredResult | None:
         found = await self._rows(_NEWEST_OUTCOME, {"task": task})
-        return _result_of(found[0]) if found else None
+        return StoredResult(**found[0] | {"failure": _failure_of(found[0])}) if found else None
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return [StoredCheckpoint(**row) for row in await self._rows(_CHECKPOINTS, {"task": task})]
@@ -260,15 +268,21 @@ def _scalar(connection: Connection, query: Executable) -> Any:
 
 
 def listing(wanted: TaskFilter) -> Select[Any]:
-    """The tasks that match, newest first, or by their ends."""
-    return (_RECORDS_BY_END if wanted.by_end else _RECORDS).where(_chosen.c.id.in_(_matching(wanted)))
+    """The tasks that match, in order."""
+    return _RECORDS.where(_chosen.c.id.in_(_matching(wanted))).order_by(*_order(_chosen, wanted))
+
+
+def _order(of: FromClause, wanted: TaskFilter) -> list[ColumnElement[Any]]:
+    return [of.c[name].desc() if wanted.descending else of.c[name] for name in wanted.sort.fields]
 
 
 def _matching(wanted: TaskFilter) -> Select[Any]:
     above = None if wanted.max_priority is None else wanted.max_priority + 1
     priorities = _within(_task.c.priority, wanted.min_priority, above)
-    earlier = _within(_task.c.id, None, wanted.after)
-    query = select(_task.c.id).where(*earlier, *_in_states(wanted.states), *priorities)
+    query = select(_task.c.id).where(*_in_states(wanted.states), *priorities)
+    if wanted.after:
+        here, there = tuple_(*(_task.c[name] for name in wanted.sort.fields)), tuple_(*wanted.after)
+        query = query.where(here < there if wanted.descending else here > there)
     named = {name: getattr(wanted, name) for name in ("tenant", "name", "stream")}
     query = query.where(*(_task.c[name] == value for name, value in named.items() if value is not None))
     if wanted.model_type is not None:
@@ -289,8 +303,7 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     for key, value in wanted.labels.items():
         labelled = select(_label.c.task).where(whose, _label.c.key == key, _label.c.value == value)
         query = query.where(_task.c.id.in_(labelled))
-    order = [_task.c.finished_at.desc()] if wanted.by_end else []
-    return query.order_by(*order, _task.c.id.desc()).limit(wanted.limit)
+    return query.order_by(*_order(_task, wanted)).limit(wanted.limit)
 
 
 def _has_spec(such: ColumnElement[bool]) -> ColumnElement[bool]:
@@ -311,31 +324,17 @@ def _in_states(states: Sequence[TaskState]) -> list[Any]:
 
 
 def _record_of(row: Mapping[str, Any]) -> TaskRecord:
-    failure = row["failure"]
-    return TaskRecord(
-        task=rows.task_of_row(row[name] for name in _TASK_NAMES),
-        spec=rows.spec_of_row(row),
-        failure=None if failure is None else from_json(failure),
-    )
+    task = rows.task_of_row(row[name] for name in _TASK_NAMES)
+    return TaskRecord(task, rows.spec_of_row(row), _failure_of(row))
 
 
-def _result_of(row: Mapping[str, Any]) -> StoredResult:
-    return StoredResult(
-        ending=row["ending"],
-        format=row["result_format"],
-        data=row["result"],
-        digest=row["result_digest"],
-        failure=None if row["failure"] is None else from_json(row["failure"]),
-        log_tail=row["log_tail"],
-    )
+def _failure_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return None if row["failure"] is None else from_json(row["failure"])
 
 
 def referenced(connection: Connection, digests: Sequence[str]) -> frozenset[str]:
-    return frozenset(
-        digest
-        for column in tables.DIGESTS
-        for (digest,) in connection.execute(select(column).where(column.in_(digests)))
-    )
+    named = union(*(select(column).where(column.in_(digests)) for column in tables.DIGESTS))
+    return frozenset(connection.execute(named).scalars())
 
 
 def head(connection: Connection) -> Position:
@@ -356,11 +355,11 @@ def leader(connection: Connection) -> LeaderRow:
 def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
     """`begin`: SQL that begins a transaction in which all reads see one state."""
     connection.exec_driver_sql(begin)
-    lease, finished, device = tables.lease, tables.finished, tables.device
-    holders = select(lease.c.holder).where(~lease.c.released)
+    finished, device = tables.finished, tables.device
+    holders = select(_lease.c.holder).where(~_lease.c.released)
     unfinished = select(*TASK).where(~_task.c.finished)
     leaving = select(*TASK).where(_task.c.finished, _task.c.id.in_(holders))
-    leases = _found(connection, select(*_LEASE).where(~lease.c.released), {})
+    leases = _found(connection, select(*_LEASE).where(~_lease.c.released), {})
     devices = connection.execute(select(*_DEVICE).where(device.c.present | (device.c.leased_mb > 0)))
     counted = connection.execute(select(finished.c.tenant, finished.c.state, finished.c.n))
     return Snapshot(

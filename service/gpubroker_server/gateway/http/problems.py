@@ -67,6 +67,12 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "task {task} is {state}, and {fields} can be changed only while a task is pending; "
         "cancel it and submit it again",
     ),
+    "task-not-retryable": ProblemKind(
+        409,
+        "A task of this kind cannot be retried",
+        "task {task} is of kind {kind}; only entrypoints, commands and functions are retried; send the "
+        "request again that made it",
+    ),
     "model-ambiguous": ProblemKind(
         409,
         "The model is at several servers",

@@ -259,7 +259,7 @@ async def submit_inference(
     model stays wanted. It may be sent to the model more than once; one answer counts.
     """
     submissions = parts.submissions
-    live_of = submissions.records.live
+    view_of = submissions.records.view
     try:
         if not submissions.permissions.policy.serving.is_anywhere:
             raise Problem("not-found", "no model server is configured; set triton.servers")
@@ -276,10 +276,10 @@ async def submit_inference(
         known = await submissions.sent_before(call, idempotency_key, "inference")
         if known is None:
             raise
-        return answer(task_view(known.record, live_of(known.record.task)), 202, known.headers)
+        return answer(await view_of(known.record), 202, known.headers)
     record, is_new, headers = await submissions.submit(call, submission, idempotency_key, "inference")
-    live = JUST_ACCEPTED if is_new else live_of(record.task)
-    return answer(task_view(record, live), 202, {**headers, "Location": f"/tasks/{record.task.id}"})
+    view = task_view(record, JUST_ACCEPTED) if is_new else await view_of(record)
+    return answer(view, 202, {**headers, "Location": f"/tasks/{record.task.id}"})
 
 
 async def _new_task(call: Call, submissions: Submissions, body: SubmitInference) -> Task:

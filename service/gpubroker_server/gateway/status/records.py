@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
@@ -19,6 +21,8 @@ from gpubroker_server.core.planning.forecasts.run_estimates import remaining_sec
 from gpubroker_server.core.serving.batching import FORMAT as TENSORS
 from gpubroker_server.core.serving.batching import response_in
 from gpubroker_server.core.serving.tensors import BadTensor, values_in_steps
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.phases import PHASES, course_of_events, course_of_row, seconds_in_phases
 from gpubroker_server.gateway.http.bodies import PageQuery, filter_hash, read_cursor, write_cursor
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.ids import is_task_id
@@ -29,20 +33,22 @@ from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, PendingReasons
 from gpubroker_server.gateway.status.quarantine import quarantined_view
 from gpubroker_server.gateway.status.task_view import Live, expected_view, task_view
-from gpubroker_server.gateway.status.views import ExpectedView
+from gpubroker_server.gateway.status.views import ExpectedView, TaskView
 from gpubroker_server.ports.store import (
     BlobCorrupt,
     BlobMissing,
     BlobStore,
+    SortKey,
     StoredResult,
     TaskFilter,
     TaskRecord,
+    TaskSort,
     TaskStore,
 )
 
 _STARTED = (TaskState.RUNNING, TaskState.STOPPING, TaskState.ADMITTED)
 _ALL = 1_000_000
-JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
+JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN, phases=dict.fromkeys(PHASES, Seconds(0.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,25 +116,26 @@ class TaskRecords:
         self, record: TaskRecord, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> Response:
         """The answer about a task that has ended, with its result."""
-        view = task_view(record, self.live(record.task))
+        view = await self.view(record)
         stored = await self.store.result(record.task.id)
         return answer(view, status, headers, member=await result_member(self.blobs, stored))
 
     async def page(
         self, identity: Identity, query: PageQuery, view: Callable[[TaskRecord, Live], Any], **filters: Any
     ) -> Response:
-        """Tasks, newest first: the tenant's, if `filters`, which are fields of TaskFilter, name none. Raises
-        Problem cursor-invalid for the cursor of another filter."""
+        """Tasks: the tenant's, if `filters`, which are fields of TaskFilter, name none. Raises Problem
+        cursor-invalid for the cursor of another filter or order."""
         limit = min(query.limit, self.page_items)
         filters = {"tenant": identity.tenant, **filters}
-        filtered_by = filter_hash(filters)
-        after = None if query.cursor is None else TaskId(read_cursor(query.cursor, filtered_by))
-        records = await self.store.records(TaskFilter(**filters, after=after, limit=limit + 1))
+        wanted, filtered_by = TaskFilter(**filters, limit=limit + 1), filter_hash(filters)
+        if query.cursor is not None:
+            wanted = replace(wanted, after=_place_in(query.cursor, filtered_by, wanted.sort))
+        records = await self.store.records(wanted)
         page, has_more = records[:limit], len(records) > limit
         return answer(
             {
-                "items": [view(record, self.live(record.task, explained=False)) for record in page],
-                "next_cursor": write_cursor(page[-1].task.id, filtered_by) if has_more else None,
+                "items": [view(record, live) for record, live in await self._with_lives(page)],
+                "next_cursor": _cursor_at(page[-1].task, filtered_by, wanted.sort) if has_more else None,
                 "has_more": has_more,
             }
         )
@@ -147,12 +154,10 @@ class TaskRecords:
         if TaskState.PENDING in states:
             records += await self._waiting(replace(wanted, states=(TaskState.PENDING,)), is_filtered)
         if (chosen := [state for state in TERMINAL if state in states]) and len(records) <= limit:
-            records += await self.store.records(replace(wanted, states=tuple(chosen), by_end=True))
+            records += await self.store.records(replace(wanted, states=tuple(chosen), sort=TaskSort.FINISHED))
         return answer(
             {
-                "items": [
-                    view(record, self.live(record.task, explained=False)) for record in records[:limit]
-                ],
+                "items": [view(record, live) for record, live in await self._with_lives(records[:limit])],
                 "next_cursor": None,
                 "has_more": len(records) > limit,
             }
@@ -172,6 +177,27 @@ class TaskRecords:
             seen = set(found)
             records += [one for one in await self.store.records(wanted) if one.task.id not in seen]
         return records
+
+    async def view(self, record: TaskRecord) -> TaskView:
+        [(record, live)] = await self._with_lives([record], explained=True)
+        return task_view(record, live)
+
+    async def _with_lives(
+        self, records: Sequence[TaskRecord], *, explained: bool = False
+    ) -> list[tuple[TaskRecord, Live]]:
+        now = self.follower.clock.now()
+        lives = [self.live(record.task, explained=explained) for record in records]
+        courses = [course_of_row(record.task) for record in records]
+        logged = [one.task.id for one, course in zip(records, courses, strict=True) if course is None]
+        moves = defaultdict[str, list[Event]](list)
+        for event in await self.store.moves(logged) if logged else ():
+            moves[event.key].append(event)
+        shown: list[tuple[TaskRecord, Live]] = []
+        for record, live, course in zip(records, lives, courses, strict=True):
+            course = course or course_of_events(moves[record.task.id])
+            phases = None if course is None else seconds_in_phases(course, now)
+            shown.append((record, replace(live, phases=phases)))
+        return shown
 
     def live(self, task: Task, *, explained: bool = True) -> Live:
         """What the World adds to a row. Explaining why it waits costs most, and lists leave that out."""
@@ -201,6 +227,22 @@ class TaskRecords:
         known = self.follower.world.tasks.get(row.id)
         if row.is_active and (known is None or known.version < row.version):
             await self.freshness.catch_up()
+
+
+_PLACE = re.compile(r"(-?[0-9]{1,15}(?:\.[0-9]{1,20})?:)?(task_[0-9a-z]{26})")
+
+
+def _cursor_at(task: Task, filtered_by: str, sort: TaskSort) -> str:
+    return write_cursor(":".join(map(str, sort.key(task))), filtered_by)
+
+
+def _place_in(cursor: str, filtered_by: str, sort: TaskSort) -> SortKey:
+    """Raises Problem."""
+    text = read_cursor(cursor, filtered_by, lambda text: _PLACE.fullmatch(text) is not None)
+    *values, id = text.split(":")
+    if len(values) + 1 != len(sort.fields):
+        raise Problem("cursor-invalid", "the cursor belongs to another order; start without a cursor")
+    return (*map(float, values), id)
 
 
 NO_RESULT = b'"result":null'

@@ -10,11 +10,12 @@ from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as INFERENCE
-from gpubroker_server.core.domain.task import Member, MemberState, Task
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.task import Member, MemberState, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, Size
+from gpubroker_server.core.world.phases import PHASES
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.times import rfc3339, rfc3339_or_none
 from gpubroker_server.gateway.status.quarantine import QuarantinedView
@@ -27,10 +28,12 @@ from gpubroker_server.gateway.status.views import (
     ExpectedView,
     ForecastsView,
     PendingView,
+    PhasesView,
     ProgressView,
     RankView,
     RunView,
     SizingView,
+    TaskUrls,
     TaskView,
 )
 from gpubroker_server.ports.executor import Progress
@@ -42,6 +45,9 @@ from gpubroker_server.ports.store import (
 ROLES_VARIABLE = "GPUBROKER_ROLES"
 """In the environment of the task's process: the names of its roles, separated by commas."""
 
+RETRY_VARIABLE = "GPUBROKER_RETRY_OF"
+"""The same of a task that is a retry: the id of the ended one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Live:
@@ -50,6 +56,7 @@ class Live:
     leases: list[Lease]
     uuids: Mapping[str, str]
     """Device key -> UUID."""
+    phases: Mapping[TaskState, Seconds] | None = None
     progress: Progress | None = None
     pending: PendingView | None = None
     eta: ExpectedView | None = None
@@ -59,7 +66,6 @@ class Live:
 
 def task_view(record: TaskRecord, live: Live) -> TaskView:
     task, spec = record.task, record.spec
-    url = f"/tasks/{task.id}"
     return {
         "id": task.id,
         "name": task.name,
@@ -81,6 +87,7 @@ def task_view(record: TaskRecord, live: Live) -> TaskView:
         "queue_ttl_seconds": task.queue_ttl_seconds,
         "after": [{"task": it.task, "on_failure": it.on_failure.value} for it in task.after],
         "failed_by": task.failed_by,
+        "retry_of": spec.env.get(RETRY_VARIABLE),
         "labels": dict(spec.labels),
         "model_type": spec.model_type,
         "stream": task.stream,
@@ -102,19 +109,25 @@ def task_view(record: TaskRecord, live: Live) -> TaskView:
         "finished_at": rfc3339_or_none(task.finished_at),
         "stop_reason": None if task.stop_reason is None else task.stop_reason.value,
         "stop_deadline_at": rfc3339_or_none(task.stop_deadline_at),
+        "phases": None if live.phases is None else _phases_view(live.phases),
         "progress": None if live.progress is None else _progress_view(live.progress),
         "pending": live.pending,
         "eta": live.eta,
         "error": error_view(record.failure),
         "quarantine": live.quarantine,
         "notice": live.notice,
-        "urls": {
-            "self": url,
-            "result": f"{url}/result",
-            "events": f"{url}/events",
-            "explain": f"{url}/explain",
-            "cancel": f"{url}/cancel",
-        },
+        "urls": _urls(task),
+    }
+
+
+def _urls(task: Task) -> TaskUrls:
+    url = f"/tasks/{task.id}"
+    return {
+        "self": url,
+        "result": f"{url}/result",
+        "events": f"{url}/events",
+        "explain": f"{url}/explain",
+        "cancel": f"{url}/cancel",
     }
 
 
@@ -244,5 +257,21 @@ def _rank_view(task: Task, member: Member, live: Live) -> RankView:
     }
 
 
+def _phases_view(phases: Mapping[TaskState, Seconds]) -> PhasesView:
+    queued, starting, running, stopping = (round(phases[state], 3) for state in PHASES)
+    return {
+        "queued_seconds": queued,
+        "starting_seconds": starting,
+        "running_seconds": running,
+        "stopping_seconds": stopping,
+    }
+
+
 def _progress_view(progress: Progress) -> ProgressView:
-    return {"fraction": progress.fraction, "message": progress.message, "at": rfc3339(progress.at)}
+    return {
+        "fraction": progress.fraction,
+        "message": progress.message,
+        "at": rfc3339(progress.at),
+        "rate_per_second": progress.rate_per_second,
+        "eta_at": rfc3339_or_none(progress.eta_at),
+    }

@@ -76,6 +76,20 @@ class ProgressView(TypedDict):
     fraction: float | None
     message: str
     at: Time
+    rate_per_second: Annotated[
+        float | None,
+        Field(description="Of the fraction, on average since the run first reported one; null before that."),
+    ]
+    eta_at: Annotated[Time | None, Field(description="When the fraction reaches 1 at this rate.")]
+
+
+class PhasesView(TypedDict):
+    """How long the task has been in each phase, over all its attempts; the present one counts until now."""
+
+    queued_seconds: Annotated[float, Field(description="In the queue; for whatever reason it waited.")]
+    starting_seconds: Annotated[float, Field(description="From its admission until its code began.")]
+    running_seconds: float
+    stopping_seconds: Annotated[float, Field(description="From a notice to stop until it was gone.")]
 
 
 class ExpectedView(TypedDict):
@@ -182,6 +196,7 @@ class TaskView(ResultFields):
     queue_ttl_seconds: float | None
     after: Annotated[list[AfterView], Field(description="The tasks that must end before it.")]
     failed_by: Annotated[str | None, Field(description="The first task in its chain that failed.")]
+    retry_of: Annotated[str | None, Field(description="The ended task that this one runs again.")]
     labels: dict[str, str]
     model_type: str
     stream: str
@@ -206,6 +221,9 @@ class TaskView(ResultFields):
     finished_at: Time | None
     stop_reason: str | None
     stop_deadline_at: Annotated[Time | None, Field(description="When what is left of it is killed.")]
+    phases: Annotated[
+        PhasesView | None, Field(description="Null if the event log no longer goes back to its submit.")
+    ]
     progress: ProgressView | None
     pending: PendingView | None
     eta: Annotated[ExpectedView | None, Field(description="When it is likely to end, while it runs.")]

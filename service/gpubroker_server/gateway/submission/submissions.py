@@ -182,16 +182,18 @@ class Submissions:
         digest = await self.blobs.put(spec.arguments, owner=submission.task.id)
         return replace(submission, spec=changed(spec, arguments=b"", arguments_digest=digest))
 
-    async def submit(self, call: Call, submission: Submission, key: str | None, what: str) -> Stored:
+    async def submit(
+        self, call: Call, submission: Submission, key: str | None, what: str, purpose: str = ""
+    ) -> Stored:
         """Store the task once, however often the client sends it. Durable when this returns.
 
-        `what` is `task`, `lease` or `inference`: the same key and body mean different requests for each.
-        Raises Problem idempotency-key-reused.
+        `what` is `task`, `lease` or `inference`: the same key and body mean different requests for each, or
+        for each `purpose` where one is given. Raises Problem idempotency-key-reused.
         """
         submission = await self.with_object(submission)
         task, spec = submission.task, submission.spec
         if key is not None:
-            submission = Submission(task, spec, key.strip('"'), await body_hash(call, what))
+            submission = Submission(task, spec, key.strip('"'), await body_hash(call, purpose or what))
         outcome = await self.store.submit(submission)
         headers = {"Location": f"/{what}s/{outcome.task}"}
         match outcome.verdict:
@@ -203,13 +205,13 @@ class Submissions:
                 log.info(f"{what} accepted", task=task.id, tenant=task.tenant)
                 return Stored(TaskRecord(task, spec), is_new=True, headers=headers)
 
-    async def sent_before(self, call: Call, key: str | None, what: str) -> Stored | None:
+    async def sent_before(self, call: Call, key: str | None, what: str, purpose: str = "") -> Stored | None:
         """The task of an earlier request with this key and body. A repeated request gets it even if a new
         one would be refused by now."""
         if key is None:
             return None
         known = await self.store.known_key(call.identity.tenant, key.strip('"'))
-        if known is None or known.body_hash != await body_hash(call, what):
+        if known is None or known.body_hash != await body_hash(call, purpose or what):
             return None
         return await self._sent_before(call, known.task, {"Location": f"/{what}s/{known.task}"})
 

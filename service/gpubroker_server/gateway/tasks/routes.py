@@ -1,7 +1,7 @@
 """Tasks: submit, list, read, wait for the end, fetch the result, change, cancel."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -12,8 +12,9 @@ from pydantic_core import PydanticCustomError
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import LABEL_KEY, Body, LabelValue, PageQuery, WaitQuery, line
+from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import LeaderRequests, OneAtATime
 from gpubroker_server.gateway.status.records import JUST_ACCEPTED, TaskRecords, result_member, shown_format
@@ -29,7 +30,7 @@ from gpubroker_server.gateway.submission.submissions import (
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
 from gpubroker_server.gateway.tasks.selection import TaskSelection
-from gpubroker_server.ports.store import TaskRecord
+from gpubroker_server.ports.store import TaskRecord, TaskSort
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +86,19 @@ async def submit_task(
     """
     records = parts.records
     record, is_new, headers = await _stored(call, parts, body, idempotency_key)
-    live = JUST_ACCEPTED if is_new and not record.task.held else records.live(record.task)
     asked = _WAIT.search(prefer) if prefer else None  # RFC 7240
     if asked is None:
-        return answer(task_view(record, live), 202, headers)
+        just_accepted = is_new and not record.task.held
+        view = task_view(record, JUST_ACCEPTED) if just_accepted else await records.view(record)
+        return answer(view, 202, headers)
     if not records.waiters.has_room_for(record.task.tenant):
-        return answer(task_view(record, records.live(record.task)), 202, headers)  # the wait was a wish
+        return answer(await records.view(record), 202, headers)  # the wait was a wish
     seconds = min(int(asked[1]), int(parts.wait_seconds))
     headers["Preference-Applied"] = f"wait={seconds}"
     record = await records.at_its_end(record, seconds)
     if record.task.is_terminal:
         return await records.finished(record, 201, headers)
-    return answer(task_view(record, records.live(record.task)), 202, headers)
+    return answer(await records.view(record), 202, headers)
 
 
 async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -> Stored:
@@ -127,6 +129,14 @@ class TaskQuery(TaskSelection, PageQuery):
         ),
     ] = "newest"
 
+    sort: Annotated[
+        Literal["submitted", "-submitted", "finished", "-finished", "priority", "-priority"],
+        Field(
+            description="`-`: the latest, or the highest, first; equal ones by submission. By `finished`, "
+            "only tasks that have ended. Not for `order=turn`."
+        ),
+    ] = "-submitted"
+
     @property
     def labels(self) -> dict[str, str]:
         extra: dict[str, str] = self.model_extra or {}
@@ -153,20 +163,41 @@ class TaskQuery(TaskSelection, PageQuery):
     },
 )
 async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query()]) -> Response:
-    """List your tenant's tasks."""
+    """List your tenant's tasks.
+
+    Sorted by priority, a list misses or repeats a task whose priority changes between two of its pages.
+    """
     filters = await query.filters(parts.records, call.identity)
     if query.order == "turn":
+        if "sort" in query.model_fields_set:
+            detail = "a list by turn has its own order; leave sort out, or order=turn"
+            raise invalid(Fault(pointer="/sort", detail=detail, code="not-by-turn"))
         if query.cursor is not None:
             raise Problem("cursor-invalid", "a list by turn is one page; send no cursor")
         return await parts.records.in_turn(query.limit, task_view, labels=query.labels, **filters)
+    filters |= {"sort": TaskSort[query.sort.strip("-").upper()], "descending": query.sort[0] == "-"}
+    if filters["sort"] is TaskSort.FINISHED:
+        filters["states"] = _ends(filters["states"])
     return await parts.records.page(call.identity, query, task_view, labels=query.labels, **filters)
+
+
+def _ends(states: Sequence[TaskState]) -> Sequence[TaskState]:
+    """Of these, or of all, those that are ends. Raises Problem if none is."""
+    ends = tuple(state for state in states or TaskState if state.is_terminal)
+    if not ends:
+        named = ", ".join(states)
+        detail = (
+            f"sort=finished lists tasks that have ended, and state={named} asks for others; leave one out"
+        )
+        raise invalid(Fault(pointer="/sort", detail=detail, code="not-ended"))
+    return ends
 
 
 @resource.route("GET /tasks/{task_id}", "tasks_get", Scope.TASKS_READ, TaskView, "not-found")
 async def get_task(call: Call, parts: Parts, task_id: str) -> Response:
     """Read a task: its state, what it holds, and why it waits if it does."""
     record = await parts.records.find(call.identity, task_id)
-    return answer(task_view(record, parts.records.live(record.task)))
+    return answer(await parts.records.view(record))
 
 
 @resource.route(
@@ -186,7 +217,7 @@ async def wait_for_task(
     record = await records.at_its_end(await records.find(call.identity, task_id), seconds)
     if record.task.is_terminal:
         return await records.finished(record)
-    return answer(task_view(record, records.live(record.task)), 202)
+    return answer(await records.view(record), 202)
 
 
 @resource.route(
@@ -264,7 +295,7 @@ async def change_task(call: Call, parts: Parts, task_id: str, body: ChangeTask) 
     record = await parts.records.reread(record)
     if settled:  # the task may have started or ended before the leader decided
         _check_changeable(record.task, _not_changed(record.task, changed))
-    return _answer(parts, record, 200 if settled else 202)
+    return await _answer(parts, record, 200 if settled else 202)
 
 
 def _check_changeable(task: Task, changes: Mapping[str, Any]) -> None:
@@ -305,13 +336,13 @@ async def cancel_task(
     record = await parts.records.find_to_change(call.identity, task_id, "task.cancel")
     task = record.task
     if task.state is TaskState.CANCELLED:
-        return _answer(parts, record, 200)
+        return await _answer(parts, record, 200)
     if task.is_terminal:
         raise Problem("task-already-finished", task=task.id, state=task.state)
     given = body.model_dump(exclude_none=True, exclude_defaults=True)
     await parts.requests.ask(task.id, task.tenant, "cancel", given)
-    return _answer(parts, await parts.records.reread(record), 202)
+    return await _answer(parts, await parts.records.reread(record), 202)
 
 
-def _answer(parts: Parts, record: TaskRecord, status: int) -> Response:
-    return answer(task_view(record, parts.records.live(record.task)), status)
+async def _answer(parts: Parts, record: TaskRecord, status: int) -> Response:
+    return answer(await parts.records.view(record), status)
