@@ -49,7 +49,8 @@ fact ray-after-down "$(ray_processes)"
 fact unit-after-down "$(systemctl is-active gpubroker)"
 
 rm $data/client.json
-(. /etc/gpubroker/drill && echo "GPUBROKER_DATABASE_URL=$DRILL_DATABASE_URL" > /etc/gpubroker/environment)
+. /etc/gpubroker/drill
+printf 'GPUBROKER_DATABASE_URL=%s\nGPUBROKER_BLOB_DIR=%s\n' "$DRILL_DATABASE_URL" $data/objects > /etc/gpubroker/environment
 systemctl start gpubroker-gateway
 until_true gateway_is_ready
 fact gateway "$(systemctl is-active gpubroker-gateway)"
