@@ -57,7 +57,7 @@ def test_it_has_the_form_of_a_compose_file() -> None:
     for name in OURS:
         for condition in file["services"][name].get("depends_on", {}).values():
             condition.pop("restart", None)
-    jsonschema.validate(file, schema)
+    jsonschema.Draft201909Validator(schema).validate(file)
 
 
 def test_two_gateways_and_two_brokers_share_database_and_objects_and_nothing_else() -> None:
