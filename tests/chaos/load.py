@@ -22,7 +22,10 @@ _SENT_AGAIN = 0.05
 
 
 class Load:
-    """Submits tasks under idempotency keys until a number is accepted; servers may be down meanwhile."""
+    """Submits tasks under idempotency keys until a number is accepted and none is left without an answer.
+
+    Servers may be down meanwhile.
+    """
 
     def __init__(
         self,
@@ -49,6 +52,8 @@ class Load:
         self._target_reached = asyncio.Event()
         self._first_sent: dict[str, float] = {}
         """By key, on the monotonic clock; none once it is answered."""
+        self._silent_for: dict[str, Path] = {}
+        """By key: which gateway gave no answer."""
         self.slowest_seconds = 0.0
         """The longest time until a task was accepted, from when it was first sent."""
         self.contradictions: list[str] = []
@@ -74,23 +79,30 @@ class Load:
         await self._all_answered.wait()
 
     async def _submit_until(self, client: httpx.AsyncClient, until: int) -> None:
-        while self.accepted < until:
+        while self.accepted < until or self._unanswered:
             began = time.monotonic()
             key, body = self._unanswered.popleft() if self._unanswered else self._next()
             first = self._first_sent.setdefault(key, began)
+            data_dir = self._gateway_for(key)
             try:
-                await self._send(client, key, body)
+                await self._send(client, data_dir, key, body)
             except (httpx.HTTPError, OSError, KeyError, ValueError):
+                self._silent_for[key] = data_dir
                 self._unanswered.append((key, body))
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - first)
                 self._first_sent.pop(key, None)
+                self._silent_for.pop(key, None)
                 await asyncio.sleep(max(0.0, began + self._every_seconds - time.monotonic()))
 
-    async def _send(self, client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> None:
+    def _gateway_for(self, key: str) -> Path:
+        """Another one than that which did not answer last time, if there is one."""
+        others = [one for one in self._data_dirs if one != self._silent_for.get(key)]
+        return self._chance.choice(others or self._data_dirs)
+
+    async def _send(self, client: httpx.AsyncClient, data_dir: Path, key: str, body: dict[str, Any]) -> None:
         """Raises unless the answer is that the task is accepted."""
-        data_dir = self._chance.choice(self._data_dirs)
         id, is_replay = await self._post(client, data_dir, key, body)
         append_line(str(self._file), key=key, id=id, replayed=is_replay, home=data_dir.name)
         self._silent.discard(data_dir.name)

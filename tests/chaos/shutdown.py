@@ -49,6 +49,8 @@ class Batch:
     stops: int
     tasks_per_stop: int
     targets: Sequence[str]
+    every_seconds: float = 0.0
+    """As of `Load`."""
 
 
 @dataclass
@@ -175,7 +177,8 @@ def run(batch: Batch) -> dict[str, Any]:
 
 def stop_under_load(deployment: GatewaysAndBrokersOnRay, batch: Batch) -> dict[str, Any]:
     """The record, without a judgement on durations."""
-    load = Load(deployment.data_dirs, deployment.folder / "answers", deployment.kind(), f"{batch.seed}")
+    answers, kind = deployment.folder / "answers", deployment.kind()
+    load = Load(deployment.data_dirs, answers, kind, f"{batch.seed}", batch.every_seconds)
     with deployment.observer:
         wrong = _beside_long_runs(deployment, lambda: asyncio.run(_stop_processes(batch, deployment, load)))
         deployment.drain()
