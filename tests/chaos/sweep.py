@@ -281,7 +281,7 @@ def without_startup_checks() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name in (
             (database, "bring_to"),
-            (database, "_check_not_moved"),
+            (database, "check_not_moved"),
             (connections, "check_server"),
         ):
             stack.callback(setattr, module, name, getattr(module, name))

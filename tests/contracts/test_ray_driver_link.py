@@ -346,4 +346,5 @@ def no_agent(_link: NodeLink) -> None:
 
 
 def ray_node(id: str) -> dict[str, Any]:
-    return {"NodeID": id, "Alive": True, "NodeName": "n1", "NodeManagerAddress": "127.0.0.1"}
+    named = {"NodeID": id, "NodeName": "n1", "NodeManagerAddress": "127.0.0.1"}
+    return {**named, "Alive": True, "Resources": {"CPU": 1.0}}

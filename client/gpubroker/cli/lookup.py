@@ -41,12 +41,13 @@ AnyTaskWords = Annotated[list[str] | None, _TASKS]
 def connect(context: typer.Context, retry_seconds: float | None = None) -> Iterator["Broker"]:
     """The service of the global options, otherwise found as the SDK finds it."""
     from gpubroker.broker import Broker
+    from gpubroker.transport.http import check_listening
 
     options: Mapping[str, str | None] = context.find_root().params
     retry_seconds = _RETRY_SECONDS if retry_seconds is None else retry_seconds
     with Broker(options.get("url"), options.get("token"), retry_seconds=retry_seconds) as broker:
         try:
-            broker.check_listening()  # one that is down is told at once, not retried
+            check_listening(broker)  # one that is down is told at once, not retried
             yield broker
         except Refused as refused:
             if refused.code == "unauthenticated":

@@ -38,7 +38,7 @@ class SyncHttp(SyncCaller):
         self.connection: Connection = find_service(url, token)
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
-        self._is_direct = transport is None
+        self.is_direct = transport is None
         self._http = httpx.Client(transport=transport, **_client_settings(self.connection))
 
     def __enter__(self) -> Self:
@@ -51,12 +51,6 @@ class SyncHttp(SyncCaller):
 
     def close(self) -> None:
         self._http.close()
-
-    def check_listening(self) -> None:
-        """Whether the address takes connections at all, at once. Raises Unreachable if it refuses them; knows
-        nothing of an address that is reached through a proxy, or by a transport of one's own."""
-        if self._is_direct:
-            _check_listening(self.connection)
 
     def _carry_out(self, steps: Steps[T]) -> T:
         try:
@@ -228,9 +222,12 @@ def _answer_of(response: httpx.Response, prefix: bytes = b"") -> Answer:
     )
 
 
-def _check_listening(connection: Connection) -> None:
+def check_listening(http: SyncHttp) -> None:
+    """Whether the address takes connections at all, at once. Raises Unreachable if it refuses them; knows
+    nothing of an address that is reached through a proxy, or by a transport of one's own."""
+    connection = http.connection
     url = httpx.URL(connection.url)
-    if url.host in _LOOPBACK or not getproxies():
+    if http.is_direct and (url.host in _LOOPBACK or not getproxies()):
         try:
             port = url.port or (443 if url.scheme == "https" else 80)
             socket.create_connection((url.host, port), timeout=_LOOK_SECONDS).close()

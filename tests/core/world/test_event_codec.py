@@ -4,7 +4,13 @@ import json
 
 from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.task import StopReason, TaskState
-from gpubroker_server.core.world.event_codec import demand_fields, demand_from, task_fields, task_from
+from gpubroker_server.core.world.event_codec import (
+    changed_task,
+    demand_fields,
+    demand_from,
+    task_fields,
+    task_from,
+)
 
 from tests.builders import NOW, a_demand, a_task
 
@@ -31,6 +37,14 @@ def test_a_task_under_notice_comes_back_as_it_was():
     row = json.loads(json.dumps(task_fields(task)))
     assert (row["state"], row["stop_reason"]) == ("stopping", "cancel")
     assert task_from(row) == task
+
+
+def test_what_a_later_release_has_added_to_a_task_is_left_out():
+    task = a_task(demand=DEMAND)
+    row = json.loads(json.dumps(task_fields(task))) | {"of_a_later_release": 1}
+    assert task_from(row) == task
+    changes = {"state": "pending", "priority": 70, "of_a_later_release": 1}
+    assert changed_task(task, task.version + 1, changes).priority == 70
 
 
 def test_only_what_differs_from_the_default_is_written():

@@ -47,6 +47,9 @@ _LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease) if f.name not in ("
 _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
 _REQUEST_NAMES = tuple(f.name for f in dataclass_fields(Request))
 
+_TASK_FIELDS = frozenset(field.name for field in dataclass_fields(Task))
+_MODEL_FIELDS = frozenset(field.name for field in dataclass_fields(ModelTerms))
+
 
 def demand_fields(demand: Demand) -> dict[str, Any]:
     """Only what differs from the default."""
@@ -141,10 +144,15 @@ def model_fields(model: ModelTerms) -> dict[str, Any]:
     return {**asdict(model), "usage": usage, "steps": list(model.steps), "versions": list(model.versions)}
 
 
+def _known(fields: Fields, names: frozenset[str]) -> dict[str, Any]:
+    """A field that a later release has added is left out: `NewEvent.reader` says what may not be."""
+    return {name: value for name, value in fields.items() if name in names}
+
+
 def model_from(fields: Fields) -> ModelTerms:
     usage = ModelUsage(fields["usage"]["at"], tuple(fields["usage"]["counts"]))
     lists = {name: tuple(fields.get(name, ())) for name in ("steps", "versions")}
-    return ModelTerms(**{**fields, "usage": usage, **lists})
+    return ModelTerms(**{**_known(fields, _MODEL_FIELDS), "usage": usage, **lists})
 
 
 def task_from(fields: Fields) -> Task:
@@ -152,7 +160,7 @@ def task_from(fields: Fields) -> Task:
     row["demand"] = demand_from(row["demand"])
     row["after"] = after_from(row.get("after", ()))
     row["external"] = external_from(row.get("external"))
-    return Task(**_typed(row))
+    return Task(**_typed(_known(row, _TASK_FIELDS)))
 
 
 def task_changes(write: TaskWrite) -> dict[str, Any]:
@@ -168,7 +176,7 @@ def task_changes(write: TaskWrite) -> dict[str, Any]:
 
 
 def changed_task(task: Task, version: int, fields: Fields) -> Task:
-    return changed(task, version=version, **_typed(dict(fields)))
+    return changed(task, version=version, **_typed(_known(fields, _TASK_FIELDS)))
 
 
 def _typed(row: dict[str, Any]) -> dict[str, Any]:
