@@ -66,7 +66,7 @@ def test_a_task_is_submitted_and_its_result_is_printed(gpubroker: Run) -> None:
     assert kinds[0] == "task.submitted"
     assert {"task.admitted", "task.succeeded", "lease.released"} <= set(kinds)
     assert "task.succeeded" in gpubroker("events --last 20").out
-    again = gpubroker("retry last").out.strip()
+    [again] = (shown["id"] for shown in gpubroker("retry last -o json").json)
     assert gpubroker(f"wait {again} -o json").json["state"] == "succeeded"
     assert [known["subject"] for known in gpubroker("estimates fit -o json").json] == ["fit"]
     assert "fit" in gpubroker("estimates").out
