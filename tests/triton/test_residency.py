@@ -328,9 +328,9 @@ def test_a_renamed_server_keeps_its_models_and_nothing_is_quarantined(
         "grpc_url": f"http://localhost:{own_triton.grpc_port}",
     }
     with ForkedService(tmp_path / "data", **chosen) as after:
-        until(lambda: after.broker.model("identity_fp32").server == "renamed", "it has the new name")
+        until(lambda: state_of(after.broker, "identity_fp32") == "resident", "its index was read")
         model = after.broker.model("identity_fp32")
-        assert (model.task, model.state) == (holder, "resident")
+        assert (model.server, model.task) == ("renamed", holder)
         assert infer(after, "identity_fp32") == [1, 2, 3]
         assert after.broker.quarantine().items == ()
         assert leased_mb(after.broker) == [20 * GIB]
