@@ -16,6 +16,7 @@ from gpubroker_server.core.planning.forecasts.run_estimates import (
     remaining_seconds,
     run_seconds,
     size_of_ranks,
+    unstated_size,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -183,3 +184,14 @@ def test_a_run_that_begins_now_takes_what_was_stated_or_else_what_enough_runs_li
     assert run_seconds(task, {}, POLICY) is None
     stated = replace(task, expected_seconds=Seconds(7.0))
     assert run_seconds(stated, times(*[100.0] * 5), POLICY) == Remaining(Seconds(7.0), Seconds(7.0), 0)
+
+
+def test_a_demand_that_states_no_size_is_told_that_it_takes_whole_gpus():
+    whole = a_demand(gpus=1)
+    for demand in (whole, a_demand(bundles=(a_demand(gpu_mb=1), whole))):
+        found = unstated_size(demand)
+        assert found is not None
+        assert (found.gpu_mb, found.n) == (None, 0)
+        assert found.message.startswith("it takes whole GPUs, because it states no size")
+    stated = {"gpu_mb": 1}, {"gpus": 1, "gpu_fraction": 0.5}, {"gpus": 1, "exclusive": True}, {"cpu": 1.0}
+    assert [unstated_size(a_demand(**fields)) for fields in stated] == [None] * 4

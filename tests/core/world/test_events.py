@@ -3,6 +3,7 @@
 import pytest
 from gpubroker_server.core.domain.decisions import (
     Decision,
+    Notice,
     PledgeWrite,
     Request,
     device_delta_mb,
@@ -35,6 +36,7 @@ def test_the_events_of_a_decision_have_a_fixed_order_and_carry_the_changes():
         devices=(a_device(),),
         nodes=(a_node(),),
         requests_done=("r1",),
+        notices=(Notice("memory.fragmented", "cluster", {"waiting": 3}),),
     )
     lines = list(events_of(decision))
     assert [line.kind for line in lines] == [
@@ -46,6 +48,7 @@ def test_the_events_of_a_decision_have_a_fixed_order_and_carry_the_changes():
         "pledge.made",
         "pledge.taken",
         "request.done",
+        "memory.fragmented",
     ]
     assert lines[2].fields == {"state": "pending", "priority": 60}
     assert lines[4].fields == {"state": "released", "proof": "process_absent"}
