@@ -340,15 +340,6 @@ def test_a_task_that_does_not_wait_says_what_it_does(state: TaskState, fields: d
     assert (explanation.blockers, explanation.devices, explanation.position) == ((), (), None)
 
 
-@pytest.mark.parametrize(
-    ("others", "says"), [(1, "being started, and so is 1 other there"), (3, "and so are 3 others there")]
-)
-def test_a_task_that_is_being_started_says_what_else_its_node_starts(others: int, says: str):
-    tasks = [a_task("new", cpu=0.1), *(a_task(f"other{n}", cpu=0.1) for n in range(others))]
-    world = a_world(*(holding(task, node="n1", state=TaskState.ADMITTED) for task in tasks))
-    assert explained(world).message.endswith(says)
-
-
 def test_an_unknown_task_raises_key_error():
     with pytest.raises(KeyError):
         explained(World())

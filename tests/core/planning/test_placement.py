@@ -9,8 +9,9 @@ from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Placement, Task, TaskState
-from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.explain.blockers import Blocker, room_blockers
+from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.explain.survey import survey_nodes
 from gpubroker_server.core.planning.budget import finish
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -331,3 +332,16 @@ def test_a_node_that_has_started_its_runs_is_as_good_as_before():
     placement = found(world, cpu=0.1)
     assert isinstance(placement, Placement)
     assert placement.node == "n1"
+
+
+@pytest.mark.parametrize(
+    ("count", "says"),
+    [
+        (1, "it is being started"),
+        (2, "being started, and so is 1 other there"),
+        (4, "and so are 3 others there"),
+    ],
+)
+def test_a_task_that_is_being_started_says_what_else_its_node_starts(count: int, says: str):
+    world = a_world(a_node("n1", cpu=8), *starting_on("n1", count))
+    assert explain(world, TaskId("n1-0"), POLICY, NOW).message.endswith(says)
