@@ -93,8 +93,8 @@ class AdminApi(Operations):
         max_priority: int | str | None = None,
         expires_in_seconds: float | None = None,
     ) -> Steps[Token]:
-        """Create a token; its secret is in `.token` of this answer and nowhere else. `new_tenant`: nobody may
-        have named the tenant before."""
+        """Create a token; its secret is in `.token` of this answer and nowhere else. `new_tenant`: the
+        settings and other tokens need not name the tenant yet."""
         body = {
             "name": name,
             "scopes": list(scopes),

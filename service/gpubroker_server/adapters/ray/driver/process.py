@@ -210,7 +210,7 @@ class Driver:
                 link.close()
                 if link.ray_node in known:
                     await link.report_dead()
-                else:  # a control service that was started anew does not know it
+                else:  # a control service that was restarted does not know it
                     await link.report_lost("Ray does not know the node any more")
         linked = {link.ray_node for link in self._links.values()}
         for ray_node, node in sorted(alive.items()):
