@@ -148,6 +148,7 @@ class Naive(NaiveLeavers):
 
     def waiting_here(self, node: Any, task: Task) -> list[Task]:
         here = {ledger.device.key for ledger in self.ledgers if ledger.device.node == node.name}
+        here.add(self.key_of(node))
         names = {
             (p.preemptor, rank)
             for p in self.pledges
@@ -156,7 +157,8 @@ class Naive(NaiveLeavers):
         }
         return [a_rank(self.tasks[name], rank) for name, rank in sorted(names)]
 
-    def custom_is_there(self, task: Task) -> bool:
+    def custom_is_there(self, task: Task, gone: Sequence[Task] | None = None) -> bool:
+        """`gone`: once these have left, and all that are leaving anyway."""
         for name, amount in (*task.demand.custom, *task.demand.slots):
             names = (name, f"{name.split('=')[0]}=*", "tenant:*" if name.startswith("tenant") else "")
             found = [limit for each in names for limit in self.policy.custom_limits if limit.name == each]
@@ -168,6 +170,9 @@ class Naive(NaiveLeavers):
             if limit.per_node:
                 continue
             users = [run for run in self.tasks.values() if run.is_active]
+            if gone is not None:
+                left = {one.id for one in gone if not self.is_alone(one)}
+                users = [run for run in users if run.state is not TaskState.STOPPING and run.id not in left]
             whose = {p.preemptor for p in self.pledges if p.priority >= task.priority} - {task.id}
             users += [self.tasks[name] for name in sorted(whose) if not self.tasks[name].is_active]
             used = sum(dict((*user.demand.custom, *user.demand.slots)).get(name, 0.0) for user in users)
@@ -288,9 +293,12 @@ class Naive(NaiveLeavers):
                 self.given[task.tenant] += max(0, sum(mb for _, mb in devices) - promised)
                 steps.append(self.admit(task, node, devices))
             elif not pledged and (way := other_way(self, task, best)) is not None:
-                needs = [(device.key, self.needs(task.demand, device), ()) for device in way[0]]
-                steps.append(self.evict(task, needs, way[1]))
+                steps.append(self.evict(task, [(*self.pledged(task, one), ()) for one in way[0]], way[1]))
         return steps
+
+    def pledged(self, task: Task, one: Any) -> tuple[str, int]:
+        """What is pledged of a device, or of a node to a task without GPUs."""
+        return (self.key_of(one), self.needs(task.demand, one) or 0 if task.demand.gpus else 0)
 
     def admit(self, task: Task, node: str, devices: tuple[tuple[str, int], ...]) -> Step:
         used = {device for device, _ in devices}

@@ -76,7 +76,7 @@ def in_the_way_until(naive: Any, run: Task, forecast: Forecast) -> float:
 
 def stoppable_from(naive: Any, run: Task, other: Task) -> float:
     """From when on the other one may have it stopped; a run that has not begun begins now."""
-    if not naive.policy.preemption or not naive.needs_gpus(other) or run.priority >= other.priority:
+    if not naive.may_preempt(other) or run.priority >= other.priority:
         return inf
     if naive.is_spared_from(run, other):
         return inf
@@ -233,6 +233,8 @@ def other_way(naive: Any, task: Task, best: Any) -> Any:
     closed = nodes_closed_to(naive, task)
     if naive.over_quota(task):
         return naive.room_in_quota(task, closed)
+    if not naive.custom_is_there(task):
+        return naive.room_in_limit(task, nodes_closed_to(naive, task))
     if not best and (taken_back := naive.reclaim(task, closed)):
         return taken_back
     if naive.refused_by_reservation >= naive.policy.backfill_depth:

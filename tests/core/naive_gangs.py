@@ -131,7 +131,7 @@ def gang_step(naive: Any, task: Task, *, is_pledged: bool) -> list[Any]:
     if naive.over_quota(task):
         return [] if is_pledged else room_in_quota(naive, task)
     if not naive.custom_is_there(task):
-        return []
+        return [] if is_pledged else room_in_limit(naive, task)
     ranks = list(range(task.demand.least_ranks, len(task.demand.bundles) + 1))
     ranks = [n for n in ranks if n == ranks[0] or not naive.over_quota(task, n)]
     most = most_of(naive, task, ranks, lambda _: True)
@@ -161,7 +161,7 @@ def most_of(naive: Any, task: Task, ranks: Sequence[int], may: Callable[[Places]
 
 def make_room(naive: Any, task: Task) -> list[Any]:
     closed = backfill.nodes_closed_to(naive, task)
-    may_stop = naive.policy.preemption and naive.needs_gpus(task)
+    may_stop = naive.may_preempt(task)
     surplus = naive.surplus_for(task)
     if surplus and may_stop:
         nodes = [node for node in naive.nodes if node.name not in closed]
@@ -202,6 +202,15 @@ def room_in_quota(naive: Any, task: Task) -> list[Any]:
     nodes = [node for node in naive.nodes if node.name not in closed]
     found = [one for node in nodes for one in naive.possible_victims(node, task) if one.tenant == task.tenant]
     return stop(naive, task, nodes, found, enough=lambda gone: naive.held_by(gone) >= lacks)
+
+
+def room_in_limit(naive: Any, task: Task) -> list[Any]:
+    if not naive.may_clear_limit(task):
+        return []
+    closed = backfill.nodes_closed_to(naive, task)
+    nodes = [node for node in naive.nodes if node.name not in closed]
+    found = [one for node in nodes for one in naive.possible_victims(node, task)]
+    return stop(naive, task, nodes, found, enough=lambda gone: naive.custom_is_there(task, gone))
 
 
 Judge = Callable[[Sequence[Task]], bool]

@@ -92,6 +92,14 @@ class NaiveLeavers(NaiveTenants):
         rank = one.members[0].rank if is_alone(one) else -1
         return self.lost(one), not is_alone(one), one.priority, -self.gives_back(one), one.id, -rank
 
+    def may_preempt(self, task: Task) -> bool:
+        return self.policy.preemption and (self.needs_gpus(task) or task.priority >= 90)
+
+    @staticmethod
+    def key_of(one: Any) -> str:
+        """Of a device or a node."""
+        return one.key if hasattr(one, "key") else f"/{one.name}/"
+
     def cost(self, gone: Sequence[Task]) -> tuple[float, int, int]:
         """Lost GPU-seconds, tasks that are stopped, and if there are none the ranks that leave."""
         ranks = sum(map(is_alone, gone))
@@ -173,9 +181,7 @@ class NaiveLeavers(NaiveTenants):
 
     def evictions(self, task: Task) -> Iterator[tuple[Any, list[Any], list[Task]]]:
         """Every way to make room: (rank, devices, victims). Tries every subset of runs on every node."""
-        if not self.policy.preemption or not task.demand.gpus or not self.custom_is_there(task):
-            return
-        if self.over_quota(task):
+        if not self.may_preempt(task) or not self.custom_is_there(task) or self.over_quota(task):
             return
         for node in self.nodes:
             if not node.ready or node.cordoned or not self.is_open(node, task):
@@ -189,7 +195,8 @@ class NaiveLeavers(NaiveTenants):
                         if self.would_fit(node, chosen, task, victims):
                             left = sorted((self.left_after(d, task, victims), d.key) for d in chosen)
                             keys = tuple(device.key for device in chosen)
-                            yield (self.cost(victims), node.name, by_place, left, keys), list(chosen), victims
+                            what = list(chosen) or [node]
+                            yield (self.cost(victims), node.name, by_place, left, keys), what, victims
 
     def eviction(self, task: Task, closed: Sequence[str] = ()) -> tuple[list[Any], list[Task]] | None:
         """The cheapest, of open nodes; ties go by node, then (one GPU) device or (several) by who leaves."""
@@ -216,7 +223,7 @@ class NaiveLeavers(NaiveTenants):
         cheapest = [option for option in options if option[0][0] == least]
         what, _, names, made, *_ = self.taken.get(task.id, ("", "", (), ()))
         for _, devices, victims in cheapest:
-            is_same = sorted(device.key for device in devices) == sorted(key for key, *_ in made)
+            is_same = sorted(map(self.key_of, devices)) == sorted(key for key, *_ in made)
             if what == "preempt" and is_same and names_of(victims) == names:
                 return devices, victims
         return cheapest[0][1:] if cheapest and cheapest[0][2] else None

@@ -1,7 +1,8 @@
 """What the naive planner makes of tenants: their order, quotas and claims, from flat lists."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations, permutations
 from math import log
 from typing import Any
@@ -169,26 +170,47 @@ class NaiveTenants:
         lacks = self.lacks(task)
         if not lacks or not self.policy.preemption or not self.custom_is_there(task):
             return None
+        return self.room_of(
+            task, closed, lambda run: run.tenant == task.tenant, lambda gone: self.held_by(gone) >= lacks
+        )
+
+    def room_in_limit(self, task: Task, closed: Any) -> tuple[list[Any], list[Task]] | None:
+        """The same of anybody's runs, for a critical task that lacks a custom resource of the cluster."""
+        if not self.may_clear_limit(task):
+            return None
+        return self.room_of(task, closed, lambda run: True, lambda gone: self.custom_is_there(task, gone))
+
+    def may_clear_limit(self, task: Task) -> bool:
+        """No run is stopped for a place under a limit of running tasks, nor for what is coming back."""
+        without = replace(task, demand=replace(task.demand, custom=()))
+        return (
+            self.policy.preemption
+            and task.priority >= 90
+            and self.custom_is_there(without)
+            and not self.custom_is_there(task)
+        )
+
+    def room_of(
+        self, task: Task, closed: Any, is_asked: Callable[[Task], bool], gives: Callable[[list[Task]], bool]
+    ) -> tuple[list[Any], list[Task]] | None:
         nodes = [n for n in self.nodes if n.ready and not n.cordoned and n.name not in closed]
-        found = [
-            run for node in nodes for run in self.possible_victims(node, task) if run.tenant == task.tenant
-        ]
+        found = [run for node in nodes for run in self.possible_victims(node, task) if is_asked(run)]
         found = list({self.name_of(one): one for one in found}.values())
         found.sort(key=self.by_cost)
         options = []
-        for count in range(1, len(found) + 1):
+        for count in range(len(found) + 1):
             for gone in combinations(enumerate(found), count):
                 victims = [run for _, run in gone]
-                if self.held_by(victims) < lacks:
+                if not gives(victims):
                     continue
                 cost = (*self.cost(victims), tuple(place for place, _ in gone))
                 for node in nodes:
                     if self.is_open(node, task) and (fit := self.fullest_fit(node, task, victims)):
-                        options.append(((cost, *fit[0]), fit[1], victims))
+                        options.append(((cost, *fit[0]), fit[1] or [node], victims))
         if any(one.members for one in found):
             return self.as_taken(task, [((cost[:3],), *way) for (cost, *_), *way in options])
         best = min(options, key=lambda option: option[0], default=None)
-        return best and (best[1], best[2])
+        return (best[1], best[2]) if best and best[2] else None
 
     def fullest_fit(self, node: Any, task: Task, victims: list[Task]) -> Any:
         here = victims

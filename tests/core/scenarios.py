@@ -77,6 +77,10 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"gpu_mb": 30, "where": PlacementConstraints(min_device_mb=Mib(80), prefer_nodes=(("node", ("n2",)),))},
     {"gpu_mb": 20, "placement": "spread"},
     {"cpu": 1.0},
+    {"cpu": 2.0},
+    {"cpu": 4.0, "memory_mb": 60},
+    {"cpu": 1.0, "custom": {"licence": 2.0}},
+    {"cpu": 2.0, "custom": {"licence": 1.0, "fpga": 1.0}},
     {"cpu": 2.0, "memory_mb": 40, "placement": "spread"},
 )
 

@@ -3,8 +3,9 @@
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.lease import LeaseState, Pledge, PledgeEnd
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.task import Move
-from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.units import TaskId, node_key, node_of
 from gpubroker_server.core.world.world import World
 
 
@@ -16,10 +17,10 @@ def is_true(
     mine = written.get(pledge.preemptor)
     match end:
         case PledgeEnd.CONSUMED:
-            devices = {lease.device for lease in decision.leases if lease.holder == pledge.preemptor}
-            return (
-                mine is not None and mine.what in (Move.ADMITTED, Move.STARTED) and pledge.device in devices
-            )
+            taken = {lease.device for lease in decision.leases if lease.holder == pledge.preemptor}
+            if mine is not None:
+                taken |= {node_key(node) for node in nodes_of(mine.task)}
+            return mine is not None and mine.what in (Move.ADMITTED, Move.STARTED) and pledge.device in taken
         case PledgeEnd.TAKEN:
             return world.tasks[TaskId(decision.subject)].priority > pledge.priority
         case PledgeEnd.DISSOLVED:
@@ -34,7 +35,7 @@ def _failed(pledge: Pledge, decision: Decision, world: World, policy: Policy, no
     """What was to come did not come in time, or a device went with its node."""
     mine = world.pledges[pledge.preemptor]
     if decision.why in ("node_lost", "node_seen"):
-        return any(world.ledgers[device].device.node == decision.subject for device in mine)
+        return any(node_of(device) == decision.subject for device in mine)
     late = max(other.deadline_at for other in mine.values()) + policy.pledge_patience_seconds
     leases = [lease for claim in world.leases.values() for lease in claim.values()]
     stuck = {ls.device for ls in leases if ls.state in (LeaseState.QUARANTINED, LeaseState.RELEASING)}

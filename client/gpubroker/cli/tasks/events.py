@@ -107,7 +107,8 @@ def _subject(event: Event) -> tuple[str, str]:
 
 
 def _on(device: str) -> str:
-    return f"on {device.rpartition('/')[2]}"
+    """A pledge may be of a node itself: `/node/`."""
+    return f"on {device.rstrip('/').rpartition('/')[2]}"
 
 
 def _facts(event: Event) -> Iterator[str]:
@@ -126,7 +127,7 @@ def _fact(name: str, value: Any) -> str:
         case "waiting" | "priority" | "preemptions" | "failures" | "cpu" | "index":
             return f"{name} {value}"
         case "mb" | "gpu_mb" | "physical_mb":
-            return size(value)
+            return size(value) if value else ""
         case "need_mb" | "free_mb" | "largest_mb":
             return f"{name.removesuffix('_mb')} {size(value)}"
         case "overused_mb":

@@ -166,6 +166,9 @@ class PledgeEnd(StrEnum):
 class Pledge:
     """MiB of one device that are being freed for one waiting preemptor. Identity: (preemptor, device).
 
+    CPU, host memory, a run slot and custom resources of the node are kept with it. A preemptor without GPUs
+    has a pledge of 0 MiB of the node itself (`node_key`).
+
     The runs that are stopped for it carry `freeing_for == preemptor`. What they still hold of `mb` is not yet
     free; the rest is kept free for the preemptor and counts as taken for others.
     """

@@ -33,6 +33,16 @@ def device_key(cluster: str, node: str, uuid: str) -> DeviceKey:
     return DeviceKey(f"{cluster}/{node}/{uuid}")
 
 
+def node_key(node: NodeName) -> DeviceKey:
+    """In a pledge, the node itself: its CPU, host memory, run slots and custom resources."""
+    return device_key("", node, "")
+
+
+def node_of(device: DeviceKey) -> NodeName:
+    """The node of a device, or of a `node_key`."""
+    return NodeName(device.split("/", 2)[1])
+
+
 def mark_of(holder: str, fence: Fence, rank: int) -> str:
     """Names one process group in samples and on its node. Rank 0 is left out, since most holders have no
     other."""

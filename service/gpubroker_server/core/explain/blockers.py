@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import needs_gpus
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task, TaskState, stop_notices
-from gpubroker_server.core.domain.units import Instant, TaskId, in_gib, in_time
+from gpubroker_server.core.domain.units import Instant, TaskId, in_gib, in_time, node_of
 from gpubroker_server.core.explain.admission import check, check_priority, slot_text
 from gpubroker_server.core.explain.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_ready_at
@@ -59,7 +60,10 @@ def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
     else:
         blockers += _lack_of_room(survey, [node for node in large if _is_open(node, demand.gpus)])
     if blockers and survey.draft.pledges_of(survey.task.id):
-        blockers = [b for b in blockers if b.reason not in _SETTLED_BY_PLEDGES]
+        settled = (
+            _SETTLED_BY_PLEDGES if needs_gpus(demand) else {*_SETTLED_BY_PLEDGES, Reason.CONCURRENCY_LIMITED}
+        )
+        blockers = [b for b in blockers if b.reason not in settled]
         blockers.append(waiting_for_preemption(survey))
     return sorted(blockers, key=lambda blocker: blocker.tier)
 
@@ -154,13 +158,14 @@ def waiting_for_preemption(survey: Survey) -> Blocker:
     runs = map(draft.task, sorted(draft.world.active))
     victims = [task_label(run.id, run.tenant, task) for run in runs if _frees_for(run, task)]
     size = in_gib(sum(pledge.mb for pledge in pledges.values()))
-    where = _some(draft.ledger(device).device.label for device in sorted(pledges))
+    if needs_gpus(task.demand):
+        kept = f"{size} on {_some(draft.ledger(device).device.label for device in sorted(pledges))}"
+    else:
+        kept = f"CPU and host memory of {_some(map(node_of, sorted(pledges)))}"
     event = f"{_some(victims)} to stop" if victims else "their memory to be released"
     left = max(pledge.deadline_at for pledge in pledges.values()) - survey.now
     when = f"within {in_time(left)}" if left > 0 else f"due {in_time(-left)} ago"
-    return Blocker(
-        Reason.WAITING_FOR_PREEMPTION, f"{size} on {where} are pledged to it; it waits for {event} ({when})"
-    )
+    return Blocker(Reason.WAITING_FOR_PREEMPTION, f"{kept} are pledged to it; it waits for {event} ({when})")
 
 
 def _frees_for(run: Task, task: Task) -> bool:

@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.planning.find_way import Evict, Start, WaitReason, Way
-from gpubroker_server.core.planning.nodes.shields import has_turn_protection, is_protected, is_young
+from gpubroker_server.core.planning.nodes.shields import has_turn_protection, is_protected, is_young, preempts
 from gpubroker_server.core.planning.tenants.guarantees import BorrowerRule, Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
 
@@ -31,7 +31,7 @@ class PreemptionStatus(StrEnum):
     """Memory that is being released anyway is enough."""
     OFF = "off"
     NO_GPUS = "no_gpus"
-    """Only tasks that ask for GPUs preempt."""
+    """Of tasks that ask for no GPU only the critical ones preempt."""
     LIMIT = "limit"
     """The task lacks a shared limit, which no node can give."""
     ALL_SHIELDED = "all_shielded"
@@ -140,10 +140,10 @@ def _status(survey: Survey, way: Way, counts: Counter[Protection]) -> Preemption
         return PreemptionStatus.POSSIBLE
     if way.reason is WaitReason.COMING and way.coming_on:
         return PreemptionStatus.ROOM_IS_COMING
-    if not any(part.gpus for part in task.demand.bundles or (task.demand,)):
-        return PreemptionStatus.NO_GPUS
     if not survey.policy.preemption:
         return PreemptionStatus.OFF
+    if not preempts(task, survey.policy):
+        return PreemptionStatus.NO_GPUS
     if draft.short_of(task, survey.policy.custom_limits):
         return PreemptionStatus.LIMIT
     if counts[Protection.WOULD_NOT_HELP]:
@@ -162,7 +162,7 @@ def _message(survey: Survey, why: PreemptionStatus, counts: Counter[Protection])
         case PreemptionStatus.ROOM_IS_COMING:
             return "no run is preempted, because the memory that is being released is enough"
         case PreemptionStatus.NO_GPUS:
-            return "no run is preempted for a task that asks for no GPU"
+            return "no run is preempted for a task that asks for no GPU and isn't critical"
         case PreemptionStatus.OFF:
             return "no run is preempted, because preemption is switched off"
         case PreemptionStatus.LIMIT:

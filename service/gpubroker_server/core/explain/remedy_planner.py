@@ -8,7 +8,7 @@ from typing import Any
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import in_time
+from gpubroker_server.core.domain.units import in_time, node_of
 from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.explain import is_deferred
 from gpubroker_server.core.explain.pools import reapply_pool
@@ -86,7 +86,7 @@ class RemedyPlanner:
         victims = way.eviction.victims
         seconds = way.eviction.deadline_at - self.survey.now
         runs = "1 run" if len(victims) == 1 else f"{len(victims)} runs"
-        nodes = {self.draft.ledger(device).device.node for device, _ in way.eviction.devices}
+        nodes = {node_of(device) for device, _ in way.eviction.devices}
         where = f"on {' and '.join(sorted(nodes))} within {in_time(seconds)}"
         message = f"{text}, it preempts {runs} and starts {where}"
         return Remedy(change, task, message, victims=victims)

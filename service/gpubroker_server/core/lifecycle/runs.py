@@ -26,7 +26,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.submission import ENTRYPOINT_NOT_ALLOWED
 from gpubroker_server.core.domain.task import Move, Task, TaskState
-from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId, node_key
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle import external_leases, gang_runs, model_lifecycle
 from gpubroker_server.core.lifecycle.stopping import (
@@ -246,7 +246,7 @@ def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, 
 
 def _close(world: World, node: Node) -> dict[NodeName, Decision]:
     """The node takes nothing new, and pledges on it are dissolved."""
-    pledges = dissolved_pledges(world, world.by_node.get(node.name, ()))
+    pledges = dissolved_pledges(world, (node_key(node.name), *world.by_node.get(node.name, ())))
     if not node.ready and not pledges:
         return {}
     closed = replace(node, ready=False, version=node.version + 1)
@@ -254,8 +254,9 @@ def _close(world: World, node: Node) -> dict[NodeName, Decision]:
 
 
 def dissolved_pledges(world: World, devices: Iterable[DeviceKey]) -> tuple[PledgeWrite, ...]:
-    """The end of all pledges of every task that waits for memory of these devices."""
-    waiting = {preemptor for key in devices for preemptor in world.ledgers[key].pledges}
+    """The end of all pledges of every task that waits for room on these devices, or nodes (`node_key`)."""
+    lost = frozenset(devices)
+    waiting = [preemptor for preemptor, pledges in world.pledges.items() if lost & pledges.keys()]
     return tuple(
         PledgeWrite(pledge, PledgeEnd.DISSOLVED)
         for preemptor in sorted(waiting)

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pl
 from gpubroker_server.core.domain.model_orders import load_order
 from gpubroker_server.core.domain.orders import StartOrder
 from gpubroker_server.core.domain.task import Member, Move, Placement, StopReason, Task
-from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId, node_key
 from gpubroker_server.core.lifecycle import external_leases
 from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.lifecycle.stopping import orders_to_leave
@@ -37,7 +37,8 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
         what, forgotten = Move.STARTED, {**forgotten, **external_leases.begun(task, now)}
     write = write_move(task, what, fence=fence, node=places[0].node, admitted_at=now, **forgotten)
     devices = {device for place in places for device, _ in place.devices}
-    pledges = [_end_own(pledge, devices) for pledge in draft.end_pledges(task.id)]
+    taken = devices | {node_key(place.node) for place in places}
+    pledges = [_end_own(pledge, taken) for pledge in draft.end_pledges(task.id)]
     leases = [lease for rank, place in enumerate(places) for lease in _leases(draft, write.task, rank, place)]
     draft.replace_task(task, write.task)
     for lease in leases:
@@ -175,9 +176,9 @@ def _stop(
     return write, orders_to_leave(draft.world, write.task, victim.grace_seconds)
 
 
-def _end_own(pledge: Pledge, devices: set[DeviceKey]) -> PledgeWrite:
+def _end_own(pledge: Pledge, taken: set[DeviceKey]) -> PledgeWrite:
     """A pledge elsewhere is withdrawn: other room came first."""
-    return PledgeWrite(pledge, PledgeEnd.CONSUMED if pledge.device in devices else PledgeEnd.WITHDRAWN)
+    return PledgeWrite(pledge, PledgeEnd.CONSUMED if pledge.device in taken else PledgeEnd.WITHDRAWN)
 
 
 def _overtake(draft: Draft, devices: set[DeviceKey]) -> list[PledgeWrite]:
@@ -187,7 +188,7 @@ def _overtake(draft: Draft, devices: set[DeviceKey]) -> list[PledgeWrite]:
     that loses one pledge loses all: the rest would be too little to start.
     """
     taken: list[PledgeWrite] = []
-    for device in sorted(devices):
+    for device in sorted(devices & draft.world.ledgers.keys()):
         by_rank = sorted(draft.ledger(device).pledges.values(), key=lambda p: (p.priority, p.preemptor))
         for pledge in by_rank:
             if draft.ledger(device).free_after_releases_mb() >= 0:

@@ -29,6 +29,7 @@ from gpubroker_server.core.planning.preemption.eviction import (
 from gpubroker_server.core.planning.preemption.gang_eviction import choose_for_gang
 from gpubroker_server.core.planning.preemption.reclaim import (
     evict_within_borrower_rule,
+    make_room_in_limit,
     make_room_in_quota,
     reclaim,
     reclaim_for_gang,
@@ -115,7 +116,8 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
     The tasks ahead of it are taken to have been looked at and to wait on. `nodes`: the others are known to
     offer nothing, neither room nor victims. Rungs, in this order:
 
-    1. a limit of the whole cluster is used up, or tasks ahead of it wait for it: it waits
+    1. a limit of the whole cluster is used up: for a critical task, runs that use the custom resource make
+       room, else it waits; so it does if tasks ahead of it wait for the limit
     2. over its tenant's quota: runs of that tenant make room, or it waits
     3. a place that delays no reservation ahead of it
     4. what its tenant is guaranteed is taken back from borrowers
@@ -127,8 +129,10 @@ def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
 def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Steps[Way]:
     """The same, yielding whenever the view's budget calls for a pause."""
     has_pledges = bool(view.draft.pledges_of(task.id))
-    if not has_pledges and (view.is_short_of_limits(task) or view.limits.ahead_of(task)):
+    if not has_pledges and view.limits.ahead_of(task):
         return Wait(WaitReason.LIMIT)
+    if not has_pledges and view.is_short_of_limits(task):
+        return _make_room_in_limit(task, view)
     if view.quotas.is_short(task):
         return Wait(WaitReason.PLEDGED) if has_pledges else _make_room_in_quota(task, view)
     places, unreserved = yield from place(task, view, nodes)
@@ -184,6 +188,15 @@ def beside_reservations(task: Task, view: View, table: Mapping[NodeName, Found])
         if beside is not None:
             return (beside,)
     return None
+
+
+def _make_room_in_limit(task: Task, view: View) -> Way:
+    if view.quotas.is_short(task):
+        return Wait(WaitReason.LIMIT)
+    nodes = view.offers.nodes - view.reservations.nodes_closed_to(task)
+    view.budget.spent += CLOSE_LOOK * len(nodes)
+    eviction = make_room_in_limit(view.offers, task, view.now, nodes)
+    return Evict(eviction) if isinstance(eviction, Eviction) else Wait(WaitReason.LIMIT)
 
 
 def _make_room_in_quota(task: Task, view: View) -> Way:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from gpubroker_server.core.domain.demand import Demand, device_preference_rank, need_mb, node_preference_rank
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Placement, Task
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, node_of
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps
 from gpubroker_server.core.planning.forecasts.reservations import Reservations
 from gpubroker_server.core.planning.gangs.gang_nodes import gang_nodes_of
@@ -130,7 +130,7 @@ class Places:
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
         mine = self._draft.pledges_of(task.id)
-        node = self._draft.ledger(min(mine)).device.node
+        node = node_of(min(mine))
         found = self.on(node, task, lambda device, _mb: device in mine)
         return None if found is None else found[1]
 
@@ -233,8 +233,7 @@ class Places:
 
     def _is_kept_for(self, node: NodeName, task: Task) -> bool:
         """Whether room on the node is pledged to this task."""
-        pledges = self._draft.pledges_of(task.id)
-        return any(self._draft.ledger(device).device.node == node for device in pledges)
+        return any(node_of(device) == node for device in self._draft.pledges_of(task.id))
 
     def _devices(self, node: NodeName, task: Task, sign: int) -> Iterator[Option]:
         for ledger in self._draft.usable_ledgers(node, self._policy, self._now):

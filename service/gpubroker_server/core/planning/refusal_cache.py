@@ -12,6 +12,8 @@ from gpubroker_server.core.planning.find_way import View, Wait, WaitReason
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.planning.nodes.node_revisions import NodeRevisions
 from gpubroker_server.core.planning.nodes.node_room import Room
+from gpubroker_server.core.planning.nodes.shields import is_critical
+from gpubroker_server.core.planning.preemption.reclaim import may_make_room_in_limit
 from gpubroker_server.core.world.queue import EquivalenceClass, QueueGroup
 
 OWN = frozenset({WaitReason.LIMIT, WaitReason.PLEDGED})
@@ -242,8 +244,10 @@ class RefusalCache:
         return tenant, task.priority, task.demand, *self._view.reservations.equivalence_key(task)
 
     def _is_short(self, group: QueueGroup) -> bool:
-        """Whether a limit of the whole cluster has too little left for such a task without pledges."""
-        return self._view.is_short_of_limits(replace(self._probe(group), id=TaskId("")))
+        """Whether a limit of the whole cluster has too little left for such a task without pledges, and could
+        not be made to have enough."""
+        probe = replace(self._probe(group), id=TaskId(""))
+        return self._view.is_short_of_limits(probe) and not may_make_room_in_limit(self._view.offers, probe)
 
     def _is_ruled_out(self, ruled: _Ruled, kin: EquivalenceClass, priority: int) -> bool:
         """Whether the nodes that grew since then have nothing for such a task either."""
@@ -253,7 +257,7 @@ class RefusalCache:
         since = known.covered_at(priority)
         if since and since != now:
             gpus, mb = known.gpus, known.mb
-            rooms = self._rooms_since(since, priority, preempts=gpus > 0)
+            rooms = self._rooms_since(since, priority, may_preempt=gpus > 0 or is_critical(priority))
             self.budget.spent += PROBE_SIFTED * len(rooms)
             for room in rooms:
                 amounts = room.ceiling.amounts
@@ -265,17 +269,17 @@ class RefusalCache:
             known.at[priority] = now
         return since > 0
 
-    def _rooms_since(self, since: int, priority: int, *, preempts: bool) -> list[Room]:
+    def _rooms_since(self, since: int, priority: int, *, may_preempt: bool) -> list[Room]:
         """What the nodes that grew since then have, or could have after preemption. The same for hundreds of
         demands: without remembering them `bench plan` takes twice the time for a cycle."""
         if self._rooms_at != self._revisions.changes.revision:
             self._rooms_at = self._revisions.changes.revision
             self._rooms.clear()
-        key = since, priority, preempts
+        key = since, priority, may_preempt
         rooms = self._rooms.get(key)
         if rooms is None:
-            preempts = preempts and self._view.policy.preemption
-            room_of = self._view.offers.rooms.most if preempts else self._view.offers.rooms.now
+            may_preempt = may_preempt and self._view.policy.preemption
+            room_of = self._view.offers.rooms.most if may_preempt else self._view.offers.rooms.now
             rooms = self._rooms[key] = [room_of(node, priority) for node in self._grown(since)]
         return rooms
 

@@ -20,6 +20,7 @@ from gpubroker_server.core.domain.units import (
     Position,
     Seconds,
     TaskId,
+    node_of,
 )
 from gpubroker_server.core.world.dependencies import DependencyIndex
 from gpubroker_server.core.world.due_times import DueTimes
@@ -145,9 +146,9 @@ class World:
 
     def add_pledge(self, pledge: Pledge) -> None:
         self.pledges.setdefault(pledge.preemptor, {})[pledge.device] = pledge
-        ledger = self.ledgers[pledge.device]
-        ledger.pledges[pledge.preemptor] = pledge
-        self.marks.mark(ledger.device.node, grows=False)
+        if (ledger := self.ledgers.get(pledge.device)) is not None:
+            ledger.pledges[pledge.preemptor] = pledge
+        self.marks.mark(node_of(pledge.device), grows=False)
 
     def add_device(self, device: Device) -> None:
         self.inventory_version += 1
@@ -246,7 +247,7 @@ class World:
         self.preempted["task" if after.model is None else "model"] += after.preemptions - before.preemptions
         self.queue.reposition(self.awaited.inheritance.changed, self.tasks)
         for device in self.pledges.get(after.id, ()):
-            self.marks.mark(self.ledgers[device].device.node)
+            self.marks.mark(node_of(device))
         if stop_notices(before) != stop_notices(after):
             for lease in self.leases_of(after):
                 self._enter(lease)
@@ -289,10 +290,10 @@ class World:
         mine.pop(pledge.device, None)
         if not mine:
             self.pledges.pop(pledge.preemptor, None)
-        ledger = self.ledgers[pledge.device]
-        ledger.pledges.pop(pledge.preemptor, None)
-        self.marks.mark(ledger.device.node)
-        self._drop_if_gone(ledger)
+        self.marks.mark(node_of(pledge.device))
+        if (ledger := self.ledgers.get(pledge.device)) is not None:
+            ledger.pledges.pop(pledge.preemptor, None)
+            self._drop_if_gone(ledger)
 
     def _enter(self, lease: Lease) -> None:
         """Enter a lease in its device's ledger, with its run's stop notice. Raises KeyError for an unknown

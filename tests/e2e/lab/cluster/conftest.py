@@ -32,6 +32,7 @@ CLUSTER: dict[str, Any] = {
     "pools": {
         "fast": {"nodes": {"disk": ["fast"]}, "kinds": ["sim-big"]},
         "narrow": {"gpu_mb": 12_000},
+        "whole": {"kinds": ["sim-small"], "fractions": False},
     },
     "policy": {
         "gang_start_seconds": 6,

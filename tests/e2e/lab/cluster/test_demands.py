@@ -1,5 +1,7 @@
 """What a task may ask for and what it then gets, on real Ray, as its user sees it."""
 
+from typing import Any
+
 import pytest
 from gpubroker import Refused
 
@@ -23,6 +25,32 @@ def test_a_pool_says_where_and_how_much_of_all_together(hands: Hands) -> None:
     narrow = hands.at_work("narrow", pool="narrow", gpu_mb=8000)
     behind = hands.waiting("behind", "ConcurrencyLimited", pool="narrow", gpu_mb=8000)
     hands.end(narrow, behind)
+
+
+def test_a_pool_without_fractions_gives_whole_gpus_only(hands: Hands) -> None:
+    task = hands.at_work("task", pool="whole", gpus=1)
+    assert [device.gpu_mb for device in task.devices] == [24 * GIB]
+    with pytest.raises(Refused, match="whole"):
+        hands.hold("half", pool="whole", gpu_fraction=0.5)
+    hands.end(task)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        ({"cpu": 4, "memory_mb": 64}, {"cpu": 2}),
+        ({"cpu": 1, "custom": {"licence": 2}}, {"custom": {"licence": 1}}),
+    ],
+    ids=["cpu", "a custom resource"],
+)
+def test_a_critical_task_without_gpus_preempts_too(
+    hands: Hands, low: dict[str, Any], high: dict[str, Any]
+) -> None:
+    there: dict[str, Any] = {"nodes": {"node": ["n2"]}, "grace_seconds": 1}
+    victim = hands.at_work("victim", **low, **there)
+    hands.end(hands.at_work("critical", priority=95, **{"cpu": 1, **high}, **there))
+    [ended] = hands.end(victim)
+    assert (ended.preemptions, ended.attempt) == (1, 2)
 
 
 def test_a_share_is_of_what_a_gpu_has_and_who_asks_for_it_alone_is_alone(hands: Hands) -> None:

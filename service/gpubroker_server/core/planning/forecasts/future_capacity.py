@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, remaining_seconds, run_seconds
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.shields import stoppable_at
+from gpubroker_server.core.planning.nodes.shields import preempts, stoppable_at
 from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 
 
@@ -323,8 +323,7 @@ class FutureCapacity:
                 capacity.on_placement(run, place)
 
     def _waiter(self, task: Task) -> _WaitingTask:
-        """Only a task that needs GPUs may preempt."""
-        stops = self._expected_ends.policy.preemption and needs_gpus(task.demand)
+        stops = preempts(task, self._expected_ends.policy)
         since = self._expected_ends.now if self._for_plans else task.submitted_at
         protected = self._protected_tenants(task) if stops else frozenset[str]()
         pledged = task.id if self._expected_ends.draft.pledges_of(task.id) else None

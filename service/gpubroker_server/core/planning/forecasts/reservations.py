@@ -13,7 +13,7 @@ from gpubroker_server.core.planning.forecasts.future_capacity import CapacityAt,
 from gpubroker_server.core.planning.forecasts.run_estimates import whole_run_seconds
 from gpubroker_server.core.planning.gangs.gang_nodes import GangNode
 from gpubroker_server.core.planning.nodes.draft import Draft
-from gpubroker_server.core.planning.nodes.shields import ahead_of_priority, stoppable_at
+from gpubroker_server.core.planning.nodes.shields import ahead_of_priority, preempts, stoppable_at
 from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.world.queue import OrderKey, reserves_before
 
@@ -334,7 +334,7 @@ class Reservations:
     def _can_be_preempted_for(self, task: Task, planned: Reservation) -> bool:
         """Whether its run could be preempted by the time the reservation starts."""
         other = planned.task
-        may_stop = self._policy.preemption and needs_gpus(other.demand)
+        may_stop = preempts(other, self._policy)
         if not may_stop or self._guarantees.would_be_protected(task, other):
             return False
         return stoppable_at(task, other.priority, self._policy, self._now) <= planned.forecast.start_at

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.node_capacity import NodeHeadroom, NodeUsage, 
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, wildcard_limit
 from gpubroker_server.core.domain.ranks import needs_gpus, rank_task, rank_tasks, rank_tasks_on
 from gpubroker_server.core.domain.task import MemberState, Task, TaskState, stop_notice, stop_notices
-from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId, node_of
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.revisions import RevisionLog
@@ -244,7 +244,9 @@ class Draft:
                 yield from ((p.tenant, p.mb) for p in pledges.values() if p.priority >= priority)
 
     def put_pledge(self, pledge: Pledge) -> None:
-        self._own(pledge.device).pledges[pledge.preemptor] = pledge
+        if pledge.device in self.world.ledgers:
+            self._own(pledge.device).pledges[pledge.preemptor] = pledge
+        self.changes.mark(node_of(pledge.device))
         self._pledges[pledge.preemptor] = {**self.pledges_of(pledge.preemptor), pledge.device: pledge}
         self._waiting = None
 
@@ -252,11 +254,18 @@ class Draft:
         """End all pledges of a preemptor together; returns them in device order."""
         ended = self._pledges.pop(preemptor, {})
         for device in ended:
-            ledger = self._own(device)
-            del ledger.pledges[preemptor]
-            self.growth.mark(ledger.device.node)
+            if device in self.world.ledgers:
+                del self._own(device).pledges[preemptor]
+            self.changes.mark(node_of(device))
+            self.growth.mark(node_of(device))
         self._waiting = None
         return tuple(ended[device] for device in sorted(ended))
+
+    def pledge_priorities(self, node: NodeName) -> list[int]:
+        """Of the pledges that keep something there, in order."""
+        devices = (pledge for ledger in self.ledgers_on(node) for pledge in ledger.pledges.values())
+        waiting = (priority for priority, _ in self._preemptors().get(node, ()))
+        return sorted({*(pledge.priority for pledge in devices), *waiting})
 
     def _respected(self, node: NodeName, task: TaskId | None, priority: int) -> Iterator[Task]:
         for pledged, other in self._preemptors().get(node, ()):
@@ -278,14 +287,14 @@ class Draft:
     def _awaited_parts(
         self, task: Task, pledges: dict[DeviceKey, Pledge]
     ) -> Iterator[tuple[NodeName, int, Task]]:
-        """Ranks without a GPU have no pledge."""
+        """Of a gang that uses GPUs, ranks without one have no pledge."""
         if not task.demand.bundles:
             device, pledge = next(iter(pledges.items()))
-            yield self.ledger(device).device.node, pledge.priority, task
+            yield node_of(device), pledge.priority, task
             return
         ranks = {rank: pledge for pledge in pledges.values() for rank in pledge.ranks}
         for rank, pledge in ranks.items():
-            yield self.ledger(pledge.device).device.node, pledge.priority, rank_task(task, rank)
+            yield node_of(pledge.device), pledge.priority, rank_task(task, rank)
 
     def _own(self, device: DeviceKey) -> DeviceLedger:
         ledger = self._books.get(device)

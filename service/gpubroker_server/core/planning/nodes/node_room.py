@@ -190,7 +190,7 @@ class NodeRooms:
         facts = self._known.get(node)
         if facts is None or facts.revision != self._draft.changes.at(node):
             ledgers = list(self._draft.ledgers_on(node))
-            pledges = sorted({pledge.priority for ledger in ledgers for pledge in ledger.pledges.values()})
+            pledges = self._draft.pledge_priorities(node)
             samples = [ledger.sample for ledger in ledgers]
             before: Mapping[TaskId, Sequence[PossibleVictim]] = {}
             if facts is not None and _are_same(facts.samples, samples):

@@ -4,9 +4,15 @@ from math import inf
 
 from gpubroker_server.core.domain.models import min_residency_seconds
 from gpubroker_server.core.domain.policy import Policy, aged_priority, band_of
+from gpubroker_server.core.domain.ranks import needs_gpus
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.domain.values import changed
+
+
+def preempts(task: Task, policy: Policy) -> bool:
+    """Whether runs may be stopped for it: it asks for GPUs, or it is critical."""
+    return policy.preemption and (needs_gpus(task.demand) or is_critical(task.priority))
 
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
@@ -21,7 +27,7 @@ def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
     it started now."""
     if run.priority >= for_priority:
         return inf
-    if _is_critical(for_priority):
+    if is_critical(for_priority):
         return now
     is_first = for_priority <= ahead_of_priority(run, policy, now)
     if run.started_at is None or not run.is_active:
@@ -31,7 +37,7 @@ def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
 
 def is_protected(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
     """Protected by its shield from a task of this priority."""
-    return not _is_critical(for_priority) and is_shielded(run, policy, now)
+    return not is_critical(for_priority) and is_shielded(run, policy, now)
 
 
 def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
@@ -73,7 +79,7 @@ def shield_seconds_of(run: Task, policy: Policy, *, is_first: bool = False) -> S
 def has_turn_protection(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
     """Whether it was ahead of all such tasks of its band when it was admitted, and this attempt has neither
     saved a checkpoint nor run for the shield time. Otherwise the next task would stop it at once."""
-    if _is_critical(for_priority) or now >= turn_protection_ends_at(run, policy):
+    if is_critical(for_priority) or now >= turn_protection_ends_at(run, policy):
         return False
     return for_priority <= ahead_of_priority(run, policy, now)
 
@@ -98,5 +104,5 @@ def _has_saved(run: Task) -> bool:
     return run.checkpoint_at is not None and run.started_at is not None and run.checkpoint_at > run.started_at
 
 
-def _is_critical(priority: int) -> bool:
+def is_critical(priority: int) -> bool:
     return band_of(priority)[0] == "critical"

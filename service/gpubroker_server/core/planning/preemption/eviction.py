@@ -7,12 +7,13 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.demand import need_mb
-from gpubroker_server.core.domain.ranks import needs_gpus, stop_deadline_of
+from gpubroker_server.core.domain.ranks import stop_deadline_of
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, node_key
 from gpubroker_server.core.planning.budget import ProbeBudget, Steps
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.offers import Offer, Offers, Site
+from gpubroker_server.core.planning.nodes.shields import preempts
 from gpubroker_server.core.planning.nodes.victims import (
     EXACT_LIMIT,
     NO_COST,
@@ -37,7 +38,7 @@ class Eviction:
 
     node: NodeName
     devices: tuple[tuple[DeviceKey, Mib], ...]
-    """(device, the whole need on it), in key order."""
+    """(device, the whole need on it), in key order; without GPUs the node itself."""
     victims: tuple[Task, ...]
     """In id order."""
     deadline_at: Instant
@@ -80,12 +81,8 @@ class _NodeBound(NamedTuple):
 
 
 def may_preempt(offers: Offers, task: Task) -> bool:
-    """Only demands for GPUs preempt: freed memory can be pledged, a freed CPU cannot. No run is stopped for a
-    task that a limit of the whole cluster holds back."""
-    policy = offers.policy
-    if not policy.preemption or not needs_gpus(task.demand):
-        return False
-    return not offers.draft.short_of(task, policy.custom_limits)
+    """A task that a limit of the whole cluster holds back makes room in the limit first."""
+    return preempts(task, offers.policy) and not offers.draft.short_of(task, offers.policy.custom_limits)
 
 
 def is_coming(offers: Offers, task: Task, node: NodeName) -> bool:
@@ -140,7 +137,7 @@ def _cheaper(offer: Offer, task: Task, best: Option | None) -> Option | None:
     below = WITHOUT_LIMIT
     if best is not None:  # of two that cost the same, the one whose node comes first by name
         below = best.cost if best.offer.node < offer.node else (*best.cost[:2], best.cost[2] + 1)
-    find = _on_one if task.demand.gpus == 1 else _on_several
+    find = _on_one if task.demand.gpus == 1 else _on_several  # none or more
     return find(offer, task, below) or best
 
 
@@ -150,8 +147,9 @@ def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
     for site, need in best.targets:
         if site.after_mb(best.victims) - site.free_after_releases_mb + site.free_mb < need:
             deadlines += deadlines_of_leavers(draft, site.device.key)
-    devices = sorted((site.device.key, need) for site, need in best.targets)
-    return Eviction(best.offer.node, tuple(devices), victims, Instant(max(deadlines)), surplus=surplus)
+    node = best.offer.node
+    devices = sorted((site.device.key, need) for site, need in best.targets) or [(node_key(node), Mib(0))]
+    return Eviction(node, tuple(devices), victims, Instant(max(deadlines)), surplus=surplus)
 
 
 def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) -> Option | None:
@@ -166,17 +164,19 @@ def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) 
 
 def _least_cost(offer: Offer, task: Task) -> Cost:
     """A lower bound of what making room on this node costs: so many devices must be cleared one by one."""
+    least = NO_COST if offer.room.fits(task) else cost_of(offer.found[:1])
+    if not task.demand.gpus:
+        return least
     costs = sorted(
         site.least_cost(need - site.free_after_releases_mb) for site, need in _targets(offer, task)
     )
-    least = NO_COST if offer.room.fits(task) else cost_of(offer.found[:1])
     return max(least, costs[task.demand.gpus - 1])
 
 
 def _targets(offer: Offer, task: Task) -> list[Target]:
     return [
         (site, need)
-        for site in offer.sites
+        for site in (offer.sites if task.demand.gpus else ())
         if (need := need_mb(task.demand, site.device)) is not None and need <= site.most_mb
     ]
 

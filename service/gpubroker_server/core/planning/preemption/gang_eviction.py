@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from gpubroker_server.core.domain.ranks import rank_task
+from gpubroker_server.core.domain.ranks import needs_gpus, rank_task
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, node_key
 from gpubroker_server.core.planning.gangs.gang_nodes import GangNode
 from gpubroker_server.core.planning.gangs.gang_search import Gang, place_ranks
 from gpubroker_server.core.planning.nodes.draft import Draft
@@ -177,7 +177,8 @@ class _Site:
         needs: dict[DeviceKey, Mib] = {}
         ranks: dict[DeviceKey, tuple[int, ...]] = {}
         for rank, place in enumerate(gang):
-            for key, mb in place.devices:
+            itself = () if needs_gpus(self._task.demand) else ((node_key(place.node), Mib(0)),)
+            for key, mb in place.devices or itself:
                 needs[key] = Mib(needs.get(key, 0) + mb)
                 if self._task.demand.bundles:
                     ranks[key] = (*ranks.get(key, ()), rank)

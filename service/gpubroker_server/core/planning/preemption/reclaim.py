@@ -1,14 +1,15 @@
 """Preemption where quotas and guarantees have a say."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from math import inf
 
 from gpubroker_server.core.domain.policy import band_of
-from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.planning.nodes.offers import Offer, Offers
-from gpubroker_server.core.planning.nodes.shields import is_protected
-from gpubroker_server.core.planning.nodes.victims import PossibleVictim, Together, all_of
+from gpubroker_server.core.planning.nodes.shields import is_critical, is_protected, preempts
+from gpubroker_server.core.planning.nodes.victims import Candidate, PossibleVictim, Together, all_of
 from gpubroker_server.core.planning.preemption.eviction import (
     Eviction,
     RoomBeingFreed,
@@ -80,6 +81,62 @@ def make_room_in_quota(
     )
     assert not isinstance(found, RoomBeingFreed), "a run that no task may stop frees nothing"
     return found
+
+
+def make_room_in_limit(
+    offers: Offers, task: Task, now: Instant, nodes: Iterable[NodeName]
+) -> Eviction | RoomBeingFreed | None:
+    """The cheapest way for a critical task for which too little of a custom resource of the cluster is left:
+    runs of strictly lower priority, on these nodes, that use it. None if that frees too little."""
+    missing = _missing_of(offers, task)
+    if missing is None:
+        return None
+    there = [offers.of(node, task.priority) for node in sorted(nodes)]
+
+    def gives_enough(gone: Sequence[Candidate]) -> bool:
+        return all(amount <= _used_of(name, gone) for name, amount in missing.items())
+
+    if not gives_enough([candidate for offer in there for candidate in offer.found]):
+        return None
+    return choose_among(there, offers.draft, task, now, gives_enough=gives_enough)
+
+
+def may_make_room_in_limit(offers: Offers, task: Task) -> bool:
+    """Whether runs of lower priority use enough of what the task lacks, whatever protects them."""
+    missing = _missing_of(offers, task)
+    if missing is None:
+        return False
+    for run in offers.draft.active():
+        if run.priority < task.priority:
+            for name, amount in run.demand.custom:
+                if name in missing:
+                    missing[name] = round(missing[name] - amount, 6)
+    return all(amount <= 0 for amount in missing.values())
+
+
+def _missing_of(offers: Offers, task: Task) -> dict[str, float] | None:
+    """Custom resource -> how much too little is left of it once the runs that are leaving have left; None if
+    no run may be stopped for it. Limits of running tasks are no resource: no run is stopped for a place."""
+    draft, limits = offers.draft, offers.policy.custom_limits
+    if not (preempts(task, offers.policy) and is_critical(task.priority)):
+        return None
+    short = draft.short_of(task, limits)
+    asked, left = dict(task.demand.custom), draft.left_of(task, limits)
+    if any(name not in asked or left[name] == -inf for name in short):
+        return None
+    leaving = [run for run in draft.active() if run.state is TaskState.STOPPING]
+    return {
+        name: round(
+            asked[name] - left[name] - sum(dict(run.demand.custom).get(name, 0.0) for run in leaving), 6
+        )
+        for name in short
+    }
+
+
+def _used_of(name: str, gone: Iterable[Candidate]) -> float:
+    """A gang that goes on without some ranks gives nothing back."""
+    whole = {one.task.id: dict(one.task.demand.custom).get(name, 0.0) for one in gone if one.rank is None}
+    return round(sum(whole.values()), 6)
 
 
 def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[NodeName]) -> Iterator[Offer]:
