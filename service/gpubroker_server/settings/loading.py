@@ -36,6 +36,7 @@ from gpubroker_server.settings.sections import (
     ModelTypeSettings,
     PolicySettings,
     PoolSettings,
+    Profiles,
     RaySettings,
     RetentionSettings,
     Section,
@@ -44,6 +45,7 @@ from gpubroker_server.settings.sections import (
     Words,
     comma_separated,
     over_the_shipped,
+    profiles_over_the_shipped,
 )
 from gpubroker_server.settings.triton import TritonSettings
 from gpubroker_server.settings.validation_text import text_of
@@ -109,6 +111,9 @@ class Settings(WithUnits, BaseSettings):
     node_labels: dict[str, dict[str, str]] = {}
     pools: dict[str, PoolSettings] = {}
     model_types: dict[str, ModelTypeSettings] = {}
+    profiles: Annotated[
+        Profiles, BeforeValidator(profiles_over_the_shipped), Field(validate_default=True)
+    ] = {}
 
     @field_validator("data_dir", "blob_dir")
     @classmethod
