@@ -23,7 +23,7 @@ from gpubroker_server.core.domain.policy import (
     TenantPolicy,
 )
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules, NodeRules
 from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.connections import ConnectionLimits
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
@@ -184,7 +184,7 @@ def inventory_rules_of(settings: Settings) -> InventoryRules:
             for name, custom in sorted(settings.policy.custom_limits.items())
             if custom.per == "node"
         ),
-        node_labels=settings.node_labels,
+        nodes={name: NodeRules(**given.model_dump()) for name, given in settings.nodes.items()},
         kinds=tuple(
             GpuKind(name, kind.power, Mib(kind.context_mb)) for name, kind in sorted(settings.kinds.items())
         ),

@@ -97,6 +97,25 @@ class RaySettings(Section):
     inherit_env: Words = []
 
 
+def _of_each_device(value: Any) -> Any:
+    """A plain size is that of each device; numbers of devices are words here."""
+    if isinstance(value, dict):
+        return {str(device): size for device, size in value.items()}
+    return {"*": value}
+
+
+class NodeSettings(Section):
+    """What differs from the other nodes; null is what `ray` says, or what the node has."""
+
+    cpu: Annotated[float, Field(gt=0)] | None = None
+    memory_mb: Annotated[int, Field(gt=0)] | None = None
+    max_runs: Annotated[int, Field(gt=0)] | None = None
+    reserve_cpu: Annotated[float, Field(ge=0)] = 0.0
+    reserve_memory_mb: Annotated[int, Field(ge=0)] = 0
+    reserve_mb: Annotated[dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_of_each_device)] = {}
+    labels: dict[str, str] = {}
+
+
 class CustomSettings(Section):
     limit: Annotated[float, Field(ge=0)]
     per: Literal["cluster", "node"] = "cluster"
