@@ -111,10 +111,6 @@ class Gateway:
         llm = NamedDefaults(
             priority=79, gpu_mb=8192, cpu=2.0, memory_mb=4096, timeout_seconds=900.0, max_retries=1
         )
-        profiles = {
-            "scorer": NamedDefaults(cpu=1.0, gpus=0, max_concurrency=100),
-            "trainer": NamedDefaults(cpu=4.0, gpus=1, priority=20, max_concurrency=1),
-        }
         self.progress: dict[TaskId, Progress] = {}
         self.executor: dict[str, Any] = {"state": "connected", "address": "here", "message": ""}
         self.age = 0.0
@@ -139,7 +135,7 @@ class Gateway:
                     python="3.11",
                     cloudpickle="3.1",
                 ),
-                defaults=Defaults(model_types={"llm": llm}, profiles=profiles),
+                defaults=Defaults(model_types={"llm": llm}),
                 limits=limited,
                 allowed_hosts=("broker.example",),
             ),

@@ -1,9 +1,22 @@
 """Profiles: roles with sizes and limits that a task names, and may override."""
 
+import pytest
 from gpubroker_server.bootstrap.compose import defaults_of
+from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.settings.loading import load_settings
 
 from tests.gateway.harness import Client, Gateway, a_body, problem
+
+PROFILES = {
+    "scorer": NamedDefaults(cpu=1.0, gpus=0, max_concurrency=100),
+    "trainer": NamedDefaults(cpu=4.0, gpus=1, priority=20, max_concurrency=1),
+}
+LLM = NamedDefaults(priority=79, gpu_mb=8192, cpu=2.0, memory_mb=4096, max_retries=1)
+
+
+@pytest.fixture(autouse=True)
+def _profiles(gateway: Gateway) -> None:
+    gateway.change(defaults=Defaults(model_types={"llm": LLM}, profiles=PROFILES))
 
 
 async def test_a_profile_fills_in_what_a_submit_leaves_out(api: Client) -> None:
