@@ -302,9 +302,7 @@ class Naive(NaiveLeavers):
 
     def admit(self, task: Task, node: str, devices: tuple[tuple[str, int], ...]) -> Step:
         used = {device for device, _ in devices}
-        ended = {
-            (p, d, "consumed" if d in used else "withdrawn") for p, d, _ in self.end(task.id, "consumed")
-        }
+        ended = self.use_up(task, {*used, f"/{node}/"})
         self.tasks[task.id] = replace(
             task, state=TaskState.ADMITTED, node=node, fence=task.fence + 1, admitted_at=self.now
         )
@@ -319,9 +317,7 @@ class Naive(NaiveLeavers):
         promised = sum(pledge.mb for pledge in self.pledges if pledge.preemptor == task.id)
         self.given[task.tenant] += max(0, sum(mb for *_, mb in devices) - promised)
         used = {key for _, key, _ in devices}
-        ended = {
-            (p, d, "consumed" if d in used else "withdrawn") for p, d, _ in self.end(task.id, "consumed")
-        }
+        ended = self.use_up(task, used | {f"/{node}/" for node, _ in places})
         claim = {"node": places[0][0], "fence": task.fence + 1, "admitted_at": self.now, "members": members}
         self.tasks[task.id] = replace(task, state=TaskState.ADMITTED, started_at=None, **claim)
         for rank, key, mb in devices:
@@ -341,6 +337,9 @@ class Naive(NaiveLeavers):
             self.pledges.append(Pledge(task.id, key, mb, *whose, ranks))
         ended = self.overtake({key for key, *_ in devices}, task.priority)
         return ("preempt", task.id, names, tuple(sorted(made)), tuple(sorted(ended)))
+
+    def use_up(self, task: Task, used: set[str]) -> set[tuple[str, str, str]]:
+        return {(p, d, "consumed" if d in used else "withdrawn") for p, d, _ in self.end(task.id, "")}
 
     def end(self, preemptor: str, how: str) -> tuple[tuple[str, str, str], ...]:
         ended = sorted(p.device for p in self.pledges if p.preemptor == preemptor)
