@@ -37,8 +37,7 @@ def ran(command: Sequence[str], cwd: Path, **variables: str) -> str:
 
 
 class Place:
-    """A virtual environment. What wheels require is linked into it from the tester's own: the same files that
-    pip would have unpacked, without a network."""
+    """A virtual environment, empty at first."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,6 +49,14 @@ class Place:
         return str(self.folder / "bin/python")
 
     def install(self, wheels: Sequence[Path], *extras: str) -> None:
+        """As users do: pip finds what they require on the package index, in the newest release allowed."""
+        client, server = wheels
+        pip = [self.python, "-m", "pip", "install", "-q", "--no-compile"]
+        ran([*pip, str(client), f"{server}[{','.join(extras)}]"], cwd=self.folder)
+
+    def install_linked(self, wheels: Sequence[Path], *extras: str) -> None:
+        """What they require is linked from the tester's own environment: the same files that pip would have
+        unpacked, without the time that it takes."""
         pip = [self.python, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
         ran([*pip, *map(str, wheels)], cwd=self.folder)
         for name in _required(extras):
