@@ -85,8 +85,8 @@ def _check_compatible(connection: Connection, current: str, name: str, *, goes_e
     if compatible_from > SCHEMA:
         raise DatabaseRefused(
             f"{name} was brought to schema {current} by a newer gpubroker, which took away what this one "
-            f"(schema {SCHEMA:04}) uses; upgrade gpubroker to one of schema {compatible_from:04} or newer, or "
-            "restore a backup from before that"
+            f"(schema {SCHEMA:04}) uses; upgrade gpubroker to one of schema {compatible_from:04} or newer, "
+            "or restore a backup from before that"
         )
     if goes_elsewhere:
         raise DatabaseRefused(
