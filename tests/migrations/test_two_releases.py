@@ -44,7 +44,7 @@ async def test_old_software_refuses_a_database_from_which_newer_software_has_tak
     async with opened(url) as store:
         await live_in(store)
     migrate_as_newer_software_does(url, tmp_path / "newer", *CONTRACT)
-    reason = f"took away what this one .* uses; upgrade gpubroker to one of schema {NEXT:04} or newer"
+    reason = f"a newer gpubroker took away what this one uses.*; upgrade gpubroker to one of schema {NEXT:04}"
     with pytest.raises(DatabaseRefused, match=reason):
         async with opened(url):
             pass

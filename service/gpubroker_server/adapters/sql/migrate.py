@@ -84,9 +84,9 @@ def _check_compatible(connection: Connection, current: str, name: str, *, goes_e
     compatible_from = connection.execute(text("SELECT compatible_from FROM log_head")).scalar_one()
     if compatible_from > SCHEMA:
         raise DatabaseRefused(
-            f"{name} was brought to schema {current} by a newer gpubroker, which took away what this one "
-            f"(schema {SCHEMA:04}) uses; upgrade gpubroker to one of schema {compatible_from:04} or newer, "
-            "or restore a backup from before that"
+            f"{name} has schema {current}: a newer gpubroker took away what this one uses, whose schema is "
+            f"{SCHEMA:04}; upgrade gpubroker to one of schema {compatible_from:04} or newer, or restore "
+            "a backup from before that"
         )
     if goes_elsewhere:
         raise DatabaseRefused(
