@@ -1,12 +1,10 @@
 """A database in which there is something of everything, and all that anybody can read of one."""
 
-from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.orders import Ending
-from gpubroker_server.core.domain.units import Instant, Position
+from gpubroker_server.core.domain.units import Position
 from gpubroker_server.ports.store import TaskFilter, TokenRow
 
 from tests.builders import GIB
@@ -29,10 +27,6 @@ async def live_in(store: SqlStore) -> None:
     await scene.submit("gang", bundles=bundles(2, gpu_mb=60 * GIB), priority=80)
     await scene.submit("quote", gpu_mb=75 * GIB, name='\\N and "quotes",\ttabs, lines\nand 漢字')
     await scene.ask("running", "cancel", grace_seconds=30)
-    for node in list(scene.world.nodes.values()):
-        closed = replace(node, cordoned=True, cordon_reason="a fan", draining_since=scene.now)
-        closed = replace(closed, drain_deadline_at=Instant(scene.now + 60), version=node.version + 1)
-        await scene.commit([Decision(node.name, "drain", nodes=(closed,))])
     token = TokenRow("ci", "hash", "default", ("tasks:read",), 50, scene.now)
     await store.put_token(token, by="admin")
 

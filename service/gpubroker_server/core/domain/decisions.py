@@ -78,10 +78,10 @@ class AuditNote:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What the log says of the cluster and no row has."""
+    """What the log says of the cluster in no row's event."""
 
     kind: str
-    """`memory.fragmented`, ..."""
+    """`memory.fragmented`, `cordon.changed`, ..."""
     key: str
     fields: Fields
 

@@ -4,9 +4,10 @@ ends a drain and leaves the node closed."""
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, Notice, Request
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.lifecycle.runs import dissolved_pledges
+from gpubroker_server.core.world.event_codec import cordon_fields
 from gpubroker_server.core.world.world import World
 
 CORDONINGS = frozenset({"cordon", "drain", "uncordon"})
@@ -29,6 +30,7 @@ def carry_out(world: World, request: Request, now: Instant, done: Decision) -> D
     return replace(
         done,
         nodes=(row,),
+        notices=(Notice("cordon.changed", node.name, cordon_fields(row)),),
         pledges=dissolved_pledges(world, world.by_node.get(node.name, ())) if closes else (),
         audit=(AuditNote(now, request.tenant, *said),),
     )
