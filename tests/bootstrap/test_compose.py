@@ -9,7 +9,7 @@ from gpubroker_server.bootstrap.compose import defaults_of, inventory_rules_of, 
 from gpubroker_server.core.domain.device import SHIPPED_KINDS, GpuKind
 from gpubroker_server.core.domain.policy import CustomLimit, Pool, TaskMaximum
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, NodeRules
-from gpubroker_server.gateway.submission.demand import ModelType
+from gpubroker_server.gateway.submission.demand import NamedDefaults
 from gpubroker_server.settings.loading import SettingsRefused, load_settings
 
 
@@ -87,9 +87,9 @@ def test_a_number_alone_is_what_the_cluster_has_of_a_custom_resource() -> None:
 
 def test_defaults_of_model_types_come_from_the_settings() -> None:
     settings = load_settings(model_types={"llm": {"priority": "interactive", "gpu_mb": 8192}})
-    assert defaults_of(settings).model_types == {"llm": ModelType(priority=79, gpu_mb=8192)}
+    assert defaults_of(settings).model_types == {"llm": NamedDefaults(priority=79, gpu_mb=8192)}
     learned = load_settings(model_types={"llm": {"gpu_mb": "learned"}})
-    assert defaults_of(learned).model_types == {"llm": ModelType(gpu_mb="learned")}
+    assert defaults_of(learned).model_types == {"llm": NamedDefaults(gpu_mb="learned")}
 
 
 def test_instances_of_simulated_devices_have_a_parent() -> None:
@@ -121,7 +121,7 @@ def test_what_is_filled_in_stays_within_what_one_task_may_ask_for() -> None:
     chosen = {"policy": {"maximum": most}, "defaults": {"max_retries": 2}, "model_types": {"llm": usual}}
     defaults = defaults_of(load_settings(**chosen))
     assert (defaults.timeout_seconds, defaults.max_retries, defaults.grace_seconds) == (60, 1, 5)
-    assert defaults.model_types["llm"] == ModelType(max_retries=1, timeout_seconds=10)
+    assert defaults.model_types["llm"] == NamedDefaults(max_retries=1, timeout_seconds=10)
 
 
 def test_pools_and_limits_of_running_tasks_come_from_the_settings() -> None:

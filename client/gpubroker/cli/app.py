@@ -22,7 +22,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "tasks.change": "cancel retry hold release priority change",
     "lease_commands": "lease",
     "gpu_commands": "gpus",
-    "cluster_commands": "estimates tenants stats policy",
+    "cluster_commands": "estimates tenants stats policy profiles",
     "node_commands": "nodes cordon drain uncordon",
     "infer_command": "infer",
     "model_commands": "load unload pin models",

@@ -37,6 +37,7 @@ from gpubroker_server.settings.sections import (
     NodeSettings,
     PolicySettings,
     PoolSettings,
+    Profiles,
     RaySettings,
     RetentionSettings,
     Section,
@@ -45,6 +46,7 @@ from gpubroker_server.settings.sections import (
     Words,
     comma_separated,
     over_the_shipped,
+    profiles_over_the_shipped,
 )
 from gpubroker_server.settings.triton import TritonSettings
 from gpubroker_server.settings.validation_text import text_of
@@ -110,6 +112,9 @@ class Settings(WithUnits, BaseSettings):
     nodes: dict[str, NodeSettings] = {}
     pools: dict[str, PoolSettings] = {}
     model_types: dict[str, ModelTypeSettings] = {}
+    profiles: Annotated[
+        Profiles, BeforeValidator(profiles_over_the_shipped), Field(validate_default=True)
+    ] = {}
 
     @field_validator("data_dir", "blob_dir")
     @classmethod
