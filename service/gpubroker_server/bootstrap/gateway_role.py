@@ -89,6 +89,7 @@ class GatewayRole:
         self._tokens = Tokens(store, follower.clock, of_run=self._identity_of_run)
         self._waiters = Waiters(settings.limits.tenant_waits)
         self._parts = parts = AppParts(
+            name=name,
             store=store,
             blobs=blobs,
             follower=follower,
@@ -141,6 +142,7 @@ class GatewayRole:
 
     def jobs(self) -> list[Job]:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
+        jobs.append(("logs that are read", self._parts.log_readers.keep_telling()))
         if self._parts.residencies is not None:
             jobs.append(("use of models", self._parts.residencies.keep_reporting()))
             jobs.append(("models of inferences", QueuedModels(self._parts.residencies).keep()))

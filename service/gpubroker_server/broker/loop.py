@@ -2,9 +2,10 @@
 upon."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from math import inf
+from typing import Any
 
 import structlog
 
@@ -71,7 +72,9 @@ class Leader:
         observer: Observer,
         dispatcher: Dispatcher,
         clock: Clock,
+        follow_logs: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        self._follow_logs = follow_logs
         self.leader_term = leader_term
         self._ticks = ticks
         self._world = world
@@ -121,6 +124,8 @@ class Leader:
             group.create_task(self._listen())
             group.create_task(self._dispatcher.serve_models(self.leader_term, self.hear))
             group.create_task(self._lead())
+            if self._follow_logs is not None:
+                group.create_task(self._follow_logs())
 
     async def take_over(self) -> None:
         """Begin the term: no node is used before its agent has answered it."""

@@ -3,7 +3,7 @@ decisions."""
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -18,6 +18,7 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    Logged,
     NodeLost,
     NodeReport,
     Progressed,
@@ -148,9 +149,9 @@ class Inbox:
 
 
 def _size_bytes(report: Report) -> int:
-    """The bytes of a result or a checkpoint."""
+    """The bytes of a result, a checkpoint or a log."""
     match report:
-        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)):
+        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)) | Logged(data=bytes(data)):
             return len(data)
         case _:
             return 0
@@ -177,8 +178,10 @@ class Observer:
         progress: dict[TaskId, Progress],
         ticks: ReadTicks,
         servers: Mapping[str, str] | None = None,
+        keep_logs: Callable[[Sequence[Logged]], Awaitable[None]] | None = None,
     ) -> None:
         """`servers`: the addresses of all servers of models, by name; None if they are unknown."""
+        self._keep_logs = keep_logs
         self._servers = servers
         self._world = world
         self._policy = policy
@@ -202,6 +205,7 @@ class Observer:
     async def on_reports(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
         """Of one batch, as `next_batch` returns it."""
         about_runs: list[Report] = []
+        logged: list[Logged] = []
         decisions: list[Decision] = []
         after_gone: dict[DeviceKey, DeviceSample] = {}
         lost = [report for report in reports if isinstance(report, NodeLost)]
@@ -220,6 +224,8 @@ class Observer:
                     about_runs.append(report)
                 case Progressed():
                     self._on_progress(report)
+                case Logged():
+                    logged.append(report)
                 case ServerIndex():
                     decisions += model_lifecycle.seen(self._world, report, now, self._policy)
                 case ServerGone():
@@ -236,6 +242,8 @@ class Observer:
         # device holds for all that have left it.
         self._world.measure(after_gone.values())
         decisions += inference_admission.check_failed_models(self._world, about_runs, self._policy, now)
+        if logged and self._keep_logs is not None:  # before the ends of their runs
+            await self._keep_logs(logged)
         return decisions + await self._on_runs(about_runs, now)
 
     def _name_strangers(self, seen: NodeReport) -> None:

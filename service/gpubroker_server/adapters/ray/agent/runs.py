@@ -11,12 +11,13 @@ from typing import Any
 import structlog
 from gpubroker.runtime.journal import AT_ONCE, SOON
 from gpubroker.runtime.messages import Report, RunFault, RunKey, RunOrder, RunOutcome, ended, is_report
-from gpubroker.runtime.output import tail_of_file
+from gpubroker.runtime.output import tail_of_files
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter
 from gpubroker_server.adapters.ray.agent.external_processes import ExternalProcesses
 from gpubroker_server.adapters.ray.agent.memory_cgroups import MemoryCgroups
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord
+from gpubroker_server.adapters.ray.agent.run_logs import RunLogs
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
 from gpubroker_server.adapters.ray.agent.runner_process import (
     Run,
@@ -62,6 +63,7 @@ class NodeRuns:
         self._meter = meter
         self._runners = runners
         self._files = RunFiles(Path(config.run_dir) / config.node, boot_id())
+        self.logs = RunLogs(self._files, config.log_limit_bytes)
         self._cgroups = MemoryCgroups()
         self._waiting: list[Run] = []
         """The highest priority first, then in order of arrival."""
@@ -216,6 +218,9 @@ class NodeRuns:
         run = self.table.runs.get(key)
         if run is None or run.process is not process or run.has_ended:
             return  # user code may have forged it
+        if kind == "printed":
+            self._files.add_to_log(key, *report[5:])
+            return
         if kind != "ended":
             if kind != "progressed":
                 run.reports[kind] = report
@@ -335,7 +340,7 @@ class NodeRuns:
 
     def _ended_lost(self, run: Run, kind: str, message: str) -> Report:
         outcome = RunOutcome("lost", fault=RunFault(kind, message))
-        return ended(run.key, outcome, tail_of_file(self._files.log_of(run.key)))
+        return ended(run.key, outcome, tail_of_files(self._files.log_of(run.key)))
 
     def _kill_process(self, process: RunnerProcess) -> None:
         self._do(f"ending runner {process.name}", partial(kill_tree, process.watched))
