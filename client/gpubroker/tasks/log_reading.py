@@ -41,11 +41,14 @@ class LogReading(Reading[str]):
         self._offset = wanted.get("offset", 0)
         self._begun = b""
         """Of a line that has not ended."""
-        self._was_over = self._ended_well = False
+        self._called = self._was_over = self._ended_well = False
         """Whether the attempt was over before the last call, and whether the answer came to its end."""
 
     def next_call(self) -> Steps[Call | None]:
-        if self._ended_well and not self._follows:
+        if not self._follows and not self._called:
+            self._called = True
+            return self._call(self._only)
+        if not self._follows and self._ended_well:
             return None
         task = yield from self._get()
         if not self._attempt:
@@ -55,7 +58,10 @@ class LogReading(Reading[str]):
                 return None
             self._attempt, self._offset = self._attempt + 1, 0
         self._was_over = task.is_finished or task.attempt > self._attempt or _waits_again(task, self._attempt)
-        params = {"attempt": self._attempt, "offset": self._offset, "follow": self._follows or None}
+        return self._call(self._attempt)
+
+    def _call(self, attempt: int | None) -> Call:
+        params = {"attempt": attempt, "offset": self._offset or None, "follow": self._follows or None}
         given = {name: value for name, value in params.items() if value is not None}
         return Call("GET", f"{self._path}/logs", self._params | given)
 

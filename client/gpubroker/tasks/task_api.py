@@ -29,6 +29,7 @@ from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
 from gpubroker.transport.operations import (
     Operations,
     Pages,
+    Reading,
     json_body,
     listing,
     operation,
@@ -289,7 +290,7 @@ class TaskApi(Operations):
         return Pages(fetch)
 
     @listing
-    def logs(self, task: AnyTask, **wanted: Unpack[LogOptions]) -> LogReading:
+    def logs(self, task: AnyTask, **wanted: Unpack[LogOptions]) -> Reading[str]:
         """What a task has printed, line by line with their ends, while it runs and afterwards.
 
             for line in broker.logs(task, follow=True):

@@ -35,7 +35,7 @@ from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
 from gpubroker_server.broker.model_use import ModelUse
 from gpubroker_server.broker.observe import Observer
-from gpubroker_server.broker.run_logs import RunLogs
+from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
@@ -147,7 +147,7 @@ class BrokerRole:
     def _new_leader(self, leader_term: LeaderTerm) -> Leader:
         """A new one for each term, with nothing kept of earlier terms."""
         follower, settings = self._follower, self._settings
-        logs = RunLogs(
+        logs = LogKeeper(
             leader_term.term,
             follower.world,
             self._store,

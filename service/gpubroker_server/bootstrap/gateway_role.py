@@ -82,8 +82,7 @@ class GatewayRole:
     ) -> None:
         self._runs = runs
         self._name, self._broker = name, broker
-        self._settings = settings
-        self._store = store
+        self._settings, self._store = settings, store
         self._follower = follower
         self._listener = listener
         self._tokens = Tokens(store, follower.clock, of_run=self._identity_of_run)

@@ -21,7 +21,7 @@ AGAIN_SECONDS = Seconds(2.0)
 """A question without an answer is repeated after so long."""
 
 
-class RunLogs:
+class LogKeeper:
     """Of one term."""
 
     def __init__(

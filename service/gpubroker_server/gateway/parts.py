@@ -14,9 +14,9 @@ from gpubroker_server.gateway.proxy.residency.residency import ResidencyParts
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.gateway.status.log_readers import LogReaders
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults
-from gpubroker_server.gateway.tasks.log_readers import LogReaders
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import BlobStore, TaskStore
 

@@ -1,18 +1,12 @@
 """What runs print, read while they run and afterwards."""
 
 import ctypes
-import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-import httpx
 from gpubroker import Broker
-
-from tests.e2e.service_process import ServiceProcess, until
-from tests.patience import PATIENCE_SECONDS
 
 
 def talk(gate: str) -> None:

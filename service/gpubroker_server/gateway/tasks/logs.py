@@ -17,8 +17,8 @@ from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource
+from gpubroker_server.gateway.status.log_readers import LogReaders
 from gpubroker_server.gateway.status.records import TaskRecords
-from gpubroker_server.gateway.tasks.log_readers import LogReaders
 from gpubroker_server.ports.store import BlobMissing, TaskRecord
 
 resource = Resource("tasks")

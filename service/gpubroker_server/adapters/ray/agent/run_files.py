@@ -27,9 +27,9 @@ KEPT_END_BYTES = 6 * 2**20
 _BLOCK_BYTES = 4096
 _PUNCH_HOLE = 0x01 | 0x02
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
-KEPT_LOGS = 1000
+KEPT_LOGS = 2000
 KEPT_LOG_BYTES = 2**30
-"""Of runs that are gone only the newest logs are kept: so many, and so much in all."""
+"""Of runs that are gone only the newest logs are kept: so many files, and so much in all."""
 
 _STEM = re.compile(r"(.+)-(\d+)-(\d+)")
 
