@@ -29,13 +29,6 @@ def talk(gate: str) -> None:
     print("python again")
 
 
-def say(name: str, lines: int) -> None:
-    for number in range(lines):
-        print(f"{name} {number}")
-        print(f"{name} {number} error", file=sys.stderr)
-        time.sleep(0)  # others take their turn between any two lines
-
-
 def say_rank() -> int:
     print(f"rank {current_task().rank}")
     return 0
@@ -72,7 +65,7 @@ def test_a_log_is_followed_while_the_run_prints_and_read_afterwards(
 
 def test_no_line_of_one_run_is_in_another_s_log(broker: Broker) -> None:
     names = [f"run{number}" for number in range(12)]
-    tasks = {name: broker.submit("tests.e2e.service.test_run_logs:say", name, 200, **SMALL) for name in names}
+    tasks = {name: broker.submit("tests.e2e.work:say", name, 200, **SMALL) for name in names}
     commands = {
         name: broker.submit(["sh", "-c", f"echo {name}; echo {name} error >&2"]) for name in names[:2]
     }
