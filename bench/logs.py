@@ -13,7 +13,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
 from gpubroker import AsyncBroker
 
 from bench.deployment import Deployment, add_variants, deployed, prefix_of, variants_of
@@ -46,7 +45,6 @@ def figures(
     variant: str,
     delays: Sequence[float],
     lost: int,
-    cpu_share: float,
     durability: str,
 ) -> Iterator[Figure]:
     values = {
@@ -54,7 +52,6 @@ def figures(
         "p50_s": (percentile(delays, 50), "s"),
         "p99_s": (percentile(delays, 99), "s"),
         "longest_s": (max(delays), "s"),
-        "cpu": (cpu_share, "cores of the service's processes"),
     }
     for name, (value, unit) in values.items():
         yield Figure(
@@ -62,8 +59,8 @@ def figures(
         )
 
 
-async def _followed(running: Deployment, gate: Path, options: Namespace) -> tuple[list[float], int, float]:
-    """The seconds from print to reader of each line, how many were lost, and the service's CPU meanwhile."""
+async def _followed(running: Deployment, gate: Path, options: Namespace) -> tuple[list[float], int]:
+    """The seconds from print to reader of each line, and how many were lost."""
     each = options.per_second / options.runs
     first = running.gateways[0]
     body = {
@@ -78,16 +75,12 @@ async def _followed(running: Deployment, gate: Path, options: Namespace) -> tupl
     ]
     for task in tasks:
         await asyncio.to_thread(first.wait_until, task, "running")
-    processes = [gateway.process for gateway in running.gateways]
-    processes += [] if running.broker is None else [running.broker]
-    began, before = time.monotonic(), _cpu_seconds(processes)
     await asyncio.to_thread(gate.touch)
     async with asyncio.timeout(options.seconds + START_SECONDS):
         await asyncio.gather(*readers)
-    cpu_share = (_cpu_seconds(processes) - before) / (time.monotonic() - began)
     expected = round(each * options.seconds)
     lost = sum(lost_of([number for number, _ in read], expected) for read in delays)
-    return [delay for read in delays for _, delay in read], lost, cpu_share
+    return [delay for read in delays for _, delay in read], lost
 
 
 def lost_of(numbers: Sequence[int], expected: int) -> int:
@@ -102,7 +95,3 @@ async def _read(gateway: Service, task: str, found: list[tuple[int, float]]) -> 
         async for line in broker.logs(task, follow=True):
             number, printed_at = line.split()
             found.append((int(number), time.time() - float(printed_at)))
-
-
-def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
