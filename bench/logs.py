@@ -87,7 +87,8 @@ def lost_of(numbers: Sequence[int], expected: int) -> int:
     """Lines that did not come once and in their place."""
     if list(numbers) == list(range(expected)):
         return 0
-    return max(1, expected - len(set(numbers))) + len(numbers) - len(set(numbers))
+    came = len(set(numbers))
+    return max(1, expected - came + len(numbers) - came)
 
 
 async def _read(gateway: Service, task: str, found: list[tuple[int, float]]) -> None:
