@@ -151,7 +151,7 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     about_logs = agent >= TELLS_LOGS
     orders = [*(form.write(o, PAYLOAD) for o in ORDERS), *([LOG_ORDER] if about_logs else []), MEASURE]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
-    reports = [NODE_SEEN, *NEWS, *OF_AN_AGENT, *([LOGGED] if about_logs else [])]
+    reports = [NODE_SEEN, (*NEWS[0], 999.5), *NEWS[1:], *OF_AN_AGENT, *([LOGGED] if about_logs else [])]
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

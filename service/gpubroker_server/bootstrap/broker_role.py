@@ -174,11 +174,10 @@ class BrokerRole:
                 follower.progress,
                 boot_seconds,
                 {host.name: host.address for host in self._hosts},
-                logs.keep,
             ),
             dispatcher=self._dispatcher(),
             clock=follower.clock,
-            follow_logs=logs.follow,
+            logs=logs,
         )
 
     def _dispatcher(self) -> Dispatcher:

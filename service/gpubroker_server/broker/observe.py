@@ -3,7 +3,7 @@ decisions."""
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -179,10 +179,8 @@ class Observer:
         progress: dict[TaskId, Progress],
         ticks: ReadTicks,
         servers: Mapping[str, str] | None = None,
-        keep_logs: Callable[[Sequence[Logged]], Awaitable[None]] | None = None,
     ) -> None:
         """`servers`: the addresses of all servers of models, by name; None if they are unknown."""
-        self._keep_logs = keep_logs
         self._servers = servers
         self._world = world
         self._policy = policy
@@ -207,14 +205,13 @@ class Observer:
     async def on_reports(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
         """Of one batch, as `next_batch` returns it."""
         about_runs: list[Report] = []
-        logged: list[Logged] = []
         decisions: list[Decision] = []
         after_gone: dict[DeviceKey, DeviceSample] = {}
         lost = [report for report in reports if isinstance(report, NodeLost)]
         given_up = self._given_up(self.heartbeats.report_dead(lost, self._world, self._ticks(), now))
         for report in reports:
             match report:
-                case Heartbeat():
+                case Heartbeat() | Logged():
                     pass
                 case NodeLost():
                     if report in given_up:
@@ -226,8 +223,6 @@ class Observer:
                     about_runs.append(report)
                 case Progressed():
                     self._on_progress(report)
-                case Logged():
-                    logged.append(report)
                 case ServerIndex():
                     decisions += model_lifecycle.seen(self._world, report, now, self._policy)
                 case ServerGone():
@@ -244,8 +239,6 @@ class Observer:
         # device holds for all that have left it.
         self._world.measure(after_gone.values())
         decisions += inference_admission.check_failed_models(self._world, about_runs, self._policy, now)
-        if logged and self._keep_logs is not None:  # before the ends of their runs
-            await self._keep_logs(logged)
         return decisions + await self._on_runs(about_runs, now)
 
     def _name_strangers(self, seen: NodeReport) -> None:

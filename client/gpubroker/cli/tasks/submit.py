@@ -256,8 +256,7 @@ def submit(
 
     \b
     gpubroker submit team.training:fit -i epochs=3 --gpu-memory 18GiB
-    gpubroker submit --gpus 1 --priority batch -- python train.py --epochs 3
-    gpubroker submit --batch tasks.jsonl
+    gpubroker submit --gpus 1 --priority batch --follow -- python train.py --epochs 3
     """
     (_submit_one if batch is None else _submit_batch)(context, locals())
 

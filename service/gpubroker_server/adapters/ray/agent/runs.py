@@ -3,6 +3,7 @@
 import asyncio
 import bisect
 import contextlib
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -70,7 +71,7 @@ class NodeRuns:
         self._jobs: set[asyncio.Task[None]] = set()
         self.table = RunTable()
         hooks = self._on_report, self._on_end, self._on_ready
-        self.pool = RunnerPool(config, runners, *hooks, self._count_waiting)
+        self.pool = RunnerPool(config, runners, *hooks, lambda: sum(not run.shared for run in self._waiting))
         about = self._files, config.instance, runners.node
         self.external = ExternalProcesses(*about, self._runner_pids, self._report, self.measure, self._do)
 
@@ -83,10 +84,6 @@ class NodeRuns:
         """A later agent would report a run that waits for a process as never begun, and would not learn how
         runs have ended until their ends are durable elsewhere."""
         return bool(self._waiting) or self.table.keeps_outcomes
-
-    def _count_waiting(self) -> int:
-        """Runs that wait for a process of their own."""
-        return sum(not run.shared for run in self._waiting)
 
     def _runner_pids(self) -> list[int]:
         """Of the processes that runs are in, or will be."""
@@ -120,7 +117,8 @@ class NodeRuns:
             return
         self.table.note_fence(order.key)
         small = shareable and not order.barrier and self._config.warm_runners > 0
-        run = Run(order, shared=small and not self.table.is_suspect(order.task))
+        shared = small and not self.table.is_suspect(order.task)
+        run = Run(order, shared=shared, ordered_at=time.time())
         self.table.runs[order.key] = run
         if not self._place(run):
             bisect.insort(self._waiting, run, key=lambda waiting: -waiting.order.priority)
@@ -221,6 +219,8 @@ class NodeRuns:
         if kind == "printed":
             self._files.add_to_log(key, *report[5:])
             return
+        if kind == "started":
+            report = (*report, run.ordered_at)
         if kind != "ended":
             if kind != "progressed":
                 run.reports[kind] = report
