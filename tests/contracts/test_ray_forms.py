@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, N
 
 from tests.contracts.form_samples import CONFIG, FORMS, NEWS, ORDERS, PAYLOAD, RECORD, RUN, written
 
-SPOKEN = list(zip(wire.SPOKEN, messages.SPOKEN, strict=True))
+SPOKEN = list(product(wire.SPOKEN, messages.SPOKEN))
 AGENTS = pytest.mark.parametrize("agent", wire.SPOKEN)
 RUNNERS = pytest.mark.parametrize("runner", messages.SPOKEN)
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,18 @@ def submit_another(priority: int | str | None = None) -> dict[str, object]:
         total = broker.result(child.id, timeout_seconds=PATIENCE_SECONDS)
         access = {"url": broker.connection.url, "token": broker.connection.token}
         return {"child": child.id, "sum": total, **access}
+
+
+def surroundings() -> dict[str, dict[str, str]]:
+    """The environment of this process as it uses it, as the kernel shows it, and that of a child."""
+    child = subprocess.run(["cat", "/proc/self/environ"], capture_output=True, check=True)
+    shown = Path("/proc/self/environ").read_bytes()
+    return {"used": dict(os.environ), "shown": variables_in(shown), "of a child": variables_in(child.stdout)}
+
+
+def variables_in(environ: bytes) -> dict[str, str]:
+    items = (item.partition("=") for item in environ.decode(errors="replace").split("\0") if item)
+    return {name: text for name, _, text in items}
 
 
 async def add_later(a: int, b: int) -> int:

@@ -37,6 +37,7 @@ class RayRunners:
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._prefix = f"runner/{config.node}/"
+        self._address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
         """Another id means another Ray."""
         self.host = _address_of(self.node)
@@ -56,7 +57,9 @@ class RayRunners:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
         }
         actor = ray.remote(Runner).options(**options)
-        return name, actor.remote(config.task_path, shared=shared, user=config.task_user)
+        env = {"RAY_ADDRESS": self._address, **dict(config.task_env)}
+        about = {"user": config.task_user, "inherit_env": config.inherit_env, "env": env}
+        return name, actor.remote(config.task_path, shared=shared, **about)
 
     def names(self) -> list[str]:
         """Of those that are alive."""
