@@ -1,9 +1,11 @@
 """What the tasks of these tests do. Files are their witnesses: they see what no database can."""
 
 import asyncio
+import hashlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,13 @@ def surroundings() -> dict[str, dict[str, str]]:
     child = subprocess.run(["cat", "/proc/self/environ"], capture_output=True, check=True)
     shown = Path("/proc/self/environ").read_bytes()
     return {"used": dict(os.environ), "shown": variables_in(shown), "of a child": variables_in(child.stdout)}
+
+
+def digest_of_variable(name: str) -> dict[str, str]:
+    """As this process and a child of it have it."""
+    script = f"import hashlib, os; print(hashlib.sha256(os.environ[{name!r}].encode()).hexdigest())"
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True)
+    return {"process": hashlib.sha256(os.environ[name].encode()).hexdigest(), "child": child.stdout.strip()}
 
 
 def variables_in(environ: bytes) -> dict[str, str]:

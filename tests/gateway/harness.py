@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import httpx
+from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Report, Started
@@ -91,6 +92,7 @@ class Gateway:
         self.store = MemoryStore(now=self.clock.now)
         self.world = World()
         self.blobs = Blobs()
+        self.secrets = MemorySecrets()
         self.policy = Policy(
             custom_limits=(
                 CustomLimit("fpga", 2.0, per_node=True),
@@ -124,6 +126,7 @@ class Gateway:
             waiters=Waiters((limited := RequestLimits(**limits)).tenant_waits),
             store=self.store,
             blobs=self.blobs,
+            secrets=self.secrets,
             follower=self,
             leadership=self,
             tokens=Tokens(self.store, self.clock),

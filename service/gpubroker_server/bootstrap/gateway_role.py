@@ -25,7 +25,7 @@ from gpubroker_server.bootstrap.compose import (
 from gpubroker_server.bootstrap.follower import Job, LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
-from gpubroker_server.bootstrap.run_access import RunAccess, url_of
+from gpubroker_server.bootstrap.run_access import RunAccess, secrets_of, url_of
 from gpubroker_server.bootstrap.start_checks import allow_open_files, own_host, write_private
 from gpubroker_server.gateway.app import create_app
 from gpubroker_server.gateway.http.connections import ConnectionLimits, Connections, limited_by
@@ -91,6 +91,7 @@ class GatewayRole:
         self._parts = parts = AppParts(
             store=store,
             blobs=blobs,
+            secrets=secrets_of(settings),
             follower=follower,
             leadership=lead,
             tokens=self._tokens,
