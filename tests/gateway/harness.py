@@ -89,10 +89,8 @@ class Gateway:
 
     def __init__(self, **limits: Any) -> None:
         self.clock = ManualClock()
-        self.store = MemoryStore(now=self.clock.now)
-        self.world = World()
-        self.blobs = Blobs()
-        self.secrets = MemorySecrets()
+        self.store, self.world = MemoryStore(now=self.clock.now), World()
+        self.blobs, self.secrets = Blobs(), MemorySecrets()
         self.policy = Policy(
             custom_limits=(
                 CustomLimit("fpga", 2.0, per_node=True),

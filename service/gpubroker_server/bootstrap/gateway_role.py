@@ -95,15 +95,7 @@ class GatewayRole:
             follower=follower,
             leadership=lead,
             tokens=self._tokens,
-            rules=OperatorRules(
-                permissions=Permissions(
-                    policy_of(settings), tuple(settings.entrypoints), tuple(settings.env_allowed)
-                ),
-                defaults=defaults_of(settings),
-                limits=limits_of(settings),
-                kinds=kinds_of(settings),
-                allowed_hosts=(*settings.allowed_hosts, self._host),
-            ),
+            rules=rules_of(settings, self._host),
             shutdown=shut_down,
             has_executor=broker is not None,
             waiters=self._waiters,
@@ -254,6 +246,19 @@ class GatewayRole:
         now = self._follower.clock.now()
         secret, row = new_token(name, tenant="default", scopes=[EVERY_SCOPE], max_priority=100, now=now)
         return secret if await self._store.put_token(row, by=self._name) else None
+
+
+def rules_of(settings: Settings, host: str) -> OperatorRules:
+    """`host`: the address of the gateway's own port."""
+    return OperatorRules(
+        permissions=Permissions(
+            policy_of(settings), tuple(settings.entrypoints), tuple(settings.env_allowed)
+        ),
+        defaults=defaults_of(settings),
+        limits=limits_of(settings),
+        kinds=kinds_of(settings),
+        allowed_hosts=(*settings.allowed_hosts, host),
+    )
 
 
 class QuietServer(uvicorn.Server):
