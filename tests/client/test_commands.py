@@ -154,6 +154,14 @@ def test_without_silent_nodes_resume_is_refused(gpubroker: Run) -> None:
     assert (ended.code, "no silent node" in ended.err) == (6, True)
 
 
+def test_a_node_is_closed_emptied_and_opened(gpubroker: Run) -> None:
+    assert "cordoned" in gpubroker("cordon local --because", "a fan").out
+    assert gpubroker("drain local --deadline 1h -o json").json["drain"]["deadline_at"] is not None
+    assert "ready" in gpubroker("uncordon local").out
+    ended = gpubroker("cordon elsewhere")
+    assert (ended.code, "nodes: local" in ended.err) == (6, True)
+
+
 def test_tenants_and_policy_are_shown(gpubroker: Run, holder: str) -> None:
     assert "default" in gpubroker("tenants").out
     assert "interactive" in gpubroker("policy").out
