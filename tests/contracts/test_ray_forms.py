@@ -86,7 +86,7 @@ def test_reports_are_read(agent: int) -> None:
             AT,
             release="0.1.0",
         ),
-        Started(*OF_RUN, 42, 1),
+        Started(*OF_RUN, 42, 1, None if agent == 8 else Instant(999.5)),
         Ready(*OF_RUN, "10.0.0.1:4711", 1),
         Progressed(*OF_RUN, 0.5, "half", 1),
         Checkpointed(*OF_RUN, 7, "abc", b"state", None, 1),
