@@ -72,7 +72,7 @@ def _digest(data: bytes) -> str:
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
         ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "e553efb117b2"),
-        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "1f9d77d95478"),
+        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "12552743ed52"),
     ],
     ids=["driver and agent", "agent and run process"],
 )

@@ -18,6 +18,7 @@ from gpubroker_server.gateway.status.log_readers import LogReaders
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults
 from gpubroker_server.ports.models import ModelHost
+from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import BlobStore, TaskStore
 
 
@@ -42,6 +43,7 @@ class OperatorRules:
 class AppParts:
     store: TaskStore
     blobs: BlobStore
+    secrets: SecretStore
     follower: Follower
     leadership: Leadership
     tokens: Tokens
