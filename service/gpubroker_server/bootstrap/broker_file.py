@@ -41,8 +41,13 @@ class BrokerFile:
         if self._file is not None:
             self._file.close()
 
-    def jobs(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        return [("broker's file", self._keep())]
+    async def renewed_during(self, work: Coroutine[Any, Any, int]) -> int:
+        """What the work returns. It is renewed from the beginning, however long a start takes."""
+        keeping = asyncio.create_task(self._keep())
+        try:
+            return await work
+        finally:
+            keeping.cancel()
 
     async def _keep(self) -> None:
         while True:

@@ -85,12 +85,11 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
         nullcontext() if speaks else BrokerFile(settings.data_dir) as broker_file,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_run(settings, listener, broker_file, leads=leads))
+        work = _run(settings, listener, leads=leads)
+        return runner.run(work if broker_file is None else broker_file.renewed_during(work))
 
 
-async def _run(
-    settings: Settings, listener: socket.socket | None, broker_file: BrokerFile | None, *, leads: bool
-) -> int:
+async def _run(settings: Settings, listener: socket.socket | None, *, leads: bool) -> int:
     try:
         store = await open_store(
             settings.database,
@@ -107,10 +106,7 @@ async def _run(
     deadline = ExitDeadline(settings.drain_seconds)
     try:
         blobs = await open_blobs(settings, store)
-        process = Process(
-            settings, store, blobs, listener=listener, leads=leads, broker_file=broker_file,
-            on_stop=deadline.begin,
-        )  # fmt: skip
+        process = Process(settings, store, blobs, listener=listener, leads=leads, on_stop=deadline.begin)
         return await process.run()
     except StoreUnavailable as fault:
         raise StartRefused(

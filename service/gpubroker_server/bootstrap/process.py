@@ -15,7 +15,6 @@ import structlog
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.sql.store import SqlStore
-from gpubroker_server.bootstrap.broker_file import BrokerFile
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import policy_of
 from gpubroker_server.bootstrap.disk_watch import DiskWatch
@@ -44,7 +43,7 @@ MOST_NAMED = 5
 CLOSE_SECONDS = 1.0
 """The part of drain_seconds that is reserved for the end itself."""
 
-Part = Union[BrokerFile, BrokerRole, LogFollower, LeaderStatus, DiskWatch, "GatewayRole"]
+Part = Union[BrokerRole, LogFollower, LeaderStatus, DiskWatch, "GatewayRole"]
 
 
 class Process:
@@ -58,7 +57,6 @@ class Process:
         *,
         listener: socket.socket | None,
         leads: bool,
-        broker_file: BrokerFile | None = None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """A gateway if it has a listener; a broker if it `leads`. `on_stop` is called when it is asked to
@@ -68,7 +66,6 @@ class Process:
         self._store = store
         self._blobs = blobs
         self._listener = listener
-        self._broker_file = broker_file
         self._on_stop = on_stop
         self._stop = asyncio.Event()
         self._stop_cluster = False
@@ -100,7 +97,7 @@ class Process:
         except BaseException:
             await _end(leading)
             raise
-        jobs = self._begin_all(self._follower, self._lead, self._disks, self._gateway, self._broker_file)
+        jobs = self._begin_all(self._follower, self._lead, self._disks, self._gateway)
         self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
         if self._broker is not None:
             with suppress(StoreUnavailable):
