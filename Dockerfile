@@ -48,7 +48,7 @@ USER 10001:10001
 WORKDIR /srv/code
 VOLUME /var/lib/gpubroker
 EXPOSE 8470
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["gpubroker", "health"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=60s CMD ["gpubroker", "health"]
 # Ends the processes that others leave behind, also where it isn't the first process (-s).
 ENTRYPOINT ["tini", "-s", "--", "gpubroker"]
 

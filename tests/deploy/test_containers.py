@@ -1,7 +1,7 @@
 """Both images as podman builds and runs them, as a user of no rights on a root that it cannot write.
 
-Needs root, and Debian's packages podman, crun and mmdebstrap. The base images are stand-ins, as no registry is
-asked: a Debian 12 with its Python, and uv from its wheel.
+Needs root, and Debian's packages podman, crun and mmdebstrap. The base images are stand-ins, as no registry
+is asked: a Debian 12 with its Python, and uv from its wheel.
 """
 
 import json

@@ -102,7 +102,8 @@ found "ray-in-gateway $(podman exec gateway python -c 'import importlib.util as 
 found "task-over-gateway $(podman exec gateway "${submit[@]}" | tr -d ' \n')"
 stopped gateway
 stopped broker
-started node --entrypoint '["tini", "-s", "--", "ray"]' --health-cmd '["gpubroker", "health", "node"]' "$server" \
+# As in compose.yaml: a broker in another container shares its files.
+started node --volume ray:/tmp/ray --entrypoint '["tini", "-s", "--", "ray"]' --health-cmd '["gpubroker", "health", "node"]' "$server" \
     start --head --block --port=6379 --node-name=n1 --include-dashboard=false --num-cpus=1
 healthy node
 podman stop --time 40 node > "$folder/id-node"
