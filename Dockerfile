@@ -31,12 +31,13 @@ COPY service service
 COPY migrations migrations
 RUN uv venv && uv pip install --no-deps ./client .
 
+# A new volume gets the owner of the directory that it is mounted on, so those for volumes are here: state, Ray's files.
 FROM python:${PYTHON}-slim AS base
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --home-dir /var/lib/gpubroker --no-create-home --shell /usr/sbin/nologin gpubroker \
-    && install --directory --owner gpubroker --group gpubroker --mode 0700 /var/lib/gpubroker \
+    && install --directory --owner gpubroker --group gpubroker --mode 0700 /var/lib/gpubroker /tmp/ray \
     && install --directory /srv/code
 COPY LICENSE /usr/share/doc/gpubroker/LICENSE
 ENV PATH=/app/.venv/bin:$PATH \

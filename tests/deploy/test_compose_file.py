@@ -124,6 +124,19 @@ def test_mounted_files_are_there() -> None:
     assert len(files) >= 6
 
 
+def test_a_new_volume_belongs_to_the_user_of_the_process() -> None:
+    """Docker gives it to the owner of the image's directory, else to root."""
+    [made] = [one.words for one in STAGES["base"].own if one.name == "RUN"]
+    [owned] = re.findall(r"install --directory --owner gpubroker [^&]* --mode \d+ ([^&]+) &&", made)
+    places = {
+        place
+        for name in OURS
+        for source, _, place in (volume.partition(":") for volume in SERVICES[name]["volumes"])
+        if source in compose_file()["volumes"]
+    }
+    assert places == {*owned.split()}
+
+
 def test_commands_and_dependencies_exist() -> None:
     assert [name for name in OURS if not is_verb(SERVICES[name]["command"])] == []
     for service in SERVICES.values():
