@@ -40,7 +40,7 @@ from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.gateway.status.pending import PendingReasons
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.submissions import Submissions
-from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, retry
+from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, retry, stack
 from gpubroker_server.gateway.tasks import routes as tasks
 from gpubroker_server.gateway.tasks.routes import TaskParts
 from gpubroker_server.telemetry.metrics import Sources, Telemetry
@@ -51,6 +51,7 @@ _RESOURCES = (
         tasks,
         cancel_selected,
         retry,
+        stack,
         inferences,
         objects,
         leases,

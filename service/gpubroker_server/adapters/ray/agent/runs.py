@@ -29,6 +29,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import (
     own_start,
     retry_until_done,
 )
+from gpubroker_server.adapters.ray.agent.stacks import stack_of
 from gpubroker_server.adapters.ray.agent.takeover import take_over
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import (
@@ -160,6 +161,15 @@ class NodeRuns:
         run = self.table.runs.get(key)
         if run is not None and run.process is not None and not run.has_ended:
             run.process.send(("world", tuple(key), tuple(ranks)))
+
+    def tell_stack(self, key: RunKey, request: str) -> None:
+        run = self.table.runs.get(key)
+
+        async def tell() -> None:
+            stack, message = await stack_of(run)
+            self._report(("stack", *key, time.time(), request, stack, message))
+
+        self._do(f"reading the stacks of run {key}", tell)
 
     def forget(self, key: RunKey) -> None:
         self.external.forget(key)

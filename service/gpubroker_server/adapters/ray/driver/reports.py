@@ -24,6 +24,7 @@ from gpubroker_server.core.domain.orders import (
     Report,
     ReportedDevice,
     Sampled,
+    Stacked,
     Started,
 )
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId, device_key
@@ -170,12 +171,18 @@ class EndedForm(RunForm, tag="ended"):
     log_tail: LogTail
 
 
+class StackForm(RunForm, tag="stack"):
+    request: Name
+    stack: Text
+    message: Text
+
+
 class GoneForm(RunForm, tag="gone"):
     proof: Name
     samples: tuple[Sample, ...]
 
 
-OfRun = StartedForm | ReadyForm | ProgressedForm | CheckpointedForm | EndedForm | GoneForm
+OfRun = StartedForm | ReadyForm | ProgressedForm | CheckpointedForm | EndedForm | StackForm | GoneForm
 OfNode = BeatForm | SampledForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
@@ -218,6 +225,8 @@ def _of_run(source: Source, it: OfRun) -> Report:
                 raise MalformedReport("a run that succeeded has a result")
             failure = None if it.failure is None else Failure(*it.failure)
             return Ended(*run, it.ending, it.result, it.result_format, failure, it.log_tail, it.rank)
+        case StackForm():
+            return Stacked(*run, it.request, it.stack, it.message, it.rank)
         case GoneForm():
             return Gone(*run, _proof(it.proof), _samples(source, run[2], it.samples), it.rank)
         case _:
