@@ -2,13 +2,13 @@
 decisions."""
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
 
+from gpubroker_server.broker.client_requests import ClientRequests
 from gpubroker_server.core.domain.decisions import Decision, Outcome
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
@@ -25,13 +25,11 @@ from gpubroker_server.core.domain.orders import (
     Report,
     Sampled,
     Stacked,
-    StackOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle import (
-    change_requests,
     deadlines,
     model_adoption,
     model_lifecycle,
@@ -200,8 +198,7 @@ class Observer:
         self._named_unknown = False
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None before the first look."""
-        self._asked: set[str] = set()
-        """Requests for stacks that were passed on to an agent."""
+        self._requests = ClientRequests(world, policy, blobs)
         self.to_ask: list[NodeName] = []
         """Nodes that were given up, and nodes whose reports may be lost: the leader asks them what they
         have."""
@@ -234,7 +231,7 @@ class Observer:
                 case ModelsInUse():
                     decisions += model_turns.turns(self._world, report.names, now)
                 case Stacked():
-                    decisions += await self._answered(report)
+                    decisions += await self._requests.answered(report)
                 case NodeReport():
                     self._log_answer(report)
                     self._name_strangers(report)
@@ -246,14 +243,6 @@ class Observer:
         self._world.measure(after_gone.values())
         decisions += inference_admission.check_failed_models(self._world, about_runs, self._policy, now)
         return decisions + await self._on_runs(about_runs, now)
-
-    async def _answered(self, report: Stacked) -> list[Decision]:
-        """The answer is an object that no row names: it is read at once, and swept some time later."""
-        if report.request not in self._world.requests:
-            return []
-        told = {"stack": report.stack, "message": report.message, "at": report.at}
-        digest = await self._blobs.put(json.dumps(told).encode(), owner=report.task)
-        return [Decision(report.task, "stack", requests_done=(report.request,), answer=digest)]
 
     def _name_strangers(self, seen: NodeReport) -> None:
         for task, _, _ in seen.runs:
@@ -288,14 +277,7 @@ class Observer:
         for request in self._world.requests.values():
             if request.what == "resume":
                 self.heartbeats.resume(request.fields["nodes"])
-        decisions = [
-            change_requests.carry_out(self._world, request, now, self._policy)
-            for request in list(self._world.requests.values())
-            if request.id not in self._asked or now > request.made_at + change_requests.STACK_SECONDS
-        ]
-        asked = {it.request for made in decisions for it in made.orders if isinstance(it, StackOrder)}
-        self._asked = (self._asked & self._world.requests.keys()) | asked
-        return decisions
+        return self._requests.carry_out(now)
 
     def on_time(self, now: Instant, *, listening: bool = True) -> list[Decision]:
         """`listening`: whether reports of agents reach this leader, as far as it knows."""

@@ -8,9 +8,12 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from gpubroker.runtime.messages import Report, RunKey
 
 from gpubroker_server.adapters.ray.agent.runner_process import Run
 from gpubroker_server.adapters.ray.processes import descendants, process_table
@@ -30,6 +33,11 @@ NOT_ALLOWED = (
 
 class Unreadable(Exception):
     """The text says why."""
+
+
+async def tell_stack(run: Run | None, key: RunKey, request: str, report: Callable[[Report], None]) -> None:
+    stack, message = await stack_of(run)
+    report(("stack", *key, time.time(), request, stack, message))
 
 
 async def stack_of(run: Run | None) -> tuple[str, str]:
