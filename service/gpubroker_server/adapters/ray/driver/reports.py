@@ -17,6 +17,7 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    Logged,
     NodeLost,
     NodeReport,
     Progressed,
@@ -177,12 +178,28 @@ class StackForm(RunForm, tag="stack"):
     message: Text
 
 
+class LoggedForm(RunForm, tag="logged"):
+    stream: Literal["stdout", "stderr"]
+    first_byte: Annotated[int, Meta(ge=0, le=2**62)]
+    data: bytes
+    is_final: bool
+
+
 class GoneForm(RunForm, tag="gone"):
     proof: Name
     samples: tuple[Sample, ...]
 
 
-OfRun = StartedForm | ReadyForm | ProgressedForm | CheckpointedForm | EndedForm | StackForm | GoneForm
+OfRun = (
+    StartedForm
+    | ReadyForm
+    | ProgressedForm
+    | CheckpointedForm
+    | EndedForm
+    | LoggedForm
+    | StackForm
+    | GoneForm
+)
 OfNode = BeatForm | SampledForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
@@ -227,6 +244,8 @@ def _of_run(source: Source, it: OfRun) -> Report:
             return Ended(*run, it.ending, it.result, it.result_format, failure, it.log_tail, it.rank)
         case StackForm():
             return Stacked(*run, it.request, it.stack, it.message, it.rank)
+        case LoggedForm():
+            return Logged(*run, it.stream, it.first_byte, it.data, it.is_final, it.rank)
         case GoneForm():
             return Gone(*run, _proof(it.proof), _samples(source, run[2], it.samples), it.rank)
         case _:
