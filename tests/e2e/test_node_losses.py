@@ -25,8 +25,8 @@ BEATS_SECONDS = 8.0
 """Three missed heartbeats of 2 s, found within 8 s, as the page about silent nodes says."""
 ORPHANED_SECONDS = BEATS_SECONDS + 5.0
 """Without its raylet an agent lives, and reports, for up to five seconds more."""
-RAY_SECONDS = 10.0
-"""Ray's own health checks, as set below: five of a second each, and the time until they begin."""
+RAY_SECONDS = 15.0
+"""Ray's own health checks, as set below: five, of up to two seconds each."""
 HEAD_SECONDS = 12
 """After that long without their control service, Ray's nodes end themselves (60 by default)."""
 RAYS = {
@@ -45,7 +45,7 @@ class Site:
     """A service that has joined a head of its own, and the node n2."""
 
     def __init__(self, stack: ExitStack, home: Path, folder: Path) -> None:
-        self.head: HeadState = asyncio.run(running_head(lab_options(home)))
+        self.head: HeadState = asyncio.run(running_head(lab_options(home, inherit_env=tuple(RAYS))))
         stack.callback(lambda: asyncio.run(stop_head(home)))
         env = guest_environment(home)
         self.node = stack.enter_context(RayNode(self.head.address, "n2", env | RAYS))
