@@ -1,4 +1,4 @@
-"""Operations for administrators: tokens, nodes, quarantine, shutdown."""
+"""Operations for administrators: tokens, secrets, nodes, quarantine, shutdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,9 +6,10 @@ from datetime import datetime
 from typing import Any
 
 from gpubroker.cluster.fleet import Node
+from gpubroker.errors import WrongArgument
 from gpubroker.tasks.task import AnyTask, Quarantined, id_of
 from gpubroker.transport.decoding import Raw, decode
-from gpubroker.transport.exchange import Steps
+from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, operation, path_part, without_none
 
 
@@ -27,6 +28,12 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Secret:
+    name: str
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Detection:
     """Whether silent nodes are given up. While it is paused, `nodes` are silent and not given up."""
 
@@ -36,6 +43,16 @@ class Detection:
     nodes: tuple[str, ...] = ()
     runs: int = 0
     of_runs: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The queue of a tenant or of a work stream: `queue` is `tenant:NAME` or `stream:NAME`. `paused` has
+    `since`, `by`, `reason` and how many tasks are `waiting`; None: it is not paused."""
+
+    queue: str
+    paused: Raw | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
 
@@ -77,6 +94,27 @@ class AdminApi(Operations):
         """State that the nodes which fell silent together are lost. Raises Refused (`nothing-paused`)."""
         answer = yield from self._ask_once("POST", "/detection/resume", {"reason": reason})
         return decode(Detection, answer.json())
+
+    @operation
+    def pause_queue(
+        self, *, tenant: str | None = None, stream: str | None = None, reason: str = ""
+    ) -> Steps[Queue]:
+        """Let nothing of a tenant, or of a work stream, start; what runs goes on. Give one of the two."""
+        return (yield from self._change_queue("pause", tenant, stream, reason))
+
+    @operation
+    def resume_queue(
+        self, *, tenant: str | None = None, stream: str | None = None, reason: str = ""
+    ) -> Steps[Queue]:
+        """End a pause."""
+        return (yield from self._change_queue("resume", tenant, stream, reason))
+
+    def _change_queue(self, verb: str, tenant: str | None, stream: str | None, reason: str) -> Steps[Queue]:
+        if (tenant is None) is (stream is None):
+            raise WrongArgument("give either tenant= or stream=")
+        kind, name = ("streams", stream) if tenant is None else ("tenants", tenant)
+        path = f"/{kind}/{path_part(str(name))}/{verb}"
+        return decode(Queue, (yield from self._ask("POST", path, {"reason": reason})))
 
     @operation
     def cordon(self, node: str, reason: str = "") -> Steps[Node]:
@@ -135,6 +173,25 @@ class AdminApi(Operations):
     def revoke_token(self, name: str) -> Steps[None]:
         """Make a token invalid at once."""
         yield from self._ask_once("DELETE", f"/tokens/{path_part(name)}")
+
+    @operation
+    def set_secret(self, name: str, text: str) -> Steps[None]:
+        """Set a secret of your tenant. A task gets it in a variable of its `env` whose value is
+        `secret:NAME`, from its next start on."""
+        headers = {"Content-Type": "text/plain; charset=utf-8"}
+        path = f"/secrets/{path_part(name)}"
+        yield from self._send(Call("PUT", path, body=text.encode(), headers=headers))
+
+    @operation
+    def secrets(self) -> Steps[tuple[Secret, ...]]:
+        """Your tenant's secrets, without their texts, which the service gives to runs only."""
+        raw = yield from self._ask("GET", "/secrets")
+        return tuple(decode(Secret, item) for item in raw["items"])
+
+    @operation
+    def delete_secret(self, name: str) -> Steps[None]:
+        """Tasks that name it and have not started fail at their start."""
+        yield from self._ask_once("DELETE", f"/secrets/{path_part(name)}")
 
     @operation
     def shutdown(self, *, stop_cluster: bool = False) -> Steps[None]:

@@ -27,9 +27,10 @@ _MODULES: Final[Mapping[str, str]] = {
     "infer_command": "infer",
     "model_commands": "load unload pin models",
     "object_commands": "upload objects",
-    "quarantine_commands": "resume quarantine",
+    "quarantine_commands": "pause resume quarantine",
     "plan_command": "plan",
     "token_commands": "token",
+    "secret_commands": "secrets",
 }
 """The commands of each module. A command loads its module alone (`bench cli`)."""
 _PLACES = {command: module for module, commands in _MODULES.items() for command in commands.split()}
@@ -53,6 +54,7 @@ _OTHER_NAMES: Final = {
     "list": "ps", "ls": "ps", "status": "ps", "queue": "ps", "squeue": "ps", "jobs": "ps",
     "get": "show", "describe": "show", "info": "show", "why": "explain",
     "run": "submit", "sbatch": "submit", "start": "serve", "tokens": "token list",
+    "secret": "secrets list",
     "kill": "cancel", "stop": "cancel", "rm": "cancel", "scancel": "cancel",
     "leases": "lease list", "top": "gpus", "devices": "gpus", "log": "logs", "output": "logs",
 }  # fmt: skip

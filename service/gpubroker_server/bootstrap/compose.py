@@ -130,6 +130,7 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
         log_level=settings.log_level,
         log_format=settings.log_format,
         inherit_env=tuple(ray.inherit_env),
+        task_env=settings.task_env,
     )
     return RayExecutor(options, clock)
 

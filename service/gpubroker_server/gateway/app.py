@@ -12,10 +12,11 @@ from gpubroker_server.core.planning.fragmentation import (
     find_scattered_demand,
     fragmentation,
 )
-from gpubroker_server.gateway.admin import operations, tokens
+from gpubroker_server.gateway.admin import operations, secrets, tokens
 from gpubroker_server.gateway.admin.operations import OperationParts
+from gpubroker_server.gateway.admin.secrets import SecretParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
-from gpubroker_server.gateway.cluster import devices, nodes, policy, quarantine, stats
+from gpubroker_server.gateway.cluster import devices, nodes, pauses, policy, quarantine, stats
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.events.routes import EventParts
@@ -59,7 +60,7 @@ _RESOURCES = (
         estimates,
         events,
     ),
-    *(devices, nodes, models, measure, quarantine, stats, policy, tokens, operations),
+    *(devices, nodes, models, measure, quarantine, stats, policy, pauses, tokens, secrets, operations),
 )
 """In the order in which paths are matched and documented; the busiest first."""
 
@@ -106,8 +107,9 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     pending = PendingReasons(world, rules.policy, leadership)
     records = TaskRecords(store, blobs, parts.follower, freshness, waiters, pending, limits.page_items)
     submissions = Submissions(
-        store, blobs, world, parts.ids, clock, rules.defaults, parts.capacity, rules.permissions, records,
-        limits.inline_bytes, limits.tenant_pending_tasks, limits.tenant_pending_bytes,
+        store, blobs, parts.secrets, world, parts.ids, clock, rules.defaults, parts.capacity,
+        rules.permissions, records, limits.inline_bytes, limits.tenant_pending_tasks,
+        limits.tenant_pending_bytes,
     )  # fmt: skip
     requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds)
     storage = ObjectStorage(store, blobs, clock, limits)
@@ -121,11 +123,12 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
         world, clock, rules.policy, freshness, leadership, records, submissions, parts.tokens, rules.kinds
     )
     yield ClusterParts(
-        world, clock, freshness, leadership, requests, rules.policy, limits, rules.defaults,
+        world, clock, freshness, leadership, requests, parts.tokens, rules.policy, limits, rules.defaults,
         rules.kinds, servers, parts.residencies, parts.disk_full,
     )  # fmt: skip
     yield EventParts(records)
     yield TokenParts(store, clock, parts.tokens, rules.policy)
+    yield SecretParts(store, parts.secrets)
     yield OperationParts(
         store, freshness, leadership, waiters, telemetry, parts.has_executor, parts.shutdown, parts.disk_full
     )

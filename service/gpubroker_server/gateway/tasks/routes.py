@@ -87,7 +87,8 @@ async def submit_task(
     record, is_new, headers = await _stored(call, parts, body, idempotency_key)
     asked = _WAIT.search(prefer) if prefer else None  # RFC 7240
     if asked is None:
-        just_accepted = is_new and not record.task.held
+        is_planned_next = not record.task.held and parts.world.queue.pause_of(record.task) is None
+        just_accepted = is_new and is_planned_next
         view = task_view(record, JUST_ACCEPTED) if just_accepted else await records.view(record)
         return answer(view, 202, headers)
     if not records.waiters.has_room_for(record.task.tenant):
@@ -104,7 +105,7 @@ async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -
     submissions = parts.submissions
     try:
         task, learned = await submissions.new_task(body, call.identity.tenant)
-        submissions.check_allowed(call.identity, body, task)
+        await submissions.check_allowed(call.identity, body, task)
         submissions.check_possible(task)
         submission = submission_of(task, submissions.run_spec(body, body.run, learned))
         submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)

@@ -3,6 +3,7 @@
 import asyncio
 import bisect
 import contextlib
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import (
     over_memory_limit,
     own_start,
     retry_until_done,
+    with_fractions,
 )
 from gpubroker_server.adapters.ray.agent.takeover import take_over
 from gpubroker_server.adapters.ray.options import AgentConfig
@@ -118,7 +120,8 @@ class NodeRuns:
             return
         self.table.note_fence(order.key)
         small = shareable and not order.barrier and self._config.warm_runners > 0
-        run = Run(order, shared=small and not self.table.is_suspect(order.task))
+        shared = small and not self.table.is_suspect(order.task)
+        run = Run(order, shared=shared, ordered_at=time.time())
         self.table.runs[order.key] = run
         if not self._place(run):
             bisect.insort(self._waiting, run, key=lambda waiting: -waiting.order.priority)
@@ -216,6 +219,8 @@ class NodeRuns:
         run = self.table.runs.get(key)
         if run is None or run.process is not process or run.has_ended:
             return  # user code may have forged it
+        if kind == "started":
+            report = (*report, run.ordered_at)
         if kind != "ended":
             if kind != "progressed":
                 run.reports[kind] = report
@@ -261,7 +266,8 @@ class NodeRuns:
             begin: tuple[Any, ...] = ("share", order.to_wire())
         elif self._write_record(run, process):
             self._cgroups.hold(order, process.watched.id.pid)
-            begin = own_start(order, self._config, self._files.log_of(order.key), self._runners.host)
+            limited = with_fractions(order, self._meter.inventory().devices)
+            begin = own_start(limited, self._config, self._files.log_of(order.key), self._runners.host)
         else:
             self.pool.give_back(process)
             self._cancel_start(run)
