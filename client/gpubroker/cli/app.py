@@ -40,6 +40,7 @@ _SERVER_COMMANDS = frozenset(
         "serve",
         "gateway",
         "broker",
+        "health",
         "down",
         "migrate",
         "migrate-data",

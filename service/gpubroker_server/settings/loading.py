@@ -147,12 +147,7 @@ class Settings(WithUnits, BaseSettings):
         return env
 
     @model_validator(mode="after")
-    def _bind_rule(self) -> "Settings":
-        if self.host not in LOOPBACK and not self.allowed_hosts:
-            raise ValueError(
-                f"host {self.host!r} is reachable from other machines; list the host names that clients use "
-                "in allowed_hosts (and put TLS in front), or use 127.0.0.1"
-            )
+    def _ray_has_an_address(self) -> "Settings":
         host, _, port = self.ray.address.rpartition(":")
         if self.ray.address and (not host or "//" in host or not port.isdigit()):
             raise ValueError(
