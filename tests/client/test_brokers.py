@@ -227,10 +227,12 @@ def test_a_task_asks_the_broker_that_it_came_from(service: RecordedService) -> N
     stack = {"id": "task_1", "stack": "Thread 1"}
     again = a_task("task_2") | {"retry_of": "task_1"}
     service.reply_with(Reply(202, a_task("task_1")), Reply(202, again), Reply(200, stack))
+    service.reply_with(Reply(200, b"one\ntwo\n"))
     with Broker(service.url, "gpb_secret") as broker:
         task = broker.submit("a:b")
         assert task.retry().retry_of == "task_1"
         assert task.stack(rank=1).stack == "Thread 1"
+        assert list(task.logs(stream="stderr")) == ["one\n", "two\n"]
         copy = pickle.loads(pickle.dumps(task))
         assert copy == task
         with pytest.raises(WrongArgument, match="came from is gone"):
@@ -239,5 +241,6 @@ def test_a_task_asks_the_broker_that_it_came_from(service: RecordedService) -> N
         "/tasks",
         "/tasks/task_1/retry",
         "/tasks/task_1/stack",
+        "/tasks/task_1/logs",
     ]
-    assert service.requests[-1].params == [("rank", "1")]
+    assert [request.params for request in service.requests[-2:]] == [[("rank", "1")], [("stream", "stderr")]]

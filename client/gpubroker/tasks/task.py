@@ -239,6 +239,10 @@ class Task:
         """`broker.stack(task)` of the broker that it came from: a Stack, or a coroutine of one."""
         return self._broker().stack(self, rank=rank)
 
+    def logs(self, **wanted: Any) -> Any:
+        """`broker.logs(task, follow=True)` of the broker that it came from: its lines, to be iterated over."""
+        return self._broker().logs(self, **wanted)
+
     def _broker(self) -> Any:
         broker = None if self.told_by is None else self.told_by()
         if broker is None:
