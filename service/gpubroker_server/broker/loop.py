@@ -8,6 +8,7 @@ from math import inf
 
 import structlog
 
+from gpubroker_server.broker.arrays import Arrays
 from gpubroker_server.broker.commit import COMMITTED, TRIES, Committer, PictureDiverged, rejected
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.observe import Inbox, Observer, without_values
@@ -81,6 +82,7 @@ class Leader:
         self._dispatcher = dispatcher
         self._clock = clock
         self._inbox = Inbox()
+        self._arrays = Arrays(store, world)
         self._timer = CycleTimer()
         self._commits = Committer(leader_term, ticks, store, dispatcher, self._timer.wake, self._inbox.put)
         self.planner = Planner(world, policy, clock, self._commits, self._timer.wake)
@@ -210,8 +212,11 @@ class Leader:
         while left > 0:
             batch = self._inbox.next_batch()
             now = self._clock.now()
-            decisions = await self._observer.on_reports(batch, now)
+            decisions = await self._observer.on_reports(batch, now, self._arrays)
+            self._arrays.begin_commit()
             verdicts = await self._commits.carry_out(decisions)
+            if set(verdicts) <= {COMMITTED}:
+                self._arrays.committed()
             if CommitVerdict.STALE in verdicts:
                 log.info("reports met a changed row; deciding again", reports=len(batch))
                 tries -= 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import structlog
 
+from gpubroker_server.broker.arrays import Arrays, with_pages_stored
 from gpubroker_server.core.domain.decisions import Decision, Outcome
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
@@ -18,6 +19,7 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    ItemsReported,
     NodeLost,
     NodeReport,
     Progressed,
@@ -98,7 +100,7 @@ def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[R
     plain: list[Report] = []
     for report in mine:
         match report:
-            case Checkpointed():
+            case Checkpointed() | ItemsReported():
                 continue
             case Ended() if report.failure is not _UNSTORABLE:
                 failed = Ended(report.task, report.fence, now, Ending.FAILED, failure=_UNSTORABLE)
@@ -152,6 +154,8 @@ def _size_bytes(report: Report) -> int:
     match report:
         case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)):
             return len(data)
+        case ItemsReported():
+            return sum(len(it.result) for it in report.results if it.result is not None)
         case _:
             return 0
 
@@ -199,7 +203,9 @@ class Observer:
         """Nodes that were given up, and nodes whose reports may be lost: the leader asks them what they
         have."""
 
-    async def on_reports(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
+    async def on_reports(
+        self, reports: Sequence[Report], now: Instant, arrays: Arrays | None = None
+    ) -> list[Decision]:
         """Of one batch, as `next_batch` returns it."""
         about_runs: list[Report] = []
         decisions: list[Decision] = []
@@ -236,7 +242,7 @@ class Observer:
         # device holds for all that have left it.
         self._world.measure(after_gone.values())
         decisions += inference_admission.check_failed_models(self._world, about_runs, self._policy, now)
-        return decisions + await self._on_runs(about_runs, now)
+        return decisions + await self._on_runs(about_runs, now, arrays)
 
     def _name_strangers(self, seen: NodeReport) -> None:
         for task, _, _ in seen.runs:
@@ -248,10 +254,14 @@ class Observer:
                     node=seen.node.name,
                 )
 
-    async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
+    async def _on_runs(
+        self, reports: Sequence[Report], now: Instant, arrays: Arrays | None
+    ) -> list[Decision]:
         """Decisions whose bytes are on disk. A report whose bytes are refused is replaced."""
         while True:
-            decisions = learn(self._world, runs.apply_reports(self._world, reports, now, self._policy), now)
+            drafts = await arrays.drafts(reports) if arrays is not None else {}
+            applied = runs.apply_reports(self._world, reports, now, self._policy, drafts)
+            decisions = learn(self._world, applied, now)
             try:
                 return [await self._with_blobs(decision, reports) for decision in decisions]
             except _Rejected as refused:
@@ -348,6 +358,8 @@ class Observer:
         """
         if decision.checkpoint is not None and decision.checkpoint.data is not None:
             await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
+        if decision.items:
+            decision = await with_pages_stored(decision, self._blobs, self._inline_bytes)
         outcome = decision.outcome
         if outcome is None or outcome.result is None or len(outcome.result) <= self._inline_bytes:
             return decision

@@ -15,6 +15,8 @@ from gpubroker_server.core.planning.fragmentation import (
 from gpubroker_server.gateway.admin import operations, tokens
 from gpubroker_server.gateway.admin.operations import OperationParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
+from gpubroker_server.gateway.arrays import routes as arrays
+from gpubroker_server.gateway.arrays.routes import ArrayParts
 from gpubroker_server.gateway.cluster import devices, policy, quarantine, stats
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
@@ -51,6 +53,7 @@ _RESOURCES = (
         tasks,
         cancel_selected,
         retry,
+        arrays,
         inferences,
         objects,
         leases,
@@ -112,6 +115,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds)
     storage = ObjectStorage(store, blobs, clock, limits)
     yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
+    yield ArrayParts(submissions, storage, requests)
     yield LeaseParts(records, submissions, requests, limits.wait_seconds)
     outside = tuple(server for server in servers if not server.is_managed)
     yield InferenceParts(submissions, storage, parts.residencies, limits.wait_seconds, outside)

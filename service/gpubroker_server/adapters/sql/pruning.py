@@ -135,6 +135,7 @@ _DELETE_OF_TASKS = (
     delete_rows(tables.outcome, ("task",)),
     delete_rows(tables.checkpoint, ("task",)),
     delete_rows(tables.batch, ("task",)),
+    delete_rows(tables.item_page, ("array",)),
     delete_rows(_spec, ("task",)),
     delete_rows(_task, ("id",)),
 )

@@ -176,6 +176,25 @@ checkpoint = Table(
 
 Index("ix_checkpoint_digest", checkpoint.c.digest)
 
+item_page = Table(
+    "item_page",
+    metadata,
+    Column("array", Id, nullable=False),
+    Column("first", Integer, nullable=False),
+    Column("page", Integer, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("count", Integer, nullable=False),
+    Column("failed", Integer, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("lines", LargeBinary, nullable=False),
+    Column("digest", Text),
+    PrimaryKeyConstraint("array", "first"),
+)
+"""Results of consecutive items of an array, from the item `first` on; `lines`: a line of JSON for each."""
+
+Index("ix_item_page_page", item_page.c.array, item_page.c.page, unique=True)
+Index("ix_item_page_digest", item_page.c.digest, **where("digest IS NOT NULL"))
+
 lease = Table(
     "lease",
     metadata,
@@ -341,5 +360,8 @@ stored_object = Table(
 )
 """Uploaded objects; each row names a file in the directory of objects."""
 
-DIGESTS = (task_spec.c.arguments_digest, outcome.c.result_digest, checkpoint.c.digest, stored_object.c.digest)
+DIGESTS = (
+    task_spec.c.arguments_digest, outcome.c.result_digest, checkpoint.c.digest, item_page.c.digest,
+    stored_object.c.digest,
+)  # fmt: skip
 """Where rows name objects."""

@@ -159,6 +159,12 @@ class NodeRuns:
         if run is not None and run.process is not None and not run.has_ended:
             run.process.send(("world", tuple(key), tuple(ranks)))
 
+    def answer_items(self, key: RunKey, answer: Sequence[Any]) -> None:
+        """What the leader says to a worker of an array."""
+        run = self.table.runs.get(key)
+        if run is not None and run.process is not None and not run.has_ended:
+            run.process.send(("items", tuple(key), *answer))
+
     def forget(self, key: RunKey) -> None:
         self.external.forget(key)
         run = self.table.runs.get(key)
