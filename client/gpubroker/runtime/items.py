@@ -43,7 +43,7 @@ AGAIN_SECONDS = 2.0
 MOST_UNANSWERED_BYTES = 16 * 2**20
 """With more results on their way, the next item waits."""
 TRACEBACK_CHARS = 4096
-STUCK_SECONDS = 5.0
+STUCK_SECONDS = 2.0
 """An item that does not end after its time limit, because it is not in Python code, ends with its process."""
 PLACEHOLDER = "{}"
 """The word of a command that an item takes the place of; without it, the item is the last word."""

@@ -220,7 +220,7 @@ def test_an_item_that_crashes_its_process_is_found_and_fails_alone() -> None:
     assert [line["number"] for line in lines] == list(range(12))
     assert [line["number"] for line in lines if line["state"] == "failed"] == [6]
     assert lines[6]["error"]["kind"] == "killed"
-    assert lines[6]["tries"] == 2
+    assert lines[6]["tries"] == 3
 
 
 def test_large_results_are_cut_into_pages() -> None:

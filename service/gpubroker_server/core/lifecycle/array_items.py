@@ -48,7 +48,7 @@ class ArrayWork:
         self._held: dict[_Holder, tuple[frozenset[int], int]] = {}
         """What each run holds, and how often its task had failed when the run was first heard."""
         self._crashes: dict[int, int] = {}
-        """Of each suspect: how many runs crashed that held nothing else."""
+        """Of each suspect: how many runs crashed since then that held nothing else."""
         self._condemned: list[int] = []
         """Items that crashed once too often, and are not recorded as failed yet."""
 
@@ -133,15 +133,17 @@ class ArrayWork:
         if not crashed:
             return
         for number in left:
-            self._crashes[number] = self._crashes.get(number, 0) + (len(left) == 1)
+            # One crash proves nothing: its process may have been killed by something else.
+            again_alone = number in self._crashes and len(left) == 1
+            self._crashes[number] = self._crashes.get(number, 0) + again_alone
             if self._crashes[number] > self.terms.item_retries:
                 self._status[number] = _HELD
                 self._condemned.append(number)
 
     def _killed(self, number: int) -> ItemResult:
-        crashes = self._crashes.pop(number)
-        why = f"its process ended without a result, {crashes} times: it crashed or was killed"
-        return ItemResult(number, 0.0, crashes, None, Failure("killed", why))
+        tries = 1 + self._crashes.pop(number)
+        why = f"its process ended {tries} times without a result: it crashed or was killed"
+        return ItemResult(number, 0.0, tries, None, Failure("killed", why))
 
 
 def reported(
