@@ -1,9 +1,11 @@
-"""Operations for administrators: tokens, lost nodes, quarantine, shutdown."""
+"""Operations for administrators: tokens, nodes, quarantine, shutdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
+from gpubroker.cluster.fleet import Node
 from gpubroker.tasks.task import AnyTask, Quarantined, id_of
 from gpubroker.transport.decoding import Raw, decode
 from gpubroker.transport.exchange import Steps
@@ -75,6 +77,29 @@ class AdminApi(Operations):
         """State that the nodes which fell silent together are lost. Raises Refused (`nothing-paused`)."""
         answer = yield from self._ask_once("POST", "/detection/resume", {"reason": reason})
         return decode(Detection, answer.json())
+
+    @operation
+    def cordon(self, node: str, reason: str = "") -> Steps[Node]:
+        """Start nothing new on the node; what runs there goes on."""
+        return (yield from self._ask_node(node, "cordon", reason=reason))
+
+    @operation
+    def drain(self, node: str, reason: str = "", *, deadline_seconds: float | None = None) -> Steps[Node]:
+        """Cordon the node and ask what runs there to leave, with notice and without using a retry.
+
+        What is critical or protected stays until `deadline_seconds` from now; without a deadline as long as
+        it runs. `nodes()` says when the drain is done.
+        """
+        return (yield from self._ask_node(node, "drain", reason=reason, deadline_seconds=deadline_seconds))
+
+    @operation
+    def uncordon(self, node: str, reason: str = "") -> Steps[Node]:
+        """Let tasks start on the node again."""
+        return (yield from self._ask_node(node, "uncordon", reason=reason))
+
+    def _ask_node(self, node: str, what: str, **body: Any) -> Steps[Node]:
+        answer = yield from self._ask_once("POST", f"/nodes/{path_part(node)}/{what}", without_none(body))
+        return decode(Node, answer.json())
 
     @operation
     def tokens(self) -> Steps[tuple[Token, ...]]:

@@ -153,9 +153,27 @@ def test_without_silent_nodes_resume_is_refused(gpubroker: Run) -> None:
     assert (ended.code, "no silent node" in ended.err) == (6, True)
 
 
+def test_a_node_is_closed_emptied_and_opened(gpubroker: Run) -> None:
+    assert "cordoned" in gpubroker("cordon local --because", "a fan").out
+    assert gpubroker("drain local --deadline 1h -o json").json["drain"]["deadline_at"] is not None
+    assert "ready" in gpubroker("uncordon local").out
+    ended = gpubroker("cordon elsewhere")
+    assert (ended.code, "nodes: local" in ended.err) == (6, True)
+
+
 def test_tenants_and_policy_are_shown(gpubroker: Run, holder: str) -> None:
     assert "default" in gpubroker("tenants").out
     assert "interactive" in gpubroker("policy").out
+
+
+def test_a_task_has_the_sizes_of_the_profile_that_it_names(gpubroker: Run) -> None:
+    assert re.search(r"^trainer +4 +1 +1 *$", gpubroker("profiles").out, re.MULTILINE)
+    line = f"submit {WORK} -i seconds=0 --profile rollout_worker --max-concurrency 8 --hold -o json"
+    task = gpubroker(line).json
+    assert (task["profile"], task["max_concurrency"]) == ("rollout_worker", 8)
+    assert (task["resources"]["cpu"], task["resources"]["gpus"]) == (1.0, 0)
+    assert "rollout_worker" in gpubroker("show", task["id"]).out
+    assert gpubroker("cancel", task["id"]).code == 0
 
 
 def test_a_token_is_created_used_listed_and_revoked(gpubroker: Run) -> None:

@@ -1,4 +1,4 @@
-"""`gpubroker nodes`, `tenants`, `stats`, `policy` and `estimates`."""
+"""`gpubroker tenants`, `stats`, `policy`, `profiles` and `estimates`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ from gpubroker.cli.printing import Format, Output, emit, emit_all
 from gpubroker.cli.tables import Column, PlainTable, details, duration, executor_in_words, gib, size
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.fleet import Fragmentation, Node, Policy, Stats, Tenant
+    from gpubroker.cluster.fleet import Fragmentation, Policy, Profile, Stats, Tenant
     from gpubroker.tasks.estimates import Estimate, ForecastsKept
-
-
-def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:
-    """List nodes, and what is used of them."""
-    with connect(context) as broker:
-        emit_all(output, broker.nodes().items, _nodes)
 
 
 def tenants(context: typer.Context, output: Output = Format.TABLE) -> None:
@@ -47,6 +41,12 @@ def policy(context: typer.Context, output: Output = Format.TABLE) -> None:
         emit(output, broker.policy(), lambda found: details(_policy_rows(found)))
 
 
+def profiles(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """List the roles that a task may name, and what they give it."""
+    with connect(context) as broker:
+        emit_all(output, broker.profiles().items, _profiles)
+
+
 def estimates(
     context: typer.Context,
     subject: Annotated[
@@ -57,49 +57,6 @@ def estimates(
     """Show what past runs used: peak GPU memory, and time."""
     with connect(context) as broker:
         emit_all(output, broker.estimates(subject).items, _estimates)
-
-
-_NODE_COLUMNS = (
-    Column("NODE", share=0.3),
-    Column("STATE"),
-    Column("CPU"),
-    Column("MEMORY"),
-    Column("RUNS"),
-    Column("GPUS"),
-)
-
-
-def _nodes(listed: Sequence[Node]) -> RenderableType:
-    rows = [
-        (
-            node.name,
-            _state(node),
-            f"{node.cpu.get('used', 0):g}/{node.cpu.get('total', 0):g}",
-            f"{gib(node.memory_mb.get('used', 0))}/{gib(node.memory_mb.get('total', 0))} GiB",
-            f"{node.runs.get('used', 0)}/{node.runs.get('limit', 0)}",
-            str(node.gpus),
-        )
-        for node in listed
-    ]
-    notes = [Text(f"! {node.name}: {note}", style="yellow") for node in listed for note in _notes(node)]
-    return Group(PlainTable(_NODE_COLUMNS, rows), *notes) if rows else Text("no nodes")
-
-
-def _notes(node: Node) -> Iterator[str]:
-    agent = node.agent or {}
-    if agent.get("message"):
-        yield agent["message"]
-    yield from (f"{gpu}: {why}" for gpu, why in agent.get("gpu_faults", {}).items())
-
-
-def _state(node: Node) -> Text:
-    if node.cordoned:
-        state = "cordoned"
-    elif not node.ready:
-        state = "not answering"
-    else:
-        state = "ready" if node.silent_since is None else "silent"
-    return Text(state, style="green" if state == "ready" else "yellow")
 
 
 _TENANT_COLUMNS = (
@@ -161,6 +118,15 @@ def _stats(found: Stats) -> RenderableType:
         ("executor", executor_in_words(found.executor)),
         *(("model server", _model_server(server)) for server in found.model_servers),
     ]
+    if closed := [
+        f"{found.nodes[name]} {name}" for name in ("cordoned", "draining") if found.nodes.get(name)
+    ]:
+        rows.append(
+            (
+                "nodes",
+                f"{found.nodes.get('ready')} of {found.nodes.get('total')} ready · {' · '.join(closed)}",
+            )
+        )
     if found.detection.get("message"):
         rows.append(("nodes", f"! {found.detection['message']}"))
     if found.disk_full:
@@ -233,6 +199,33 @@ def _plain(value: Any) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
+_PROFILE_COLUMNS = (
+    Column("PROFILE", share=0.3),
+    Column("CPU"),
+    Column("GPUS"),
+    Column("MEMORY PER GPU"),
+    Column("CONCURRENCY"),
+    Column("OTHER", share=0.3),
+)
+
+
+def _profiles(listed: Sequence[Profile]) -> RenderableType:
+    return PlainTable(_PROFILE_COLUMNS, [_profile(profile) for profile in listed])
+
+
+def _profile(profile: Profile) -> tuple[str, ...]:
+    gpu_mb = profile.gpu_mb
+    others = ("memory_mb", "priority", "timeout_seconds", "max_retries")
+    return (
+        profile.name,
+        "" if profile.cpu is None else f"{profile.cpu:g}",
+        "" if profile.gpus is None else str(profile.gpus),
+        size(gpu_mb) if isinstance(gpu_mb, int) else gpu_mb or "",
+        str(profile.max_concurrency or ""),
+        _fields({name: getattr(profile, name) for name in others}),
+    )
+
+
 _ESTIMATE_COLUMNS = (
     Column("SUBJECT", share=0.4),
     Column("KIND", share=0.3),
@@ -266,5 +259,5 @@ def _estimate(estimate: Estimate) -> tuple[str, ...]:
 
 def add_to(app: typer.Typer) -> None:
     app.command(rich_help_panel="Tasks")(estimates)
-    for command in (nodes, tenants, stats, policy):
+    for command in (tenants, stats, policy, profiles):
         app.command(rich_help_panel="Cluster")(command)

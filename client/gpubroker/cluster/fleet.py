@@ -97,6 +97,10 @@ class Node:
     silent_since: datetime | None = None
     """When its agent last answered; None if it answers."""
     cordoned: bool = False
+    """Nothing new starts there; `cordon_reason` says why."""
+    cordon_reason: str = ""
+    drain: Mapping[str, Any] | None = None
+    """While it is drained: `since`, `deadline_at`, how many holders are `left`, and whether it is `done`."""
     incarnation: str = ""
     cpu: Mapping[str, float] = field(default_factory=dict)
     memory_mb: Mapping[str, int] = field(default_factory=dict)
@@ -157,6 +161,23 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
+class Profile:
+    """What a task of this role gets for what it leaves out; None: the default of all tasks."""
+
+    name: str
+    cpu: float | None = None
+    gpus: int | None = None
+    gpu_mb: int | str | None = None
+    memory_mb: int | None = None
+    max_concurrency: int | None = None
+    """Calls at once to an actor of a worker set."""
+    priority: int | None = None
+    timeout_seconds: float | None = None
+    max_retries: int | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counts over the whole cluster: `tasks` by state."""
 
@@ -164,6 +185,8 @@ class Stats:
     fragmentation: Fragmentation | None = None
     forecasts: tuple[ForecastsKept, ...] = ()
     tasks: Mapping[str, int] = field(default_factory=dict)
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    """total, ready, cordoned, draining."""
     executor: Mapping[str, Any] = field(default_factory=dict)
     leader: Mapping[str, Any] = field(default_factory=dict)
     detection: Mapping[str, Any] = field(default_factory=dict)

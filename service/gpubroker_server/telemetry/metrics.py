@@ -278,7 +278,8 @@ def _leader_metrics(world: World, leader: LeaderSeen | None) -> Iterator[Metric]
     held_back = () if leader.paused is None else leader.paused.nodes
     yield _gauge("gpubroker_silent_nodes", [((), len(held_back))])
     silent = {*leader.silent, *held_back}
-    ready = {node.name: node.ready and node.name not in silent for node in world.nodes.values()}
+    expected = [node for node in world.nodes.values() if node.ready or node.draining_since is None]
+    ready = {node.name: node.ready and node.name not in silent for node in expected}
     yield _gauge("gpubroker_node_ready", [((name,), is_ready) for name, is_ready in ready.items()])
     agents = leader.executor.get("agents", {})
     faults = {node: len(agent.get("gpu_faults", ())) for node, agent in agents.items()}

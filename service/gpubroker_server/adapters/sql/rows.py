@@ -282,6 +282,7 @@ def _node_row(node: Node) -> Row:
     return (
         node.name, node.cpu, node.memory_mb, node.max_runs, node.incarnation, node.boot_id, node.ready,
         node.cordoned, json_text(node.labels), json_text(node.custom), node.version,
+        node.cordon_reason, node.draining_since, node.drain_deadline_at,
     )  # fmt: skip
 
 

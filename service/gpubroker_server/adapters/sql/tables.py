@@ -276,6 +276,9 @@ node = Table(
     Column("labels", Text, nullable=False),
     Column("custom", Text, nullable=False),
     Column("version", Integer, nullable=False),
+    Column("cordon_reason", Text, nullable=False, server_default=text("''")),
+    Column("draining_since", Double),
+    Column("drain_deadline_at", Double),
     **HOT,
 )
 

@@ -95,10 +95,10 @@ class AuditNote:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What the log says of the cluster and no row has."""
+    """What the log says of the cluster in no row's event."""
 
     kind: str
-    """`memory.fragmented`, ..."""
+    """`memory.fragmented`, `cordon.changed`, ..."""
     key: str
     fields: Fields
 
@@ -151,7 +151,8 @@ class Request:
     - of a task: cancel (grace_seconds or none), change (priority, held, times)
     - of an external holder, also: renew (ttl_seconds or none), release (by)
     - of a model, also: want (priority, uses), pin (pinned, by)
-    - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task
+    - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,
+      uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
     """
 
     id: str

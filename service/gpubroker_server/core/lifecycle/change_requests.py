@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request,
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.lifecycle import external_leases, model_lifecycle, quarantine
+from gpubroker_server.core.lifecycle import cordoning, external_leases, model_lifecycle, quarantine
 from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, give_notice, orders_to_leave, will_requeue
 from gpubroker_server.core.world.world import World
 
@@ -29,6 +29,8 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
         return replace(done, audit=(AuditNote(now, request.tenant, *said, str(request.fields["reason"])),))
     if request.what == "attest":
         return quarantine.attest(world, request, now, policy.sample_period_seconds, done)
+    if request.what in cordoning.CORDONINGS:
+        return cordoning.carry_out(world, request, now, done)
     if task is not None and request.what == "release":
         return external_leases.release(world, task, request, now, done)
     if task is None or task.is_terminal:

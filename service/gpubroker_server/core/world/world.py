@@ -32,6 +32,7 @@ from gpubroker_server.core.world.event_codec import (
     pledge_from,
     request_from,
     task_from,
+    with_cordon,
 )
 from gpubroker_server.core.world.events import Event, consecutive
 from gpubroker_server.core.world.ledger import DeviceLedger, UnconfirmedHolders
@@ -220,7 +221,9 @@ class World:
             case "device":
                 self.add_device(device_from(event.fields))
             case "node":
-                self.add_node(node_from(event.fields))
+                self.add_node(node_from(event.fields, self.nodes.get(NodeName(event.key))))
+            case "cordon":
+                self.add_node(with_cordon(self.nodes[NodeName(event.key)], event.fields))
             case "request" if what == "made":
                 self.add_request(request_from(event.fields))
             case "request":

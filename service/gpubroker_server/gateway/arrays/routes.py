@@ -43,7 +43,6 @@ from gpubroker_server.gateway.submission.submissions import (
     Submissions,
     body_hash,
     key_reused,
-    run_spec,
 )
 from gpubroker_server.ports.arrays import ItemCounts
 from gpubroker_server.ports.store import BatchSubmission, SubmitVerdict
@@ -129,7 +128,7 @@ async def submit_array(
     task, learned = await submissions.new_task(body, tenant)
     submissions.check_allowed(call.identity, body, task)
     submissions.check_possible(task)
-    spec = run_spec(body, body.run, learned)
+    spec = submissions.run_spec(body, body.run, learned)
     terms = terms_of(tenant, body, [(0, given.total)], submissions.clock.now())
     array = await new_array(submissions, task, spec, terms, joined(spec.arguments, given.packed))
     return await _store(call, parts, array, idempotency_key, "array")

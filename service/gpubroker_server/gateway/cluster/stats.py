@@ -8,6 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.planning.draining import still_on
 from gpubroker_server.core.planning.fragmentation import (
     FreeMemory,
     ScatteredDemand,
@@ -107,6 +108,13 @@ class TaskCounts(TypedDict):
     expired: int
 
 
+class NodeCounts(TypedDict):
+    total: int
+    ready: int
+    cordoned: Annotated[int, Field(description="With those that are drained.")]
+    draining: Annotated[int, Field(description="Of which something is left.")]
+
+
 class ExecutorView(TypedDict):
     state: str
     address: str
@@ -141,6 +149,7 @@ class Stats(AsOf):
     gpu: GpuTotals
     fragmentation: FragmentationView
     tasks: TaskCounts
+    nodes: NodeCounts
     executor: ExecutorView
     leader: LeaderView
     detection: DetectionView
@@ -160,6 +169,7 @@ async def get_stats(parts: Parts) -> Response:
         "fragmentation": _fragmentation_view(parts),
         "forecasts": forecasts_views(parts.world),
         "tasks": _task_counts(parts.world),
+        "nodes": _node_counts(parts.world),
         "executor": {
             "state": str(executor.get("state", "unknown")),
             "address": str(executor.get("address", "")),
@@ -186,6 +196,18 @@ def _gpu_totals(world: World) -> GpuTotals:
         "used_mb": sum(sample.used_mb for sample in samples),
         "free_mb": sum(max(0, ledger.free_mb()) for ledger in ledgers),
         "utilization": sum(measured) / len(measured) if measured else None,
+    }
+
+
+def _node_counts(world: World) -> NodeCounts:
+    nodes = world.nodes.values()
+    return {
+        "total": len(nodes),
+        "ready": sum(node.ready for node in nodes),
+        "cordoned": sum(node.cordoned for node in nodes),
+        "draining": sum(
+            node.draining_since is not None and bool(still_on(world, node.name)) for node in nodes
+        ),
     }
 
 

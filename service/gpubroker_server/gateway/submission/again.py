@@ -8,13 +8,18 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.status.task_view import RETRY_VARIABLE, ROLES_VARIABLE
+from gpubroker_server.gateway.status.task_view import (
+    CONCURRENCY_VARIABLE,
+    PROFILE_VARIABLE,
+    RETRY_VARIABLE,
+    ROLES_VARIABLE,
+)
 from gpubroker_server.gateway.submission.submissions import Submissions
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, TaskRecord
 
 _KINDS = (Entrypoint.tag, Command.tag, Function.tag)
-_OURS = (ROLES_VARIABLE, RETRY_VARIABLE, ARRAY_VARIABLE)
+_OURS = (ROLES_VARIABLE, RETRY_VARIABLE, PROFILE_VARIABLE, CONCURRENCY_VARIABLE, ARRAY_VARIABLE)
 
 
 class Again(NamedTuple):
