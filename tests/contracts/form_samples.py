@@ -18,6 +18,7 @@ from gpubroker_server.adapters.ray.wire import MEASURE, OrderWriter, pack, write
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
+    ItemsOrder,
     Order,
     StartOrder,
     StopOrder,
@@ -73,6 +74,7 @@ ORDERS: tuple[Order, ...] = (
     WatchOrder(*AT, 42, ((GPU, Mib(100)),)),
     StopOrder(*AT, StopReason.PREEMPT, Seconds(2.5), rank=1),
     ForgetOrder(*AT, rank=1),
+    ItemsOrder(*AT, 4, ((0, 5), (7, 8)), is_over=False, rank=1),
 )  # fmt: skip
 
 SAMPLES = [("GPU-a", 5, 1, {"t:3": 4}, 0.5)]
@@ -83,6 +85,17 @@ NEWS: tuple[tuple[Any, ...], ...] = (
     ("ready", "t", 3, 1, 1000.0, "10.0.0.1:4711"),
     ("progressed", "t", 3, 1, 1000.0, 0.5, "half"),
     ("checkpointed", "t", 3, 1, 1000.0, 7, "abc", b"state", None),
+    (
+        "items",
+        "t",
+        3,
+        1,
+        1000.0,
+        4,
+        ((5, 0.5, 1, b"1", None), (6, 0.5, 2, None, ("exception", "no", "Trace"))),
+        ((0, 5), (7, 8)),
+        9,
+    ),
     ("ended", "t", 3, 1, 1000.0, "failed", None, "json", ("exception", "no", "Trace"), b"log"),
 )
 """What a run's process says and its agent passes on."""
@@ -114,9 +127,20 @@ CONFIG = AgentConfig(
 )
 
 
-def items() -> Sequence[tuple[Any, ...]]:
+def orders_in(agent: int) -> Sequence[Order]:
+    """Those of this form: the one before did not know arrays."""
+    return [order for order in ORDERS if agent > 8 or not isinstance(order, ItemsOrder)]
+
+
+def news_in(runner: int) -> Sequence[tuple[Any, ...]]:
+    return [news for news in NEWS if runner > 5 or news[0] != "items"]
+
+
+def items(runner: int) -> Sequence[tuple[Any, ...]]:
     config = replace(CONFIG, instance="instance")
+    of_arrays = (("items", ("t", 3, 1), 4, ((0, 5), (7, 8)), False),) if runner > 5 else ()
     return (
+        *of_arrays,
         ("share", RUN.to_wire()),
         own_start(RUN, config, Path("/runs/t.log"), "10.0.0.1"),
         ("go", ("t", 3, 1), "10.0.0.1:4711"),
@@ -133,11 +157,14 @@ def description(runner: int) -> Mapping[str, Any]:
 def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
     form = OrderWriter(1000, 500)
-    yield f"agent-{agent}-orders.msgpack", pack([*(form.write(o, PAYLOAD) for o in ORDERS), MEASURE])
-    reports = [NODE_SEEN, *NEWS, *OF_AN_AGENT]
+    yield (
+        f"agent-{agent}-orders.msgpack",
+        pack([*(form.write(o, PAYLOAD) for o in orders_in(agent)), MEASURE]),
+    )
+    reports = [NODE_SEEN, *news_in(runner), *OF_AN_AGENT]
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()
-    yield f"runner-{runner}-items.msgpack", pack(items())
-    yield f"runner-{runner}-news.msgpack", pack(list(enumerate(NEWS)))
+    yield f"runner-{runner}-items.msgpack", pack(items(runner))
+    yield f"runner-{runner}-news.msgpack", pack(list(enumerate(news_in(runner))))
     yield f"runner-{runner}-description.msgpack", pack(description(runner))

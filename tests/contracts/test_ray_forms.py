@@ -26,6 +26,8 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    ItemResult,
+    ItemsReported,
     NodeLost,
     NodeReport,
     Progressed,
@@ -36,7 +38,7 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
 
-from tests.contracts.form_samples import CONFIG, FORMS, NEWS, ORDERS, PAYLOAD, RECORD, RUN, written
+from tests.contracts.form_samples import CONFIG, FORMS, PAYLOAD, RECORD, RUN, news_in, orders_in, written
 
 SPOKEN = list(zip(wire.SPOKEN, messages.SPOKEN, strict=True))
 AGENTS = pytest.mark.parametrize("agent", wire.SPOKEN)
@@ -45,6 +47,13 @@ RUNNERS = pytest.mark.parametrize("runner", messages.SPOKEN)
 T, F, N, AT = TaskId("t"), Fence(3), NodeName("n1"), Instant(1000.0)
 OF_RUN = T, F, AT
 SAMPLE = (DeviceSample(DeviceKey("c/n1/GPU-a"), AT, Mib(5), Mib(1), {"t:3": Mib(4)}, 0.5),)
+
+
+RESULTS = (
+    ItemResult(5, 0.5, 1, b"1", None),
+    ItemResult(6, 0.5, 2, None, Failure("exception", "no", "Trace")),
+)
+OF_ITEMS = ItemsReported(*OF_RUN, 4, RESULTS, ((0, 5), (7, 8)), 9, 1)
 
 
 def frozen(name: str) -> bytes:
@@ -66,7 +75,7 @@ def test_orders_are_read(agent: int) -> None:
     assert RunOrder.from_wire(start[3]) == RUN
     *about_runs, last = others
     assert about_runs == [
-        unpack(wire.pack(wire.OrderWriter(1000, 500).write(o, PAYLOAD))) for o in ORDERS[1:]
+        unpack(wire.pack(wire.OrderWriter(1000, 500).write(o, PAYLOAD))) for o in orders_in(agent)[1:]
     ]
     assert last == wire.MEASURE
 
@@ -89,6 +98,7 @@ def test_reports_are_read(agent: int) -> None:
         Ready(*OF_RUN, "10.0.0.1:4711", 1),
         Progressed(*OF_RUN, 0.5, "half", 1),
         Checkpointed(*OF_RUN, 7, "abc", b"state", None, 1),
+        *([OF_ITEMS] if agent > 8 else []),
         Ended(*OF_RUN, Ending.FAILED, None, "json", Failure("exception", "no", "Trace"), b"log", 1),
         Gone(*OF_RUN, "process_absent", SAMPLE, 1),
         Sampled(N, AT, SAMPLE),
@@ -114,13 +124,14 @@ def test_a_configuration_is_read(agent: int) -> None:
 @RUNNERS
 def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     done: list[tuple[Any, ...]] = []
-    methods = ("start_shared", "start_alone", "go", "change_world", "report_again", "stop")
+    methods = ("start_shared", "start_alone", "go", "change_world", "report_again", "stop", "answer_items")
     assert all(hasattr(RunHost, name) for name in methods)
-    noted = {name: lambda *given, name=name: done.append((name, *given)) for name in methods}
+    noted = {name: lambda *given, name=name, **_: done.append((name, *given)) for name in methods}
     for item in unpack(frozen(f"runner-{runner}-items.msgpack")):
         runner_module._carry_out(SimpleNamespace(**noted), item)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
     assert done == [
+        *([("answer_items", key, 4, ((0, 5), (7, 8)))] if runner > 5 else []),
         ("start_shared", RUN),
         ("start_alone", RUN, ProcessSetup("instance", "nobody", "10.0.0.1", "n1"), Path("/runs/t.log")),
         ("go", key, "10.0.0.1:4711"),
@@ -133,7 +144,7 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
 @RUNNERS
 def test_the_reports_of_a_process_are_read(runner: int) -> None:
     told = unpack(frozen(f"runner-{runner}-news.msgpack"))
-    assert [report for _, report in told if is_report(report)] == list(NEWS)
+    assert [report for _, report in told if is_report(report)] == news_in(runner)
 
 
 @RUNNERS

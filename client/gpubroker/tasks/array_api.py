@@ -4,7 +4,7 @@ import base64
 import json
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -25,6 +25,7 @@ _ITEMS_PER_PAGE = 5000
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.5
 _SUBMIT_SECONDS = 60.0
+_BAR_WIDTH = 30
 _ARRAY_OPTIONS = ("chunk", "max_parallel", "item_timeout_seconds", "item_retries")
 
 
@@ -170,6 +171,21 @@ class ArrayApi(Operations):
 
         return Pages(fetch)
 
+    @listing
+    def array_progress(self, array: AnyArray) -> Pages[Array]:
+        """The array each time that it is further, until it has ended."""
+
+        def fetch(cursor: str | None) -> Steps[Page[Array]]:
+            pause_seconds = _FIRST_PAUSE_SECONDS
+            while True:
+                seen = decode(Array, (yield from self._ask("GET", _path(array))))
+                if seen.is_finished or cursor != str(seen.done):
+                    return Page((seen,), None if seen.is_finished else str(seen.done), seen.raw)
+                yield Pause(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+        return Pages(fetch)
+
     @operation
     def cancel_array(self, array: AnyArray) -> Steps[Array]:
         """Cancel what is left of an array. Results stay."""
@@ -204,7 +220,7 @@ class ArrayApi(Operations):
         a bar on standard error. Results of functions are unpickled here. Raises BrokerError if the array ends
         with items left, such as by a cancel.
         """
-        bar = _Bar() if progress else None
+        show = progress_bar() if progress else None
         mapped = _Mapped(ordered, return_exceptions)
 
         def fetch(cursor: str | None) -> Steps[Page[Any]]:
@@ -215,8 +231,8 @@ class ArrayApi(Operations):
                 seen = decode(Array, (yield from self._ask("GET", _path(array))))
                 page = yield from self._items_after(array, cursor, {"order": "completed"})
                 mapped.add(page)
-                if bar is not None:
-                    bar.show(seen)
+                if show is not None:
+                    show(seen)
                 if page.items or seen.is_finished:
                     return mapped.page(page.raw["next_after"], seen)
                 yield Pause(pause_seconds)
@@ -294,24 +310,23 @@ class _Mapped:
                 yield ItemFailed(number, item.error.kind, item.error.message, item.error.traceback)
 
 
-class _Bar:
-    """On standard error, while it is a terminal or not: one line that changes, or one at each tenth."""
+def progress_bar() -> Callable[[Array], None]:
+    """Shows how far an array is on standard error: in a terminal one line that changes, otherwise a line for
+    each tenth."""
+    shown = -1
 
-    def __init__(self) -> None:
-        self._shown = -1
-        self._is_over = False
-
-    def show(self, array: Array) -> None:
-        if self._is_over:
+    def show(array: Array) -> None:
+        nonlocal shown
+        out = sys.stderr
+        steps = 100 if out.isatty() else 10
+        step = steps + 1 if array.is_finished else int(array.fraction * steps)
+        if step == shown:
             return
-        self._is_over = array.is_finished
-        out, share = sys.stderr, int(array.fraction * (100 if sys.stderr.isatty() else 10))
-        if share == self._shown and not self._is_over:
-            return
-        self._shown = share
-        out.write(bar_line(array, 30))
-        out.write("\n" if self._is_over or not out.isatty() else "\r")
+        shown = step
+        print(bar_line(array, _BAR_WIDTH), end="\r" if out.isatty() and step <= steps else "\n", file=out)
         out.flush()
+
+    return show
 
 
 def bar_line(array: Array, width: int) -> str:

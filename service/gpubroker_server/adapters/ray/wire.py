@@ -28,9 +28,9 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Number of the form in which driver and agent speak; first value of every message between them."""
-SPOKEN = (PROTOCOL,)
+SPOKEN = (8, PROTOCOL)
 """The forms that this release speaks, the newest last. An agent outlives the service that started it, so a
 release that changes the form also speaks the one before. Both sides take the newest that they share."""
 

@@ -230,7 +230,7 @@ async def _store(call: Call, parts: Parts, array: NewArray, key: str | None, pur
         raise key_reused(str(key), outcome.task, "array")
     if outcome.verdict is SubmitVerdict.DUPLICATE:
         return await _replayed(call, parts, outcome.task)
-    log.info("array accepted", array=terms.id, tenant=terms.tenant, items=terms.total)
+    log.info("array accepted", task=terms.id, tenant=terms.tenant)
     return answer(await _view(parts, terms), 202, {"Location": f"/arrays/{terms.id}"})
 
 
