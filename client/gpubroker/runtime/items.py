@@ -137,8 +137,8 @@ class ItemWorker:
             return failed("item_timeout", "an item did not end when its time was over")
         if self._is_over:
             return RunOutcome("succeeded", result=b"null")
-        with self._lock:
-            self._todo.clear()
+        self._current = None
+        self._todo.clear()
         self._report(leaving=True)
         return RunOutcome("stopped")
 
