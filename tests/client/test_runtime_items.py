@@ -77,9 +77,7 @@ def double(item: int) -> int:
 def test_a_worker_does_what_it_is_given_and_reports_all_that_was_not_answered() -> None:
     worker = Worker(double, [5, 6, 7, 8])
     first = worker.next()
-    assert (first[6], first[7], first[8]) == ((), (), 1), (
-        "it has nothing and does not know yet how much to ask"
-    )
+    assert (first[6], first[7], first[8]) == ((), (), 1), "it has nothing, and knows no time of an item"
     worker.hold(first, (1, 3))
     second = worker.next()
     assert [(it[0], it[3]) for it in second[6]] == [(1, b"12"), (2, b"14")]

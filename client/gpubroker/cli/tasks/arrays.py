@@ -121,9 +121,9 @@ def array(
             for item in broker.array_items(array, **({"state": "failed"} if failed else {})):
                 show(json.dumps(item.raw))
             return
-        seen = broker.cancel_array(array) if cancel else broker.array(array)
+        ask = broker.retry_array if retry else broker.cancel_array if cancel else broker.array
+        seen = ask(array)
         if retry:
-            seen = broker.retry_array(array)
             eprint(f"accepted {seen.id}: {seen.total} items again")
         if wait:
             _print_results(broker, seen, output)
