@@ -11,7 +11,8 @@ import structlog
 from gpubroker_server.broker.arrays import Arrays
 from gpubroker_server.broker.commit import COMMITTED, TRIES, Committer, PictureDiverged, rejected
 from gpubroker_server.broker.dispatch import Dispatcher
-from gpubroker_server.broker.observe import Inbox, Observer, without_values
+from gpubroker_server.broker.inbox import Inbox
+from gpubroker_server.broker.observe import Observer, without_values
 from gpubroker_server.broker.planner import Planner
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm, RefusedTerm, refused_term

@@ -1,8 +1,6 @@
 """What happened since the last cycle: reports, requests and deadlines, which the core turns into
 decisions."""
 
-import asyncio
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -65,30 +63,12 @@ _UNSTORABLE = Failure(
     "unstorable", "a value that the run reported cannot be stored in the database, such as a text with a NUL"
 )
 
-MOST_REPORTS = 10_000
-MOST_REPORT_BYTES = 64 * 2**20
-"""With more in the inbox, which happens only while nothing can be committed, no reports are fetched."""
-
 
 def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> None:
     """Forget the progress of runs that have ended."""
     for event in events:
         if event.kind in _ENDS_OF_A_RUN:
             progress.pop(TaskId(event.key), None)
-
-
-def next_batch(heard: Iterable[Report]) -> list[Report]:
-    """The reports up to the next NodeReport, ServerIndex, ServerGone or ModelsInUse, or that one alone.
-
-    These list all runs of an agent, all models of a server or all in use at one moment: earlier reports must
-    be committed when the list is read, and later ones must not.
-    """
-    batch: list[Report] = []
-    for report in heard:
-        if isinstance(report, NodeReport | ServerIndex | ServerGone | ModelsInUse):
-            return batch or [report]
-        batch.append(report)
-    return batch
 
 
 def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
@@ -109,56 +89,6 @@ def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[R
             case _:
                 plain.append(report)
     return [] if plain == mine else plain
-
-
-class Inbox:
-    """Reports that wait for the next cycle, in order."""
-
-    def __init__(self) -> None:
-        self._reports: deque[Report] = deque()
-        self._size_bytes = 0
-        self.has_room = asyncio.Event()
-        """Without it no reports are fetched: the executor keeps them, and stops asking agents for more."""
-        self.has_room.set()
-
-    def __len__(self) -> int:
-        return len(self._reports)
-
-    def put(self, reports: Sequence[Report]) -> None:
-        self._reports.extend(reports)
-        self._size_bytes += sum(map(_size_bytes, reports))
-        self._set_room()
-
-    def next_batch(self) -> list[Report]:
-        return next_batch(self._reports)
-
-    def replace(self, count: int, reports: Sequence[Report]) -> None:
-        """The first `count` reports by others."""
-        for _ in range(count):
-            self._reports.popleft()
-        self._reports.extendleft(reversed(reports))
-
-    def weigh(self) -> None:
-        """After `replace`."""
-        self._size_bytes = sum(map(_size_bytes, self._reports))
-        self._set_room()
-
-    def _set_room(self) -> None:
-        if len(self._reports) <= MOST_REPORTS and self._size_bytes <= MOST_REPORT_BYTES:
-            self.has_room.set()
-        else:
-            self.has_room.clear()
-
-
-def _size_bytes(report: Report) -> int:
-    """The bytes of a result or a checkpoint."""
-    match report:
-        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)):
-            return len(data)
-        case ItemsReported():
-            return sum(len(it.result) for it in report.results if it.result is not None)
-        case _:
-            return 0
 
 
 class _Rejected(Exception):
