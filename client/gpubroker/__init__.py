@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpubroker.admin import Detection, Released, Token
+    from gpubroker.admin import Detection, Queue, Released, Token
     from gpubroker.broker import AsyncBroker, Broker
     from gpubroker.cluster.fleet import Gpu, Node, Policy, Profile, Stats, Tenant
     from gpubroker.cluster.plan import FleetPlan
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from gpubroker.tasks.task import Event, Outcome, Quarantined, Task, TaskState
     from gpubroker.transport.decoding import Page
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _NAMES = {
-    "admin": ("Detection", "Released", "Token"),
+    "admin": ("Detection", "Queue", "Released", "Token"),
     "broker": ("AsyncBroker", "Broker"),
     "cluster.fleet": ("Gpu", "Node", "Policy", "Profile", "Stats", "Tenant"),
     "cluster.plan": ("FleetPlan",),
@@ -102,6 +102,7 @@ __all__ = [
     "Policy",
     "Profile",
     "Quarantined",
+    "Queue",
     "Refused",
     "Released",
     "RunningTask",

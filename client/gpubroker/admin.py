@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from gpubroker.cluster.fleet import Node
+from gpubroker.errors import WrongArgument
 from gpubroker.tasks.task import AnyTask, Quarantined, id_of
 from gpubroker.transport.decoding import Raw, decode
 from gpubroker.transport.exchange import Steps
@@ -36,6 +37,16 @@ class Detection:
     nodes: tuple[str, ...] = ()
     runs: int = 0
     of_runs: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The queue of a tenant or of a work stream: `queue` is `tenant:NAME` or `stream:NAME`. `paused` has
+    `since`, `by`, `reason` and how many tasks are `waiting`; None: it is not paused."""
+
+    queue: str
+    paused: Raw | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
 
@@ -77,6 +88,27 @@ class AdminApi(Operations):
         """State that the nodes which fell silent together are lost. Raises Refused (`nothing-paused`)."""
         answer = yield from self._ask_once("POST", "/detection/resume", {"reason": reason})
         return decode(Detection, answer.json())
+
+    @operation
+    def pause_queue(
+        self, *, tenant: str | None = None, stream: str | None = None, reason: str = ""
+    ) -> Steps[Queue]:
+        """Let nothing of a tenant, or of a work stream, start; what runs goes on. Give one of the two."""
+        return (yield from self._change_queue("pause", tenant, stream, reason))
+
+    @operation
+    def resume_queue(
+        self, *, tenant: str | None = None, stream: str | None = None, reason: str = ""
+    ) -> Steps[Queue]:
+        """End a pause."""
+        return (yield from self._change_queue("resume", tenant, stream, reason))
+
+    def _change_queue(self, verb: str, tenant: str | None, stream: str | None, reason: str) -> Steps[Queue]:
+        if (tenant is None) is (stream is None):
+            raise WrongArgument("give either tenant= or stream=")
+        kind, name = ("streams", stream) if tenant is None else ("tenants", tenant)
+        path = f"/{kind}/{path_part(str(name))}/{verb}"
+        return decode(Queue, (yield from self._ask("POST", path, {"reason": reason})))
 
     @operation
     def cordon(self, node: str, reason: str = "") -> Steps[Node]:

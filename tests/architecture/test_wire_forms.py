@@ -26,7 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "73f66a7852c3",
+    "agent-9": "c522b89fbeb9",
     "runner-5": "159adbd1a83c",
     "runner-6": "54506847e1e1",
 }
@@ -71,7 +71,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "c9b318cdf383"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "1f5c33242de0"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "501437e7e79e"),
     ],
     ids=["driver and agent", "agent and run process"],

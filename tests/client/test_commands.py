@@ -166,6 +166,26 @@ def test_tenants_and_policy_are_shown(gpubroker: Run, holder: str) -> None:
     assert "interactive" in gpubroker("policy").out
 
 
+def test_a_queue_is_paused_and_resumed(gpubroker: Run) -> None:
+    assert "tenant default is paused since" in gpubroker("pause --tenant default --because moving").out
+    task = gpubroker(f"submit {WORK} -i seconds=0 --name waits").out.strip()
+    assert "tenant default was paused" in gpubroker("ps").out
+    assert "QueuePaused: " in gpubroker("explain", task).out
+    assert "1 paused" in gpubroker("tenants").out
+    assert "(moving), 1 tasks wait" in gpubroker("stats").out
+    assert gpubroker("resume --tenant default").out == "tenant default is not paused\n"
+    assert gpubroker("wait", task, "-o", "json").json["state"] == "succeeded"
+    unknown = gpubroker("pause --stream nobody")
+    assert (unknown.code, "no work stream" in unknown.err) == (6, True)
+
+
+@pytest.mark.parametrize(
+    "line", ["pause", "pause --tenant a --stream b", "resume", "resume --tenant a --stream b --because c"]
+)
+def test_a_pause_is_of_one_queue(gpubroker: Run, line: str) -> None:
+    assert gpubroker(line).code == 2
+
+
 def test_a_task_has_the_sizes_of_the_profile_that_it_names(gpubroker: Run) -> None:
     assert re.search(r"^trainer +4 +1 +1 *$", gpubroker("profiles").out, re.MULTILINE)
     line = f"submit {WORK} -i seconds=0 --profile rollout_worker --max-concurrency 8 --hold -o json"

@@ -161,7 +161,8 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
         f"agent-{agent}-orders.msgpack",
         pack([*(form.write(o, PAYLOAD) for o in orders_in(agent)), MEASURE]),
     )
-    reports = [NODE_SEEN, *news_in(runner), *OF_AN_AGENT]
+    first, *others = news_in(6 if agent > 8 else 5)
+    reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -36,10 +37,7 @@ from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import (
-    BlobMissing,
-    CommitVerdict,
-)
+from gpubroker_server.ports.store import BlobMissing, CommitVerdict
 from jsonschema import Draft202012Validator
 
 from tests.builders import NOW, a_device, a_node, a_sample
@@ -47,6 +45,9 @@ from tests.contracts.scenes import next_term
 from tests.patience import PATIENCE_SECONDS
 
 P = TypeVar("P")
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""The tester's, in which clients pickle functions."""
 
 DOCUMENT = openapi_document()
 
@@ -132,7 +133,6 @@ class Gateway:
                     self.policy,
                     ("myteam.*:*", "tools:resize", "tools:Image.*"),
                     env_allowed=("WANDB_*", "SEED"),
-                    python="3.11",
                     cloudpickle="3.1",
                 ),
                 defaults=Defaults(model_types={"llm": llm}),

@@ -84,7 +84,7 @@ def _tenants(listed: Sequence[Tenant]) -> RenderableType:
             gib(tenant.usage_mb_seconds / 3600),
             f"{tenant.fair_share:.0%}",
             f"{tenant.level:.2f}",
-            str(tenant.pending),
+            f"{tenant.pending} paused" if tenant.paused else str(tenant.pending),
             str(tenant.active),
         )
         for tenant in listed
@@ -118,6 +118,7 @@ def _stats(found: Stats) -> RenderableType:
         ("executor", executor_in_words(found.executor)),
         *(("model server", _model_server(server)) for server in found.model_servers),
     ]
+    rows += [("paused", f"! {_pause(pause)}") for pause in found.paused]
     if closed := [
         f"{found.nodes[name]} {name}" for name in ("cordoned", "draining") if found.nodes.get(name)
     ]:
@@ -134,6 +135,12 @@ def _stats(found: Stats) -> RenderableType:
     if found.age_seconds is not None:
         rows.append(("as of", f"{found.age_seconds:.1f} s ago, event {found.position}"))
     return details(rows)
+
+
+def _pause(pause: Mapping[str, Any]) -> str:
+    kind, _, name = str(pause["queue"]).partition(":")
+    why = f" ({pause['reason']})" if pause.get("reason") else ""
+    return f"{kind} {name} since {pause['since']} by {pause['by']}{why}, {pause['waiting']} tasks wait"
 
 
 def _fragmentation(found: Fragmentation | None) -> Iterator[tuple[str, str]]:

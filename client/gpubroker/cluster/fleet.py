@@ -157,6 +157,8 @@ class Tenant:
     max_priority: int = 100
     pending: int = 0
     active: int = 0
+    paused: Mapping[str, Any] | None = None
+    """While its queue starts nothing: `since`, `by`, `reason` and how many tasks are `waiting`."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 
@@ -191,6 +193,8 @@ class Stats:
     leader: Mapping[str, Any] = field(default_factory=dict)
     detection: Mapping[str, Any] = field(default_factory=dict)
     """`state`, watching or paused; if paused, the silent `nodes` that are not given up, and a `message`."""
+    paused: tuple[Mapping[str, Any], ...] = ()
+    """Queues of tenants and work streams that start nothing."""
     disk_full: str = ""
     """Of the process that answered: `disk full: /data (...)`, or empty."""
     model_servers: tuple[Mapping[str, Any], ...] = ()

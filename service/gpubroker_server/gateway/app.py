@@ -17,7 +17,7 @@ from gpubroker_server.gateway.admin.operations import OperationParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
 from gpubroker_server.gateway.arrays import routes as arrays
 from gpubroker_server.gateway.arrays.routes import ArrayParts
-from gpubroker_server.gateway.cluster import devices, nodes, policy, quarantine, stats
+from gpubroker_server.gateway.cluster import devices, nodes, pauses, policy, quarantine, stats
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.events.routes import EventParts
@@ -62,7 +62,7 @@ _RESOURCES = (
         estimates,
         events,
     ),
-    *(devices, nodes, models, measure, quarantine, stats, policy, tokens, operations),
+    *(devices, nodes, models, measure, quarantine, stats, policy, pauses, tokens, operations),
 )
 """In the order in which paths are matched and documented; the busiest first."""
 
@@ -125,7 +125,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
         world, clock, rules.policy, freshness, leadership, records, submissions, parts.tokens, rules.kinds
     )
     yield ClusterParts(
-        world, clock, freshness, leadership, requests, rules.policy, limits, rules.defaults,
+        world, clock, freshness, leadership, requests, parts.tokens, rules.policy, limits, rules.defaults,
         rules.kinds, servers, parts.residencies, parts.disk_full,
     )  # fmt: skip
     yield EventParts(records)

@@ -298,7 +298,7 @@ def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
     live: Counter[tuple[str, str]] = Counter()
     for priority, count in waiting.items():
         live[TaskState.PENDING.value, band_of(priority)[0]] += count
-    for task in (*queue.held, *queue.awaiting, *queue.delayed, *world.active):
+    for task in (*queue.held, *queue.awaiting, *queue.delayed, *queue.paused, *world.active):
         row = world.tasks[task]
         live[row.state.value, band_of(row.priority)[0]] += 1
     yield _gauge("gpubroker_tasks", live.items())
@@ -306,6 +306,7 @@ def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
         "Held": len(queue.held),
         "DependencyPending": len(queue.awaiting),
         "NotBefore": len(queue.delayed),
+        "QueuePaused": len(queue.paused),
         "Queued": waiting.total(),
     }
     yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])

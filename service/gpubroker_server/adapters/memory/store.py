@@ -10,9 +10,9 @@ from gpubroker_server.adapters.memory.item_pages import PagesInMemory
 from gpubroker_server.adapters.memory.leadership import LeaderInMemory
 from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
-    AuditNote,
     Decision,
     Outcome,
+    QueuePause,
     Request,
     device_delta_mb,
     tenant_delta_mb,
@@ -64,7 +64,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         now: Callable[[], float] = time.time,
         usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
     ) -> None:
-        TokensAndObjects.__init__(self)
+        TokensAndObjects.__init__(self, now)
         LeaderInMemory.__init__(self, now)
         PagesInMemory.__init__(self)
         self._listeners: list[EventListener] = []
@@ -79,6 +79,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         self._leased_mb: Counter[str] = Counter()
         self._nodes: dict[NodeName, Node] = {}
         self._requests: dict[str, Request] = {}
+        self._pauses: dict[str, QueuePause] = {}
         self._outcomes: dict[TaskId, Outcome] = {}
         self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
         self._finished: Counter[tuple[str, TaskState]] = Counter()
@@ -87,8 +88,6 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         self._pruned = 0
         """How many of the first events were removed."""
         self._log: list[tuple[Event, TaskId | None]] = []
-        self.audited: list[AuditNote] = []
-        """Audit notes of decisions."""
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)
@@ -216,6 +215,9 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         self.keep_pages(decision.items)
         for request in decision.requests_done:
             self._requests.pop(request, None)
+        self._pauses |= {pause.queue: pause for pause in decision.paused}
+        for pause in decision.resumed:
+            self._pauses.pop(pause.queue, None)
         for lesson in decision.lessons:
             self._estimates.pop(lesson.topic, None)
             self._estimates[lesson.topic] = lesson.sketch
@@ -265,6 +267,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
             devices=[d for d in self._devices.values() if d.present or self._leased_mb[d.key]],
             nodes=list(self._nodes.values()),
             requests=list(self._requests.values()),
+            pauses=list(self._pauses.values()),
             finished=dict(self._finished),
             estimates=list(self._estimates.items()),
             usage=self._usage.rows(),
@@ -368,10 +371,6 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         named |= {saved.digest for kept in self._checkpoints.values() for saved in kept.values()}
         named |= self.uploaded() | self.digests_of_pages()
         return frozenset(digests).intersection(named)
-
-    async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
-        """Kept as long as the process, as all of this store."""
-        self.audited.append(AuditNote(Instant(self._now()), tenant, by, action, subject, ""))
 
     async def close(self) -> None:
         self._listeners.clear()

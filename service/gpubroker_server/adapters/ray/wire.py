@@ -138,7 +138,14 @@ def write_reports(
     protocol: int = PROTOCOL,
 ) -> bytes:
     """`held_seconds`: for how long the poll that this answers waited for a report."""
+    if protocol == 8:
+        reports = [_without_order_time(report) for report in reports]
     return pack((protocol, node, sent_at, held_seconds, reports))
+
+
+def _without_order_time(report: WireReport) -> WireReport:
+    """Form 8 has no time in the report of a start at which the agent had the order."""
+    return report[:6] if report[0] == "started" else report
 
 
 def run_of(report: Report) -> RunId | None:

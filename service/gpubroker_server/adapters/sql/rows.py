@@ -230,6 +230,10 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.INSERT_ITEM_PAGES, _page_values(page)
     for request in decision.requests_done:
         yield sql.DELETE_REQUESTS, (request,)
+    for pause in decision.paused:
+        yield sql.MAKE_PAUSES, (pause.queue, pause.at, pause.actor, pause.reason)
+    for pause in decision.resumed:
+        yield sql.END_PAUSES, (pause.queue,)
     for note in decision.audit:
         yield sql.INSERT_AUDIT, (note.at, note.tenant, note.actor, note.action, note.subject, note.reason)
     for topic in decision.forgotten:

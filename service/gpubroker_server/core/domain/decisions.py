@@ -103,6 +103,24 @@ class Notice:
     fields: Fields
 
 
+@dataclass(frozen=True, slots=True)
+class QueuePause:
+    """The queue of one tenant, or of one work stream, starts nothing until it is resumed. One row."""
+
+    queue: str
+    """`tenant:NAME` or `stream:NAME`."""
+    at: Instant
+    actor: str
+    """Name of the token."""
+    reason: str = ""
+
+    @property
+    def tenant(self) -> str:
+        """Empty for a stream, which all tenants share."""
+        kind, _, name = self.queue.partition(":")
+        return name if kind == "tenant" else ""
+
+
 @value
 class Decision:
     """Rows that change together, and the orders to send after the commit.
@@ -129,6 +147,8 @@ class Decision:
     forgotten: tuple[SketchKey, ...] = ()
     audit: tuple[AuditNote, ...] = ()
     notices: tuple[Notice, ...] = ()
+    paused: tuple[QueuePause, ...] = ()
+    resumed: tuple[QueuePause, ...] = ()
 
     def is_empty(self) -> bool:
         return not (
@@ -139,6 +159,8 @@ class Decision:
             or self.nodes
             or self.requests_done
             or self.notices
+            or self.paused
+            or self.resumed
         )
 
 
@@ -153,6 +175,7 @@ class Request:
     - of a model, also: want (priority, uses), pin (pinned, by)
     - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,
       uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
+    - of operators for no task: pause and unpause (queue, by, reason)
     """
 
     id: str

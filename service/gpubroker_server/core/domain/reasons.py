@@ -9,7 +9,8 @@ class Reason(StrEnum):
     yet."""
 
     HELD = "Held"
-    QUEUE_PAUSED = "QueuePaused"  # reserved
+    QUEUE_PAUSED = "QueuePaused"
+    """An operator has paused its tenant or its work stream."""
     MISCONFIGURED = "Misconfigured"  # reserved
     EXCEEDS_CAPACITY = "ExceedsCapacity"
     """It can never fit: no device, node or limit is large enough."""

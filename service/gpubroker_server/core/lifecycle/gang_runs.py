@@ -44,7 +44,7 @@ def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Insta
     if any(other.state is not MemberState.READY for other in members):
         update.move(Move.CHANGED, "rank_ready", members=members)
         return
-    update.move(Move.STARTED, "started", started_at=at, members=members)
+    update.move(Move.STARTED, "started", started_at=at, ordered_at=task.ordered_at, members=members)
     assert update.task is not None
     update.orders += [go_order(world, update.task, each) for each in members]
 

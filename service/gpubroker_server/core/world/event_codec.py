@@ -7,7 +7,7 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import Fields, Request, TaskWrite
+from gpubroker_server.core.domain.decisions import Fields, QueuePause, Request, TaskWrite
 from gpubroker_server.core.domain.demand import NO_CONSTRAINTS, Demand, PlacementConstraints, interned
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.lease import (
@@ -47,6 +47,7 @@ _NODE_NAMES = tuple(f.name for f in dataclass_fields(Node) if f.name not in _COR
 _LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease) if f.name not in ("quarantined_at", "proof"))
 """Fields of a new lease; the beginning and end of a quarantine have events of their own."""
 _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
+_PAUSE_NAMES = tuple(f.name for f in dataclass_fields(QueuePause))
 _REQUEST_NAMES = tuple(f.name for f in dataclass_fields(Request))
 
 _TASK_FIELDS = frozenset(field.name for field in dataclass_fields(Task))
@@ -267,6 +268,14 @@ def node_from(fields: Fields, known: Node | None = None) -> Node:
     row["labels"] = tuple((str(name), str(value)) for name, value in row["labels"])
     row["custom"] = tuple((str(name), float(amount)) for name, amount in row["custom"])
     return Node(**row)
+
+
+def pause_fields(pause: QueuePause) -> dict[str, Any]:
+    return _row(pause, _PAUSE_NAMES)
+
+
+def pause_from(fields: Fields) -> QueuePause:
+    return QueuePause(**fields)
 
 
 def cordon_fields(node: Node) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from gpubroker_server.core.planning.fragmentation import (
 )
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.cluster.pauses import PausedView, paused_views
 from gpubroker_server.gateway.cluster.quarantine import DetectionView, detection_view
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Resource, answer
@@ -153,6 +154,7 @@ class Stats(AsOf):
     executor: ExecutorView
     leader: LeaderView
     detection: DetectionView
+    paused: Annotated[list[PausedView], Field(description="Queues that start nothing.")]
     disk_full: Annotated[
         str, Field(description="Of the process that answers: which disk, and why; or empty.")
     ]
@@ -180,6 +182,7 @@ async def get_stats(parts: Parts) -> Response:
             "holder": None if leader is None else leader.holder,
         },
         "detection": detection_view(parts.leadership.paused()),
+        "paused": paused_views(parts.world),
         "disk_full": parts.disk_full(),
         "model_servers": [_server_view(parts, server) for server in parts.servers],
     }

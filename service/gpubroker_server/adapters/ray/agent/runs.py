@@ -3,6 +3,7 @@
 import asyncio
 import bisect
 import contextlib
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -118,7 +119,8 @@ class NodeRuns:
             return
         self.table.note_fence(order.key)
         small = shareable and not order.barrier and self._config.warm_runners > 0
-        run = Run(order, shared=small and not self.table.is_suspect(order.task))
+        shared = small and not self.table.is_suspect(order.task)
+        run = Run(order, shared=shared, ordered_at=time.time())
         self.table.runs[order.key] = run
         if not self._place(run):
             bisect.insort(self._waiting, run, key=lambda waiting: -waiting.order.priority)
@@ -153,17 +155,11 @@ class NodeRuns:
             run.go = rank_zero_address
             self._pass_on_go(run)
 
-    def change_world(self, key: RunKey, ranks: Sequence[int]) -> None:
-        """The ranks that are left; for a run that has begun."""
+    def pass_on(self, what: str, key: RunKey, *values: Any) -> None:
+        """To a run that has begun: the ranks that are left, or what a worker of an array holds."""
         run = self.table.runs.get(key)
         if run is not None and run.process is not None and not run.has_ended:
-            run.process.send(("world", tuple(key), tuple(ranks)))
-
-    def answer_items(self, key: RunKey, answer: Sequence[Any]) -> None:
-        """What the leader says to a worker of an array."""
-        run = self.table.runs.get(key)
-        if run is not None and run.process is not None and not run.has_ended:
-            run.process.send(("items", tuple(key), *answer))
+            run.process.send((what, tuple(key), *values))
 
     def forget(self, key: RunKey) -> None:
         self.external.forget(key)
@@ -222,6 +218,8 @@ class NodeRuns:
         run = self.table.runs.get(key)
         if run is None or run.process is not process or run.has_ended:
             return  # user code may have forged it
+        if kind == "started":
+            report = (*report, run.ordered_at)
         if kind != "ended":
             if kind != "progressed":
                 run.reports[kind] = report
