@@ -342,3 +342,15 @@ def test_no_item_is_lost_or_accepted_twice(
     assert [line["number"] for line in stage.lines()] == list(range(total))
     assert {line["state"] for line in stage.lines()} == {"succeeded"}
     assert [page.page for page in stage.pages] == list(range(1, len(stage.pages) + 1))
+
+
+def test_a_run_gets_nothing_beside_an_item_that_may_crash_it() -> None:
+    stage = Stage(ArrayWork(terms(6, chunk=2), (), 0))
+    stage.tell(reported("w0", 1))
+    stage.restart("w0", crashed=True)
+    [first] = stage.tell(reported("w0", 6, *map(result, range(2, 6)), fence=Fence(2)))
+    assert numbers_in(first.held) == [0]
+    [again] = stage.tell(reported("w0", 6, fence=Fence(2), number=2))
+    assert again.held == first.held
+    [other] = stage.tell(reported("w1", 6))
+    assert numbers_in(other.held) == [1]
