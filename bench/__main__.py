@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "run",
             "pickup",
             "preempt",
+            "logs",
             "queues",
             "restart",
             "soak",

@@ -10,15 +10,23 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpubroker.runtime.messages import RunOrder
+from gpubroker.runtime.messages import TELLS_OUTPUT, RunOrder
 from gpubroker_server.adapters.ray.agent.run_files import RunRecord
 from gpubroker_server.adapters.ray.agent.runner_process import own_start
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.wire import MEASURE, OrderWriter, pack, write_reports
+from gpubroker_server.adapters.ray.wire import (
+    MEASURE,
+    TELLS_LOGS,
+    OrderWriter,
+    log_order,
+    pack,
+    write_reports,
+)
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
     ItemsOrder,
+    LogName,
     Order,
     StartOrder,
     StopOrder,
@@ -99,6 +107,9 @@ NEWS: tuple[tuple[Any, ...], ...] = (
     ("ended", "t", 3, 1, 1000.0, "failed", None, "json", ("exception", "no", "Trace"), b"log"),
 )
 """What a run's process says and its agent passes on."""
+PRINTED = ("printed", "t", 3, 1, 1000.0, b"out", b"err")
+LOGGED = ("logged", "t", 3, 1, 1000.0, "stdout", 5, b"line\n", True)
+LOG_ORDER = log_order(LogName(TaskId("t"), Fence(3), 1, "stdout"), 5)
 NODE_SEEN = ("node_seen", 1000.0, NODE, [("GPU-a", "sim", 0, 9, True, "", False)], [("t", 3, 1)])
 OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
     ("gone", "t", 3, 1, 1000.0, "process_absent", SAMPLES),
@@ -132,8 +143,10 @@ def orders_in(agent: int) -> Sequence[Order]:
     return [order for order in ORDERS if agent > 8 or not isinstance(order, ItemsOrder)]
 
 
-def news_in(runner: int) -> Sequence[tuple[Any, ...]]:
-    return [news for news in NEWS if runner > 5 or news[0] != "items"]
+def news_of(runner: int) -> tuple[tuple[Any, ...], ...]:
+    if runner < TELLS_OUTPUT:
+        return tuple(news for news in NEWS if news[0] != "items")
+    return (*NEWS, PRINTED)
 
 
 def items(runner: int) -> Sequence[tuple[Any, ...]]:
@@ -157,15 +170,18 @@ def description(runner: int) -> Mapping[str, Any]:
 def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
     form = OrderWriter(1000, 500)
-    yield (
-        f"agent-{agent}-orders.msgpack",
-        pack([*(form.write(o, PAYLOAD) for o in orders_in(agent)), MEASURE]),
-    )
-    first, *others = news_in(6 if agent > 8 else 5)
-    reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
+    about_logs = agent >= TELLS_LOGS
+    orders = [
+        *(form.write(o, PAYLOAD) for o in orders_in(agent)),
+        *([LOG_ORDER] if about_logs else []),
+        MEASURE,
+    ]
+    yield f"agent-{agent}-orders.msgpack", pack(orders)
+    first, *others = [news for news in NEWS if about_logs or news[0] != "items"]
+    reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT, *([LOGGED] if about_logs else [])]
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()
     yield f"runner-{runner}-items.msgpack", pack(items(runner))
-    yield f"runner-{runner}-news.msgpack", pack(list(enumerate(news_in(runner))))
+    yield f"runner-{runner}-news.msgpack", pack(list(enumerate(news_of(runner))))
     yield f"runner-{runner}-description.msgpack", pack(description(runner))

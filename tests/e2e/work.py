@@ -1,8 +1,11 @@
 """What the tasks of these tests do. Files are their witnesses: they see what no database can."""
 
 import asyncio
+import hashlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +32,44 @@ def submit_another(priority: int | str | None = None) -> dict[str, object]:
         return {"child": child.id, "sum": total, **access}
 
 
+def surroundings() -> dict[str, dict[str, str]]:
+    """The environment of this process as it uses it, as the kernel shows it, and that of a child."""
+    child = subprocess.run(["cat", "/proc/self/environ"], capture_output=True, check=True)
+    shown = Path("/proc/self/environ").read_bytes()
+    return {"used": dict(os.environ), "shown": variables_in(shown), "of a child": variables_in(child.stdout)}
+
+
+def digest_of_variable(name: str) -> dict[str, str]:
+    """As this process and a child of it have it."""
+    script = f"import hashlib, os; print(hashlib.sha256(os.environ[{name!r}].encode()).hexdigest())"
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True)
+    return {"process": hashlib.sha256(os.environ[name].encode()).hexdigest(), "child": child.stdout.strip()}
+
+
+def variables_in(environ: bytes) -> dict[str, str]:
+    items = (item.partition("=") for item in environ.decode(errors="replace").split("\0") if item)
+    return {name: text for name, _, text in items}
+
+
 async def add_later(a: int, b: int) -> int:
     await asyncio.sleep(0)
     return a + b
+
+
+def say(name: str, lines: int, pause_seconds: float = 0.0) -> None:
+    """So many numbered lines to each stream; others take their turn between any two."""
+    for number in range(lines):
+        print(f"{name} {number}")
+        print(f"{name} {number} error", file=sys.stderr)
+        time.sleep(pause_seconds)
+
+
+def hold_and_say(gate: str) -> None:
+    """`before`, and `after` once the gate is there."""
+    print("before")
+    while not Path(gate).exists():
+        time.sleep(0.01)
+    print("after")
 
 
 def fail(message: str) -> None:

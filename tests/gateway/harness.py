@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import httpx
+from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Report, Started
@@ -89,9 +90,8 @@ class Gateway:
 
     def __init__(self, **limits: Any) -> None:
         self.clock = ManualClock()
-        self.store = MemoryStore(now=self.clock.now)
-        self.world = World()
-        self.blobs = Blobs()
+        self.store, self.world = MemoryStore(now=self.clock.now), World()
+        self.blobs, self.secrets = Blobs(), MemorySecrets()
         self.policy = Policy(
             custom_limits=(
                 CustomLimit("fpga", 2.0, per_node=True),
@@ -125,6 +125,7 @@ class Gateway:
             waiters=Waiters((limited := RequestLimits(**limits)).tenant_waits),
             store=self.store,
             blobs=self.blobs,
+            secrets=self.secrets,
             follower=self,
             leadership=self,
             tokens=Tokens(self.store, self.clock),

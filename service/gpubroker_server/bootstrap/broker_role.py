@@ -19,7 +19,7 @@ from gpubroker_server.bootstrap.compose import (
 )
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
-from gpubroker_server.bootstrap.run_access import RunAccess
+from gpubroker_server.bootstrap.run_access import RunAccess, secrets_of
 from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
 from gpubroker_server.broker.background import (
     Pruner,
@@ -35,6 +35,7 @@ from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
 from gpubroker_server.broker.model_use import ModelUse
 from gpubroker_server.broker.observe import Observer
+from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
@@ -146,6 +147,17 @@ class BrokerRole:
     def _new_leader(self, leader_term: LeaderTerm) -> Leader:
         """A new one for each term, with nothing kept of earlier terms."""
         follower, settings = self._follower, self._settings
+        logs = LogKeeper(
+            leader_term.term,
+            follower.world,
+            self._store,
+            self._blobs,
+            self.executor,
+            follower.clock,
+            boot_seconds,
+            limit_bytes=settings.limits.log_bytes,
+            inline_bytes=settings.limits.inline_bytes,
+        )
         return Leader(
             leader_term=leader_term,
             ticks=boot_seconds,
@@ -165,6 +177,7 @@ class BrokerRole:
             ),
             dispatcher=self._dispatcher(),
             clock=follower.clock,
+            logs=logs,
         )
 
     def _dispatcher(self) -> Dispatcher:
@@ -192,6 +205,7 @@ class BrokerRole:
             desk,
             inferences,
             self._runs.env_of,
+            secrets_of(self._settings),
         )
 
     async def _have_let_go(self, claim: str) -> bool:

@@ -124,12 +124,14 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
         object_store_bytes=ray.object_store_mb * MIB_BYTES,
         result_limit_bytes=settings.limits.result_bytes,
         checkpoint_limit_bytes=settings.limits.checkpoint_bytes,
+        log_limit_bytes=settings.limits.log_bytes,
         sample_period_seconds=settings.policy.sample_period_seconds,
         beat_seconds=settings.policy.beat_seconds,
         idle_stop_seconds=ray.idle_stop_seconds,
         log_level=settings.log_level,
         log_format=settings.log_format,
         inherit_env=tuple(ray.inherit_env),
+        task_env=settings.task_env,
     )
     return RayExecutor(options, clock)
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
-from gpubroker_server.core.domain.orders import Checkpointed, Ended, ItemsReported, NodeReport, Report
+from gpubroker_server.core.domain.orders import Checkpointed, Ended, ItemsReported, Logged, NodeReport, Report
 
 MOST_REPORTS = 10_000
 MOST_REPORT_BYTES = 64 * 2**20
@@ -66,9 +66,9 @@ class Inbox:
 
 
 def _size_bytes(report: Report) -> int:
-    """The bytes of a result or a checkpoint."""
+    """The bytes of results, of a checkpoint or of a log."""
     match report:
-        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)):
+        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)) | Logged(data=bytes(data)):
             return len(data)
         case ItemsReported():
             return sum(len(it.result) for it in report.results if it.result is not None)

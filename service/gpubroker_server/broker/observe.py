@@ -18,6 +18,7 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     Heartbeat,
     ItemsReported,
+    Logged,
     NodeLost,
     NodeReport,
     Progressed,
@@ -146,7 +147,7 @@ class Observer:
         given_up = self._given_up(self.heartbeats.report_dead(lost, self._world, self._ticks(), now))
         for report in reports:
             match report:
-                case Heartbeat():
+                case Heartbeat() | Logged():
                     pass
                 case NodeLost():
                     if report in given_up:

@@ -12,8 +12,9 @@ from gpubroker_server.core.planning.fragmentation import (
     find_scattered_demand,
     fragmentation,
 )
-from gpubroker_server.gateway.admin import operations, tokens
+from gpubroker_server.gateway.admin import operations, secrets, tokens
 from gpubroker_server.gateway.admin.operations import OperationParts
+from gpubroker_server.gateway.admin.secrets import SecretParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
 from gpubroker_server.gateway.arrays import routes as arrays
 from gpubroker_server.gateway.arrays.routes import ArrayParts
@@ -42,8 +43,9 @@ from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.gateway.status.pending import PendingReasons
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.submissions import Submissions
-from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, retry
+from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, logs, retry
 from gpubroker_server.gateway.tasks import routes as tasks
+from gpubroker_server.gateway.tasks.logs import LogParts
 from gpubroker_server.gateway.tasks.routes import TaskParts
 from gpubroker_server.telemetry.metrics import Sources, Telemetry
 
@@ -54,6 +56,7 @@ _RESOURCES = (
         cancel_selected,
         retry,
         arrays,
+        logs,
         inferences,
         objects,
         leases,
@@ -62,7 +65,7 @@ _RESOURCES = (
         estimates,
         events,
     ),
-    *(devices, nodes, models, measure, quarantine, stats, policy, pauses, tokens, operations),
+    *(devices, nodes, models, measure, quarantine, stats, policy, pauses, tokens, secrets, operations),
 )
 """In the order in which paths are matched and documented; the busiest first."""
 
@@ -109,8 +112,9 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     pending = PendingReasons(world, rules.policy, leadership)
     records = TaskRecords(store, blobs, parts.follower, freshness, waiters, pending, limits.page_items)
     submissions = Submissions(
-        store, blobs, world, parts.ids, clock, rules.defaults, parts.capacity, rules.permissions, records,
-        limits.inline_bytes, limits.tenant_pending_tasks, limits.tenant_pending_bytes,
+        store, blobs, parts.secrets, world, parts.ids, clock, rules.defaults, parts.capacity,
+        rules.permissions, records, limits.inline_bytes, limits.tenant_pending_tasks,
+        limits.tenant_pending_bytes,
     )  # fmt: skip
     requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds)
     storage = ObjectStorage(store, blobs, clock, limits)
@@ -129,7 +133,9 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
         rules.kinds, servers, parts.residencies, parts.disk_full,
     )  # fmt: skip
     yield EventParts(records)
+    yield LogParts(records, parts.log_readers)
     yield TokenParts(store, clock, parts.tokens, rules.policy)
+    yield SecretParts(store, parts.secrets)
     yield OperationParts(
         store, freshness, leadership, waiters, telemetry, parts.has_executor, parts.shutdown, parts.disk_full
     )

@@ -14,9 +14,11 @@ from gpubroker_server.gateway.proxy.residency.residency import ResidencyParts
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.gateway.status.log_readers import LogReaders
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults
 from gpubroker_server.ports.models import ModelHost
+from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import BlobStore, TaskStore
 
 
@@ -41,6 +43,7 @@ class OperatorRules:
 class AppParts:
     store: TaskStore
     blobs: BlobStore
+    secrets: SecretStore
     follower: Follower
     leadership: Leadership
     tokens: Tokens
@@ -59,12 +62,17 @@ class AppParts:
     """All model servers."""
     served: Sequence[tuple[ServerRules, ModelHost]] = ()
     """Those with models in the ledger."""
+    name: str = "gateway"
+    """Of this process, unlike all others."""
+    log_readers: LogReaders = field(init=False)
     capacity: Capacity = field(init=False)
     residencies: Residencies | None = field(init=False)
 
     def __post_init__(self) -> None:
         world, policy = self.follower.world, self.rules.policy
         capacity = Capacity(world, policy)
+        readers = LogReaders(self.name, self.store, self.follower.clock)
+        object.__setattr__(self, "log_readers", readers)
         residency = ResidencyParts(
             world, policy, self.follower.clock, self.store, self.ids, self.waiters, capacity,
             self.leadership.forecasts, self.rules.limits.settle_seconds,

@@ -30,6 +30,16 @@ ItemRange = tuple[int, int]
 """Numbers of items of an array: the first, and the one after the last."""
 
 
+class LogName(NamedTuple):
+    """One stream of the output of one run."""
+
+    task: TaskId
+    fence: Fence
+    rank: int
+    stream: str
+    """`stdout` or `stderr`."""
+
+
 @value
 class _RunOrder:
     task: TaskId
@@ -140,7 +150,7 @@ class Failure:
     kind: str
     """Stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
     out_of_memory, host_memory_exceeded, over_use, stopped_unasked, corrupt_order, malformed_report, timeout,
-    start_timeout, dependency, entrypoint_not_allowed."""
+    start_timeout, dependency, entrypoint_not_allowed, secret_missing."""
     message: str
     traceback: str = ""
 
@@ -214,6 +224,29 @@ class Ended(_RunReport):
     failure: Failure | None = None
     log_tail: bytes = b""
     rank: int = 0
+
+
+@value
+class Logged(_RunReport):
+    """A part of what the run printed. An agent tells what is new when it is asked, and what is kept of the
+    whole log before the Ended."""
+
+    stream: str
+    first_byte: int
+    """Its place in the stream; between it and the part before it, something may be missing."""
+    data: bytes
+    """Empty if nothing is new."""
+    is_final: bool = False
+    """Of the whole log: its first such part begins at 0 and replaces all that was told before."""
+    rank: int = 0
+
+    @property
+    def log(self) -> LogName:
+        return LogName(self.task, self.fence, self.rank, self.stream)
+
+    @property
+    def end_byte(self) -> int:
+        return self.first_byte + len(self.data)
 
 
 @value
@@ -306,6 +339,7 @@ Report = (
     | Checkpointed
     | ItemsReported
     | Ended
+    | Logged
     | Gone
     | NodeReport
     | NodeLost

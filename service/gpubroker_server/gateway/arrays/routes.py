@@ -126,7 +126,7 @@ async def submit_array(
     check_worker(body)
     given = await items_of(body, parts.objects, tenant)
     task, learned = await submissions.new_task(body, tenant)
-    submissions.check_allowed(call.identity, body, task)
+    await submissions.check_allowed(call.identity, body, task)
     submissions.check_possible(task)
     spec = submissions.run_spec(body, body.run, learned)
     terms = terms_of(tenant, body, [(0, given.total)], submissions.clock.now())

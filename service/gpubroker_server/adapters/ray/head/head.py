@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import structlog
+from gpubroker.runtime.process import is_kept
 
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.processes import (
@@ -39,11 +40,6 @@ STOP_SECONDS = 15.0
 REACH_SECONDS = 5.0
 POLL_SECONDS = 0.02
 MOST_SAID_BYTES = 4096
-
-KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH"}) | frozenset(
-    {"SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"}
-)
-"""What a run's process inherits of this process's environment, besides LC_* and `inherit_env`."""
 
 READY = b"1"
 """What the supervisor says when Ray is up; anything else is why it is not."""
@@ -288,8 +284,7 @@ def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
 
 
 def _inherited(options: RayOptions) -> dict[str, str]:
-    allowed = KEPT_ENV | set(options.inherit_env)
-    return {name: text for name, text in os.environ.items() if name in allowed or name.startswith("LC_")}
+    return {name: text for name, text in os.environ.items() if is_kept(name, options.inherit_env)}
 
 
 def _check_versions(state: HeadState) -> None:
