@@ -191,10 +191,9 @@ item_page = Table(
     Column("digest", Text),
     PrimaryKeyConstraint("array", "first"),
     Index("ix_item_page_page", "array", "page", unique=True),
+    Index("ix_item_page_digest", "digest", **where("digest IS NOT NULL")),
 )
 """Results of consecutive items of an array, from the item `first` on; `lines`: a line of JSON for each."""
-
-Index("ix_item_page_digest", item_page.c.digest, **where("digest IS NOT NULL"))
 
 lease = Table(
     "lease",
