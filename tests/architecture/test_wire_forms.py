@@ -26,7 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "9760ddd748b2",
+    "agent-9": "0f85b7f15955",
     "runner-5": "159adbd1a83c",
     "runner-6": "e687d53562d0",
 }
@@ -71,7 +71,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "372f804e10b3"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "f21aed563101"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "7f223ba1a2a7"),
     ],
     ids=["driver and agent", "agent and run process"],

@@ -28,6 +28,7 @@ from gpubroker_server.core.domain.orders import (
     ItemsOrder,
     LogName,
     Order,
+    StackOrder,
     StartOrder,
     StopOrder,
     WatchOrder,
@@ -81,6 +82,7 @@ ORDERS: tuple[Order, ...] = (
     WorldOrder(*AT, (0, 1), rank=1),
     WatchOrder(*AT, 42, ((GPU, Mib(100)),)),
     StopOrder(*AT, StopReason.PREEMPT, Seconds(2.5), rank=1),
+    StackOrder(*AT, "r1", rank=1),
     ForgetOrder(*AT, rank=1),
     ItemsOrder(*AT, 4, ((0, 5), (7, 8)), is_over=False, rank=1),
 )  # fmt: skip
@@ -117,6 +119,7 @@ OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
     ("beat", 1000.0),
     ("node_lost", 1000.0, "a.1", "dead"),
 )
+STACK = ("stack", "t", 3, 1, 1000.0, "r1", "Thread 1", "")
 RECORD = RunRecord("t", 3, 1, (("GPU-a", 100),), "runner/n1/x", 42, 4711, "ray-node", 5, 64)
 CONFIG = AgentConfig(
     node="n1",
@@ -139,8 +142,8 @@ CONFIG = AgentConfig(
 
 
 def orders_in(agent: int) -> Sequence[Order]:
-    """Those of this form: the one before did not know arrays."""
-    return [order for order in ORDERS if agent > 8 or not isinstance(order, ItemsOrder)]
+    """Those of this form: the one before knew no arrays and no stacks."""
+    return [order for order in ORDERS if agent > 8 or not isinstance(order, ItemsOrder | StackOrder)]
 
 
 def news_of(runner: int) -> tuple[tuple[Any, ...], ...]:
@@ -178,7 +181,8 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
     first, *others = [news for news in NEWS if about_logs or news[0] != "items"]
-    reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT, *([LOGGED] if about_logs else [])]
+    reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
+    reports += [LOGGED, STACK] if about_logs else []
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

@@ -36,6 +36,7 @@ from gpubroker_server.core.domain.orders import (
     Ready,
     ReportedDevice,
     Sampled,
+    Stacked,
     Started,
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
@@ -116,6 +117,7 @@ def test_reports_are_read(agent: int) -> None:
         Heartbeat(N, AT),
         NodeLost(N, "a.1", AT, "dead"),
         *([Logged(*OF_RUN, "stdout", 5, b"line\n", True, 1)] if agent >= wire.TELLS_LOGS else []),
+        *([] if agent == 8 else [Stacked(*OF_RUN, "r1", "Thread 1", "", 1)]),
     ]
 
 

@@ -21,6 +21,7 @@ from gpubroker_server.core.domain.orders import (
     Report,
     RunId,
     Sampled,
+    StackOrder,
     StartOrder,
     StopOrder,
     WatchOrder,
@@ -104,6 +105,8 @@ class OrderWriter:
                 return "items", *run, order.number, order.held, order.is_over
             case StopOrder():
                 return "stop", *run, order.reason.value, order.grace_seconds
+            case StackOrder():
+                return "stack", *run, order.request
             case ForgetOrder():
                 return "forget", *run
 

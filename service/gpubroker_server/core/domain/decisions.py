@@ -142,6 +142,8 @@ class Decision:
     checkpoint: Checkpointed | None = None
     items: tuple[ItemPage, ...] = ()
     requests_done: tuple[str, ...] = ()
+    answer: str = ""
+    """The digest of the object that answers them."""
     orders: tuple[AnyOrder, ...] = ()
     lessons: tuple[Observation, ...] = ()
     forgotten: tuple[SketchKey, ...] = ()
@@ -170,7 +172,7 @@ class Request:
 
     `what` and its fields:
 
-    - of a task: cancel (grace_seconds or none), change (priority, held, times)
+    - of a task: cancel (grace_seconds or none), change (priority, held, times), stack (rank)
     - of an external holder, also: renew (ttl_seconds or none), release (by)
     - of a model, also: want (priority, uses), pin (pinned, by)
     - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,

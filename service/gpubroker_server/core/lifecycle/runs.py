@@ -24,6 +24,7 @@ from gpubroker_server.core.domain.orders import (
     Ready,
     Report,
     Sampled,
+    Stacked,
     Started,
 )
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
@@ -110,6 +111,7 @@ def apply_reports(
                 | Heartbeat()
                 | Sampled()
                 | Progressed()
+                | Stacked()
                 | Logged()
             ):
                 pass
