@@ -240,7 +240,7 @@ class Task:
         return self._broker().stack(self, rank=rank)
 
     def logs(self, **wanted: Any) -> Any:
-        """`broker.logs(task, follow=True)` of the broker that it came from: its lines, to be iterated over."""
+        """`broker.logs(task, follow=True)` of the broker that it came from: its lines, one by one."""
         return self._broker().logs(self, **wanted)
 
     def _broker(self) -> Any:

@@ -119,7 +119,7 @@ def test_a_waiting_task_says_which_node_is_being_cleared_for_it():
     [blocker] = room_blockers(survey_nodes(draft, high, Policy(), NOW))
     assert blocker.reason is Reason.WAITING_FOR_PREEMPTION
     assert blocker.message.startswith(
-        "CPU and host memory of n1 are pledged to it; it waits for low0 and low1"
+        "CPU and host memory of n1 are pledged to it; it waits for low0, low1 to stop"
     )
 
 
