@@ -125,7 +125,7 @@ simulated_devices: [{memory_mb: 24GiB}]
         ("ray: {sparse: 1}\n", "ray.sparse"),
         ("simulated_devices: [{memory_mb: 0}]\n", "simulated_devices.0.memory_mb"),
         ("entrypoints: [train]\n", "module:function"),
-        ("ray: {address: 'ray://head:10001'}\n", "host:6379"),
+        ("ray: {address: 'ray://head:10001'}\n", "head:6379"),
         ("host: 0.0.0.0\n", "allowed_hosts"),
         ("kinds: {H100: {pover: 1}}\n", 'did you mean "power"?'),
         ("kinds: {H100: -1}\n", "kinds.H100.power"),

@@ -188,6 +188,7 @@ def test_commands_that_need_no_service_work_without_one(gpubroker: Run, tmp_path
     refused_again = gpubroker("restore", *again)
     assert (refused_again.code, "exists" in refused_again.err) == (2, True)
     assert "no service has run in" in gpubroker("down --data-dir", str(tmp_path / "new")).err
+    assert "no cluster local of" in gpubroker("cluster status --data-dir", str(tmp_path / "new")).err
     refused = apart("gpubroker", "serve", "--data-dir", "/dev/null/x")
     assert refused.returncode == 2
     assert "cannot write to the data directory" in refused.stderr

@@ -38,6 +38,7 @@ _SERVER_COMMANDS = frozenset(
         "serve",
         "gateway",
         "broker",
+        "cluster",
         "down",
         "migrate",
         "migrate-data",
@@ -93,6 +94,8 @@ class Commands(TyperGroup):
                 eprint(f"gpubroker: cannot load the commands of {point.value}: {error}")
         for command in app.registered_commands:
             command.rich_help_panel = "Service"
+        for group in app.registered_groups:
+            group.rich_help_panel = "Service"
         return dict(get_group(app).commands)
 
 

@@ -19,6 +19,7 @@ from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.bootstrap.start_checks import (
     StartRefused,
     check_installed,
+    check_ray_access,
     check_shared,
     check_task_surroundings,
     listening_socket,
@@ -76,6 +77,7 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
         check_shared(settings)
     if leads:
         check_task_surroundings(settings)
+        check_ray_access(settings)
     prepare_data_dir(settings.data_dir)
     with (
         listening_socket(settings.host, settings.port) if speaks else nullcontext() as listener,

@@ -130,12 +130,6 @@ class Settings(WithUnits, BaseSettings):
                 f"host {self.host!r} is reachable from other machines; list the host names that clients use "
                 "in allowed_hosts (and put TLS in front), or use 127.0.0.1"
             )
-        host, _, port = self.ray.address.rpartition(":")
-        if self.ray.address and (not host or "//" in host or not port.isdigit()):
-            raise ValueError(
-                f"ray.address {self.ray.address!r} is not the address of a Ray head; write host:6379 (not "
-                "the ray:// address of a client server)"
-            )
         return self
 
     @model_validator(mode="after")

@@ -29,8 +29,8 @@ log = structlog.get_logger("gpubroker.driver")
 CONNECT_SECONDS = 60.0
 """Ray itself tries for minutes."""
 JOINED_HEAD = (
-    "it must be a Ray head; one with a token needs RAY_AUTH_MODE=token in this service's environment, and "
-    "the token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"
+    "it must be a Ray head; one with a token needs ray.token_file, and one with TLS the certificates of "
+    "ray.tls (or RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH and RAY_USE_TLS in this service's environment)"
 )
 HANGING_HEAD = (
     "the processes of this local head run but do not answer; the service tries again. If that goes on, have "
@@ -215,15 +215,18 @@ class Driver:
         linked = {link.ray_node for link in self._links.values()}
         for ray_node, node in sorted(alive.items()):
             if ray_node not in linked and (self._opening.local_node or _takes_runs(node)):
-                self._link(ray_node, self._opening.local_node or _name_of(node))
+                self._link(ray_node, node)
 
-    def _link(self, ray_node: str, name: str) -> None:
+    def _link(self, ray_node: str, node: dict[str, Any]) -> None:
+        local = self._opening.local_node
+        name = local or _name_of(node)
         if name in self._links:
             if ray_node not in self._namesakes:
                 self._namesakes.add(ray_node)
                 log.error("two nodes have one name; start one with a --node-name of its own", node=name)
             return
-        config = AgentConfig.from_json(self._opening.agent_config).on_node(name)
+        cpus = None if local else float(node["Resources"]["CPU"])
+        config = AgentConfig.from_json(self._opening.agent_config).on_node(name, cpus)
         broker, term = self._opening.broker, (self._lineage, self._term)
         self._links[name] = NodeLink(ray_node, config, broker, *term, self, self._tasks)
 
