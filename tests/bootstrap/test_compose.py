@@ -1,14 +1,15 @@
 """Settings become what the core and the adapters are told."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.bootstrap.compose import defaults_of, inventory_rules_of, policy_of, simulated_devices
 from gpubroker_server.core.domain.device import SHIPPED_KINDS, GpuKind
 from gpubroker_server.core.domain.policy import CustomLimit, Pool, TaskMaximum
-from gpubroker_server.core.lifecycle.reconcile import InventoryRules
-from gpubroker_server.gateway.submission.demand import ModelType
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules, NodeRules
+from gpubroker_server.gateway.submission.demand import NamedDefaults
 from gpubroker_server.settings.loading import SettingsRefused, load_settings
 
 
@@ -20,11 +21,42 @@ def test_what_is_kept_from_leases_comes_from_the_settings() -> None:
     )
 
 
-def test_a_power_alone_ranks_a_kind_and_labels_are_taken_as_they_are() -> None:
-    settings = load_settings(kinds={"L4": 100, "T4": {"context_mb": 300}}, node_labels={"n1": {"zone": "a"}})
+def test_a_power_alone_ranks_a_kind() -> None:
+    settings = load_settings(kinds={"L4": 100, "T4": {"context_mb": 300}})
     rules = inventory_rules_of(settings)
     assert {*rules.kinds} == {*SHIPPED_KINDS, GpuKind("L4", 100), GpuKind("T4", 0, 300)}
-    assert rules.node_labels == {"n1": {"zone": "a"}}
+
+
+def test_nodes_have_settings_of_their_own() -> None:
+    unequal = {
+        "n1": {
+            "cpu": 60,
+            "memory_mb": "100GiB",
+            "max_runs": 9,
+            "reserve_mb": "1GiB",
+            "labels": {"zone": "a"},
+        },
+        "n2": {"reserve_cpu": 2, "reserve_memory_mb": 4096, "reserve_mb": {0: "2GiB", "GPU-a": 0, "*": 256}},
+    }
+    assert inventory_rules_of(load_settings(nodes=unequal)).nodes == {
+        "n1": NodeRules(60.0, 102_400, 9, reserve_mb={"*": 1024}, labels={"zone": "a"}),
+        "n2": NodeRules(
+            reserve_cpu=2.0, reserve_memory_mb=4096, reserve_mb={"0": 2048, "GPU-a": 0, "*": 256}
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"nodes": {"n1": {"reserve_mb": {"0": -1}}}}, r"nodes\.n1\.reserve_mb\.0"),
+        ({"nodes": {"n1": {"cpus": 4}}}, 'did you mean "cpu"'),
+        ({"node_labels": {"n1": {"zone": "a"}}}, 'it is now "nodes.NAME.labels"'),
+    ],
+)
+def test_wrong_settings_of_nodes_are_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsRefused, match=said):
+        load_settings(**settings)
 
 
 def test_a_kind_that_is_set_takes_no_other_away_and_null_takes_it_out() -> None:
@@ -55,9 +87,9 @@ def test_a_number_alone_is_what_the_cluster_has_of_a_custom_resource() -> None:
 
 def test_defaults_of_model_types_come_from_the_settings() -> None:
     settings = load_settings(model_types={"llm": {"priority": "interactive", "gpu_mb": 8192}})
-    assert defaults_of(settings).model_types == {"llm": ModelType(priority=79, gpu_mb=8192)}
+    assert defaults_of(settings).model_types == {"llm": NamedDefaults(priority=79, gpu_mb=8192)}
     learned = load_settings(model_types={"llm": {"gpu_mb": "learned"}})
-    assert defaults_of(learned).model_types == {"llm": ModelType(gpu_mb="learned")}
+    assert defaults_of(learned).model_types == {"llm": NamedDefaults(gpu_mb="learned")}
 
 
 def test_instances_of_simulated_devices_have_a_parent() -> None:
@@ -89,7 +121,7 @@ def test_what_is_filled_in_stays_within_what_one_task_may_ask_for() -> None:
     chosen = {"policy": {"maximum": most}, "defaults": {"max_retries": 2}, "model_types": {"llm": usual}}
     defaults = defaults_of(load_settings(**chosen))
     assert (defaults.timeout_seconds, defaults.max_retries, defaults.grace_seconds) == (60, 1, 5)
-    assert defaults.model_types["llm"] == ModelType(max_retries=1, timeout_seconds=10)
+    assert defaults.model_types["llm"] == NamedDefaults(max_retries=1, timeout_seconds=10)
 
 
 def test_pools_and_limits_of_running_tasks_come_from_the_settings() -> None:

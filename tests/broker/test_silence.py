@@ -8,9 +8,9 @@ from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.orders import Ended, Gone, Heartbeat, NodeLost, NodeReport, Report
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import Instant, Mib, MonotonicSeconds, NodeName, TaskId
+from gpubroker_server.core.domain.units import Instant, MonotonicSeconds, NodeName, TaskId
 from gpubroker_server.core.lifecycle.quarantine import PROBE_SECONDS
-from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules, NodeRules
 from gpubroker_server.core.world.world import World
 from structlog.testing import capture_logs
 
@@ -26,7 +26,8 @@ class Watcher:
         runs = [holding(a_task(f"on-{name}"), node=name) for name in names]
         self.world: World = a_world(*map(a_node, names), *runs)
         self.seconds = 50.0
-        blobs, rules = DirectoryBlobs(folder), InventoryRules("test", Mib(0))
+        rules = InventoryRules("test", nodes={"n4": NodeRules(), "n44": NodeRules()})
+        blobs = DirectoryBlobs(folder)
         self.observer = Observer(
             self.world, Policy(), blobs, rules, 1024, {}, lambda: MonotonicSeconds(self.seconds)
         )
@@ -67,6 +68,14 @@ def test_an_operators_resume_reaches_the_leader_and_is_audited(watcher: Watcher)
     watcher.pass_time(0.5, "n0", "n1", "n2")
     assert watcher.open_nodes == {"n0", "n1", "n2"}
     assert watcher.observer.heartbeats.paused is None
+
+
+def test_a_node_of_the_settings_that_never_joins_is_named_once(watcher: Watcher) -> None:
+    with capture_logs() as lines:
+        for later in range(0, 80, 4):
+            commit(watcher.world, watcher.observer.on_time(Instant(NOW + later)))
+    told = [(line["node"], line["fault"]) for line in lines if "never joined" in line["event"]]
+    assert told == [("n44", "known nodes: n0, n1, n2, n3, n4")]
 
 
 async def test_a_loss_of_many_nodes_at_once_is_not_believed(watcher: Watcher) -> None:

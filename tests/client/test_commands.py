@@ -158,6 +158,16 @@ def test_tenants_and_policy_are_shown(gpubroker: Run, holder: str) -> None:
     assert "interactive" in gpubroker("policy").out
 
 
+def test_a_task_has_the_sizes_of_the_profile_that_it_names(gpubroker: Run) -> None:
+    assert re.search(r"^trainer +4 +1 +1 *$", gpubroker("profiles").out, re.MULTILINE)
+    line = f"submit {WORK} -i seconds=0 --profile rollout_worker --max-concurrency 8 --hold -o json"
+    task = gpubroker(line).json
+    assert (task["profile"], task["max_concurrency"]) == ("rollout_worker", 8)
+    assert (task["resources"]["cpu"], task["resources"]["gpus"]) == (1.0, 0)
+    assert "rollout_worker" in gpubroker("show", task["id"]).out
+    assert gpubroker("cancel", task["id"]).code == 0
+
+
 def test_a_token_is_created_used_listed_and_revoked(gpubroker: Run) -> None:
     secret = gpubroker(
         "token create reader --scope tasks:read --max-priority background --expires 1h"

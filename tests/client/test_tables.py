@@ -141,6 +141,12 @@ TENANT = {
         ),
         ("policy", POLICY, POLICY_SAYS),
         ("policy", {"preemption": {"enabled": False}}, ["preemption  off"]),
+        (
+            "profiles",
+            {"items": [{"name": "judge", "cpu": 0.5, "gpus": 1, "gpu_mb": 8192, "max_retries": 2}]},
+            ["judge", "0.5", "8.0 GiB", "max_retries 2"],
+        ),
+        ("profiles", {"items": [{"name": "llm", "gpu_mb": "learned"}]}, ["llm", "learned"]),
         ("stats", {**STATS, "fragmentation": IN_PIECES}, IN_PIECES_SAYS),
         (
             "stats",

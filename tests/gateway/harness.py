@@ -33,7 +33,7 @@ from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_toke
 from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.parts import AppParts, OperatorRules
 from gpubroker_server.gateway.submission.admission import Permissions
-from gpubroker_server.gateway.submission.demand import Defaults, ModelType
+from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import (
@@ -108,7 +108,7 @@ class Gateway:
             ),
             streams=(("nightly", 0.5),),
         )
-        llm = ModelType(
+        llm = NamedDefaults(
             priority=79, gpu_mb=8192, cpu=2.0, memory_mb=4096, timeout_seconds=900.0, max_retries=1
         )
         self.progress: dict[TaskId, Progress] = {}

@@ -6,7 +6,7 @@ import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import Observation, SketchKey, What
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.submission.demand import Defaults, ModelType
+from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 
 from tests.builders import GIB, NOW, a_device, a_sketch, key
 from tests.gateway.harness import Client, Gateway, a_body, fault
@@ -155,7 +155,7 @@ async def test_with_too_few_measured_ranks_each_gets_whole_devices(gateway: Gate
 
 
 async def test_a_model_type_may_default_to_the_learned_size() -> None:
-    types = {"resnet": ModelType(gpu_mb="learned")}
+    types = {"resnet": NamedDefaults(gpu_mb="learned")}
     async with Gateway() as gateway:
         gateway.change(defaults=Defaults(model_types=types))
         api = await gateway.client("anybody")

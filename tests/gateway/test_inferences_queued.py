@@ -23,7 +23,7 @@ from gpubroker_server.core.serving.tensors import tensor_of
 from gpubroker_server.gateway.proxy.residency.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 from gpubroker_server.gateway.proxy.servers import Contents, Server
-from gpubroker_server.gateway.submission.demand import Defaults, ModelType
+from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, fault, problem
@@ -239,7 +239,7 @@ async def test_an_inference_needs_its_scope_and_a_priority_within_the_token_s_ca
 
 
 async def test_the_model_type_fills_what_an_inference_leaves_out() -> None:
-    nightly = ModelType(priority=20, max_retries=4, timeout_seconds=90.0)
+    nightly = NamedDefaults(priority=20, max_retries=4, timeout_seconds=90.0)
     async with a_gateway(serving=OPEN) as gateway:
         gateway.change(defaults=Defaults(model_types={"nightly": nightly}))
         filled = gateway.task(await ask(gateway, 1, model_type="nightly"))

@@ -1,4 +1,4 @@
-"""`gpubroker nodes`, `tenants`, `stats`, `policy` and `estimates`."""
+"""`gpubroker nodes`, `tenants`, `stats`, `policy`, `profiles` and `estimates`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpubroker.cli.printing import Format, Output, emit, emit_all
 from gpubroker.cli.tables import Column, PlainTable, details, duration, executor_in_words, gib, size
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.fleet import Fragmentation, Node, Policy, Stats, Tenant
+    from gpubroker.cluster.fleet import Fragmentation, Node, Policy, Profile, Stats, Tenant
     from gpubroker.tasks.estimates import Estimate, ForecastsKept
 
 
@@ -45,6 +45,12 @@ def policy(context: typer.Context, output: Output = Format.TABLE) -> None:
     """Show what the operator has configured: bands, kinds, pools, limits, defaults."""
     with connect(context) as broker:
         emit(output, broker.policy(), lambda found: details(_policy_rows(found)))
+
+
+def profiles(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """List the roles that a task may name, and what they give it."""
+    with connect(context) as broker:
+        emit_all(output, broker.profiles().items, _profiles)
 
 
 def estimates(
@@ -233,6 +239,33 @@ def _plain(value: Any) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
+_PROFILE_COLUMNS = (
+    Column("PROFILE", share=0.3),
+    Column("CPU"),
+    Column("GPUS"),
+    Column("MEMORY PER GPU"),
+    Column("CONCURRENCY"),
+    Column("OTHER", share=0.3),
+)
+
+
+def _profiles(listed: Sequence[Profile]) -> RenderableType:
+    return PlainTable(_PROFILE_COLUMNS, [_profile(profile) for profile in listed])
+
+
+def _profile(profile: Profile) -> tuple[str, ...]:
+    gpu_mb = profile.gpu_mb
+    others = ("memory_mb", "priority", "timeout_seconds", "max_retries")
+    return (
+        profile.name,
+        "" if profile.cpu is None else f"{profile.cpu:g}",
+        "" if profile.gpus is None else str(profile.gpus),
+        size(gpu_mb) if isinstance(gpu_mb, int) else gpu_mb or "",
+        str(profile.max_concurrency or ""),
+        _fields({name: getattr(profile, name) for name in others}),
+    )
+
+
 _ESTIMATE_COLUMNS = (
     Column("SUBJECT", share=0.4),
     Column("KIND", share=0.3),
@@ -266,5 +299,5 @@ def _estimate(estimate: Estimate) -> tuple[str, ...]:
 
 def add_to(app: typer.Typer) -> None:
     app.command(rich_help_panel="Tasks")(estimates)
-    for command in (nodes, tenants, stats, policy):
+    for command in (nodes, tenants, stats, policy, profiles):
         app.command(rich_help_panel="Cluster")(command)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpubroker.cluster.fleet import Gpu, Node, Policy, Stats, Tenant
+from gpubroker.cluster.fleet import Gpu, Node, Policy, Profile, Stats, Tenant
 from gpubroker.cluster.plan import FleetPlan
 from gpubroker.tasks.task import Quarantined
 from gpubroker.transport.decoding import Page, decode, page_of
@@ -41,6 +41,11 @@ class ClusterApi(Operations):
     def policy(self) -> Steps[Policy]:
         """What the operator has configured: bands, kinds, pools, limits, defaults."""
         return decode(Policy, (yield from self._ask("GET", "/policy")))
+
+    @operation
+    def profiles(self) -> Steps[Page[Profile]]:
+        """The roles that a task may name, with their sizes and limits."""
+        return page_of(Profile, (yield from self._ask("GET", "/profiles")))
 
     @operation
     def ready(self) -> Steps[Mapping[str, str]]:

@@ -157,6 +157,23 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
+class Profile:
+    """What a task of this role gets for what it leaves out; None: the default of all tasks."""
+
+    name: str
+    cpu: float | None = None
+    gpus: int | None = None
+    gpu_mb: int | str | None = None
+    memory_mb: int | None = None
+    max_concurrency: int | None = None
+    """Calls at once to an actor of a worker set."""
+    priority: int | None = None
+    timeout_seconds: float | None = None
+    max_retries: int | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counts over the whole cluster: `tasks` by state."""
 

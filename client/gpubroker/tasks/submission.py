@@ -70,6 +70,11 @@ class SubmitOptions(TypedDict, total=False):
     """`pack` (default) fills devices that are in use; `spread` takes empty ones first."""
     model_type: str
     """Kind of model, for statistics."""
+    profile: str
+    """The role whose sizes and limits hold for what is left out: `broker.profiles()`."""
+    max_concurrency: int
+    """Calls at once to an actor of a worker set. A task makes one call; it finds the number in its
+    environment."""
     stream: str
     """The operator's work stream; its weight orders tasks of equal priority and age."""
     labels: Mapping[str, str]
@@ -112,7 +117,7 @@ _RESOURCES = (
     "bundles", "strategy", "min_ranks",
 )  # fmt: skip
 _TOP_LEVEL = (
-    "name", "priority", "model_type", "stream", "placement", "labels", "env",
+    "name", "priority", "model_type", "profile", "max_concurrency", "stream", "placement", "labels", "env",
     "max_retries", "timeout_seconds", "grace_seconds", "after", "held", "not_before", "queue_ttl_seconds",
     "deadline_at", "deadline_seconds", "expected_seconds", "result_format",
 )  # fmt: skip

@@ -183,6 +183,9 @@ class Task:
     """The ended task that this one runs again."""
     labels: Mapping[str, str] = field(default_factory=dict)
     model_type: str | None = None
+    profile: str | None = None
+    max_concurrency: int | None = None
+    """For actors of worker sets; a task makes one call."""
     stream: str | None = None
     result_format: str = "json"
     held: bool = False

@@ -23,10 +23,10 @@ from gpubroker_server.core.domain.policy import (
     TenantPolicy,
 )
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules, NodeRules
 from gpubroker_server.gateway.http.bodies import RequestLimits
 from gpubroker_server.gateway.http.connections import ConnectionLimits
-from gpubroker_server.gateway.submission.demand import Defaults, ModelType
+from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import Clock
@@ -191,7 +191,7 @@ def inventory_rules_of(settings: Settings) -> InventoryRules:
             for name, custom in sorted(settings.policy.custom_limits.items())
             if custom.per == "node"
         ),
-        node_labels=settings.node_labels,
+        nodes={name: NodeRules(**given.model_dump()) for name, given in settings.nodes.items()},
         kinds=tuple(
             GpuKind(name, kind.power, Mib(kind.context_mb)) for name, kind in sorted(settings.kinds.items())
         ),
@@ -241,16 +241,17 @@ def defaults_of(settings: Settings) -> Defaults:
         max_retries=_capped(given.max_retries, most.max_retries),
         grace_seconds=Seconds(_capped(given.grace_seconds, most.grace_seconds)),
         timeout_seconds=None if most.timeout_seconds is None else Seconds(most.timeout_seconds),
-        model_types={name: _model_type(chosen, most) for name, chosen in settings.model_types.items()},
+        model_types={name: _named(chosen, most) for name, chosen in settings.model_types.items()},
+        profiles={name: _named(chosen, most) for name, chosen in settings.profiles.items()},
     )
 
 
-def _model_type(chosen: ModelTypeSettings, most: MaximumSettings) -> ModelType:
+def _named(chosen: ModelTypeSettings, most: MaximumSettings) -> NamedDefaults:
     fields = chosen.model_dump()
     for name in ("timeout_seconds", "max_retries"):
         if fields[name] is not None:
             fields[name] = _capped(fields[name], getattr(most, name))
-    return ModelType(**fields)
+    return NamedDefaults(**fields)
 
 
 def _capped(value: Number, most: Number | None) -> Number:

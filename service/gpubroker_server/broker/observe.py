@@ -38,9 +38,13 @@ from gpubroker_server.core.lifecycle import (
 )
 from gpubroker_server.core.lifecycle.learning import ModelMeter, learn
 from gpubroker_server.core.lifecycle.quarantine import QuarantineProbe
-from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules, never_joined, reconcile
 from gpubroker_server.core.lifecycle.sample_requests import SampleRequests
-from gpubroker_server.core.lifecycle.silent_nodes import HeartbeatMonitor, nodes_without_answer
+from gpubroker_server.core.lifecycle.silent_nodes import (
+    NODE_PATIENCE_SECONDS,
+    HeartbeatMonitor,
+    nodes_without_answer,
+)
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning import inferences as inference_admission
 from gpubroker_server.core.planning.fragmentation import ScatteredWatch
@@ -193,6 +197,7 @@ class Observer:
         self._sample_requests = SampleRequests()
         self._model_meter = ModelMeter()
         self._scattered = ScatteredWatch()
+        self._named_unknown = False
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None before the first look."""
         self.to_ask: list[NodeName] = []
@@ -287,6 +292,7 @@ class Observer:
         if self._servers is not None:
             decisions += model_adoption.follow_settings(self._world, self._servers, now)
         self._watch = deadlines.extend_window(self._watch, now)
+        self._name_unknown_nodes(self._watch)
         decided = {decision.subject for decision in decisions}
         decisions += self._model_meter.measure(self._world, now, decided)
         more = [*overuse_decisions(self._world, now, self._policy), *self._about_inferences(now)]
@@ -296,6 +302,14 @@ class Observer:
     def to_measure(self) -> list[NodeName]:
         """Nodes that are to measure their devices now."""
         return self._sample_requests.due(self._world, self._ticks())
+
+    def _name_unknown_nodes(self, watch: deadlines.ObservationWindow) -> None:
+        """Once, when each node has had the time to join. A misspelled name would have no effect unseen."""
+        if not self._named_unknown and watch.last - watch.since >= NODE_PATIENCE_SECONDS:
+            self._named_unknown = True
+            for name in never_joined(self._world, self._inventory):
+                known = f"known nodes: {', '.join(sorted(self._world.nodes))}"
+                log.warning("the settings name a node that never joined", node=name, fault=known)
 
     def _about_inferences(self, now: Instant) -> list[Decision]:
         if self._left_behind is None:

@@ -34,8 +34,10 @@ from gpubroker_server.settings.sections import (
     Kinds,
     LimitSettings,
     ModelTypeSettings,
+    NodeSettings,
     PolicySettings,
     PoolSettings,
+    Profiles,
     RaySettings,
     RetentionSettings,
     Section,
@@ -44,6 +46,7 @@ from gpubroker_server.settings.sections import (
     Words,
     comma_separated,
     over_the_shipped,
+    profiles_over_the_shipped,
 )
 from gpubroker_server.settings.triton import TritonSettings
 from gpubroker_server.settings.validation_text import text_of
@@ -106,9 +109,12 @@ class Settings(WithUnits, BaseSettings):
     triton: TritonSettings = TritonSettings()
     defaults: DefaultSettings = DefaultSettings()
     kinds: Annotated[Kinds, BeforeValidator(over_the_shipped), Field(validate_default=True)] = {}
-    node_labels: dict[str, dict[str, str]] = {}
+    nodes: dict[str, NodeSettings] = {}
     pools: dict[str, PoolSettings] = {}
     model_types: dict[str, ModelTypeSettings] = {}
+    profiles: Annotated[
+        Profiles, BeforeValidator(profiles_over_the_shipped), Field(validate_default=True)
+    ] = {}
 
     @field_validator("data_dir", "blob_dir")
     @classmethod
@@ -252,8 +258,13 @@ def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _sections_in(inner)
 
 
+_RENAMED: Final = {"node_labels": "nodes.NAME.labels"}
+
+
 def _remedy(name: str, section: type[BaseModel]) -> str:
-    """The same setting in another section, or the most similar one of this section."""
+    """Its new name, the same setting in another section, or the most similar one of this section."""
+    if section is Settings and name in _RENAMED:
+        return f'; it is now "{_RENAMED[name]}"'
     for inner, field in section.model_fields.items():
         home = field.annotation
         if isinstance(home, type) and issubclass(home, Section) and name in home.model_fields:

@@ -149,6 +149,25 @@ class RaySettings(Section):
         return self
 
 
+def _of_each_device(value: Any) -> Any:
+    """A plain size is that of each device; numbers of devices are words here."""
+    if isinstance(value, dict):
+        return {str(device): size for device, size in value.items()}
+    return {"*": value}
+
+
+class NodeSettings(Section):
+    """What differs from the other nodes; null is what `ray` says, or what the node has."""
+
+    cpu: Annotated[float, Field(gt=0)] | None = None
+    memory_mb: Annotated[int, Field(gt=0)] | None = None
+    max_runs: Annotated[int, Field(gt=0)] | None = None
+    reserve_cpu: Annotated[float, Field(ge=0)] = 0.0
+    reserve_memory_mb: Annotated[int, Field(ge=0)] = 0
+    reserve_mb: Annotated[dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_of_each_device)] = {}
+    labels: dict[str, str] = {}
+
+
 class CustomSettings(Section):
     limit: Annotated[float, Field(ge=0)]
     per: Literal["cluster", "node"] = "cluster"
@@ -318,14 +337,19 @@ Kinds = dict[str, KindSettings]
 
 
 def over_the_shipped(kinds: Any) -> Any:
-    """Settings of a kind change that kind alone and keep what they leave out; null removes a shipped kind."""
+    """As `_over`; a number alone is the power."""
     if not isinstance(kinds, dict):
         return kinds
-    merged: dict[Any, Any] = {kind.name: {"power": kind.power} for kind in SHIPPED_KINDS}
-    for name, given in kinds.items():
-        given = {"power": given} if isinstance(given, int | str) else given
-        merged[name] = {**merged.get(name, {}), **given} if isinstance(given, dict) else given
-    return {name: kind for name, kind in merged.items() if kind is not None}
+    whole = {name: {"power": it} if isinstance(it, int | str) else it for name, it in kinds.items()}
+    return _over({kind.name: {"power": kind.power} for kind in SHIPPED_KINDS}, whole)
+
+
+def _over(shipped: dict[str, dict[str, Any]], given: dict[Any, Any]) -> dict[Any, Any]:
+    """What is given for a name changes that one alone and keeps what it leaves out; null removes it."""
+    merged: dict[Any, Any] = dict(shipped)
+    for name, own in given.items():
+        merged[name] = {**merged.get(name, {}), **own} if isinstance(own, dict) else own
+    return {name: own for name, own in merged.items() if own is not None}
 
 
 class ModelTypeSettings(Section):
@@ -335,3 +359,33 @@ class ModelTypeSettings(Section):
     memory_mb: Annotated[int, Field(ge=0)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
+
+
+class ProfileSettings(ModelTypeSettings):
+    gpus: Annotated[int, Field(ge=0)] | None = None
+    max_concurrency: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _sizes_are_of_gpus(self) -> Self:
+        if self.gpus == 0 and self.gpu_mb is not None:
+            raise ValueError(f"gpus is 0 and gpu_mb is {self.gpu_mb}; leave one of them out")
+        return self
+
+
+SHIPPED_PROFILES: dict[str, dict[str, Any]] = {
+    "rollout_worker": {"cpu": 1, "gpus": 0, "max_concurrency": 100},
+    "trainer": {"cpu": 4, "gpus": 1, "max_concurrency": 1},
+    "trainer_remote": {"cpu": 1, "gpus": 0, "max_concurrency": 10},
+    "trajectory_pool": {"cpu": 1, "gpus": 0, "max_concurrency": 100},
+    "data_loader": {"cpu": 1, "gpus": 0, "max_concurrency": 10},
+    "weight_sync": {"cpu": 1, "gpus": 0, "max_concurrency": 10},
+    "validator": {"cpu": 1, "gpus": 0, "max_concurrency": 10},
+    "colocated": {"max_concurrency": 10},
+}
+"""`colocated` has no sizes of its own: those of its roles hold."""
+
+Profiles = dict[str, ProfileSettings]
+
+
+def profiles_over_the_shipped(profiles: Any) -> Any:
+    return _over(SHIPPED_PROFILES, profiles) if isinstance(profiles, dict) else profiles

@@ -11,7 +11,13 @@ from gpubroker_server.core.domain.orders import ForgetOrder, NodeReport, Reporte
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId
-from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile, take_over
+from gpubroker_server.core.lifecycle.reconcile import (
+    InventoryRules,
+    NodeRules,
+    never_joined,
+    reconcile,
+    take_over,
+)
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -114,6 +120,41 @@ def test_a_changed_device_is_written() -> None:
 
 def test_the_reserve_is_kept_from_every_device() -> None:
     assert the_device(World(), reserve_mb=100).allocatable_mb == 900
+
+
+@pytest.mark.parametrize(
+    ("reserved", "mb"),
+    [({}, 100), ({"*": 7}, 7), ({"0": 5, "*": 7}, 5), ({"gpu0": 0, "0": 5}, 0), ({"1": 5}, 100)],
+)
+def test_a_node_may_reserve_another_amount_of_each_device(reserved: dict[str, Mib], mb: int) -> None:
+    device = the_device(World(), reserve_mb=100, nodes={"n1": NodeRules(reserve_mb=reserved)})
+    assert device.reserve_mb == mb
+
+
+def the_node(rules: NodeRules, **agents: Any) -> Node:
+    """As it is entered under these rules."""
+    world = World()
+    seen = NodeReport(a_node(cpu=64.0, memory_mb=1000, **agents), (), (), NOW)
+    commit(world, reconcile(world, seen, NOW, Policy(), InventoryRules("test", nodes={"n1": rules})))
+    return world.nodes[N1]
+
+
+def test_a_node_offers_what_its_own_rules_say_less_what_they_keep_free() -> None:
+    own = the_node(
+        NodeRules(cpu=8.0, memory_mb=Mib(500), max_runs=3, reserve_cpu=1.5, reserve_memory_mb=Mib(100))
+    )
+    assert (own.cpu, own.memory_mb, own.max_runs) == (6.5, 400, 3)
+    agents = the_node(NodeRules(reserve_cpu=4.0, reserve_memory_mb=Mib(5000)), max_runs=2)
+    assert (agents.cpu, agents.memory_mb, agents.max_runs) == (60.0, 0, 2)
+
+
+def test_an_agent_that_takes_nothing_takes_nothing_by_any_rules() -> None:
+    assert the_node(NodeRules(max_runs=3), max_runs=0).max_runs == 0
+
+
+def test_names_in_the_rules_that_no_node_has_are_found() -> None:
+    rules = InventoryRules("test", nodes={"n1": NodeRules(), "n9": NodeRules(), "m": NodeRules()})
+    assert never_joined(a_world(a_node("n1")), rules) == ["m", "n9"]
 
 
 @pytest.mark.parametrize(
@@ -343,6 +384,7 @@ def test_the_operators_labels_win_over_the_agents() -> None:
     world = World()
     agents = a_node(labels=(("disk", "ssd"), ("zone", "a")))
     seen = NodeReport(agents, (), (), NOW)
-    rules = InventoryRules("test", node_labels={"n1": {"zone": "b"}, "n2": {"zone": "c"}})
+    nodes = {"n1": NodeRules(labels={"zone": "b"}), "n2": NodeRules(labels={"zone": "c"})}
+    rules = InventoryRules("test", nodes=nodes)
     commit(world, reconcile(world, seen, NOW, Policy(), rules))
     assert world.nodes[N1].labels == (("disk", "ssd"), ("zone", "b"))

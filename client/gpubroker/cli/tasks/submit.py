@@ -106,6 +106,11 @@ Strategy = Annotated[
 MinRanks = Annotated[int | None, typer.Option(help="Start the gang with at least this many ranks.")]
 Placement = Annotated[str | None, typer.Option(help="pack: GPUs in use first. spread: empty GPUs first.")]
 ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults and statistics.")]
+Profile = Annotated[str | None, typer.Option(help="Role to take sizes and limits from: gpubroker profiles.")]
+Concurrency = Annotated[
+    int | None,
+    typer.Option("--max-concurrency", help="Kept for actors of worker sets; a task makes one call."),
+]
 Stream = Annotated[str | None, typer.Option(help="Work stream, as configured by the operator.")]
 Name = Annotated[str | None, typer.Option("--name", "-n", help="Name to show in lists.")]
 Labels = Annotated[
@@ -217,6 +222,8 @@ def submit(
     min_ranks: MinRanks = None,
     placement: Placement = None,
     model_type: ModelType = None,
+    profile: Profile = None,
+    max_concurrency: Concurrency = None,
     stream: Stream = None,
     name: Name = None,
     labels: Labels = None,

@@ -206,6 +206,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "priority": f"{task.priority} ({task.band})",
         "runs": run.get("entrypoint") or shlex.join(run.get("command") or ()) or run.get("kind"),
         "model": run.get("model"),
+        "profile": task.profile,
         "gpu": demand(task.resources),
         "size": task.sizing.message if task.sizing else None,
         "node": task.node,

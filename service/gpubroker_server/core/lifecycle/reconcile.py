@@ -38,6 +38,21 @@ def take_over(world: World) -> Decision | None:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeRules:
+    """What the operator says of one node. None: what its agent says."""
+
+    cpu: float | None = None
+    memory_mb: Mib | None = None
+    max_runs: int | None = None
+    reserve_cpu: float = 0.0
+    reserve_memory_mb: Mib = Mib(0)
+    reserve_mb: Mapping[str, Mib] = field(default_factory=dict)
+    """By UUID or by number of a device; `*` is each other one."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """They win over the agent's."""
+
+
+@dataclass(frozen=True, slots=True)
 class InventoryRules:
     cluster: str
     reserve_mb: Mib = Mib(0)
@@ -45,9 +60,16 @@ class InventoryRules:
     """Per GPU, by node name or by kind; the node's number wins."""
     node_custom: tuple[tuple[str, float], ...] = ()
     """Amounts of the custom resources that each node has for itself, sorted by name."""
-    node_labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """The operator's labels by node name; they win over the agent's."""
+    nodes: Mapping[str, NodeRules] = field(default_factory=dict)
     kinds: tuple[GpuKind, ...] = ()
+
+    def of(self, node: str) -> NodeRules:
+        return self.nodes.get(node) or NodeRules()
+
+
+def never_joined(world: World, rules: InventoryRules) -> list[str]:
+    """Nodes that the operator's rules name, and that nobody has seen; sorted."""
+    return sorted(rules.nodes.keys() - world.nodes.keys())
 
 
 def reconcile(
@@ -75,10 +97,17 @@ def reconcile(
 
 def _node_row(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[Node, ...]:
     """The operator, not the agent, says whether it is cordoned."""
-    known = world.nodes.get(seen.node.name)
-    labels = {**dict(seen.node.labels), **rules.node_labels.get(seen.node.name, {})}
+    known, agents, own = world.nodes.get(seen.node.name), seen.node, rules.of(seen.node.name)
     row = replace(
-        seen.node, ready=True, version=1, custom=rules.node_custom, labels=tuple(sorted(labels.items()))
+        agents,
+        ready=True,
+        version=1,
+        custom=rules.node_custom,
+        labels=tuple(sorted({**dict(agents.labels), **own.labels}.items())),
+        cpu=max(0.0, (own.cpu or agents.cpu) - own.reserve_cpu),
+        memory_mb=Mib(max(0, (own.memory_mb or agents.memory_mb) - own.reserve_memory_mb)),
+        # An agent that says 0 takes nothing, whatever the rules say.
+        max_runs=(own.max_runs or agents.max_runs) if agents.max_runs else 0,
     )
     if known is None:
         return (row,)
@@ -114,7 +143,8 @@ def _gone_devices(world: World, seen: NodeReport) -> Iterator[Device]:
 
 def _device(seen: NodeReport, device: ReportedDevice, rules: InventoryRules) -> Device:
     node = seen.node.name
-    declared = rules.declared_foreign_mb
+    declared, reserved = rules.declared_foreign_mb, rules.of(node).reserve_mb
+    names = (device.uuid, str(device.index), "*")
     kind = kind_of(device.kind, rules.kinds)
     return Device(
         key=device_key(rules.cluster, node, device.uuid),
@@ -123,7 +153,7 @@ def _device(seen: NodeReport, device: ReportedDevice, rules: InventoryRules) -> 
         kind=device.kind,
         index=device.index,
         physical_mb=device.physical_mb,
-        reserve_mb=rules.reserve_mb,
+        reserve_mb=next((reserved[name] for name in names if name in reserved), rules.reserve_mb),
         declared_foreign_mb=declared.get(node, declared.get(device.kind, Mib(0))),
         power=0 if kind is None else kind.power,
         context_mb=Mib(0) if kind is None else kind.context_mb,

@@ -188,6 +188,32 @@ class ModelTypeView(TypeDefaultsView):
     name: str
 
 
+class ProfileDefaultsView(TypeDefaultsView):
+    gpus: int | None
+    max_concurrency: Annotated[int | None, Field(description="Calls at once to an actor of a worker set.")]
+
+
+class ProfileView(ProfileDefaultsView):
+    """What a task of this role gets for what it leaves out; null: the default of all tasks."""
+
+    name: str
+
+
+class ProfileList(TypedDict):
+    items: list[ProfileView]
+
+
+@resource.route("GET /profiles", "profiles_list", Scope.TASKS_READ, ProfileList)
+async def list_profiles(parts: Parts) -> Response:
+    """List the roles that a task may name: those that come with the service, and the operator's own."""
+    profiles = parts.defaults.profiles
+    names = sorted(profiles)
+    view: ProfileList = {
+        "items": [{**view_of(ProfileDefaultsView, profiles[name]), "name": name} for name in names]
+    }
+    return answer(view)
+
+
 class PreemptionView(TypedDict):
     enabled: bool
     budget: int

@@ -23,7 +23,7 @@ from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import run_in_thread
 from gpubroker_server.gateway.submission.demand import demand_of
 from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, Resources
-from gpubroker_server.gateway.submission.task_body import Placement, Priority, SimulateTask
+from gpubroker_server.gateway.submission.task_body import Placement, Priority, ProfileName, SimulateTask
 
 resource = Resource("cluster")
 
@@ -44,6 +44,7 @@ class PlannedComponent(Body):
     count: Annotated[int, Field(ge=1, le=MAX_TASKS)] = 1
     priority: Priority | None = None
     model_type: Annotated[str, line(100), Field(description="Selects the operator's defaults.")] = ""
+    profile: ProfileName = ""
     resources: Resources = Resources()
     placement: Placement = "pack"
     labels: Annotated[Labels, Field(description="For limits on how many tasks of a label run.")] = Field(
@@ -56,6 +57,7 @@ class PlannedComponent(Body):
             name=self.name,
             priority=self.priority,
             model_type=self.model_type,
+            profile=self.profile,
             resources=self.resources,
             placement=self.placement,
             labels=self.labels,
@@ -186,7 +188,8 @@ def _check_known(tenant: str, parts: Parts) -> None:
 def _component(call: Call, parts: Parts, body: PlanFleet, index: int, tenant: str) -> Component:
     asked, at, submissions = body.components[index], f"/components/{index}", parts.submissions
     task, defaults = asked.as_task(), submissions.defaults
-    priority = defaults.limits_of(task).priority
+    submissions.check_profile(task.profile, at=f"{at}/profile")
+    priority = defaults.limits_of(task, task.profile).priority
     submissions.permissions.check_priority(call.identity, priority, tenant, at=f"{at}/priority")
     demand, _ = submissions.demand_of(task, tenant, at=f"{at}/resources")
     if body.fleet is not None and body.tenant is None:

@@ -48,6 +48,9 @@ ROLES_VARIABLE = "GPUBROKER_ROLES"
 RETRY_VARIABLE = "GPUBROKER_RETRY_OF"
 """The same of a task that is a retry: the id of the ended one."""
 
+PROFILE_VARIABLE, CONCURRENCY_VARIABLE = "GPUBROKER_PROFILE", "GPUBROKER_MAX_CONCURRENCY"
+"""The same of a task that names a profile, or a `max_concurrency` itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Live:
@@ -90,6 +93,8 @@ def task_view(record: TaskRecord, live: Live) -> TaskView:
         "retry_of": spec.env.get(RETRY_VARIABLE),
         "labels": dict(spec.labels),
         "model_type": spec.model_type,
+        "profile": spec.env.get(PROFILE_VARIABLE, ""),
+        "max_concurrency": int(spec.env[CONCURRENCY_VARIABLE]) if CONCURRENCY_VARIABLE in spec.env else None,
         "stream": task.stream,
         "result_format": spec.result_format,
         "held": task.held,

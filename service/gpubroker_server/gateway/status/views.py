@@ -199,6 +199,10 @@ class TaskView(ResultFields):
     retry_of: Annotated[str | None, Field(description="The ended task that this one runs again.")]
     labels: dict[str, str]
     model_type: str
+    profile: str
+    max_concurrency: Annotated[
+        int | None, Field(description="For actors of worker sets: how many calls at once. A task makes one.")
+    ]
     stream: str
     result_format: str
     held: bool

@@ -19,19 +19,30 @@ _WHERE_FIELDS = tuple(field.name for field in fields(PlacementConstraints))
 
 
 @dataclass(frozen=True, slots=True)
-class ModelType:
-    """The defaults of one model type. None: the default of all tasks."""
+class NamedDefaults:
+    """The defaults that a model type or a profile brings. None: the default of all tasks."""
 
     priority: int | None = None
+    gpus: int | None = None
+    """Only profiles have it; for a task that does not say how many GPUs."""
     gpu_mb: GpuSize | None = None
     """Only for a task that does not mention GPUs."""
     cpu: float | None = None
     memory_mb: int | None = None
     timeout_seconds: float | None = None
     max_retries: int | None = None
+    max_concurrency: int | None = None
+    """Only profiles have it."""
+
+    def over(self, other: "NamedDefaults") -> "NamedDefaults":
+        """These, and the other ones where these say nothing. Without GPUs there is no size of one."""
+        if self.gpus == 0:
+            other = replace(other, gpu_mb=None)
+        own = {it.name: value for it in fields(self) if (value := getattr(self, it.name)) is not None}
+        return replace(other, **own)
 
 
-_NO_MODEL_TYPE = ModelType()
+_NO_DEFAULTS = NamedDefaults()
 
 
 class Limited(Protocol):
@@ -62,13 +73,16 @@ class Defaults:
     max_retries: int = 0
     grace_seconds: Seconds = Seconds(30.0)
     timeout_seconds: Seconds | None = None
-    model_types: Mapping[str, ModelType] = field(default_factory=dict)
+    model_types: Mapping[str, NamedDefaults] = field(default_factory=dict)
+    profiles: Mapping[str, NamedDefaults] = field(default_factory=dict)
 
-    def of_type(self, model_type: str) -> ModelType:
-        return self.model_types.get(model_type, _NO_MODEL_TYPE)
+    def named(self, model_type: str, profile: str = "") -> NamedDefaults:
+        """Those of a profile, over those of a model type."""
+        usual = self.model_types.get(model_type, _NO_DEFAULTS)
+        return self.profiles[profile].over(usual) if profile else usual
 
-    def limits_of(self, body: Limited) -> TaskLimits:
-        usual = self.of_type(body.model_type)
+    def limits_of(self, body: Limited, profile: str = "") -> TaskLimits:
+        usual = self.named(body.model_type, profile)
         return TaskLimits(
             first(body.priority, usual.priority, self.priority),
             first(body.max_retries, usual.max_retries, self.max_retries),
@@ -95,7 +109,8 @@ def demand_of(body: SubmitTask, defaults: Defaults, learn: LearnSize | None = No
     if body.resources.bundles:
         return _gang_demand(body, defaults, learn)
     resources = body.resources.with_sizes()
-    gpu_mb = resources.gpu_mb if resources.mentions_gpus else defaults.of_type(body.model_type).gpu_mb
+    usual = defaults.named(body.model_type, body.profile)
+    gpu_mb = resources.gpu_mb if resources.mentions_gpus else usual.gpu_mb
     return _demand(resources, gpu_mb, body, defaults, learn)
 
 
@@ -125,7 +140,8 @@ def _rank_gpu_mb(bundle: Bundle, body: SubmitTask, defaults: Defaults) -> GpuSiz
     if bundle.mentions_gpus:
         return bundle.gpu_mb
     none_mentions = not any(one.mentions_gpus or one.names_devices for one in body.resources.bundles)
-    return defaults.of_type(body.model_type).gpu_mb if bundle.names_devices or none_mentions else None
+    usual = defaults.named(body.model_type, body.profile)
+    return usual.gpu_mb if bundle.names_devices or none_mentions else None
 
 
 def _demand(
@@ -137,9 +153,9 @@ def _demand(
     common: PlacementConstraints = NO_CONSTRAINTS,
 ) -> Demand:
     """Of a task, or of one rank. `common` holds where `asked` has no restriction of its own."""
-    usual = defaults.of_type(body.model_type)
+    usual = defaults.named(body.model_type, body.profile)
     wants_gpu = asked.wants_gpu or asked.names_devices or gpu_mb is not None
-    gpus = int(wants_gpu) if asked.gpus is None else asked.gpus
+    gpus = max(int(wants_gpu), usual.gpus or 0) if asked.gpus is None else asked.gpus
     cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu
     demand = Demand(
         gpus=gpus,

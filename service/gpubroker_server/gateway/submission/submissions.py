@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from typing import Annotated, NamedTuple
 
 import structlog
@@ -25,9 +26,9 @@ from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call
 from gpubroker_server.gateway.status.records import TaskRecords
-from gpubroker_server.gateway.status.task_view import ROLES_VARIABLE
+from gpubroker_server.gateway.status.task_view import CONCURRENCY_VARIABLE, PROFILE_VARIABLE, ROLES_VARIABLE
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
-from gpubroker_server.gateway.submission.demand import Defaults, demand_of, subject_of
+from gpubroker_server.gateway.submission.demand import Defaults, demand_of, first, subject_of
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
 from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
 from gpubroker_server.ports.store import (
@@ -101,11 +102,12 @@ class Submissions:
     ) -> PreparedTask:
         """As `new_task`. `stands`: the states of the tasks that it runs after, as far as they exist."""
         self.permissions.check_stream(body.stream)
+        self.check_profile(body.profile)
         demand, learned = self.demand_of(body, tenant)
         after = dependencies_of(body, stands, tenant)
         defaults, timing = self.defaults, timing_of(body, now)
         grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
-        limits = defaults.limits_of(body)
+        limits = defaults.limits_of(body, body.profile)
         is_small = demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU and not demand.bundles
         is_unlimited = demand.memory_mb == 0  # a limit needs a process of its own
         task = Task(
@@ -118,7 +120,10 @@ class Submissions:
             max_retries=limits.max_retries,
             timeout_seconds=limits.timeout_seconds,
             grace_seconds=Seconds(grace),
-            shareable=isinstance(body.run, Entrypoint) and is_small and is_unlimited and not _env_of(body),
+            shareable=isinstance(body.run, Entrypoint)
+            and is_small
+            and is_unlimited
+            and not self._env_of(body),
             not_before=timing.not_before,
             after=after,
             awaits=bool(after),
@@ -149,6 +154,43 @@ class Submissions:
         }
         learned = size_of_ranks(by_ranks) if by_ranks else None
         return self.capacity.settled(demand, body.resources.pool, tenant, body.labels, at=at), learned
+
+    def check_profile(self, profile: str, *, at: str = "/profile") -> None:
+        """Raises Problem for one that the operator does not have."""
+        known = sorted(self.defaults.profiles)
+        if profile and profile not in known:
+            near = get_close_matches(profile, known, n=1)
+            meant = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
+            detail = f'there is no profile "{profile}"; {meant}'
+            raise invalid(Fault(pointer=at, detail=detail, code="unknown"))
+
+    def run_spec(
+        self, body: SubmitTask, run: Entrypoint | Command | Function, learned: Size | None = None
+    ) -> RunSpec:
+        """Of this task, or of one that differs from it in its run alone. Raises Problem."""
+        return RunSpec(
+            kind=run.tag,
+            entrypoint=run.entrypoint if isinstance(run, Entrypoint) else "",
+            command=tuple(run.command) if isinstance(run, Command) else (),
+            arguments=arguments_of(run),
+            python=run.python if isinstance(run, Function) else "",
+            env=self._env_of(body),
+            result_format=body.result_format,
+            labels=body.labels,
+            model_type=body.model_type,
+            working_directory=(run.working_directory or "") if isinstance(run, Command) else "",
+            sizing=None if learned is None else asdict(learned),
+        )
+
+    def _env_of(self, body: SubmitTask) -> Mapping[str, str]:
+        """What the client sets, and what of the task its process shall find in its environment."""
+        usual = self.defaults.named(body.model_type, body.profile)
+        ours = {
+            ROLES_VARIABLE: ",".join(sorted(body.resources.roles)),
+            PROFILE_VARIABLE: body.profile,
+            CONCURRENCY_VARIABLE: str(first(body.max_concurrency, usual.max_concurrency, "")),
+        }
+        return {**body.env, **{name: value for name, value in ours.items() if value}}
 
     def check_allowed(self, identity: Identity, body: SubmitTask, task: Task) -> None:
         """Raises Problem for what the token or the operator does not allow."""
@@ -255,23 +297,6 @@ def submission_of(task: Task, spec: RunSpec) -> Submission:
     return Submission(changed(task, queued_bytes=bytes_of(spec)), spec)
 
 
-def run_spec(body: SubmitTask, run: Entrypoint | Command | Function, learned: Size | None = None) -> RunSpec:
-    """Of this task, or of one that differs from it in its run alone. Raises Problem."""
-    return RunSpec(
-        kind=run.tag,
-        entrypoint=run.entrypoint if isinstance(run, Entrypoint) else "",
-        command=tuple(run.command) if isinstance(run, Command) else (),
-        arguments=arguments_of(run),
-        python=run.python if isinstance(run, Function) else "",
-        env=_env_of(body),
-        result_format=body.result_format,
-        labels=body.labels,
-        model_type=body.model_type,
-        working_directory=(run.working_directory or "") if isinstance(run, Command) else "",
-        sizing=None if learned is None else asdict(learned),
-    )
-
-
 async def body_hash(call: Call, what: str) -> str:
     """Of this body, as sent by this tenant for this purpose."""
     hashed = f"{what}\0{call.identity.tenant}\0".encode() + await call.body()
@@ -282,8 +307,3 @@ async def body_hash(call: Call, what: str) -> str:
 
 def key_reused(key: str, task: TaskId, what: str) -> Problem:
     return Problem("idempotency-key-reused", key=key, task=task, what=what)
-
-
-def _env_of(body: SubmitTask) -> Mapping[str, str]:
-    roles = body.resources.roles
-    return {**body.env, ROLES_VARIABLE: ",".join(sorted(roles))} if roles else body.env

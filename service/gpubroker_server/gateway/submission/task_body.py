@@ -100,6 +100,16 @@ StreamName = Annotated[
 ]
 
 
+ProfileName = Annotated[
+    str,
+    line(100),
+    Field(
+        description="The role whose sizes and limits hold for what is left out; `GET /profiles` lists them. "
+        "It goes before the defaults of `model_type`."
+    ),
+]
+
+
 class Entrypoint(Body):
     """A function that the operator allows, by name."""
 
@@ -189,6 +199,16 @@ class SubmitTask(Timed):
         line(100),
         Field(description="Selects the operator's defaults of priority, sizes, timeout and retries."),
     ] = ""
+    profile: ProfileName = ""
+    max_concurrency: Annotated[
+        int | None,
+        Field(ge=1, le=100_000),
+        Field(
+            description="Calls at once to an actor of a worker set; left out: the profile's. A task makes "
+            "one call, whatever this says; the number is shown, and its process finds it in "
+            "GPUBROKER_MAX_CONCURRENCY."
+        ),
+    ] = None
     stream: StreamName = ""
     resources: Resources = Resources()
     placement: Placement = "pack"

@@ -27,7 +27,6 @@ from gpubroker_server.gateway.submission.submissions import (
     Submissions,
     body_hash,
     key_reused,
-    run_spec,
     submission_of,
 )
 from gpubroker_server.gateway.submission.task_body import SubmitTask
@@ -271,7 +270,7 @@ class BatchTasks:
             spec = changed(first.spec, arguments=split.run.arguments, arguments_digest=None)
         else:
             self._submissions.permissions.check_run(self._identity, split.run)
-            spec = run_spec(prototype.body, split.run, prototype.learned)
+            spec = self._submissions.run_spec(prototype.body, split.run, prototype.learned)
         return await self._submissions.with_object(self._alike(first, id, spec))
 
     def _alike(self, first: Submission, id: TaskId, spec: RunSpec) -> Submission:
@@ -287,5 +286,5 @@ class BatchTasks:
         task, learned = make.task_of(body, self._identity.tenant, id, self._stands, self._now)
         make.check_allowed(self._identity, body, task)
         make.check_possible(task)
-        submission = submission_of(task, run_spec(body, body.run, learned))
+        submission = submission_of(task, make.run_spec(body, body.run, learned))
         return _Prototype(body, await make.with_object(submission), learned)

@@ -9,7 +9,12 @@ from gpubroker_server.core.domain.values import changed
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
-from gpubroker_server.gateway.status.task_view import RETRY_VARIABLE, ROLES_VARIABLE
+from gpubroker_server.gateway.status.task_view import (
+    CONCURRENCY_VARIABLE,
+    PROFILE_VARIABLE,
+    RETRY_VARIABLE,
+    ROLES_VARIABLE,
+)
 from gpubroker_server.gateway.status.views import TaskView
 from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function
@@ -76,7 +81,7 @@ async def _again(submissions: Submissions, identity: Identity, record: TaskRecor
     return submission
 
 
-_OURS = (ROLES_VARIABLE, RETRY_VARIABLE)
+_OURS = (ROLES_VARIABLE, RETRY_VARIABLE, PROFILE_VARIABLE, CONCURRENCY_VARIABLE)
 
 
 def new_attempt(old: Task, id: TaskId, now: Instant) -> Task:

@@ -24,7 +24,6 @@ from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Stored,
     Submissions,
-    run_spec,
     submission_of,
 )
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
@@ -107,7 +106,7 @@ async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -
         task, learned = await submissions.new_task(body, call.identity.tenant)
         submissions.check_allowed(call.identity, body, task)
         submissions.check_possible(task)
-        submission = submission_of(task, run_spec(body, body.run, learned))
+        submission = submission_of(task, submissions.run_spec(body, body.run, learned))
         submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
     except Problem:
         known = await submissions.sent_before(call, key, "task")

@@ -28,7 +28,7 @@ CLUSTER: dict[str, Any] = {
     ],
     "kinds": {"sim-small": {"power": 1}, "sim-big": {"power": 5, "context_mb": 512}},
     "entrypoints": ["tests.e2e.work:*", "tests.e2e.late:*"],
-    "node_labels": {"n2": {"disk": "fast"}},
+    "nodes": {"n2": {"labels": {"disk": "fast"}}},
     "pools": {
         "fast": {"nodes": {"disk": ["fast"]}, "kinds": ["sim-big"]},
         "narrow": {"gpu_mb": 12_000},
