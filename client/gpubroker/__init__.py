@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpubroker.admin import Detection, Released, Token
     from gpubroker.broker import AsyncBroker, Broker
-    from gpubroker.cluster.fleet import Gpu, Node, Policy, Profile, Stats, Tenant
+    from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Tenant
     from gpubroker.cluster.plan import FleetPlan
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
@@ -44,7 +44,7 @@ __version__ = "0.2.0"
 _NAMES = {
     "admin": ("Detection", "Released", "Token"),
     "broker": ("AsyncBroker", "Broker"),
-    "cluster.fleet": ("Gpu", "Node", "Policy", "Profile", "Stats", "Tenant"),
+    "cluster.fleet": ("AutoscalingDemand", "Gpu", "Node", "Policy", "Profile", "Stats", "Tenant"),
     "cluster.plan": ("FleetPlan",),
     "decorators": ("inference", "task"),
     "errors": (
@@ -71,6 +71,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AsyncBroker",
+    "AutoscalingDemand",
     "Broker",
     "BrokerError",
     "CheckpointTooLarge",

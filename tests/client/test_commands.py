@@ -1,6 +1,7 @@
 """Every command against the real service, with the simulated engine."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typer.main import get_command
 
 from tests.chaos.forked import ForkedService
 from tests.client.command_line import Run, command_line
-from tests.e2e.service_process import ServiceProcess, until
+from tests.e2e.service_process import ROOT, ServiceProcess, until
 
 WORK = "tests.e2e.work:hold"
 """An entrypoint that the service allows; here it waits for `seconds` and returns nothing."""
@@ -151,6 +152,34 @@ def test_without_a_quarantined_holder_release_is_refused(gpubroker: Run, holder:
 def test_without_silent_nodes_resume_is_refused(gpubroker: Run) -> None:
     ended = gpubroker("resume --because looked")
     assert (ended.code, "no silent node" in ended.err) == (6, True)
+
+
+def test_the_demand_of_autoscalers_is_shown(gpubroker: Run, holder: str) -> None:
+    waiting = gpubroker(f"submit {WORK} -i seconds=0 --gpus 1").out.strip()
+    shown = gpubroker("demand").out
+    assert re.search(r"^unmet +1 GPUs \(24\.0 GiB\).* 1 tasks, up to", shown, re.MULTILINE)
+    assert re.search(r"^needed +3 GPUs", shown, re.MULTILINE)
+    assert re.search(r"^spare +nothing", shown, re.MULTILINE)
+    assert gpubroker("demand --pool lab --kind H100 --waited 1h -o json").json["unmet"]["gpus"] == 0
+    assert gpubroker("cancel", waiting).code == 0
+
+
+def test_slurm_starts_a_node_for_each_gpu_that_is_lacked_and_ends_spare_ones(
+    gpubroker: Run, holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for Slurm's commands, which write down how they were called."""
+    called = tmp_path / "called"
+    programs = {"squeue": "echo 17 PENDING", "sbatch": f'echo "sbatch $*" >> {called}', "scancel": ":"}
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("WAITED", "0s")
+    waiting = [gpubroker(f"submit {WORK} -i seconds=0 --gpus 1").out.strip() for _ in range(3)]
+    ended = apart(str(ROOT / "deploy/slurm/gpubroker-scale.sh"))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert called.read_text() == "sbatch gpubroker-node.sbatch\n" * 2, "one of three is on its way"
+    assert gpubroker("cancel", *waiting).code == 0
 
 
 def test_tenants_and_policy_are_shown(gpubroker: Run, holder: str) -> None:

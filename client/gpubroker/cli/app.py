@@ -22,7 +22,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "tasks.change": "cancel retry hold release priority change",
     "lease_commands": "lease",
     "gpu_commands": "gpus",
-    "cluster_commands": "estimates nodes tenants stats policy profiles",
+    "cluster_commands": "estimates nodes tenants stats policy profiles demand",
     "infer_command": "infer",
     "model_commands": "load unload pin models",
     "object_commands": "upload objects",

@@ -15,7 +15,7 @@ from gpubroker_server.core.planning.fragmentation import (
 from gpubroker_server.gateway.admin import operations, tokens
 from gpubroker_server.gateway.admin.operations import OperationParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
-from gpubroker_server.gateway.cluster import devices, policy, quarantine, stats
+from gpubroker_server.gateway.cluster import autoscaling, devices, policy, quarantine, stats
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.events.routes import EventParts
@@ -59,7 +59,7 @@ _RESOURCES = (
         estimates,
         events,
     ),
-    *(devices, models, measure, quarantine, stats, policy, tokens, operations),
+    *(devices, models, measure, quarantine, stats, autoscaling, policy, tokens, operations),
 )
 """In the order in which paths are matched and documented; the busiest first."""
 
