@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from gpubroker import units
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import NoDecode
 
 from gpubroker_server.core.domain.device import SHIPPED_KINDS
@@ -82,12 +90,16 @@ class SimulatedDevice(Section):
     instances: list[SimulatedInstance] = []
 
 
+HomePath = Annotated[Path, AfterValidator(Path.expanduser)]
+"""May begin with `~`."""
+
+
 class RayTlsSettings(Section):
     """Of this machine; Ray checks both sides."""
 
-    certificate: Path
-    key: Path
-    ca: Path
+    certificate: HomePath
+    key: HomePath
+    ca: HomePath
 
 
 LOCAL_RAY_ONLY: Final = {
@@ -101,8 +113,9 @@ LOCAL_RAY_ONLY: Final = {
 
 class RaySettings(Section):
     address: str = ""
-    token_file: Path | None = None
+    token_file: HomePath | None = None
     tls: RayTlsSettings | None = None
+    autoscale: bool = False
     node_name: str = "local"
     cluster: str = "local"
     spares: Annotated[int, Field(ge=0, le=64)] = 2
@@ -133,11 +146,11 @@ class RaySettings(Section):
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
         if not self.address:
-            for name in ("token_file", "tls"):
-                if getattr(self, name) is not None:
+            for name in ("token_file", "tls", "autoscale"):
+                if getattr(self, name):
                     raise ValueError(
-                        f"{name} is for a cluster that is joined, and address is empty; the local Ray "
-                        "listens on 127.0.0.1 alone and has a token of its own"
+                        f"{name} is for a cluster that is joined, and address is empty; a local "
+                        "Ray has one node, on 127.0.0.1 alone, and a token of its own"
                     )
             return self
         for name, instead in LOCAL_RAY_ONLY.items():

@@ -8,11 +8,13 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, Tenan
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.explain.autoscaling import (
+    MOST_BUNDLES,
     AutoscalingDemand,
     CapacityAmounts,
     DemandScope,
     UnmetGroup,
     autoscaling_demand,
+    room_for_all,
 )
 from gpubroker_server.core.world.world import World
 
@@ -108,6 +110,23 @@ def test_what_a_limit_or_a_quota_keeps_back_no_node_would_help() -> None:
     assert demand_of(a_full_world(*others), none) == demand_of(a_full_world(), none).__class__(
         (), 0, 3, CapacityAmounts(1, 80 * GIB, 2.0, 0), (), {(1.0, 2.0, 0): 1}
     )
+
+
+def test_an_autoscaler_is_asked_for_a_bundle_of_each_run_and_each_waiting_task() -> None:
+    part = {"gpus": 1, "gpu_mb": 40 * GIB, "cpu": 1.0, "memory_mb": GIB}
+    tasks = [waiting("a", **part), waiting("b", **part), waiting("none", cpu=0.0)]
+    tasks.append(waiting("parts", gpus=3, gpu_mb=30 * GIB, cpu=0.0))
+    assert room_for_all(demand_of(a_full_world(*tasks))) == [
+        {"GPU": 0.5, "CPU": 1.0, "memory": 2.0**30},
+        {"GPU": 0.5, "CPU": 1.0, "memory": 2.0**30},
+        {"GPU": 1.0, "CPU": 2.0},
+        {"GPU": 2.0},
+    ]
+
+
+def test_an_autoscaler_is_not_asked_for_more_bundles_than_it_can_plan_for() -> None:
+    tasks = [waiting(f"t{n}", cpu=1.0) for n in range(MOST_BUNDLES + 10)]
+    assert len(room_for_all(demand_of(a_full_world(*tasks)))) == MOST_BUNDLES
 
 
 def test_inferences_need_no_node() -> None:

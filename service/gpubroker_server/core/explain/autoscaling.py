@@ -18,6 +18,7 @@ from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.queue import QueueGroup
 from gpubroker_server.core.world.world import World
 
+MIB_BYTES = 2**20
 DIGITS = 3
 """Of CPUs."""
 
@@ -78,6 +79,28 @@ class AutoscalingDemand:
         for group in self.unmet:
             total = total.plus(group.amounts)
         return total
+
+
+MOST_BUNDLES = 1000
+"""An autoscaler plans for each of them. Those of the most tasks come first."""
+
+
+def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
+    """What Ray's autoscaler should have room for, in its words: a bundle for each run and each waiting task.
+
+    Ray takes parts of one GPU only, so parts of several count as whole ones.
+    """
+    bundles: list[dict[str, float]] = []
+    for (gpus, cpu, memory_mb), count in sorted(demand.bundles.items(), key=lambda item: (-item[1], item[0])):
+        amounts = {
+            "GPU": gpus if gpus <= 1 else float(ceil(gpus)),
+            "CPU": cpu,
+            "memory": memory_mb * MIB_BYTES,
+        }
+        bundle = {name: float(amount) for name, amount in amounts.items() if amount}
+        if bundle:
+            bundles += [bundle] * min(count, MOST_BUNDLES - len(bundles))
+    return bundles
 
 
 @dataclass(frozen=True, slots=True)

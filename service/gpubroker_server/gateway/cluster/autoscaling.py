@@ -48,9 +48,7 @@ class SpareView(CapacityView):
 class AutoscalingView(AsOf):
     unmet: Annotated[UnmetView, Field(description="Of tasks that wait for room; each counts in full.")]
     used: Annotated[CapacityView, Field(description="Held now: GPUs in whole or in part.")]
-    needed: Annotated[
-        CapacityView, Field(description="`used` and `unmet`: the size the cluster should have.")
-    ]
+    needed: Annotated[CapacityView, Field(description="`used` and `unmet`: what the cluster should have.")]
     groups: Annotated[list[UnmetGroupView], Field(description="`unmet` by pool and kinds.")]
     limited_tasks: Annotated[
         int, Field(description="They wait for a quota or a limit, which no node would raise.")

@@ -163,6 +163,11 @@ class RayExecutor:
                 self._written.setdefault(node, []).append(MEASURE)
                 self._dispatch(node)
 
+    def request_room(self, bundles: Sequence[Mapping[str, float]]) -> None:
+        """Have the autoscaler of a joined cluster keep room for these, used or not, and no more for those
+        before."""
+        self._driver.send("room", list(bundles))
+
     async def reports(self) -> Sequence[Report | TermRefused]:
         while not self._reports:
             self._arrived.clear()

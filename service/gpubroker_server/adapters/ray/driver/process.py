@@ -109,6 +109,9 @@ class Driver:
         """By node name."""
         self._namesakes: set[str] = set()
         """Ray nodes with the name of another node, of which that was logged."""
+        self._room: list[dict[str, float]] = []
+        """What Ray's autoscaler is to have room for."""
+        self._room_changed = asyncio.Event()
         self._untaken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -127,6 +130,7 @@ class Driver:
         except Exception as fault:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
         await self.send("connected")
+        self._tasks.create_task(self._request_room())
         while True:
             await self._update_links(await self._nodes())
             await asyncio.sleep(LOOK_SECONDS)
@@ -150,6 +154,9 @@ class Driver:
                 self._lineage, self._term = lineage, term
                 for link in self._links.values():
                     link.change_term(lineage, term)
+            case ("room", bundles):
+                self._room = bundles
+                self._room_changed.set()
             case ("flush",):
                 self._tasks.create_task(self._flush())
             case ("leave",):
@@ -180,6 +187,16 @@ class Driver:
             self._has_room.clear()
         else:
             self._has_room.set()
+
+    async def _request_room(self) -> None:
+        """Only the newest request counts, so those that come while Ray does not answer are left out."""
+        while True:
+            await self._room_changed.wait()
+            self._room_changed.clear()
+            try:
+                await asyncio.to_thread(_request_room, self._room)
+            except Exception as fault:
+                log.warning("Ray's autoscaler could not be asked for room", fault=repr(fault))
 
     async def _flush(self) -> None:
         await asyncio.gather(*(link.flush() for link in self._links.values()))
@@ -234,6 +251,12 @@ class Driver:
 def _connect(address: str) -> None:
     """In a thread: on the main thread Ray would install its own signal handlers."""
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _request_room(bundles: list[dict[str, float]]) -> None:
+    from ray.autoscaler.sdk import request_resources  # its modules are large, and few clusters have one
+
+    request_resources(bundles=bundles)
 
 
 def _takes_runs(node: dict[str, Any]) -> bool:
