@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpubroker.admin import Detection, Released, Token
+    from gpubroker.admin import Detection, Queue, Released, Token
     from gpubroker.broker import AsyncBroker, Broker
     from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Tenant
     from gpubroker.cluster.plan import FleetPlan
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _NAMES = {
-    "admin": ("Detection", "Released", "Token"),
+    "admin": ("Detection", "Queue", "Released", "Token"),
     "broker": ("AsyncBroker", "Broker"),
     "cluster.fleet": ("AutoscalingDemand", "Gpu", "Node", "Policy", "Profile", "Stats", "Tenant"),
     "cluster.plan": ("FleetPlan",),
@@ -95,6 +95,7 @@ __all__ = [
     "Policy",
     "Profile",
     "Quarantined",
+    "Queue",
     "Refused",
     "Released",
     "RunningTask",

@@ -1,9 +1,12 @@
-"""Operations for administrators: tokens, lost nodes, quarantine, shutdown."""
+"""Operations for administrators: tokens, nodes, quarantine, shutdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
+from gpubroker.cluster.fleet import Node
+from gpubroker.errors import WrongArgument
 from gpubroker.tasks.task import AnyTask, Quarantined, id_of
 from gpubroker.transport.decoding import Raw, decode
 from gpubroker.transport.exchange import Steps
@@ -34,6 +37,16 @@ class Detection:
     nodes: tuple[str, ...] = ()
     runs: int = 0
     of_runs: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The queue of a tenant or of a work stream: `queue` is `tenant:NAME` or `stream:NAME`. `paused` has
+    `since`, `by`, `reason` and how many tasks are `waiting`; None: it is not paused."""
+
+    queue: str
+    paused: Raw | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
 
@@ -75,6 +88,50 @@ class AdminApi(Operations):
         """State that the nodes which fell silent together are lost. Raises Refused (`nothing-paused`)."""
         answer = yield from self._ask_once("POST", "/detection/resume", {"reason": reason})
         return decode(Detection, answer.json())
+
+    @operation
+    def pause_queue(
+        self, *, tenant: str | None = None, stream: str | None = None, reason: str = ""
+    ) -> Steps[Queue]:
+        """Let nothing of a tenant, or of a work stream, start; what runs goes on. Give one of the two."""
+        return (yield from self._change_queue("pause", tenant, stream, reason))
+
+    @operation
+    def resume_queue(
+        self, *, tenant: str | None = None, stream: str | None = None, reason: str = ""
+    ) -> Steps[Queue]:
+        """End a pause."""
+        return (yield from self._change_queue("resume", tenant, stream, reason))
+
+    def _change_queue(self, verb: str, tenant: str | None, stream: str | None, reason: str) -> Steps[Queue]:
+        if (tenant is None) is (stream is None):
+            raise WrongArgument("give either tenant= or stream=")
+        kind, name = ("streams", stream) if tenant is None else ("tenants", tenant)
+        path = f"/{kind}/{path_part(str(name))}/{verb}"
+        return decode(Queue, (yield from self._ask("POST", path, {"reason": reason})))
+
+    @operation
+    def cordon(self, node: str, reason: str = "") -> Steps[Node]:
+        """Start nothing new on the node; what runs there goes on."""
+        return (yield from self._ask_node(node, "cordon", reason=reason))
+
+    @operation
+    def drain(self, node: str, reason: str = "", *, deadline_seconds: float | None = None) -> Steps[Node]:
+        """Cordon the node and ask what runs there to leave, with notice and without using a retry.
+
+        What is critical or protected stays until `deadline_seconds` from now; without a deadline as long as
+        it runs. `nodes()` says when the drain is done.
+        """
+        return (yield from self._ask_node(node, "drain", reason=reason, deadline_seconds=deadline_seconds))
+
+    @operation
+    def uncordon(self, node: str, reason: str = "") -> Steps[Node]:
+        """Let tasks start on the node again."""
+        return (yield from self._ask_node(node, "uncordon", reason=reason))
+
+    def _ask_node(self, node: str, what: str, **body: Any) -> Steps[Node]:
+        answer = yield from self._ask_once("POST", f"/nodes/{path_part(node)}/{what}", without_none(body))
+        return decode(Node, answer.json())
 
     @operation
     def tokens(self) -> Steps[tuple[Token, ...]]:

@@ -24,7 +24,11 @@ end of the last task that a task runs after."""
 
 PHASES = """\
 The `phases` of a task say how many seconds it was in each state that is not an end, over all attempts:
-`queued_seconds` (`pending`), `starting_seconds` (`admitted`), `running_seconds` and `stopping_seconds`."""
+`queued_seconds` (`pending`), `admitted_seconds` and `starting_seconds` (both `admitted`), `running_seconds`
+and `stopping_seconds`. `admitted_seconds` ends when the agent of its node has the order to start it, and
+`starting_seconds` when its code begins; of a gang, the last agent and the last rank. The agent says when it
+had the order together with the start, so until then, and in an attempt that never started, the time counts as
+`admitted_seconds`."""
 
 Arrow = tuple[str, str, str]
 """(from, to, label)"""

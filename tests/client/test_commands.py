@@ -182,9 +182,37 @@ def test_slurm_starts_a_node_for_each_gpu_that_is_lacked_and_ends_spare_ones(
     assert gpubroker("cancel", *waiting).code == 0
 
 
+def test_a_node_is_closed_emptied_and_opened(gpubroker: Run) -> None:
+    assert "cordoned" in gpubroker("cordon local --because", "a fan").out
+    assert gpubroker("drain local --deadline 1h -o json").json["drain"]["deadline_at"] is not None
+    assert "ready" in gpubroker("uncordon local").out
+    ended = gpubroker("cordon elsewhere")
+    assert (ended.code, "nodes: local" in ended.err) == (6, True)
+
+
 def test_tenants_and_policy_are_shown(gpubroker: Run, holder: str) -> None:
     assert "default" in gpubroker("tenants").out
     assert "interactive" in gpubroker("policy").out
+
+
+def test_a_queue_is_paused_and_resumed(gpubroker: Run) -> None:
+    assert "tenant default is paused since" in gpubroker("pause --tenant default --because moving").out
+    task = gpubroker(f"submit {WORK} -i seconds=0 --name waits").out.strip()
+    assert "tenant default was paused" in gpubroker("ps").out
+    assert "QueuePaused: " in gpubroker("explain", task).out
+    assert "1 paused" in gpubroker("tenants").out
+    assert "(moving), 1 tasks wait" in gpubroker("stats").out
+    assert gpubroker("resume --tenant default").out == "tenant default is not paused\n"
+    assert gpubroker("wait", task, "-o", "json").json["state"] == "succeeded"
+    unknown = gpubroker("pause --stream nobody")
+    assert (unknown.code, "no work stream" in unknown.err) == (6, True)
+
+
+@pytest.mark.parametrize(
+    "line", ["pause", "pause --tenant a --stream b", "resume", "resume --tenant a --stream b --because c"]
+)
+def test_a_pause_is_of_one_queue(gpubroker: Run, line: str) -> None:
+    assert gpubroker(line).code == 2
 
 
 def test_a_task_has_the_sizes_of_the_profile_that_it_names(gpubroker: Run) -> None:

@@ -134,7 +134,7 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
     form = OrderWriter(1000, 500)
     yield f"agent-{agent}-orders.msgpack", pack([*(form.write(o, PAYLOAD) for o in ORDERS), MEASURE])
-    reports = [NODE_SEEN, *NEWS, *OF_AN_AGENT]
+    reports = [NODE_SEEN, (*NEWS[0], 999.5), *NEWS[1:], *OF_AN_AGENT]
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

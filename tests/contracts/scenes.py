@@ -142,6 +142,7 @@ def picture(world: World) -> dict[str, Any]:
         "holdings": {key: ledger.holdings for key, ledger in world.ledgers.items()},
         "nodes": world.nodes,
         "requests": world.requests,
+        "pauses": world.queue.pauses,
         "finished": dict(world.finished),
         "estimates": world.learned.sketches,
         "usage": world.accounts.rows(),

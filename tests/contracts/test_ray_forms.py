@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, N
 
 from tests.contracts.form_samples import CONFIG, FORMS, NEWS, ORDERS, PAYLOAD, RECORD, RUN, written
 
-SPOKEN = list(zip(wire.SPOKEN, messages.SPOKEN, strict=True))
+SPOKEN = list(product(wire.SPOKEN, messages.SPOKEN))
 AGENTS = pytest.mark.parametrize("agent", wire.SPOKEN)
 RUNNERS = pytest.mark.parametrize("runner", messages.SPOKEN)
 
@@ -85,7 +86,7 @@ def test_reports_are_read(agent: int) -> None:
             AT,
             release="0.1.0",
         ),
-        Started(*OF_RUN, 42, 1),
+        Started(*OF_RUN, 42, 1, None if agent == 8 else Instant(999.5)),
         Ready(*OF_RUN, "10.0.0.1:4711", 1),
         Progressed(*OF_RUN, 0.5, "half", 1),
         Checkpointed(*OF_RUN, 7, "abc", b"state", None, 1),

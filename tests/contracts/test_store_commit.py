@@ -169,15 +169,6 @@ async def test_a_released_lease_is_never_granted_again(store: TaskStore) -> None
     assert await store.commit(term, [Decision("t1", "admit", leases=(lease,))]) == [STALE]
 
 
-async def test_a_node_is_known_as_it_was_last_seen(store: TaskStore) -> None:
-    term = await with_gpu(store)
-    node = a_node(incarnation="n1-2", labels=(("zone", "a"),), custom=(("fpga", 2.0),), version=2)
-    bigger = a_device(mb=96 * GIB, version=2)
-    await store.commit(term, [node_seen(bigger, node=node)])
-    snapshot = await store.snapshot()
-    assert (list(snapshot.nodes), list(snapshot.devices)) == ([node], [bigger])
-
-
 async def test_a_new_term_ends_every_older_one(store: TaskStore) -> None:
     task = a_task("t1")
     old = await with_gpu(store, task)

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision, Request, write_move
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, QueuePause, Request, write_move
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Move, OnFailure, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
@@ -108,6 +108,24 @@ async def test_the_moves_of_tasks_are_their_changes_of_state_in_order(six: TaskS
     ]
     assert moves[3].fields["admitted_at"] == NOW
     assert await six.moves([]) == []
+
+
+async def test_a_queue_stays_paused_until_it_is_resumed(six: TaskStore) -> None:
+    pauses = [QueuePause("tenant:lab", Instant(NOW), "ada", "moving"), QueuePause("stream:a", NOW, "ada")]
+    note = AuditNote(Instant(NOW), "lab", "ada", "queue.pause", "tenant:lab", "moving")
+    before = await log_of(six)
+    term = await next_term(six)
+    await six.commit(term, [Decision("queue", "pause", paused=tuple(pauses), audit=(note,))])
+    assert {pause.queue: pause for pause in (await six.snapshot()).pauses} == {it.queue: it for it in pauses}
+    await six.commit(term, [Decision("queue", "unpause", resumed=(pauses[1],))])
+    assert list((await six.snapshot()).pauses) == pauses[:1]
+    assert replayed(await log_of(six)).queue.pauses == {"tenant:lab": pauses[0]}
+    told = [(event.kind, event.key, event.tenant) for event in (await log_of(six))[len(before) :]]
+    assert told == [
+        ("queue.paused", "tenant:lab", "lab"),
+        ("queue.paused", "stream:a", ""),
+        ("queue.resumed", "stream:a", ""),
+    ]
 
 
 async def test_many_requests_are_stored_in_one_commit_and_a_repeated_one_once(six: TaskStore) -> None:

@@ -101,5 +101,5 @@ def requested(site: Site) -> list[dict[str, float]]:
     program = REQUESTED.format(address=site.address)
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, env=dict(site.env), capture_output=True, text=True, check=True)
-    found = json.loads(ended.stdout.strip().splitlines()[-1] or "[]")
+    found = json.loads(ended.stdout.strip() or "[]")
     return sorted(found, key=lambda bundle: bundle.get("GPU", 0.0))

@@ -1,4 +1,4 @@
-"""`gpubroker nodes`, `tenants`, `stats`, `policy`, `profiles` and `estimates`."""
+"""`gpubroker tenants`, `stats`, `policy`, `profiles` and `estimates`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ from gpubroker.cli.printing import Format, Output, emit, emit_all
 from gpubroker.cli.tables import Column, PlainTable, details, duration, executor_in_words, gib, size
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.fleet import AutoscalingDemand, Fragmentation, Node, Policy, Profile, Stats, Tenant
+    from gpubroker.cluster.fleet import AutoscalingDemand, Fragmentation, Policy, Profile, Stats, Tenant
     from gpubroker.tasks.estimates import Estimate, ForecastsKept
-
-
-def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:
-    """List nodes, and what is used of them."""
-    with connect(context) as broker:
-        emit_all(output, broker.nodes().items, _nodes)
 
 
 def tenants(context: typer.Context, output: Output = Format.TABLE) -> None:
@@ -79,49 +73,6 @@ def estimates(
         emit_all(output, broker.estimates(subject).items, _estimates)
 
 
-_NODE_COLUMNS = (
-    Column("NODE", share=0.3),
-    Column("STATE"),
-    Column("CPU"),
-    Column("MEMORY"),
-    Column("RUNS"),
-    Column("GPUS"),
-)
-
-
-def _nodes(listed: Sequence[Node]) -> RenderableType:
-    rows = [
-        (
-            node.name,
-            _state(node),
-            f"{node.cpu.get('used', 0):g}/{node.cpu.get('total', 0):g}",
-            f"{gib(node.memory_mb.get('used', 0))}/{gib(node.memory_mb.get('total', 0))} GiB",
-            f"{node.runs.get('used', 0)}/{node.runs.get('limit', 0)}",
-            str(node.gpus),
-        )
-        for node in listed
-    ]
-    notes = [Text(f"! {node.name}: {note}", style="yellow") for node in listed for note in _notes(node)]
-    return Group(PlainTable(_NODE_COLUMNS, rows), *notes) if rows else Text("no nodes")
-
-
-def _notes(node: Node) -> Iterator[str]:
-    agent = node.agent or {}
-    if agent.get("message"):
-        yield agent["message"]
-    yield from (f"{gpu}: {why}" for gpu, why in agent.get("gpu_faults", {}).items())
-
-
-def _state(node: Node) -> Text:
-    if node.cordoned:
-        state = "cordoned"
-    elif not node.ready:
-        state = "not answering"
-    else:
-        state = "ready" if node.silent_since is None else "silent"
-    return Text(state, style="green" if state == "ready" else "yellow")
-
-
 _TENANT_COLUMNS = (
     Column("TENANT", wraps=True),
     Column("COHORT", from_width=100, share=0.2),
@@ -147,7 +98,7 @@ def _tenants(listed: Sequence[Tenant]) -> RenderableType:
             gib(tenant.usage_mb_seconds / 3600),
             f"{tenant.fair_share:.0%}",
             f"{tenant.level:.2f}",
-            str(tenant.pending),
+            f"{tenant.pending} paused" if tenant.paused else str(tenant.pending),
             str(tenant.active),
         )
         for tenant in listed
@@ -181,6 +132,16 @@ def _stats(found: Stats) -> RenderableType:
         ("executor", executor_in_words(found.executor)),
         *(("model server", _model_server(server)) for server in found.model_servers),
     ]
+    rows += [("paused", f"! {_pause(pause)}") for pause in found.paused]
+    if closed := [
+        f"{found.nodes[name]} {name}" for name in ("cordoned", "draining") if found.nodes.get(name)
+    ]:
+        rows.append(
+            (
+                "nodes",
+                f"{found.nodes.get('ready')} of {found.nodes.get('total')} ready · {' · '.join(closed)}",
+            )
+        )
     if found.detection.get("message"):
         rows.append(("nodes", f"! {found.detection['message']}"))
     if found.disk_full:
@@ -188,6 +149,12 @@ def _stats(found: Stats) -> RenderableType:
     if found.age_seconds is not None:
         rows.append(("as of", f"{found.age_seconds:.1f} s ago, event {found.position}"))
     return details(rows)
+
+
+def _pause(pause: Mapping[str, Any]) -> str:
+    kind, _, name = str(pause["queue"]).partition(":")
+    why = f" ({pause['reason']})" if pause.get("reason") else ""
+    return f"{kind} {name} since {pause['since']} by {pause['by']}{why}, {pause['waiting']} tasks wait"
 
 
 def _fragmentation(found: Fragmentation | None) -> Iterator[tuple[str, str]]:
@@ -333,5 +300,5 @@ def _estimate(estimate: Estimate) -> tuple[str, ...]:
 
 def add_to(app: typer.Typer) -> None:
     app.command(rich_help_panel="Tasks")(estimates)
-    for command in (nodes, tenants, stats, policy, profiles, demand):
+    for command in (tenants, stats, policy, profiles, demand):
         app.command(rich_help_panel="Cluster")(command)

@@ -1,4 +1,4 @@
-"""`gpubroker quarantine`, `quarantine release` and `resume`: holders and nodes that do not answer."""
+"""`gpubroker quarantine`, `quarantine release`, `pause` and `resume`: what waits for an operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, epri
 from gpubroker.cli.tables import Column, PlainTable, ago, size
 
 if TYPE_CHECKING:
-    from gpubroker.admin import Released
+    from gpubroker.admin import Queue, Released
     from gpubroker.broker import Broker
     from gpubroker.tasks.task import Quarantined
 
@@ -64,16 +64,60 @@ def release(
         emit(output, released, _released)
 
 
-def resume(context: typer.Context, because: Because, output: Output = Format.TABLE) -> None:
-    """Declare nodes lost that fell silent together, so that their tasks start elsewhere.
+Tenant = Annotated[str | None, typer.Option(help="The queue of this tenant.")]
+Stream = Annotated[str | None, typer.Option(help="The queue of this work stream.")]
+Why = Annotated[
+    str | None,
+    typer.Option("--because", metavar="REASON", help="The reason; recorded with your token's name."),
+]
 
-    The service does not give them up by itself, because the fault may be its own. Runs that are still alive
-    there are stopped when their node answers again.
-    """
+
+def pause(
+    context: typer.Context,
+    tenant: Tenant = None,
+    stream: Stream = None,
+    because: Why = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Let nothing of a tenant, or of a work stream, start. What runs goes on."""
+    if (tenant is None) is (stream is None):
+        raise typer.BadParameter("give either --tenant or --stream")
     with connect(context) as broker:
-        resumed = broker.resume(because)
+        emit(output, broker.pause_queue(tenant=tenant, stream=stream, reason=because or ""), _queue)
+
+
+def resume(
+    context: typer.Context,
+    tenant: Tenant = None,
+    stream: Stream = None,
+    because: Why = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """End the pause of a tenant or of a work stream; or declare nodes lost that fell silent together.
+
+    Without --tenant and --stream it is about silent nodes, and --because is needed: their tasks start
+    elsewhere. The service does not give them up by itself, because the fault may be its own. Runs that are
+    still alive there are stopped when their node answers again.
+    """
+    if tenant is not None and stream is not None:
+        raise typer.BadParameter("give either --tenant or --stream")
+    if tenant is None and stream is None and because is None:
+        raise typer.BadParameter("give --tenant or --stream; or, for silent nodes, --because")
+    with connect(context) as broker:
+        if tenant is not None or stream is not None:
+            emit(output, broker.resume_queue(tenant=tenant, stream=stream, reason=because or ""), _queue)
+            return
+        resumed = broker.resume(because or "")
         eprint(f"you have stated that they are lost, because {because!r}")
         emit(output, resumed, lambda shown: f"given up unless they answer first: {', '.join(shown.nodes)}")
+
+
+def _queue(queue: Queue) -> str:
+    paused = queue.paused
+    name = queue.queue.replace(":", " ", 1)
+    if paused is None:
+        return f"{name} is not paused"
+    return f"{name} is paused since {paused['since']} by {paused['by']}; tasks that wait: {paused['waiting']}"
 
 
 def _found(broker: Broker, word: str) -> Sequence[Quarantined]:
@@ -133,5 +177,6 @@ def _released(released: Released) -> RenderableType:
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Cluster")(resume)
+    for command in (pause, resume):
+        app.command(rich_help_panel="Cluster")(command)
     app.add_typer(quarantine, name="quarantine", rich_help_panel="Cluster")

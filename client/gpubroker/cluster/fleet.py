@@ -97,6 +97,10 @@ class Node:
     silent_since: datetime | None = None
     """When its agent last answered; None if it answers."""
     cordoned: bool = False
+    """Nothing new starts there; `cordon_reason` says why."""
+    cordon_reason: str = ""
+    drain: Mapping[str, Any] | None = None
+    """While it is drained: `since`, `deadline_at`, how many holders are `left`, and whether it is `done`."""
     incarnation: str = ""
     cpu: Mapping[str, float] = field(default_factory=dict)
     memory_mb: Mapping[str, int] = field(default_factory=dict)
@@ -153,6 +157,8 @@ class Tenant:
     max_priority: int = 100
     pending: int = 0
     active: int = 0
+    paused: Mapping[str, Any] | None = None
+    """While its queue starts nothing: `since`, `by`, `reason` and how many tasks are `waiting`."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 
@@ -181,10 +187,14 @@ class Stats:
     fragmentation: Fragmentation | None = None
     forecasts: tuple[ForecastsKept, ...] = ()
     tasks: Mapping[str, int] = field(default_factory=dict)
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    """total, ready, cordoned, draining."""
     executor: Mapping[str, Any] = field(default_factory=dict)
     leader: Mapping[str, Any] = field(default_factory=dict)
     detection: Mapping[str, Any] = field(default_factory=dict)
     """`state`, watching or paused; if paused, the silent `nodes` that are not given up, and a `message`."""
+    paused: tuple[Mapping[str, Any], ...] = ()
+    """Queues of tenants and work streams that start nothing."""
     disk_full: str = ""
     """Of the process that answered: `disk full: /data (...)`, or empty."""
     model_servers: tuple[Mapping[str, Any], ...] = ()

@@ -88,8 +88,10 @@ class Phases:
     """How long a task has been in each phase, over all its attempts; the present one counts until now."""
 
     queued_seconds: float = 0.0
+    admitted_seconds: float = 0.0
+    """From its admission until its node's agent had the order, as known once its code has begun."""
     starting_seconds: float = 0.0
-    """From its admission until its code began."""
+    """From then until its code began."""
     running_seconds: float = 0.0
     stopping_seconds: float = 0.0
     """From a notice to stop until it was gone."""

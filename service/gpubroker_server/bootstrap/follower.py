@@ -222,6 +222,8 @@ def fill(world: World, snapshot: Snapshot) -> None:
         world.add_pledge(pledge)
     for request in snapshot.requests:
         world.add_request(request)
+    for pause in snapshot.pauses:
+        world.pause(pause)
     world.finished.update(snapshot.finished)
     for topic, sketch in snapshot.estimates:
         world.learned.put(topic, sketch)

@@ -47,15 +47,12 @@ from gpubroker_server.core.lifecycle.silent_nodes import (
 )
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
 from gpubroker_server.core.planning import inferences as inference_admission
+from gpubroker_server.core.planning.draining import ask_to_leave
 from gpubroker_server.core.planning.fragmentation import ScatteredWatch
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Progress, first_progress
-from gpubroker_server.ports.store import (
-    BlobStore,
-    BlobTooLarge,
-    ReadTicks,
-)
+from gpubroker_server.ports.store import BlobStore, BlobTooLarge, ReadTicks
 
 log = structlog.get_logger("gpubroker.observe")
 
@@ -296,6 +293,7 @@ class Observer:
         decided = {decision.subject for decision in decisions}
         decisions += self._model_meter.measure(self._world, now, decided)
         more = [*overuse_decisions(self._world, now, self._policy), *self._about_inferences(now)]
+        more += ask_to_leave(self._world, self._policy, now)
         more += self._scattered.look(self._world, self._policy, now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]
 

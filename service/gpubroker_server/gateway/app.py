@@ -15,7 +15,7 @@ from gpubroker_server.core.planning.fragmentation import (
 from gpubroker_server.gateway.admin import operations, tokens
 from gpubroker_server.gateway.admin.operations import OperationParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
-from gpubroker_server.gateway.cluster import autoscaling, devices, policy, quarantine, stats
+from gpubroker_server.gateway.cluster import autoscaling, devices, nodes, pauses, policy, quarantine, stats
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.events.routes import EventParts
@@ -59,7 +59,7 @@ _RESOURCES = (
         estimates,
         events,
     ),
-    *(devices, models, measure, quarantine, stats, autoscaling, policy, tokens, operations),
+    *(devices, nodes, models, measure, quarantine, stats, autoscaling, policy, pauses, tokens, operations),
 )
 """In the order in which paths are matched and documented; the busiest first."""
 
@@ -121,7 +121,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
         world, clock, rules.policy, freshness, leadership, records, submissions, parts.tokens, rules.kinds
     )
     yield ClusterParts(
-        world, clock, freshness, leadership, requests, rules.policy, limits, rules.defaults,
+        world, clock, freshness, leadership, requests, parts.tokens, rules.policy, limits, rules.defaults,
         rules.kinds, servers, parts.residencies, parts.disk_full,
     )  # fmt: skip
     yield EventParts(records)

@@ -284,7 +284,8 @@ def _leader_metrics(world: World, leader: LeaderSeen | None) -> Iterator[Metric]
     held_back = () if leader.paused is None else leader.paused.nodes
     yield _gauge("gpubroker_silent_nodes", [((), len(held_back))])
     silent = {*leader.silent, *held_back}
-    ready = {node.name: node.ready and node.name not in silent for node in world.nodes.values()}
+    expected = [node for node in world.nodes.values() if node.ready or node.draining_since is None]
+    ready = {node.name: node.ready and node.name not in silent for node in expected}
     yield _gauge("gpubroker_node_ready", [((name,), is_ready) for name, is_ready in ready.items()])
     agents = leader.executor.get("agents", {})
     faults = {node: len(agent.get("gpu_faults", ())) for node, agent in agents.items()}
@@ -303,7 +304,7 @@ def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
     live: Counter[tuple[str, str]] = Counter()
     for priority, count in waiting.items():
         live[TaskState.PENDING.value, band_of(priority)[0]] += count
-    for task in (*queue.held, *queue.awaiting, *queue.delayed, *world.active):
+    for task in (*queue.held, *queue.awaiting, *queue.delayed, *queue.paused, *world.active):
         row = world.tasks[task]
         live[row.state.value, band_of(row.priority)[0]] += 1
     yield _gauge("gpubroker_tasks", live.items())
@@ -311,6 +312,7 @@ def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
         "Held": len(queue.held),
         "DependencyPending": len(queue.awaiting),
         "NotBefore": len(queue.delayed),
+        "QueuePaused": len(queue.paused),
         "Queued": waiting.total(),
     }
     yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])

@@ -98,10 +98,11 @@ def test_an_answer_that_says_nothing_new_writes_nothing() -> None:
     assert hear(an_open_world()) == []
 
 
-def test_an_answer_makes_the_node_ready_and_keeps_it_cordoned() -> None:
-    world = a_world(a_device(), a_node(ready=False, cordoned=True, version=4))
+def test_an_answer_makes_the_node_ready_and_keeps_it_cordoned_and_drained() -> None:
+    closed = {"cordoned": True, "cordon_reason": "a fan", "draining_since": NOW, "drain_deadline_at": NOW + 9}
+    world = a_world(a_device(), a_node(ready=False, version=4, **closed))
     hear(world)
-    assert world.nodes[N1] == a_node(ready=True, cordoned=True, version=5)
+    assert world.nodes[N1] == a_node(ready=True, version=5, **closed)
 
 
 def the_device(world: World, **rules: Any) -> Device:

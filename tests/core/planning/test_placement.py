@@ -157,7 +157,7 @@ def test_a_device_whose_sample_is_too_old_takes_nothing():
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
-    [({"ready": False}, Reason.BACKEND_UNAVAILABLE), ({"cordoned": True}, Reason.NO_MATCHING_DEVICE)],
+    [({"ready": False}, Reason.BACKEND_UNAVAILABLE), ({"cordoned": True}, Reason.NODE_CORDONED)],
 )
 def test_a_node_that_is_away_or_cordoned_takes_nothing(fields: dict[str, Any], expected: Reason):
     world = a_world(a_node("n1", **fields), a_device())

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Position
 from gpubroker_server.core.world.events import Event
@@ -16,7 +17,7 @@ from tests.builders import NOW, a_task
 
 
 def seconds(course: Course | None, until: float) -> list[float]:
-    """In the queue, starting, running, stopping."""
+    """In the queue, admitted, starting, running, stopping."""
     assert course is not None
     return list(seconds_in_phases(course, Instant(NOW + until)).values())
 
@@ -31,13 +32,26 @@ SUBMITTED = an_event("submitted", "pending", 0.5, submitted_at=NOW)
 
 def test_a_task_of_one_attempt_is_known_from_its_row():
     waits = a_task()
-    assert seconds(course_of_row(waits), 5.0) == [5.0, 0.0, 0.0, 0.0]
+    assert seconds(course_of_row(waits), 5.0) == [5.0, 0.0, 0.0, 0.0, 0.0]
     starts = a_task(state=TaskState.ADMITTED, fence=Fence(1), admitted_at=NOW + 5.0)
-    assert seconds(course_of_row(starts), 6.0) == [5.0, 1.0, 0.0, 0.0]
-    times = {"fence": Fence(1), "admitted_at": NOW + 5.0, "started_at": NOW + 7.0}
-    assert seconds(course_of_row(a_task(state=TaskState.RUNNING, **times)), 10.0) == [5.0, 2.0, 3.0, 0.0]
+    assert seconds(course_of_row(starts), 6.0) == [5.0, 1.0, 0.0, 0.0, 0.0]
+    times = {"fence": Fence(1), "admitted_at": NOW + 5.0, "ordered_at": NOW + 5.5, "started_at": NOW + 7.0}
+    assert seconds(course_of_row(a_task(state=TaskState.RUNNING, **times)), 10.0) == [5.0, 0.5, 1.5, 3.0, 0.0]
     done = a_task(state=TaskState.SUCCEEDED, finished_at=NOW + 9.0, **times)
-    assert seconds(course_of_row(done), 99.0) == [5.0, 2.0, 2.0, 0.0]
+    assert seconds(course_of_row(done), 99.0) == [5.0, 0.5, 1.5, 2.0, 0.0]
+
+
+def test_without_the_time_of_its_order_a_run_was_starting_since_its_admission():
+    """An agent of an earlier release does not say it."""
+    times = {"fence": Fence(1), "admitted_at": NOW + 5.0, "started_at": NOW + 7.0}
+    assert seconds(course_of_row(a_task(state=TaskState.RUNNING, **times)), 8.0) == [5.0, 0.0, 2.0, 1.0, 0.0]
+
+
+def test_a_model_is_starting_while_its_server_loads_it():
+    events = [SUBMITTED, an_event("admitted", "admitted", 1.0, admitted_at=NOW + 1.0)]
+    assert seconds(course_of_events(events, is_run=False), 3.0) == [1.0, 0.0, 2.0, 0.0, 0.0]
+    loads = a_task(model=ModelTerms("models", "m"), state=TaskState.ADMITTED, fence=Fence(1), admitted_at=NOW)
+    assert seconds(course_of_row(loads), 3.0) == [0.0, 0.0, 3.0, 0.0, 0.0]
 
 
 def test_a_row_does_not_know_the_past_of_a_task_that_was_stopped_or_came_back():
@@ -52,7 +66,7 @@ def test_the_phases_of_all_attempts_add_up():
         [
             SUBMITTED,
             an_event("admitted", "admitted", 10.5, admitted_at=NOW + 10.0),
-            an_event("started", "running", 12.5, started_at=NOW + 12.0),
+            an_event("started", "running", 12.5, started_at=NOW + 12.0, ordered_at=NOW + 10.5),
             an_event("stopping", "stopping", 20.0),
             an_event("requeued", "pending", 23.0),
             an_event("admitted", "admitted", 24.0, admitted_at=NOW + 24.0),
@@ -60,12 +74,30 @@ def test_the_phases_of_all_attempts_add_up():
             an_event("succeeded", "succeeded", 31.0, finished_at=NOW + 30.0),
         ]
     )
-    assert seconds(course, 99.0) == [11.0, 3.0, 13.0, 3.0]
+    assert seconds(course, 99.0) == [11.0, 0.5, 2.5, 13.0, 3.0]
+
+
+def test_a_run_whose_start_and_end_came_together_was_starting_in_between():
+    course = course_of_events(
+        [
+            SUBMITTED,
+            an_event("admitted", "admitted", 1.0, admitted_at=NOW + 1.0),
+            an_event(
+                "succeeded",
+                "succeeded",
+                5.0,
+                ordered_at=NOW + 2.0,
+                started_at=NOW + 3.0,
+                finished_at=NOW + 5.0,
+            ),
+        ]
+    )
+    assert seconds(course, 9.0) == [1.0, 1.0, 1.0, 2.0, 0.0]
 
 
 def test_clocks_that_disagree_make_no_negative_phase():
     course = course_of_events([SUBMITTED, an_event("admitted", "admitted", 0.0, admitted_at=NOW - 1.0)])
-    assert seconds(course, 1.0) == [0.0, 2.0, 0.0, 0.0]
+    assert seconds(course, 1.0) == [0.0, 2.0, 0.0, 0.0, 0.0]
 
 
 def test_a_log_that_does_not_go_back_to_the_submit_says_nothing():

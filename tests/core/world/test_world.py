@@ -9,7 +9,13 @@ from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof, mo
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.world.event_codec import device_fields, lease_fields, node_fields, request_fields
+from gpubroker_server.core.world.event_codec import (
+    device_fields,
+    lease_fields,
+    node_fields,
+    node_from,
+    request_fields,
+)
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
@@ -118,6 +124,16 @@ def test_nodes_devices_and_requests_come_from_the_log():
     assert world.requests == {"r1": request}
     commit(world, Decision("t", "cancel", requests_done=("r1",)))
     assert world.requests == {}
+
+
+def test_a_node_event_has_only_fields_that_release_0_2_0_knows_and_keeps_the_cordon():
+    """That release ends with an event of a node that has others."""
+    drained = a_node(cordoned=True, cordon_reason="a fan", draining_since=NOW, drain_deadline_at=NOW + 1)
+    known = {"name", "cpu", "memory_mb", "max_runs", "incarnation", "boot_id", "ready", "cordoned"}
+    fields = node_fields(drained)
+    assert fields.keys() == {*known, "labels", "custom", "version"}
+    later = {**fields, "of_a_later_release": 1}
+    assert (node_from(later, drained), node_from(later)) == (drained, a_node(cordoned=True))
 
 
 def test_a_device_that_is_reported_again_keeps_its_ledger():

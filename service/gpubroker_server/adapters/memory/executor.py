@@ -202,7 +202,7 @@ class WaitingExecutor:
             self._end(key, Ending.FAILED, Failure("exception", str(fault)))
             return
         now = self._clock.now()
-        self._report_of(run, Started(order.task, order.fence, now, pid=0, rank=order.rank))
+        self._report_of(run, Started(order.task, order.fence, now, pid=0, rank=order.rank, ordered_at=now))
         if order.barrier:
             self._report_of(run, Ready(order.task, order.fence, now, DISCARD_ADDRESS, order.rank))
         else:

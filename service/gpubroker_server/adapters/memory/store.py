@@ -9,9 +9,9 @@ from operator import gt, lt
 from gpubroker_server.adapters.memory.leadership import LeaderInMemory
 from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
-    AuditNote,
     Decision,
     Outcome,
+    QueuePause,
     Request,
     device_delta_mb,
     tenant_delta_mb,
@@ -63,7 +63,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         now: Callable[[], float] = time.time,
         usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
     ) -> None:
-        TokensAndObjects.__init__(self)
+        TokensAndObjects.__init__(self, now)
         LeaderInMemory.__init__(self, now)
         self._listeners: list[EventListener] = []
         self._fault: Exception | None = None
@@ -77,6 +77,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         self._leased_mb: Counter[str] = Counter()
         self._nodes: dict[NodeName, Node] = {}
         self._requests: dict[str, Request] = {}
+        self._pauses: dict[str, QueuePause] = {}
         self._outcomes: dict[TaskId, Outcome] = {}
         self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
         self._finished: Counter[tuple[str, TaskState]] = Counter()
@@ -85,8 +86,6 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         self._pruned = 0
         """How many of the first events were removed."""
         self._log: list[tuple[Event, TaskId | None]] = []
-        self.audited: list[AuditNote] = []
-        """Audit notes of decisions."""
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)
@@ -211,6 +210,9 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         self._keep_checkpoint(decision)
         for request in decision.requests_done:
             self._requests.pop(request, None)
+        self._pauses |= {pause.queue: pause for pause in decision.paused}
+        for pause in decision.resumed:
+            self._pauses.pop(pause.queue, None)
         for lesson in decision.lessons:
             self._estimates.pop(lesson.topic, None)
             self._estimates[lesson.topic] = lesson.sketch
@@ -260,6 +262,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
             devices=[d for d in self._devices.values() if d.present or self._leased_mb[d.key]],
             nodes=list(self._nodes.values()),
             requests=list(self._requests.values()),
+            pauses=list(self._pauses.values()),
             finished=dict(self._finished),
             estimates=list(self._estimates.items()),
             usage=self._usage.rows(),
@@ -362,10 +365,6 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         named |= {saved.digest for kept in self._checkpoints.values() for saved in kept.values()}
         named |= self.uploaded()
         return frozenset(digest for digest in digests if digest in named)
-
-    async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
-        """Kept as long as the process, as all of this store."""
-        self.audited.append(AuditNote(Instant(self._now()), tenant, by, action, subject, ""))
 
     async def held_back(self) -> None:
         return None

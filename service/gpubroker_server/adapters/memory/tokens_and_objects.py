@@ -1,17 +1,24 @@
-"""Tokens and uploaded objects of tenants, in memory."""
+"""Tokens, uploaded objects and audit notes of tenants, in memory."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
+from gpubroker_server.core.domain.decisions import AuditNote
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.ports.objects import Counted, Quota, StoredObject
 from gpubroker_server.ports.store import TokenRow
 
 
 class TokensAndObjects:
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self._tokens: dict[str, TokenRow] = {}
         self._objects: dict[tuple[str, str], StoredObject] = {}
+        self.audited: list[AuditNote] = []
+
+    async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
+        """Kept as long as the process, as all of this store."""
+        self.audited.append(AuditNote(Instant(self._now()), tenant, by, action, subject, ""))
 
     async def put_token(self, token: TokenRow, *, by: str) -> bool:  # noqa: ARG002  # no audit outlives it
         return self._tokens.setdefault(token.name, token).sha256 == token.sha256

@@ -27,9 +27,9 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Number of the form in which driver and agent speak; first value of every message between them."""
-SPOKEN = (PROTOCOL,)
+SPOKEN = (8, PROTOCOL)
 """The forms that this release speaks, the newest last. An agent outlives the service that started it, so a
 release that changes the form also speaks the one before. Both sides take the newest that they share."""
 
@@ -135,7 +135,14 @@ def write_reports(
     protocol: int = PROTOCOL,
 ) -> bytes:
     """`held_seconds`: for how long the poll that this answers waited for a report."""
+    if protocol == 8:
+        reports = [_without_order_time(report) for report in reports]
     return pack((protocol, node, sent_at, held_seconds, reports))
+
+
+def _without_order_time(report: WireReport) -> WireReport:
+    """Form 8 has no time in the report of a start at which the agent had the order."""
+    return report[:6] if report[0] == "started" else report
 
 
 def run_of(report: Report) -> RunId | None:

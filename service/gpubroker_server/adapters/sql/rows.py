@@ -227,6 +227,10 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.trim_checkpoints, (decision.checkpoint.task,)
     for request in decision.requests_done:
         yield sql.DELETE_REQUESTS, (request,)
+    for pause in decision.paused:
+        yield sql.MAKE_PAUSES, (pause.queue, pause.at, pause.actor, pause.reason)
+    for pause in decision.resumed:
+        yield sql.END_PAUSES, (pause.queue,)
     for note in decision.audit:
         yield sql.INSERT_AUDIT, (note.at, note.tenant, note.actor, note.action, note.subject, note.reason)
     for topic in decision.forgotten:
@@ -278,6 +282,7 @@ def _node_row(node: Node) -> Row:
     return (
         node.name, node.cpu, node.memory_mb, node.max_runs, node.incarnation, node.boot_id, node.ready,
         node.cordoned, json_text(node.labels), json_text(node.custom), node.version,
+        node.cordon_reason, node.draining_since, node.drain_deadline_at,
     )  # fmt: skip
 
 

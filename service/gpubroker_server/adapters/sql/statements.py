@@ -124,6 +124,8 @@ MAKE_PLEDGES = insert_into(tables.pledge, known=OnConflict.REPLACE)
 WRITE_OUTCOMES = insert_into(tables.outcome, known=OnConflict.REPLACE)
 WRITE_CHECKPOINTS = insert_into(tables.checkpoint, known=OnConflict.REPLACE)
 DELETE_REQUESTS = delete_rows(tables.request, ("id",))
+MAKE_PAUSES = insert_into(tables.queue_pause, known=OnConflict.REPLACE)
+END_PAUSES = delete_rows(tables.queue_pause, ("queue",))
 FORGET_ESTIMATES = delete_rows(tables.estimate, ("tenant", "subject", "kind", "what"))
 WRITE_ESTIMATES = insert_into(tables.estimate, known=OnConflict.REPLACE)
 WRITE_USAGE = insert_into(tables.usage, known=OnConflict.REPLACE)
@@ -159,8 +161,8 @@ def count_finished(insert: Any, r: FromClause) -> Any:
 IN_ORDER = (
     INSERT_TASKS, INSERT_SPECS, INSERT_LABELS, INSERT_BATCHES, INSERT_REQUESTS, WRITE_NODES, WRITE_DEVICES,
     MOVE_TASKS, INSERT_LEASES, MOVE_LEASES, lease_memory, END_PLEDGES, MAKE_PLEDGES, WRITE_OUTCOMES,
-    WRITE_CHECKPOINTS, trim_checkpoints, DELETE_REQUESTS, FORGET_ESTIMATES, WRITE_ESTIMATES, count_finished,
-    INSERT_AUDIT,
+    WRITE_CHECKPOINTS, trim_checkpoints, DELETE_REQUESTS, MAKE_PAUSES, END_PAUSES, FORGET_ESTIMATES,
+    WRITE_ESTIMATES, count_finished, INSERT_AUDIT,
 )  # fmt: skip
 """The order within a group: devices before the leases that count on them, ends of pledges before new pledges
 of the same key."""

@@ -23,10 +23,10 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 8
+SCHEMA = 10
 """Number of the newest migration that this software knows."""
 
-READER = 3
+READER = 4
 """The newest form of events that this software can read. A release that writes a new form gives those events
 a higher number; events that older software understands keep theirs."""
 

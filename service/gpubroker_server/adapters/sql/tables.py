@@ -72,6 +72,7 @@ task = Table(
     Column("model", Text),
     Column("home", Text),
     Column("queued_bytes", Count, nullable=False, server_default=text("0")),
+    Column("ordered_at", Double),
     one_of("state", TaskState),
     CheckConstraint(
         f"finished = (state IN ({', '.join(repr(state.value) for state in sorted(TERMINAL))}))",
@@ -257,6 +258,9 @@ node = Table(
     Column("labels", Text, nullable=False),
     Column("custom", Text, nullable=False),
     Column("version", Integer, nullable=False),
+    Column("cordon_reason", Text, nullable=False, server_default=text("''")),
+    Column("draining_since", Double),
+    Column("drain_deadline_at", Double),
     **HOT,
 )
 
@@ -326,6 +330,16 @@ usage = Table(
     **HOT,
 )
 """What each tenant holds since its leases last changed, and what it had used by then."""
+
+queue_pause = Table(
+    "queue_pause",
+    metadata,
+    Column("queue", Text, primary_key=True),
+    Column("at", Double, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+)
+"""Queues of tenants and of work streams that start nothing."""
 
 stored_object = Table(
     "stored_object",

@@ -78,12 +78,30 @@ class AuditNote:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What the log says of the cluster and no row has."""
+    """What the log says of the cluster in no row's event."""
 
     kind: str
-    """`memory.fragmented`, ..."""
+    """`memory.fragmented`, `cordon.changed`, ..."""
     key: str
     fields: Fields
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePause:
+    """The queue of one tenant, or of one work stream, starts nothing until it is resumed. One row."""
+
+    queue: str
+    """`tenant:NAME` or `stream:NAME`."""
+    at: Instant
+    actor: str
+    """Name of the token."""
+    reason: str = ""
+
+    @property
+    def tenant(self) -> str:
+        """Empty for a stream, which all tenants share."""
+        kind, _, name = self.queue.partition(":")
+        return name if kind == "tenant" else ""
 
 
 @value
@@ -111,6 +129,8 @@ class Decision:
     forgotten: tuple[SketchKey, ...] = ()
     audit: tuple[AuditNote, ...] = ()
     notices: tuple[Notice, ...] = ()
+    paused: tuple[QueuePause, ...] = ()
+    resumed: tuple[QueuePause, ...] = ()
 
     def is_empty(self) -> bool:
         return not (
@@ -121,6 +141,8 @@ class Decision:
             or self.nodes
             or self.requests_done
             or self.notices
+            or self.paused
+            or self.resumed
         )
 
 
@@ -133,7 +155,9 @@ class Request:
     - of a task: cancel (grace_seconds or none), change (priority, held, times)
     - of an external holder, also: renew (ttl_seconds or none), release (by)
     - of a model, also: want (priority, uses), pin (pinned, by)
-    - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task
+    - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,
+      uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
+    - of operators for no task: pause and unpause (queue, by, reason)
     """
 
     id: str

@@ -118,6 +118,12 @@ class Node:
     ready: bool = True
     """The agent has answered this leader's term; until then nothing is placed here."""
     cordoned: bool = False
+    """An operator says that nothing new starts here."""
+    cordon_reason: str = ""
+    draining_since: Instant | None = None
+    """Since when what runs here is asked to leave; cordoned as well."""
+    drain_deadline_at: Instant | None = None
+    """By when it is ended, whatever its priority; None: never."""
     labels: tuple[tuple[str, str], ...] = ()
     custom: tuple[tuple[str, float], ...] = ()
     """Amounts of the custom resources that every node has for itself, sorted by name."""

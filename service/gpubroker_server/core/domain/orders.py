@@ -134,6 +134,8 @@ class Failure:
 class Started(_RunReport):
     pid: int
     rank: int = 0
+    ordered_at: Instant | None = None
+    """When the agent had the order; None if it does not say."""
 
 
 @value

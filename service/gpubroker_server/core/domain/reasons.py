@@ -9,12 +9,15 @@ class Reason(StrEnum):
     yet."""
 
     HELD = "Held"
-    QUEUE_PAUSED = "QueuePaused"  # reserved
+    QUEUE_PAUSED = "QueuePaused"
+    """An operator has paused its tenant or its work stream."""
     MISCONFIGURED = "Misconfigured"  # reserved
     EXCEEDS_CAPACITY = "ExceedsCapacity"
     """It can never fit: no device, node or limit is large enough."""
     NO_MATCHING_DEVICE = "NoMatchingDevice"
-    """What is large enough is not ready or is cordoned, or has another kind."""
+    """What is large enough is not ready, or has another kind."""
+    NODE_CORDONED = "NodeCordoned"
+    """An operator has closed what is large enough."""
     BACKEND_UNAVAILABLE = "BackendUnavailable"
     """No node answers, no broker leads, or memory use is unknown."""
     NOT_BEFORE = "NotBefore"
@@ -48,6 +51,7 @@ _TIERS = {
     Reason.MISCONFIGURED: 3,
     Reason.EXCEEDS_CAPACITY: 4,
     Reason.NO_MATCHING_DEVICE: 5,
+    Reason.NODE_CORDONED: 5,
     Reason.BACKEND_UNAVAILABLE: 6,
     Reason.NOT_BEFORE: 7,
     Reason.DEPENDENCY_PENDING: 7,

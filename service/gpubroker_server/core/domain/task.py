@@ -227,6 +227,9 @@ class Task:
     preemptions: int = 0
     node: NodeName | None = None
     admitted_at: Instant | None = None
+    ordered_at: Instant | None = None
+    """When its node's agent had the order to start it, as known once it has started; of a gang, the last
+    agent."""
     started_at: Instant | None = None
     checkpoint_at: Instant | None = None
     finished_at: Instant | None = None
@@ -290,6 +293,7 @@ HOT_FIELDS = (
     "preemptions",
     "node",
     "admitted_at",
+    "ordered_at",
     "started_at",
     "checkpoint_at",
     "finished_at",

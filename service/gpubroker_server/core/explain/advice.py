@@ -46,7 +46,7 @@ def advise(found: Diagnosis, highest_priority: int = 100) -> Advice:
     way = what_if.way(task)
     expected_ends = ExpectedEnds(draft, survey.policy, survey.now)
     free_in = _free_in(found.device_survey, expected_ends)
-    may_start = isinstance(way, StartNow) and not is_deferred(task)
+    may_start = isinstance(way, StartNow) and not is_deferred(task, draft.world)
     return Advice(
         way,
         _at(survey.now) if may_start else _start(survey, way, free_in),
@@ -100,7 +100,7 @@ def _later(one: Remaining, other: Remaining) -> Remaining:
 
 def _start(survey: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> ExpectedStart | None:
     task, now = survey.task, survey.now
-    if task.held or task.awaits:
+    if task.held or task.awaits or survey.draft.world.queue.pause_of(task) is not None:
         return None
     start = expected_start(survey.draft.world, task, survey.forecasts, now)
     if isinstance(way, StartNow):

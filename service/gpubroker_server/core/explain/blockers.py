@@ -111,10 +111,10 @@ def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
     if not any(node.node.ready for node in nodes):
         return Blocker(Reason.NO_MATCHING_DEVICE, f"the nodes that are large enough do not answer ({names})")
     if not any(node.is_usable for node in nodes):
-        return Blocker(
-            Reason.NO_MATCHING_DEVICE,
-            f"the nodes that are large enough are cordoned or do not answer ({names})",
+        which = (
+            "are cordoned" if all(node.node.cordoned for node in nodes) else "are cordoned or do not answer"
         )
+        return Blocker(Reason.NODE_CORDONED, f"the nodes that are large enough {which} ({names})")
     if not any(_is_open(node, survey.task.demand.gpus) for node in nodes):
         return Blocker(
             Reason.BACKEND_UNAVAILABLE, f"the memory use of the GPUs has not been reported lately ({names})"

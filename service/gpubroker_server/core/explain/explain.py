@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.reasons import Reason
@@ -121,7 +122,7 @@ def position_of(
     Costs one step per equivalence class, and one per device unless `shares` are given.
     """
     is_new = task.id not in world.tasks
-    if task.id not in world.queue and not (is_new and not is_deferred(task)):
+    if task.id not in world.queue and (not is_new or is_deferred(task, world)):
         return None
     shares = FairShares(world, policy, now) if shares is None else shares
     own = order_within_tenant(
@@ -131,9 +132,10 @@ def position_of(
     return is_new + world.queue.count_until(key, shares.rank, now, policy)
 
 
-def is_deferred(task: Task) -> bool:
-    """It is held, not due yet, or waits for other tasks; the planner does not look at it."""
-    return task.held or task.awaits or task.not_before is not None
+def is_deferred(task: Task, world: World) -> bool:
+    """It is held, paused, not due yet, or waits for other tasks; the planner does not look at it."""
+    is_paused = world.queue.pause_of(task) is not None
+    return task.held or task.awaits or task.not_before is not None or is_paused
 
 
 def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list[Blocker]:
@@ -141,6 +143,8 @@ def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list
     blockers = list(room)
     if task.held:
         blockers.append(Blocker(Reason.HELD, "held in the queue; release it to let it run"))
+    if (pause := survey.draft.world.queue.pause_of(task)) is not None:
+        blockers.append(Blocker(Reason.QUEUE_PAUSED, _paused(pause, now)))
     if task.not_before is not None and task.not_before > now:
         blockers.append(_not_yet(task, task.not_before - now))
     if task.awaits:
@@ -151,6 +155,13 @@ def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list
         message = f"there is room for it now; the next cycle plans it{ahead}"
         blockers.append(Blocker(Reason.PENDING_EVALUATION, message))
     return sorted(blockers, key=lambda blocker: blocker.tier)
+
+
+def _paused(pause: QueuePause, now: Instant) -> str:
+    kind, _, name = pause.queue.partition(":")
+    what = f"{'work stream' if kind == 'stream' else kind} {name}"
+    why = f" ({pause.reason})" if pause.reason else ""
+    return f"{what} was paused {in_time(max(0.0, now - pause.at))} ago{why}; it starts nothing until resumed"
 
 
 def _not_yet(task: Task, seconds: float) -> Blocker:

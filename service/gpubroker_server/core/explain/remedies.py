@@ -70,7 +70,7 @@ def _others(
 
 def _release(planner: RemedyPlanner) -> Remedy | None:
     task = planner.task
-    if task.awaits:
+    if task.awaits or planner.draft.world.queue.pause_of(task) is not None:
         return None
     change: dict[str, Any] = {}
     if task.held:

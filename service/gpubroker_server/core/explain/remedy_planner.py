@@ -51,7 +51,7 @@ class RemedyPlanner:
         self.task = survey.task
         self.draft: Draft = survey.draft
         self.nodes = [one.node.name for one in survey.nodes if one.is_usable]
-        self.is_deferred = is_deferred(survey.task)
+        self.is_deferred = is_deferred(survey.task, survey.draft.world)
 
     def has_place(self, demand: Demand) -> bool:
         """Whether the task has room now with this demand, and its pool allows it."""

@@ -5,11 +5,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request, withdraw_pledges, write_move
+from gpubroker_server.core.domain.decisions import (
+    AuditNote,
+    Decision,
+    QueuePause,
+    Request,
+    withdraw_pledges,
+    write_move,
+)
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
-from gpubroker_server.core.lifecycle import external_leases, model_lifecycle, quarantine
+from gpubroker_server.core.lifecycle import cordoning, external_leases, model_lifecycle, quarantine
 from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, give_notice, orders_to_leave, will_requeue
 from gpubroker_server.core.world.world import World
 
@@ -27,8 +34,12 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
     if request.what == "resume":
         said = str(request.fields["by"]), "detection.resume", ", ".join(request.fields["nodes"])
         return replace(done, audit=(AuditNote(now, request.tenant, *said, str(request.fields["reason"])),))
+    if request.what in ("pause", "unpause"):
+        return _change_pause(world, request, now, done)
     if request.what == "attest":
         return quarantine.attest(world, request, now, policy.sample_period_seconds, done)
+    if request.what in cordoning.CORDONINGS:
+        return cordoning.carry_out(world, request, now, done)
     if task is not None and request.what == "release":
         return external_leases.release(world, task, request, now, done)
     if task is None or task.is_terminal:
@@ -47,6 +58,20 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
             return model_lifecycle.pin(task, request, now, done)
         case _:
             return done
+
+
+def _change_pause(world: World, request: Request, now: Instant, done: Decision) -> Decision:
+    """A queue that is paused stays as it was first paused; one that is not is not resumed."""
+    queue, by, reason = (str(request.fields[name]) for name in ("queue", "by", "reason"))
+    known, pauses = world.queue.pauses.get(queue), request.what == "pause"
+    if pauses is (known is not None):
+        return done
+    pause = QueuePause(queue, now, by, reason) if known is None else known
+    action = "queue.pause" if pauses else "queue.resume"
+    audit = (AuditNote(now, pause.tenant or request.tenant, by, action, queue, reason),)
+    if known is None:
+        return replace(done, paused=(pause,), audit=audit)
+    return replace(done, resumed=(pause,), audit=audit)
 
 
 def _cancel(

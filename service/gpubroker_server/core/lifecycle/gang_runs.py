@@ -44,7 +44,7 @@ def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Insta
     if any(other.state is not MemberState.READY for other in members):
         update.move(Move.CHANGED, "rank_ready", members=members)
         return
-    update.move(Move.STARTED, "started", started_at=at, members=members)
+    update.move(Move.STARTED, "started", started_at=at, ordered_at=task.ordered_at, members=members)
     assert update.task is not None
     update.orders += [go_order(world, update.task, each) for each in members]
 
@@ -222,10 +222,19 @@ def _of_rank(outcome: Outcome, rank: int) -> Outcome:
 
 
 def stop_ranks(
-    world: World, task: Task, ranks: Collection[int], preemptor: TaskId, now: Instant
+    world: World,
+    task: Task,
+    ranks: Collection[int],
+    preemptor: TaskId | None,
+    now: Instant,
+    grace_seconds: Seconds | None = None,
 ) -> tuple[TaskWrite, tuple[Order, ...]]:
-    """Ask ranks that a running gang can lose to stop, and send the others the list of those that remain."""
-    until = Instant(now + task.grace_seconds)
+    """Ask ranks that a running gang can lose to stop, and send the others the list of those that remain.
+
+    `grace_seconds`: instead of the task's own.
+    """
+    grace = task.grace_seconds if grace_seconds is None else grace_seconds
+    until = Instant(now + grace)
     members = tuple(
         replace(member, state=MemberState.LEAVING, freeing_for=preemptor, stop_deadline_at=until)
         if member.rank in ranks
@@ -233,7 +242,7 @@ def stop_ranks(
         for member in task.members
     )
     write = write_move(task, Move.CHANGED, members=members)
-    stops = (stop_order(world, write.task, members[rank], task.grace_seconds) for rank in sorted(ranks))
+    stops = (stop_order(world, write.task, members[rank], grace) for rank in sorted(ranks))
     return write, (*stops, *world_orders(world, write.task))
 
 

@@ -111,7 +111,14 @@ def _node_row(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[No
     )
     if known is None:
         return (row,)
-    row = replace(row, cordoned=known.cordoned, version=known.version)
+    row = replace(
+        row,
+        cordoned=known.cordoned,
+        cordon_reason=known.cordon_reason,
+        draining_since=known.draining_since,
+        drain_deadline_at=known.drain_deadline_at,
+        version=known.version,
+    )
     return () if row == known else (replace(row, version=known.version + 1),)
 
 

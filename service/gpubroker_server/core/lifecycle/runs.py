@@ -106,8 +106,14 @@ def _started(update: TaskUpdate, report: Started, now: Instant) -> None:
     task = update.live(report.fence, report.rank)
     if task is None:
         return
+    ordered: dict[str, Any] = {}
+    if task.state is TaskState.ADMITTED and report.ordered_at is not None:
+        ordered_at = _credible(report.ordered_at, task, now)
+        ordered["ordered_at"] = max(ordered_at, task.ordered_at or ordered_at)
     if task.state is TaskState.ADMITTED and not task.members:
-        update.move(Move.STARTED, "started", started_at=_credible(report.at, task, now))
+        update.move(Move.STARTED, "started", started_at=_credible(report.at, task, now), **ordered)
+    elif ordered:
+        update.move(Move.CHANGED, "rank_started", **ordered)
     update.move_leases(report.fence, report.rank, LeaseState.HELD)
 
 

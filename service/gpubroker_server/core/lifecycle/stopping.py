@@ -18,6 +18,7 @@ from gpubroker_server.core.world.world import World
 _OFF_THE_NODE: dict[str, Any] = {
     "node": None,
     "admitted_at": None,
+    "ordered_at": None,
     "started_at": None,
     "not_before": None,
     "stop_reason": None,

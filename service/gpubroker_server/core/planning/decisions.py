@@ -19,7 +19,9 @@ from gpubroker_server.core.lifecycle.stopping import orders_to_leave
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.preemption.eviction import Eviction
 
-_OF_THE_LAST_ATTEMPT = ("not_before", "started_at", "stop_reason", "stop_deadline_at", "freeing_for")
+_OF_THE_LAST_ATTEMPT = (
+    "not_before", "ordered_at", "started_at", "stop_reason", "stop_deadline_at", "freeing_for",
+)  # fmt: skip
 """Fields that a new claim clears. The checkpoint stays: the run resumes from it."""
 
 

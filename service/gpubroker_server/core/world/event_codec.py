@@ -1,13 +1,13 @@
 """Rows as plain JSON values and back: one encoding for the event log, snapshots and followers."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import Fields, Request, TaskWrite
+from gpubroker_server.core.domain.decisions import Fields, QueuePause, Request, TaskWrite
 from gpubroker_server.core.domain.demand import NO_CONSTRAINTS, Demand, PlacementConstraints, interned
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.lease import (
@@ -41,13 +41,17 @@ _TASK_DEFAULTS = tuple(f.default for f in dataclass_fields(Task))
 """MISSING, which equals no value, for a field without a default."""
 _task_values = attrgetter(*_TASK_NAMES)
 _DEVICE_NAMES = tuple(f.name for f in dataclass_fields(Device) if f.init)
-_NODE_NAMES = tuple(f.name for f in dataclass_fields(Node))
+_CORDON_NAMES = ("cordon_reason", "draining_since", "drain_deadline_at")
+"""Fields of a node with an event of their own, which release 0.2.0 passes over."""
+_NODE_NAMES = tuple(f.name for f in dataclass_fields(Node) if f.name not in _CORDON_NAMES)
 _LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease) if f.name not in ("quarantined_at", "proof"))
 """Fields of a new lease; the beginning and end of a quarantine have events of their own."""
 _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
+_PAUSE_NAMES = tuple(f.name for f in dataclass_fields(QueuePause))
 _REQUEST_NAMES = tuple(f.name for f in dataclass_fields(Request))
 
 _TASK_FIELDS = frozenset(field.name for field in dataclass_fields(Task))
+_NODE_FIELDS = frozenset(_NODE_NAMES)
 _MODEL_FIELDS = frozenset(field.name for field in dataclass_fields(ModelTerms))
 
 
@@ -256,11 +260,30 @@ def node_fields(node: Node) -> dict[str, Any]:
     return _row(node, _NODE_NAMES)
 
 
-def node_from(fields: Fields) -> Node:
-    row = dict(fields)
+def node_from(fields: Fields, known: Node | None = None) -> Node:
+    """`known`: the node before, whose cordon it keeps."""
+    row = _known(fields, _NODE_FIELDS)
+    if known is not None:
+        row |= cordon_fields(known)
     row["labels"] = tuple((str(name), str(value)) for name, value in row["labels"])
     row["custom"] = tuple((str(name), float(amount)) for name, amount in row["custom"])
     return Node(**row)
+
+
+def pause_fields(pause: QueuePause) -> dict[str, Any]:
+    return _row(pause, _PAUSE_NAMES)
+
+
+def pause_from(fields: Fields) -> QueuePause:
+    return QueuePause(**fields)
+
+
+def cordon_fields(node: Node) -> dict[str, Any]:
+    return _row(node, _CORDON_NAMES)
+
+
+def with_cordon(node: Node, fields: Fields) -> Node:
+    return replace(node, **{name: fields[name] for name in _CORDON_NAMES})
 
 
 def request_fields(request: Request) -> dict[str, Any]:

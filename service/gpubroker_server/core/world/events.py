@@ -15,6 +15,7 @@ from gpubroker_server.core.world.event_codec import (
     device_fields,
     lease_change,
     node_fields,
+    pause_fields,
     pledge_fields,
     request_fields,
     task_changes,
@@ -22,6 +23,8 @@ from gpubroker_server.core.world.event_codec import (
 )
 
 SUBMITTED = "task.submitted"
+_FORM_OF_PAUSES = 4
+"""A leader that does not know them would start what is paused."""
 
 
 @value
@@ -103,7 +106,7 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
 
 def events_of(decision: Decision) -> Iterator[NewEvent]:
     """The events of a decision, in this order: nodes, devices, tasks, leases, pledges, requests,
-    notices, estimates."""
+    notices, pauses, estimates."""
     for node in decision.nodes:
         yield NewEvent("node.seen", node.name, node.version, "", node_fields(node))
     for device in decision.devices:
@@ -122,6 +125,10 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         yield NewEvent("request.done", request, 1, "", {"task": decision.subject})
     for notice in decision.notices:
         yield NewEvent(notice.kind, notice.key, 1, "", notice.fields)
+    for pauses, what in ((decision.paused, "paused"), (decision.resumed, "resumed")):
+        for pause in pauses:
+            fields = pause_fields(pause)
+            yield NewEvent(f"queue.{what}", pause.queue, 1, pause.tenant, fields, reader=_FORM_OF_PAUSES)
     yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
     yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
 

@@ -1,23 +1,42 @@
 """How long a task has been in each phase, over all its attempts."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from itertools import pairwise
 
-from gpubroker_server.core.domain.task import TERMINAL, Move, Task, TaskState
+from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.events import SUBMITTED, Event
 
-Course = Sequence[tuple[TaskState, Instant]]
-"""The states of a task, each with the time when it began."""
 
-PHASES = (TaskState.PENDING, TaskState.ADMITTED, TaskState.RUNNING, TaskState.STOPPING)
+class Phase(StrEnum):
+    QUEUED = "queued"
+    ADMITTED = "admitted"
+    """Its memory is leased, and its node's agent is not known to have the order. The agent says when it got
+    the order together with the start of the process; until then all of the time counts here."""
+    STARTING = "starting"
+    """The agent has the order: the run waits for a process, or that imports and unpickles. What no agent
+    starts is only ever starting: a model that is loaded."""
+    RUNNING = "running"
+    STOPPING = "stopping"
+
+
+Course = Sequence[tuple[Phase | None, Instant]]
+"""The phases of a task, each with the time when it began; None once it has ended."""
+
 STATE_EVENTS = tuple(f"task.{move}" for move in Move if move is not Move.CHANGED)
 
+_PHASES = {
+    TaskState.PENDING: Phase.QUEUED,
+    TaskState.ADMITTED: Phase.ADMITTED,
+    TaskState.RUNNING: Phase.RUNNING,
+    TaskState.STOPPING: Phase.STOPPING,
+}
 _BEGAN_AT = {
-    TaskState.PENDING: "submitted_at",
-    TaskState.ADMITTED: "admitted_at",
-    TaskState.RUNNING: "started_at",
-    **dict.fromkeys(TERMINAL, "finished_at"),
+    Phase.QUEUED: "submitted_at",
+    Phase.ADMITTED: "admitted_at",
+    Phase.RUNNING: "started_at",
+    None: "finished_at",
 }
 
 
@@ -26,31 +45,44 @@ def course_of_row(task: Task) -> Course | None:
     came_back = task.fence > 1 or (task.fence == 1 and task.admitted_at is None)
     if came_back or task.stop_reason is not None:
         return None
-    times = (
-        (TaskState.PENDING, task.submitted_at),
-        (TaskState.ADMITTED, task.admitted_at),
-        (TaskState.RUNNING, task.started_at),
-        (task.state, task.finished_at),
-    )
-    return [(state, at) for state, at in times if at is not None]
+    course: list[tuple[Phase | None, Instant]] = [(Phase.QUEUED, task.submitted_at)]
+    if task.admitted_at is not None:
+        course.append((Phase.ADMITTED if task.is_run else Phase.STARTING, task.admitted_at))
+    if task.started_at is not None:
+        _begin(course, task.started_at, task.ordered_at)
+    return course if task.finished_at is None else [*course, (None, task.finished_at)]
 
 
-def course_of_events(events: Iterable[Event]) -> Course | None:
-    """`events`: those of one task whose kinds are in STATE_EVENTS, in order. None if its first is gone."""
-    course: list[tuple[TaskState, Instant]] = []
+def course_of_events(events: Iterable[Event], *, is_run: bool = True) -> Course | None:
+    """`events`: those of one task whose kinds are in STATE_EVENTS, in order. None if its first is gone.
+    `is_run`: as of the task."""
+    course: list[tuple[Phase | None, Instant]] = []
     for event in events:
         if not course and event.kind != SUBMITTED:
             return None
-        state = TaskState(event.fields["state"])
-        at = event.fields.get(_BEGAN_AT.get(state, "")) or event.at
-        course.append((state, Instant(at)))
+        phase = _PHASES.get(TaskState(event.fields["state"]))
+        at = Instant(event.fields.get(_BEGAN_AT.get(phase, "")) or event.at)
+        if (started_at := event.fields.get("started_at")) is not None:
+            _begin(course, started_at, event.fields.get("ordered_at"))
+        if phase is not Phase.RUNNING:
+            course.append((Phase.STARTING if phase is Phase.ADMITTED and not is_run else phase, at))
     return course or None
 
 
-def seconds_in_phases(course: Course, now: Instant) -> Mapping[TaskState, Seconds]:
-    """All of PHASES; the present one counts until now."""
-    seconds = dict.fromkeys(PHASES, Seconds(0.0))
-    for (state, began), (_, ended) in pairwise([*course, (TaskState.PENDING, now)]):
-        if state in seconds:
-            seconds[state] = Seconds(seconds[state] + max(0.0, ended - began))
+def _begin(course: list[tuple[Phase | None, Instant]], at: Instant, ordered_at: Instant | None) -> None:
+    """It runs from now on. If nobody said when the agent had the order, it counts as given at once."""
+    phase, since = course[-1]
+    if phase is Phase.ADMITTED:
+        if ordered_at is None:
+            course.pop()
+        course.append((Phase.STARTING, since if ordered_at is None else ordered_at))
+    course.append((Phase.RUNNING, at))
+
+
+def seconds_in_phases(course: Course, now: Instant) -> Mapping[Phase, Seconds]:
+    """All phases; the present one counts until now."""
+    seconds = dict.fromkeys(Phase, Seconds(0.0))
+    for (phase, began), (_, ended) in pairwise([*course, (None, now)]):
+        if phase is not None:
+            seconds[phase] = Seconds(seconds[phase] + max(0.0, ended - began))
     return seconds

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from heapq import merge
 from math import inf
 
+from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy, aged_priority, band_of
-from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.world.due_times import DueTimes
 
@@ -197,7 +198,8 @@ class QueueGroup:
 
 
 class PendingQueue:
-    """All pending tasks that may be planned, in groups; held, delayed and dependent ones are kept apart."""
+    """All pending tasks that may be planned, in groups; held, delayed, dependent and paused ones are kept
+    apart."""
 
     def __init__(self, inherited: Mapping[TaskId, int]) -> None:
         """`inherited`: task -> the highest priority of its dependents."""
@@ -208,10 +210,15 @@ class PendingQueue:
         self.delayed = DueTimes()
         self.held: set[TaskId] = set()
         self.awaiting: set[TaskId] = set()
+        self.pauses: dict[str, QueuePause] = {}
+        """By queue; call `follow_pauses` after a change."""
+        self.paused: set[TaskId] = set()
+        """Nothing but a pause keeps them out of the groups."""
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
-        return len(self._where) + len(self.delayed) + len(self.held) + len(self.awaiting)
+        apart = (self.delayed, self.held, self.awaiting, self.paused)
+        return len(self._where) + sum(map(len, apart))
 
     def __contains__(self, task: TaskId) -> bool:
         return task in self._where
@@ -225,6 +232,21 @@ class PendingQueue:
             self.delayed[task.id] = task.not_before
         else:
             self._let_in(task)
+
+    def pause_of(self, task: Task) -> QueuePause | None:
+        """The pause that keeps it from starting. A run that is moved goes on, and a model is loaded for
+        requests that stand in no queue."""
+        if not self.pauses or task.model is not None or task.stop_reason is StopReason.MOVE:
+            return None
+        return self.pauses.get(f"tenant:{task.tenant}") or self.pauses.get(f"stream:{task.stream}")
+
+    def follow_pauses(self, tasks: Mapping[TaskId, Task]) -> None:
+        """Take what is paused out of the groups, and let in what no longer is."""
+        for name in [*self._where, *self.paused]:
+            task = tasks[name]
+            if (self.pause_of(task) is not None) is not (name in self.paused):
+                self.remove(task)
+                self._let_in(task)
 
     def count_until(self, key: OrderKey, rank: Callable[[str], Rank], now: Instant, policy: Policy) -> int:
         """How many tasks are at or before this place, given the ranks of tenants."""
@@ -262,6 +284,7 @@ class PendingQueue:
     def remove(self, task: Task) -> None:
         self.held.discard(task.id)
         self.awaiting.discard(task.id)
+        self.paused.discard(task.id)
         self.delayed.pop(task.id, None)
         key = self._where.pop(task.id, None)
         if key is not None:
@@ -284,6 +307,9 @@ class PendingQueue:
         changed.clear()
 
     def _let_in(self, task: Task) -> None:
+        if self.pause_of(task) is not None:
+            self.paused.add(task.id)
+            return
         kin = self.kin.get(task.demand)
         if kin is None:
             kin = self.kin[task.demand] = EquivalenceClass(task.demand)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.decisions import QueuePause, Request
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
@@ -29,9 +29,11 @@ from gpubroker_server.core.world.event_codec import (
     device_from,
     lease_from,
     node_from,
+    pause_from,
     pledge_from,
     request_from,
     task_from,
+    with_cordon,
 )
 from gpubroker_server.core.world.events import Event, consecutive
 from gpubroker_server.core.world.ledger import DeviceLedger, UnconfirmedHolders
@@ -171,6 +173,10 @@ class World:
     def add_request(self, request: Request) -> None:
         self.requests[request.id] = request
 
+    def pause(self, pause: QueuePause) -> None:
+        self.queue.pauses[pause.queue] = pause
+        self.queue.follow_pauses(self.tasks)
+
     def leases_of(self, task: Task) -> list[Lease]:
         """Unreleased leases of a task's newest claim, ordered by key."""
         run = self.leases.get((task.id, task.fence), {})
@@ -220,13 +226,20 @@ class World:
             case "device":
                 self.add_device(device_from(event.fields))
             case "node":
-                self.add_node(node_from(event.fields))
+                self.add_node(node_from(event.fields, self.nodes.get(NodeName(event.key))))
+            case "cordon":
+                self.add_node(with_cordon(self.nodes[NodeName(event.key)], event.fields))
             case "request" if what == "made":
                 self.add_request(request_from(event.fields))
             case "request":
                 self.requests.pop(event.key, None)
             case "estimate":
                 self.learned.apply(event, what)
+            case "queue" if what == "paused":
+                self.pause(pause_from(event.fields))
+            case "queue":
+                self.queue.pauses.pop(event.key, None)
+                self.queue.follow_pauses(self.tasks)
 
     def _apply_task(self, event: Event, what: str) -> None:
         if what == "submitted":

@@ -1,16 +1,14 @@
-"""GPUs and nodes: what is leased, used and free, and by which holders."""
+"""GPUs: what is leased, used and free, and by which holders."""
 
 from collections.abc import Mapping
-from typing import Annotated, NotRequired
+from typing import Annotated
 
 from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.core.domain.device import Node
-from gpubroker_server.core.domain.node_capacity import NodeUsage
 from gpubroker_server.core.domain.policy import band_of
-from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.planning.fragmentation import FreeMemory, fragmentation
 from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 from gpubroker_server.core.world.world import World
@@ -95,53 +93,6 @@ class GpuList(AsOf):
     items: list[GpuView]
 
 
-class Amount(TypedDict):
-    total: float
-    used: float
-
-
-class MebibyteAmount(TypedDict):
-    total: int
-    used: int
-
-
-class RunAmount(TypedDict):
-    limit: int
-    used: int
-
-
-class AgentView(TypedDict):
-    release: Annotated[str | None, Field(description="Of gpubroker; null if it does not say.")]
-    protocol: Annotated[int, Field(description="The version of its protocol with the leader.")]
-    outdated: Annotated[bool, Field(description="It is of an earlier release than the leader.")]
-    message: Annotated[str | None, Field(description="What happens to it, and what to do.")]
-    gpu_faults: Annotated[
-        NotRequired[dict[str, str]],
-        Field(description="GPUs that it cannot use, by UUID or else by number, and why."),
-    ]
-
-
-class NodeView(TypedDict):
-    name: str
-    ready: Annotated[bool, Field(description="Its agent has answered the leader.")]
-    silent_since: Annotated[
-        Time | None,
-        Field(description="The last heartbeat of its agent, if more than two are overdue; null otherwise."),
-    ]
-    cordoned: bool
-    incarnation: Annotated[str, Field(description="Changes with each start of the node's agent.")]
-    cpu: Amount
-    memory_mb: MebibyteAmount
-    runs: RunAmount
-    gpus: int
-    labels: dict[str, str]
-    agent: Annotated[AgentView | None, Field(description="Null while it does not answer.")]
-
-
-class NodeList(AsOf):
-    items: list[NodeView]
-
-
 @resource.route("GET /gpus", "gpus_list", Scope.CLUSTER_READ, GpuList, "follower-stale")
 async def list_gpus(call: Call, parts: Parts) -> Response:
     """List all devices: what is leased, used, unaccounted for and free, and their holders."""
@@ -213,33 +164,3 @@ def _pledge_views(ledger: DeviceLedger, viewer: Identity) -> list[PledgeView]:
         }
         for _preemptor, pledge in sorted(ledger.pledges.items())
     ]
-
-
-@resource.route("GET /nodes", "nodes_list", Scope.CLUSTER_READ, NodeList, "follower-stale")
-async def list_nodes(parts: Parts) -> Response:
-    """List all nodes with their CPU, host memory and run slots, in total and in use, and their agents."""
-    world, leader = parts.world, parts.leadership.leader()
-    agents = parts.leadership.executor_status().get("agents", {})
-    silent = {} if leader is None else leader.silent
-    nodes = [world.nodes[name] for name in sorted(world.nodes)]
-    items = [_node_view(world, node, agents.get(node.name), silent.get(node.name)) for node in nodes]
-    view: NodeList = {**parts.freshness.as_of(), "items": items}
-    return answer(view)
-
-
-def _node_view(world: World, node: Node, agent: AgentView | None, silent_since: Instant | None) -> NodeView:
-    """`agent` as the leader knows it."""
-    use = world.use.get(node.name, NodeUsage())
-    return {
-        "name": node.name,
-        "ready": node.ready,
-        "silent_since": rfc3339_or_none(silent_since),
-        "cordoned": node.cordoned,
-        "incarnation": node.incarnation,
-        "cpu": {"total": node.cpu, "used": use.cpu},
-        "memory_mb": {"total": node.memory_mb, "used": use.memory_mb},
-        "runs": {"limit": node.max_runs, "used": use.runs},
-        "gpus": len(world.by_node.get(node.name, ())),
-        "labels": dict(node.labels),
-        "agent": agent,
-    }

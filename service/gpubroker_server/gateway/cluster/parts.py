@@ -8,6 +8,7 @@ from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import RequestLimits
+from gpubroker_server.gateway.http.identity import Tokens
 from gpubroker_server.gateway.http.routing import PARTS
 from gpubroker_server.gateway.http.times import Freshness
 from gpubroker_server.gateway.http.waiters import LeaderRequests, Leadership
@@ -24,6 +25,7 @@ class ClusterParts:
     freshness: Freshness
     leadership: Leadership
     requests: LeaderRequests
+    tokens: Tokens
     policy: Policy
     limits: RequestLimits
     defaults: Defaults

@@ -13,6 +13,7 @@ from gpubroker_server.core.planning.tenants.fair_share import FairShareLevels
 from gpubroker_server.core.planning.tenants.quota import cohort_holdings
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.cluster.pauses import PausedView, paused_view
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf
@@ -39,6 +40,7 @@ class TenantView(TypedDict):
     max_priority: int
     pending: int
     active: Annotated[int, Field(description="Tasks admitted, running or stopping.")]
+    paused: Annotated[PausedView | None, Field(description="While its queue starts nothing.")]
 
 
 class CohortView(TypedDict):
@@ -88,12 +90,13 @@ def _views(parts: Parts, viewer: Identity) -> Iterator[TenantView]:
     levels = FairShareLevels(world, policy, now)
     configured = {tenant.name for tenant in policy.tenants} - {"*"}
     pending, active = _pending(world), Counter(world.tasks[task].tenant for task in world.active)
-    known = configured | levels.tenants | set(pending) | set(active)
+    paused = {pause.tenant for pause in world.queue.pauses.values()} - {""}
+    known = configured | levels.tenants | set(pending) | set(active) | paused
     shown = known if viewer.may(Scope.CLUSTER_READ) else {viewer.tenant}
     weights = sum(policy.tenant(name).weight for name in sorted(known | shown))
     for name in sorted(shown):
         rule = policy.tenant(name)
-        held_mb = world.accounts.held_mb(name)
+        held_mb, pause = world.accounts.held_mb(name), world.queue.pauses.get(f"tenant:{name}")
         yield {
             "name": name,
             "cohort": rule.cohort or None,
@@ -109,12 +112,13 @@ def _views(parts: Parts, viewer: Identity) -> Iterator[TenantView]:
             "max_priority": rule.max_priority,
             "pending": pending[name],
             "active": active[name],
+            "paused": None if pause is None else paused_view(pause, world),
         }
 
 
 def _pending(world: World) -> Counter[str]:
     queue = world.queue
-    outside = (*queue.held, *queue.awaiting, *queue.delayed)
+    outside = (*queue.held, *queue.awaiting, *queue.delayed, *queue.paused)
     waiting = Counter(world.tasks[task].tenant for task in outside)
     for group in queue.groups.values():
         waiting[group.tenant] += len(group)

@@ -8,6 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.planning.draining import still_on
 from gpubroker_server.core.planning.fragmentation import (
     FreeMemory,
     ScatteredDemand,
@@ -16,6 +17,7 @@ from gpubroker_server.core.planning.fragmentation import (
 )
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.cluster.pauses import PausedView, paused_views
 from gpubroker_server.gateway.cluster.quarantine import DetectionView, detection_view
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Resource, answer
@@ -107,6 +109,13 @@ class TaskCounts(TypedDict):
     expired: int
 
 
+class NodeCounts(TypedDict):
+    total: int
+    ready: int
+    cordoned: Annotated[int, Field(description="With those that are drained.")]
+    draining: Annotated[int, Field(description="Of which something is left.")]
+
+
 class ExecutorView(TypedDict):
     state: str
     address: str
@@ -141,9 +150,11 @@ class Stats(AsOf):
     gpu: GpuTotals
     fragmentation: FragmentationView
     tasks: TaskCounts
+    nodes: NodeCounts
     executor: ExecutorView
     leader: LeaderView
     detection: DetectionView
+    paused: Annotated[list[PausedView], Field(description="Queues that start nothing.")]
     disk_full: Annotated[
         str, Field(description="Of the process that answers: which disk, and why; or empty.")
     ]
@@ -160,6 +171,7 @@ async def get_stats(parts: Parts) -> Response:
         "fragmentation": _fragmentation_view(parts),
         "forecasts": forecasts_views(parts.world),
         "tasks": _task_counts(parts.world),
+        "nodes": _node_counts(parts.world),
         "executor": {
             "state": str(executor.get("state", "unknown")),
             "address": str(executor.get("address", "")),
@@ -170,6 +182,7 @@ async def get_stats(parts: Parts) -> Response:
             "holder": None if leader is None else leader.holder,
         },
         "detection": detection_view(parts.leadership.paused()),
+        "paused": paused_views(parts.world),
         "disk_full": parts.disk_full(),
         "model_servers": [_server_view(parts, server) for server in parts.servers],
     }
@@ -186,6 +199,18 @@ def _gpu_totals(world: World) -> GpuTotals:
         "used_mb": sum(sample.used_mb for sample in samples),
         "free_mb": sum(max(0, ledger.free_mb()) for ledger in ledgers),
         "utilization": sum(measured) / len(measured) if measured else None,
+    }
+
+
+def _node_counts(world: World) -> NodeCounts:
+    nodes = world.nodes.values()
+    return {
+        "total": len(nodes),
+        "ready": sum(node.ready for node in nodes),
+        "cordoned": sum(node.cordoned for node in nodes),
+        "draining": sum(
+            node.draining_since is not None and bool(still_on(world, node.name)) for node in nodes
+        ),
     }
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Annotated, Self
 
 from fastapi import Response
@@ -21,6 +20,7 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import run_in_thread
+from gpubroker_server.gateway.status.tenants import unknown_tenant
 from gpubroker_server.gateway.submission.demand import demand_of
 from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, Resources
 from gpubroker_server.gateway.submission.task_body import Placement, Priority, ProfileName, SimulateTask
@@ -170,19 +170,9 @@ def _tenant(call: Call, parts: Parts, body: PlanFleet) -> str:
             "the scope admin; leave tenant out, or name your own",
             errors=[Fault(pointer="/tenant", detail=f'only "{mine}"', code="other-tenant")],
         )
-    _check_known(body.tenant, parts)
-    return body.tenant
-
-
-def _check_known(tenant: str, parts: Parts) -> None:
-    """A misspelled name would be planned as a tenant without tasks and without rules. Raises Problem."""
-    world, listed = parts.world, {rule.name for rule in parts.policy.tenants} - {"*"}
-    known = {*listed, *parts.tokens.tenants(), *world.accounts, *world.queue.tenants}
-    if tenant not in known:
-        near = get_close_matches(tenant, sorted(known), n=1)
-        meant = f'did you mean "{near[0]}"?' if near else "GET /tenants lists them"
-        detail = f'there is no tenant "{tenant}": it has no rule, no token and no tasks; {meant}'
+    if detail := unknown_tenant(body.tenant, parts.world, parts.policy, parts.tokens):
         raise invalid(Fault(pointer="/tenant", detail=detail, code="unknown"))
+    return body.tenant
 
 
 def _component(call: Call, parts: Parts, body: PlanFleet, index: int, tenant: str) -> Component:

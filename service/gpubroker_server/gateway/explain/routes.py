@@ -294,23 +294,23 @@ def _simulated(parts: Parts, viewer: Identity, new: PreparedTask) -> SimulationV
     victims = eviction.victims if eviction else ()
     return {
         **_unjudged(parts, new),
-        "verdict": _verdict(task, advice),
+        "verdict": _verdict(world, task, advice),
         **explained_fields(world, found, advice, viewer, now),
-        "message": _message(task, found, advice),
+        "message": _message(world, task, found, advice),
         "places": place_views(world, advice.way.places),
         "victims": [run_view(world, run, viewer, now) for run in victims],
     }
 
 
-def _verdict(task: Task, advice: Advice) -> str:
-    if is_deferred(task) or isinstance(advice.way, Wait):
+def _verdict(world: World, task: Task, advice: Advice) -> str:
+    if is_deferred(task, world) or isinstance(advice.way, Wait):
         return "waits"
     return "starts" if advice.way.places is not None else "preempts"
 
 
-def _message(task: Task, found: Explanation, advice: Advice) -> str:
+def _message(world: World, task: Task, found: Explanation, advice: Advice) -> str:
     places, eviction = advice.way.places, advice.way.eviction
-    if is_deferred(task):
+    if is_deferred(task, world):
         return found.message
     if places is not None:
         return f"the task would start now on {', '.join(sorted({one.node for one in places}))}"

@@ -269,7 +269,7 @@ async def submit_inference(
         async with parts.reads.slot() if named else nullcontext():
             submission = await _submission_of(call, parts, body, task, named)
             submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
-            if not is_deferred(task):
+            if not is_deferred(task, submissions.world):
                 await _want_model(parts, body.model, task.priority)
             submission = await submissions.with_object(submission)
     except Problem:

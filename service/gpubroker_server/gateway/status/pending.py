@@ -1,5 +1,6 @@
 """Why tasks wait, for answers that show it in passing. Cached for a second per kind of demand."""
 
+from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import nodes_of
@@ -36,8 +37,9 @@ _NO_LEADER = (
 )
 _CANCEL_IS_STORED = "; its cancel request is stored, and the next leader carries it out first"
 
-_Equal = tuple[str, int, bool, Demand, str, Seconds | None, Seconds | None]
-"""(tenant, priority, held, demand, and what its run time is estimated by): tasks with the same reason."""
+_Equal = tuple[str, int, tuple[bool, QueuePause | None], Demand, str, Seconds | None, Seconds | None]
+"""(tenant, priority, whether it is held or paused, demand, and what its run time is estimated by): tasks with
+the same reason."""
 
 
 def inherits_view(inherited: Inherited | None) -> InheritsView | None:
@@ -86,7 +88,8 @@ class PendingReasons:
 
     def _view(self, row: Task, now: Instant) -> PendingView | None:
         run_time = (row.subject, row.expected_seconds, row.timeout_seconds)
-        equal = (row.tenant, row.priority, row.held, row.demand, *run_time)
+        is_apart = (row.held, self._world.queue.pause_of(row))
+        equal = (row.tenant, row.priority, is_apart, row.demand, *run_time)
         seen_at, view = self._cache.get(equal, (None, None))
         if seen_at is None or view is None or now - seen_at > CACHED_SECONDS or self._is_special(row):
             return self._explained(row, equal, now)

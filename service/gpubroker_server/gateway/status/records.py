@@ -22,7 +22,7 @@ from gpubroker_server.core.serving.batching import FORMAT as TENSORS
 from gpubroker_server.core.serving.batching import response_in
 from gpubroker_server.core.serving.tensors import BadTensor, values_in_steps
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.core.world.phases import PHASES, course_of_events, course_of_row, seconds_in_phases
+from gpubroker_server.core.world.phases import Phase, course_of_events, course_of_row, seconds_in_phases
 from gpubroker_server.gateway.http.bodies import PageQuery, filter_hash, read_cursor, write_cursor
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.ids import is_task_id
@@ -48,7 +48,7 @@ from gpubroker_server.ports.store import (
 
 _STARTED = (TaskState.RUNNING, TaskState.STOPPING, TaskState.ADMITTED)
 _ALL = 1_000_000
-JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN, phases=dict.fromkeys(PHASES, Seconds(0.0)))
+JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN, phases=dict.fromkeys(Phase, Seconds(0.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class TaskRecords:
             moves[event.key].append(event)
         shown: list[tuple[TaskRecord, Live]] = []
         for record, live, course in zip(records, lives, courses, strict=True):
-            course = course or course_of_events(moves[record.task.id])
+            course = course or course_of_events(moves[record.task.id], is_run=record.task.is_run)
             phases = None if course is None else seconds_in_phases(course, now)
             shown.append((record, replace(live, phases=phases)))
         return shown

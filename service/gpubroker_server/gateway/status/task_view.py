@@ -10,12 +10,12 @@ from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.submission import INFERENCE_KIND as INFERENCE
-from gpubroker_server.core.domain.task import Member, MemberState, Task, TaskState
+from gpubroker_server.core.domain.task import Member, MemberState, Task
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
 from gpubroker_server.core.planning.forecasts.run_estimates import Remaining, Size
-from gpubroker_server.core.world.phases import PHASES
+from gpubroker_server.core.world.phases import Phase
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.times import rfc3339, rfc3339_or_none
 from gpubroker_server.gateway.status.quarantine import QuarantinedView
@@ -59,7 +59,7 @@ class Live:
     leases: list[Lease]
     uuids: Mapping[str, str]
     """Device key -> UUID."""
-    phases: Mapping[TaskState, Seconds] | None = None
+    phases: Mapping[Phase, Seconds] | None = None
     progress: Progress | None = None
     pending: PendingView | None = None
     eta: ExpectedView | None = None
@@ -262,10 +262,11 @@ def _rank_view(task: Task, member: Member, live: Live) -> RankView:
     }
 
 
-def _phases_view(phases: Mapping[TaskState, Seconds]) -> PhasesView:
-    queued, starting, running, stopping = (round(phases[state], 3) for state in PHASES)
+def _phases_view(phases: Mapping[Phase, Seconds]) -> PhasesView:
+    queued, admitted, starting, running, stopping = (round(phases[phase], 3) for phase in Phase)
     return {
         "queued_seconds": queued,
+        "admitted_seconds": admitted,
         "starting_seconds": starting,
         "running_seconds": running,
         "stopping_seconds": stopping,

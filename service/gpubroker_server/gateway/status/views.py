@@ -87,7 +87,16 @@ class PhasesView(TypedDict):
     """How long the task has been in each phase, over all its attempts; the present one counts until now."""
 
     queued_seconds: Annotated[float, Field(description="In the queue; for whatever reason it waited.")]
-    starting_seconds: Annotated[float, Field(description="From its admission until its code began.")]
+    admitted_seconds: Annotated[
+        float,
+        Field(
+            description="From its admission until its node's agent had the order to start it. The agent says "
+            "so when it has started; until then all of the time counts here."
+        ),
+    ]
+    starting_seconds: Annotated[
+        float, Field(description="From then until its code began; of a model, all of its load.")
+    ]
     running_seconds: float
     stopping_seconds: Annotated[float, Field(description="From a notice to stop until it was gone.")]
 

@@ -87,7 +87,8 @@ async def submit_task(
     record, is_new, headers = await _stored(call, parts, body, idempotency_key)
     asked = _WAIT.search(prefer) if prefer else None  # RFC 7240
     if asked is None:
-        just_accepted = is_new and not record.task.held
+        is_planned_next = not record.task.held and parts.world.queue.pause_of(record.task) is None
+        just_accepted = is_new and is_planned_next
         view = task_view(record, JUST_ACCEPTED) if just_accepted else await records.view(record)
         return answer(view, 202, headers)
     if not records.waiters.has_room_for(record.task.tenant):

@@ -175,6 +175,8 @@ class Run:
     killed: str = ""
     """Why its process was killed; empty if it was not."""
     kill: asyncio.TimerHandle | None = None
+    ordered_at: float | None = None
+    """When the agent got the order; None for a run that an earlier agent started."""
 
     @property
     def key(self) -> RunKey:

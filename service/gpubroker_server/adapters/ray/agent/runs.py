@@ -3,6 +3,7 @@
 import asyncio
 import bisect
 import contextlib
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -118,7 +119,8 @@ class NodeRuns:
             return
         self.table.note_fence(order.key)
         small = shareable and not order.barrier and self._config.warm_runners > 0
-        run = Run(order, shared=small and not self.table.is_suspect(order.task))
+        shared = small and not self.table.is_suspect(order.task)
+        run = Run(order, shared=shared, ordered_at=time.time())
         self.table.runs[order.key] = run
         if not self._place(run):
             bisect.insort(self._waiting, run, key=lambda waiting: -waiting.order.priority)
@@ -216,6 +218,8 @@ class NodeRuns:
         run = self.table.runs.get(key)
         if run is None or run.process is not process or run.has_ended:
             return  # user code may have forged it
+        if kind == "started":
+            report = (*report, run.ordered_at)
         if kind != "ended":
             if kind != "progressed":
                 run.reports[kind] = report

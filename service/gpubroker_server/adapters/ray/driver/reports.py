@@ -143,6 +143,7 @@ class RunForm(Form):
 
 class StartedForm(RunForm, tag="started"):
     pid: Count
+    ordered_at: Time | None = None
 
 
 class ReadyForm(RunForm, tag="ready"):
@@ -202,7 +203,8 @@ def _of_run(source: Source, it: OfRun) -> Report:
     run = TaskId(it.task), Fence(it.fence), source.instant(it.at)
     match it:
         case StartedForm():
-            return Started(*run, it.pid, it.rank)
+            ordered_at = None if it.ordered_at is None else source.instant(it.ordered_at)
+            return Started(*run, it.pid, it.rank, ordered_at)
         case ReadyForm():
             return Ready(*run, it.address, it.rank)
         case ProgressedForm():

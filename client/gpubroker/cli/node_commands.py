@@ -1,0 +1,128 @@
+"""`gpubroker nodes`, `cordon`, `drain` and `uncordon`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gpubroker.cli import parsing
+from gpubroker.cli.lookup import connect
+from gpubroker.cli.printing import Format, Output, emit, emit_all
+from gpubroker.cli.tables import Column, PlainTable, gib, timestamp
+
+if TYPE_CHECKING:
+    from gpubroker.cluster.fleet import Node
+
+Name = Annotated[str, typer.Argument(metavar="NODE", help="As `gpubroker nodes` names it.")]
+Because = Annotated[
+    str, typer.Option(metavar="REASON", help="Shown with the node, and recorded with your token's name.")
+]
+
+
+def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """List nodes, and what is used of them."""
+    with connect(context) as broker:
+        emit_all(output, broker.nodes().items, _nodes)
+
+
+def cordon(context: typer.Context, node: Name, because: Because = "", output: Output = Format.TABLE) -> None:
+    """Start nothing new on a node. What runs there goes on."""
+    with connect(context) as broker:
+        emit(output, broker.cordon(node, because), _node)
+
+
+def drain(
+    context: typer.Context,
+    node: Name,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            parser=parsing.seconds,
+            metavar="TIME",
+            help="Then what is left is ended, whatever its priority: 10m.",
+        ),
+    ] = None,
+    because: Because = "",
+    output: Output = Format.TABLE,
+) -> None:
+    """Cordon a node and ask what runs there to leave, as in a preemption.
+
+    Runs get notice and their grace period, and start elsewhere without using a retry; models are unloaded.
+    Critical tasks, and runs that are protected from preemption, stay until the deadline.
+    `gpubroker nodes` shows what is left.
+    """
+    with connect(context) as broker:
+        emit(output, broker.drain(node, because, deadline_seconds=deadline), _node)
+
+
+def uncordon(
+    context: typer.Context, node: Name, because: Because = "", output: Output = Format.TABLE
+) -> None:
+    """Let tasks start on a node again."""
+    with connect(context) as broker:
+        emit(output, broker.uncordon(node, because), _node)
+
+
+def _node(node: Node) -> RenderableType:
+    return _nodes([node])
+
+
+_NODE_COLUMNS = (
+    Column("NODE", share=0.3),
+    Column("STATE"),
+    Column("CPU"),
+    Column("MEMORY"),
+    Column("RUNS"),
+    Column("GPUS"),
+)
+
+
+def _nodes(listed: Sequence[Node]) -> RenderableType:
+    rows = [
+        (
+            node.name,
+            _state(node),
+            f"{node.cpu.get('used', 0):g}/{node.cpu.get('total', 0):g}",
+            f"{gib(node.memory_mb.get('used', 0))}/{gib(node.memory_mb.get('total', 0))} GiB",
+            f"{node.runs.get('used', 0)}/{node.runs.get('limit', 0)}",
+            str(node.gpus),
+        )
+        for node in listed
+    ]
+    notes = [Text(f"! {node.name}: {note}", style="yellow") for node in listed for note in _notes(node)]
+    return Group(PlainTable(_NODE_COLUMNS, rows), *notes) if rows else Text("no nodes")
+
+
+def _notes(node: Node) -> Iterator[str]:
+    if node.drain and not node.drain["done"]:
+        until = node.drain.get("deadline_at")
+        ends = f", ended at {timestamp(datetime.fromisoformat(until))}" if until else ""
+        yield f"{node.drain['left']} still there{ends}"
+    if node.cordon_reason:
+        yield f"closed because {node.cordon_reason!r}"
+    agent = node.agent or {}
+    if agent.get("message"):
+        yield agent["message"]
+    yield from (f"{gpu}: {why}" for gpu, why in agent.get("gpu_faults", {}).items())
+
+
+def _state(node: Node) -> Text:
+    if node.drain:
+        state = "drained" if node.drain["done"] else "draining"
+    elif not node.ready:
+        state = "not answering"
+    elif node.cordoned:
+        state = "cordoned"
+    else:
+        state = "ready" if node.silent_since is None else "silent"
+    return Text(state, style="green" if state == "ready" else "yellow")
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (nodes, cordon, drain, uncordon):
+        app.command(rich_help_panel="Cluster")(command)

@@ -1,0 +1,82 @@
+"""Draining a node: what holds memory or CPU there is asked to leave, as if a task that needs it preempted it.
+
+Until the deadline critical work and runs that are protected from preemption stay. Whatever is there a grace
+period before the deadline is asked to leave by it. A model server stays: its models leave.
+"""
+
+from collections.abc import Iterator
+
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.lease import HolderKind
+from gpubroker_server.core.domain.policy import Policy, band_of
+from gpubroker_server.core.domain.ranks import removable_ranks
+from gpubroker_server.core.domain.task import Member, Move, StopReason, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
+from gpubroker_server.core.lifecycle.stopping import give_notice, orders_to_leave
+from gpubroker_server.core.planning.nodes.shields import is_shielded
+from gpubroker_server.core.world.world import World
+
+
+def still_on(world: World, node: NodeName) -> set[str]:
+    """What a drain waits for: runs, models and leases, and memory that is not proven free. A node is drained
+    when nothing is left."""
+    holdings = (
+        holding for key in world.by_node.get(node, ()) for holding in world.ledgers[key].holdings.values()
+    )
+    holders = {held.lease.holder for held in holdings if held.lease.holder_kind is not HolderKind.SERVER}
+    return holders | {name for name in world.runs.get(node, ()) if not _is_server(world.tasks[name])}
+
+
+def ask_to_leave(world: World, policy: Policy, now: Instant) -> list[Decision]:
+    """Stop notices that are due on draining nodes, at most one decision for each task."""
+    decisions: dict[str, Decision] = {}
+    for name, node in sorted(world.nodes.items()):
+        if node.draining_since is None:
+            continue
+        for task in (world.tasks[id] for id in sorted(world.runs.get(name, ()))):
+            if task.id not in decisions and not _is_server(task):
+                for decision in _leave(world, node, task, policy, now):
+                    decisions[task.id] = decision
+    return list(decisions.values())
+
+
+def _is_server(task: Task) -> bool:
+    """The base cost of a model server, which is not ours to end."""
+    return task.model is not None and not task.model.model
+
+
+def _leave(world: World, node: Node, task: Task, policy: Policy, now: Instant) -> Iterator[Decision]:
+    """Nothing if it may stay for now, or leaves in time."""
+    ends_at = node.drain_deadline_at
+    at_latest = None if ends_at is None else max(now, ends_at)
+    grace = task.grace_seconds if at_latest is None else min(task.grace_seconds, Seconds(at_latest - now))
+    if task.state is TaskState.STOPPING:
+        if at_latest is not None and task.stop_deadline_at is not None and task.stop_deadline_at > at_latest:
+            sooner = write_move(task, Move.CHANGED, stop_deadline_at=at_latest)
+            yield Decision(task.id, "drain", tasks=(sooner,), orders=orders_to_leave(world, task, grace))
+        return
+    here = [member for member in task.members if member.node == node.name and not member.has_ended]
+    late = [member for member in here if _leaves_later(member, at_latest)]
+    staying = [member for member in here if member.takes_part]
+    if not _must_go(task, ends_at, policy, now):
+        staying = []
+    elif not task.members or not {member.rank for member in staying} <= set(removable_ranks(task)):
+        notice, orders = give_notice(world, task, StopReason.PREEMPT, grace, now)
+        yield Decision(task.id, "drain", tasks=(notice,), orders=orders)
+        return
+    if ranks := {member.rank for member in (*staying, *late)}:
+        write, told = stop_ranks(world, task, ranks, None, now, grace)
+        yield Decision(task.id, "drain", tasks=(write,), orders=told)
+
+
+def _leaves_later(member: Member, at_latest: Instant | None) -> bool:
+    until = member.stop_deadline_at
+    return not member.takes_part and at_latest is not None and until is not None and until > at_latest
+
+
+def _must_go(task: Task, ends_at: Instant | None, policy: Policy, now: Instant) -> bool:
+    if ends_at is not None and now >= ends_at - task.grace_seconds:
+        return True
+    return band_of(task.priority)[0] != "critical" and not is_shielded(task, policy, now)

@@ -1,0 +1,132 @@
+"""Pause the queue of a tenant or of a work stream, and resume it."""
+
+from collections import Counter
+from difflib import get_close_matches
+from typing import Annotated
+
+from fastapi import Response
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from gpubroker_server.core.domain.decisions import QueuePause
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.http.bodies import Body, line
+from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
+from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.status.tenants import unknown_tenant
+
+resource = Resource("administration")
+
+SUBJECT = "queue"
+
+
+class PausedView(TypedDict):
+    """A queue that starts nothing. What runs goes on."""
+
+    queue: Annotated[str, Field(description="`tenant:NAME` or `stream:NAME`.")]
+    since: Time
+    by: Annotated[str, Field(description="Name of the token that paused it.")]
+    reason: str
+    waiting: Annotated[int, Field(description="Tasks that nothing but this pause keeps from being planned.")]
+
+
+class QueueView(TypedDict):
+    queue: Annotated[str, Field(description="`tenant:NAME` or `stream:NAME`.")]
+    paused: Annotated[PausedView | None, Field(description="Null: it is not paused.")]
+
+
+class ChangePause(Body):
+    reason: Annotated[str, line(500), Field(description="Shown to those who wait, and recorded.")] = ""
+
+
+_PROBLEMS = "malformed-json not-found validation-failed"
+_NO_REASON = ChangePause()
+
+
+@resource.route(
+    "POST /tenants/{name}/pause", "tenants_pause", Scope.ADMIN, QueueView, _PROBLEMS, accepted=STORED
+)
+async def pause_tenant(call: Call, parts: Parts, name: str, body: ChangePause = _NO_REASON) -> Response:
+    """Pause a tenant's queue: its tasks, leases and queued inferences wait. What runs goes on.
+
+    A task that has to leave while its queue is paused waits too, unless it only moves to another node. Times
+    to wait and deadlines go on. A pause outlives restarts.
+    """
+    _check_tenant(parts, name)
+    return await _changed(call, parts, f"tenant:{name}", body, pauses=True)
+
+
+@resource.route(
+    "POST /tenants/{name}/resume", "tenants_resume", Scope.ADMIN, QueueView, _PROBLEMS, accepted=STORED
+)
+async def resume_tenant(call: Call, parts: Parts, name: str, body: ChangePause = _NO_REASON) -> Response:
+    """Let a tenant's queue start tasks again."""
+    _check_tenant(parts, name)
+    return await _changed(call, parts, f"tenant:{name}", body, pauses=False)
+
+
+@resource.route(
+    "POST /streams/{name}/pause", "streams_pause", Scope.ADMIN, QueueView, _PROBLEMS, accepted=STORED
+)
+async def pause_stream(call: Call, parts: Parts, name: str, body: ChangePause = _NO_REASON) -> Response:
+    """Pause a work stream: the tasks of all tenants that name it wait, as those of a paused tenant do."""
+    _check_stream(parts, name)
+    return await _changed(call, parts, f"stream:{name}", body, pauses=True)
+
+
+@resource.route(
+    "POST /streams/{name}/resume", "streams_resume", Scope.ADMIN, QueueView, _PROBLEMS, accepted=STORED
+)
+async def resume_stream(call: Call, parts: Parts, name: str, body: ChangePause = _NO_REASON) -> Response:
+    """Let a work stream start tasks again."""
+    _check_stream(parts, name)
+    return await _changed(call, parts, f"stream:{name}", body, pauses=False)
+
+
+def _check_tenant(parts: Parts, name: str) -> None:
+    """One that is paused may be resumed, whatever else is known of it. Raises Problem."""
+    fault = unknown_tenant(name, parts.world, parts.policy, parts.tokens)
+    if fault and f"tenant:{name}" not in parts.world.queue.pauses:
+        raise Problem("not-found", fault)
+
+
+def _check_stream(parts: Parts, name: str) -> None:
+    known = [stream for stream, _ in parts.policy.streams]
+    if name in known or f"stream:{name}" in parts.world.queue.pauses:
+        return
+    near = get_close_matches(name, known, n=1)
+    meant = f'did you mean "{near[0]}"?' if near else f"configured are: {', '.join(known) or 'none'}"
+    raise Problem("not-found", f'there is no work stream "{name[:100]}"; {meant}')
+
+
+async def _changed(call: Call, parts: Parts, queue: str, body: ChangePause, *, pauses: bool) -> Response:
+    pause = parts.world.queue.pauses.get(queue)
+    is_settled = pauses is (pause is not None)
+    if not is_settled:
+        fields = {"queue": queue, "by": call.identity.name, "reason": body.reason}
+        what = "pause" if pauses else "unpause"
+        await parts.requests.ask(SUBJECT, call.identity.tenant, what, fields)
+        pause = parts.world.queue.pauses.get(queue)
+        is_settled = pauses is (pause is not None)
+    view: QueueView = {"queue": queue, "paused": None if pause is None else paused_view(pause, parts.world)}
+    return answer(view, 200 if is_settled else 202)
+
+
+def paused_views(world: World) -> list[PausedView]:
+    """All, by name."""
+    pauses = world.queue.pauses
+    return [paused_view(pauses[queue], world) for queue in sorted(pauses)]
+
+
+def paused_view(pause: QueuePause, world: World) -> PausedView:
+    waiting = Counter(world.queue.pause_of(world.tasks[task]) for task in world.queue.paused)
+    return {
+        "queue": pause.queue,
+        "since": rfc3339(pause.at),
+        "by": pause.actor,
+        "reason": pause.reason,
+        "waiting": waiting[pause],
+    }

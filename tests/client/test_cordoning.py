@@ -1,0 +1,82 @@
+"""Cordon, drain and uncordon through SDK and command line."""
+
+from typing import Any
+
+import httpx
+import pytest
+from gpubroker import AsyncBroker, Refused
+
+from tests.client.command_line import Run
+from tests.client.recorded_service import RecordedService, Reply
+from tests.gateway.harness import Gateway
+
+NODE: dict[str, Any] = {"name": "n2", "ready": True, "cordoned": True, "cordon_reason": "a fan"}
+DRAIN = {"since": "2026-11-21T10:00:00Z", "deadline_at": "2026-11-21T10:10:00Z", "left": 3, "done": False}
+
+
+async def test_the_sdk_cordons_drains_and_uncordons() -> None:
+    async with Gateway() as gateway:
+        token = (await gateway.client("sdk")).headers["authorization"].removeprefix("Bearer ")
+        transport = httpx.ASGITransport(gateway.app)
+        async with AsyncBroker("http://127.0.0.1:8470", token, transport=transport) as broker:
+            closed = await broker.cordon("n1", "a fan")
+            assert (closed.cordoned, closed.cordon_reason, closed.drain) == (True, "a fan", None)
+            drained = await broker.drain("n1", deadline_seconds=600)
+            assert drained.drain is not None
+            assert (drained.drain["left"], drained.drain["done"]) == (0, True)
+            assert (await broker.stats()).nodes["cordoned"] == 1
+            assert (await broker.uncordon("n1")).cordoned is False
+            with pytest.raises(Refused, match="no node"):
+                await broker.cordon("n9")
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "body"),
+    [
+        ("cordon n2", "/nodes/n2/cordon", {"reason": ""}),
+        ("drain n2", "/nodes/n2/drain", {"reason": ""}),
+        (
+            "drain n2 --deadline 10m --because fan",
+            "/nodes/n2/drain",
+            {"reason": "fan", "deadline_seconds": 600},
+        ),
+        ("uncordon n2 --because mended", "/nodes/n2/uncordon", {"reason": "mended"}),
+    ],
+)
+def test_the_commands_send_what_was_said(
+    service: RecordedService, run: Run, line: str, path: str, body: dict[str, Any]
+) -> None:
+    service.reply_with(Reply(200, NODE))
+    ended = run(line)
+    assert ended.code == 0
+    assert "n2" in ended.out
+    [asked] = service.requests
+    assert (asked.method, asked.path, asked.body) == ("POST", path, body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ["cordoned", "! n2: closed because 'a fan'"]),
+        ({"ready": False}, ["not answering", "! n2: closed because 'a fan'"]),
+        ({"drain": DRAIN}, ["draining", "! n2: 3 still there, ended at 2026-11-21 10:10:00Z"]),
+        ({"drain": {**DRAIN, "deadline_at": None}}, ["draining", "! n2: 3 still there\n"]),
+        ({"drain": {**DRAIN, "left": 0, "done": True}, "cordon_reason": ""}, ["drained"]),
+    ],
+)
+def test_nodes_shows_what_is_closed_and_what_is_left(
+    service: RecordedService, run: Run, fields: dict[str, Any], expected: list[str]
+) -> None:
+    service.reply_with(Reply(200, {"items": [{**NODE, **fields}]}))
+    shown = "\n".join(line.rstrip() for line in run("nodes").out.splitlines()) + "\n"
+    assert [text for text in expected if text not in shown] == [], shown
+    assert ("!" in shown) == any("!" in text for text in expected)
+
+
+def test_stats_counts_closed_nodes(service: RecordedService, run: Run) -> None:
+    nodes = {"total": 5, "ready": 4, "cordoned": 2, "draining": 1}
+    service.reply_with(
+        Reply(200, {"nodes": nodes}), Reply(200, {"nodes": {**nodes, "cordoned": 0, "draining": 0}})
+    )
+    assert "4 of 5 ready · 2 cordoned · 1 draining" in run("stats").out
+    assert "ready" not in run("stats").out
