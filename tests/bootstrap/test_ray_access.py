@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from gpubroker_server.bootstrap.start_checks import StartRefused, check_ray_access
 from gpubroker_server.settings.loading import Settings
-from gpubroker_server.settings.sections import RaySettings, RayTlsSettings
+from gpubroker_server.settings.ray import RaySettings, RayTlsSettings
 
 from tests.authority import Authority
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from gpubroker_server.bootstrap.process import farewell, greeting, waiting_in_vain, which_ray
 from gpubroker_server.settings.loading import Settings, default_data_dir
-from gpubroker_server.settings.sections import RaySettings
+from gpubroker_server.settings.ray import RaySettings
 
 
 def test_the_greeting_names_a_data_directory_that_clients_do_not_know() -> None:

@@ -102,4 +102,5 @@ def requested(site: Site) -> list[dict[str, float]]:
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, env=dict(site.env), capture_output=True, text=True, check=True)
     found = json.loads(ended.stdout.strip() or "[]")
+    print(found)
     return sorted(found, key=lambda bundle: bundle.get("GPU", 0.0))

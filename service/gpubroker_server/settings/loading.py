@@ -29,6 +29,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from gpubroker_server.settings.ray import RaySettings
 from gpubroker_server.settings.sections import (
     DefaultSettings,
     Kinds,
@@ -38,7 +39,6 @@ from gpubroker_server.settings.sections import (
     PolicySettings,
     PoolSettings,
     Profiles,
-    RaySettings,
     RetentionSettings,
     Section,
     SimulatedDevice,
