@@ -155,7 +155,7 @@ class Driver:
                 for link in self._links.values():
                     link.change_term(lineage, term)
             case ("room", bundles):
-                self._room = bundles
+                self._room = list(bundles)  # frames hold tuples
                 self._room_changed.set()
             case ("flush",):
                 self._tasks.create_task(self._flush())
