@@ -10,6 +10,7 @@ from time import process_time
 from typing import Any
 
 import httpx
+from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.policy import Policy
@@ -131,6 +132,7 @@ class Gateway:
         parts = AppParts(
             store=store,
             blobs=NoBlobs(),
+            secrets=MemorySecrets(),
             follower=FollowedWorld(self.world, clock),
             leadership=KnownLeader(self.forecasts),
             tokens=tokens,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gpubroker.tasks.task import Event, Outcome, Quarantined, Task, TaskState
     from gpubroker.transport.decoding import Page
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _NAMES = {
     "admin": ("Detection", "Queue", "Released", "Token"),

@@ -1,4 +1,4 @@
-"""Operations for administrators: tokens, nodes, quarantine, shutdown."""
+"""Operations for administrators: tokens, secrets, nodes, quarantine, shutdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from gpubroker.cluster.fleet import Node
 from gpubroker.errors import WrongArgument
 from gpubroker.tasks.task import AnyTask, Quarantined, id_of
 from gpubroker.transport.decoding import Raw, decode
-from gpubroker.transport.exchange import Steps
+from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, operation, path_part, without_none
 
 
@@ -24,6 +24,12 @@ class Token:
     created_at: datetime | None = None
     expires_at: datetime | None = None
     token: str | None = field(default=None, repr=False)
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    name: str
     raw: Raw = field(default_factory=dict, repr=False)
 
 
@@ -167,6 +173,25 @@ class AdminApi(Operations):
     def revoke_token(self, name: str) -> Steps[None]:
         """Make a token invalid at once."""
         yield from self._ask_once("DELETE", f"/tokens/{path_part(name)}")
+
+    @operation
+    def set_secret(self, name: str, text: str) -> Steps[None]:
+        """Set a secret of your tenant. A task gets it in a variable of its `env` whose value is
+        `secret:NAME`, from its next start on."""
+        headers = {"Content-Type": "text/plain; charset=utf-8"}
+        path = f"/secrets/{path_part(name)}"
+        yield from self._send(Call("PUT", path, body=text.encode(), headers=headers))
+
+    @operation
+    def secrets(self) -> Steps[tuple[Secret, ...]]:
+        """Your tenant's secrets, without their texts, which the service gives to runs only."""
+        raw = yield from self._ask("GET", "/secrets")
+        return tuple(decode(Secret, item) for item in raw["items"])
+
+    @operation
+    def delete_secret(self, name: str) -> Steps[None]:
+        """Tasks that name it and have not started fail at their start."""
+        yield from self._ask_once("DELETE", f"/secrets/{path_part(name)}")
 
     @operation
     def shutdown(self, *, stop_cluster: bool = False) -> Steps[None]:

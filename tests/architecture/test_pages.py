@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from subprocess import run
 
+import gpubroker
 import pytest
 import typer
 from gpubroker.cli.app import app
@@ -207,4 +208,4 @@ def test_both_packages_carry_the_same_version() -> None:
         tomllib.loads((ROOT / path).read_text(encoding="utf-8"))["project"]["version"]
         for path in ("pyproject.toml", "client/pyproject.toml")
     )
-    assert server == client
+    assert server == client == gpubroker.__version__

@@ -24,7 +24,12 @@ ACTORS = ("NodeAgent", "Runner")
 """Actors called through handles of another release."""
 
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
-FROZEN = {"agent-8": "005da3f522c4", "agent-9": "b56ebede3a10", "runner-5": "159adbd1a83c"}
+FROZEN = {
+    "agent-8": "005da3f522c4",
+    "agent-9": "b56ebede3a10",
+    "runner-5": "159adbd1a83c",
+    "runner-6": "fedada155790",
+}
 FIRST_RELEASED = {"agent": 8, "runner": 5}
 """No release speaks an earlier form, so none is read."""
 
@@ -67,7 +72,7 @@ def _digest(data: bytes) -> str:
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
         ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "fc19bfda6710"),
-        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 5, "90ca60bafacd"),
+        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "4b3452058119"),
     ],
     ids=["driver and agent", "agent and run process"],
 )

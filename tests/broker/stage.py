@@ -9,6 +9,7 @@ from typing import Any
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
+from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
@@ -142,6 +143,7 @@ class Stage:
         self.world = World()
         self.blobs_folder = folder
         self.blobs = DirectoryBlobs(folder, max_bytes=10_000)
+        self.secrets = MemorySecrets()
         self.executor = WitnessedExecutor(self.store, self.clock)
         self.progress: dict[TaskId, Progress] = {}
         self.policy = Policy(**policy)
@@ -184,6 +186,7 @@ class Stage:
                 self.entrypoints,
                 desk,
                 inferences,
+                secrets=self.secrets,
             ),
             clock=self.clock,
         )

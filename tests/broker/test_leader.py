@@ -180,6 +180,32 @@ async def test_an_entrypoint_that_was_withdrawn_while_its_task_waited_is_not_sta
     assert stage.world.ledgers[stage.world.by_node["n1"][0]].free_mb() == 24 * GIB  # type: ignore[index]
 
 
+async def test_a_run_gets_the_secret_as_it_is_at_its_start_and_the_row_only_its_name(stage: Stage) -> None:
+    await stage.secrets.put("default", "WANDB", "old")
+    await stage.submit("one", gpu_mb=GIB, spec={"env": {"WANDB_KEY": "secret:WANDB", "SEED": "1"}})
+    await stage.secrets.put("default", "WANDB", "rotated")
+    await stage.leader.cycle()
+    assert stage.executor.payloads[TaskId("one")].spec.env == {"WANDB_KEY": "rotated", "SEED": "1"}
+    stored = (await stage.store.specs([TaskId("one")]))[TaskId("one")]
+    assert stored.env == {"WANDB_KEY": "secret:WANDB", "SEED": "1"}
+
+
+async def test_a_task_whose_secret_was_deleted_fails_at_its_start_and_is_not_tried_again(
+    stage: Stage,
+) -> None:
+    await stage.secrets.put("other-tenant", "WANDB", "not yours")
+    await stage.submit("one", gpu_mb=GIB, max_retries=3, spec={"env": {"WANDB_KEY": "secret:WANDB"}})
+    await stage.leader.cycle()
+    await stage.leader.cycle()
+    result = await stage.store.result(TaskId("one"))
+    assert (await stage.row("one")).state is TaskState.FAILED
+    assert result is not None
+    assert result.failure is not None
+    assert result.failure["kind"] == "secret_missing"
+    assert "gpubroker secrets set WANDB" in result.failure["message"]
+    assert all(not isinstance(order, StartOrder) for order, _ in stage.executor.sent)
+
+
 async def test_what_is_no_entrypoint_starts_whatever_is_allowed(stage: Stage) -> None:
     for kind in ("command", "function"):
         await stage.submit(kind, gpu_mb=GIB, spec={"kind": kind})

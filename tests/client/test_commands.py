@@ -1,5 +1,6 @@
 """Every command against the real service, with the simulated engine."""
 
+import io
 import json
 import os
 import re
@@ -269,6 +270,18 @@ def test_a_lease_is_asked_for_shown_renewed_and_released(gpubroker: Run) -> None
     assert gpubroker(f"lease renew {lease} --ttl 20m").code == 0
     assert gpubroker(f"lease release {lease} -o json").json["state"] == "ended"
     assert lease not in gpubroker("lease list").out
+
+
+def test_a_secret_comes_from_standard_input_and_reaches_a_task_by_name(
+    gpubroker: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("very secret\n"))
+    told = gpubroker("secrets set KEY")
+    assert (told.code, "very secret" in told.out + told.err) == (0, False)
+    assert gpubroker("secrets list -o json").json == [{"name": "KEY"}]
+    assert gpubroker(f"submit {WORK} -i seconds=0 --env KEY=secret:KEY").code == 0
+    assert gpubroker("secrets delete KEY").code == 0
+    assert "no secret" in gpubroker(f"submit {WORK} -i seconds=0 --env KEY=secret:KEY").err
 
 
 def test_lease_run_holds_memory_while_its_command_runs(gpubroker: Run) -> None:

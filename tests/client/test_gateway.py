@@ -184,6 +184,14 @@ async def test_tokens_are_made_listed_and_revoked(broker: AsyncBroker) -> None:
     assert "ci" not in [token.name for token in await broker.tokens()]
 
 
+async def test_secrets_are_set_listed_and_deleted(gateway: Gateway, broker: AsyncBroker) -> None:
+    await broker.set_secret("WANDB", "text with \u00fc")
+    assert await gateway.secrets.read("default", ["WANDB"]) == {"WANDB": "text with \u00fc"}
+    assert [secret.name for secret in await broker.secrets()] == ["WANDB"]
+    await broker.delete_secret("WANDB")
+    assert await broker.secrets() == ()
+
+
 async def test_readiness_and_shutdown(gateway: Gateway, broker: AsyncBroker) -> None:
     assert set((await broker.ready()).values()) == {"ok"}
     await broker.shutdown(stop_cluster=True)

@@ -1,17 +1,20 @@
-"""The conversation with one runner process, whose replies may overtake each other."""
+"""The conversation with one runner process, whose replies may overtake each other; when it is replaced."""
 
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gpubroker.runtime.journal import START_OVER
 from gpubroker.runtime.messages import PROTOCOL, Report, RunKey
+from gpubroker_server.adapters.ray.agent import runner_pool
 from gpubroker_server.adapters.ray.agent.runner_process import RunnerProcess
 from gpubroker_server.adapters.ray.processes import ProcessId, process_id
 from gpubroker_server.adapters.ray.wire import pack
 
+from tests.contracts.fake_runners import FakeRunners, Runner, a_leader
 from tests.patience import PATIENCE_SECONDS
 
 KEY = RunKey("t", 1, 0)
@@ -172,3 +175,25 @@ async def test_an_end_that_could_not_be_noted_is_noted_again(
     scene.process.watched.signal(9)
     await asyncio.wait_for(scene.ended.wait(), PATIENCE_SECONDS)
     assert told == ["told", "told"]
+
+
+async def test_a_warm_process_that_has_touched_a_gpu_gets_no_other_run_and_is_replaced(
+    runners: FakeRunners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = tmp_path / "nvidia0"
+    gpu.touch()
+    monkeypatch.setattr(runner_pool, "GPU_FILES", (str(gpu),))
+
+    def begin(runner: Runner) -> None:
+        if not runners.made:
+            runner.become(subprocess.Popen(["tail", "-f", str(gpu)]))
+
+    runners.on_start = begin
+    leader = a_leader(runners, tmp_path, warm_runners=1, sample_period_seconds=0.01)
+    await leader.announce()
+    await leader.until(lambda: len(runners.made) == 2)
+    guilty, fresh = runners.made
+    await leader.until(lambda: guilty.process.poll() is not None)
+    await leader.start("next", shareable=True)
+    await leader.until(lambda: runners.started == ["next"])
+    assert (guilty.tasks(), fresh.tasks()) == ([], ["next"])

@@ -212,8 +212,8 @@ async def test_a_newer_schema_that_is_not_for_this_software_is_refused_and_kept(
         connection.execute("UPDATE log_head SET compatible_from = 9999")
     connection.close()
     text = await refusal(url)
-    assert "written by a newer gpubroker (its schema is 9999" in text
-    assert "upgrade gpubroker" in text
+    assert "has schema 9999: a newer gpubroker took away what this one uses" in text
+    assert "upgrade gpubroker to one of schema 9999 or newer" in text
     with pytest.raises(DatabaseRefused, match="newer gpubroker"):
         migrate(url, "head")
 

@@ -115,7 +115,8 @@ def test_helm_finds_nothing_to_mend(tmp_path: Path) -> None:
 def test_the_chart_names_this_release() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     release = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert chart["appVersion"] == chart["version"] == release
+    assert chart["appVersion"] == release
+    assert chart["version"] == release.replace(".dev", "-dev."), "Helm takes semantic versions alone"
 
 
 @pytest.mark.parametrize("name", LEAST)
@@ -165,6 +166,45 @@ def test_pods_run_as_nobody_in_particular_on_a_root_that_they_cannot_change(tmp_
         for container in pod["containers"]:
             assert container["securityContext"]["readOnlyRootFilesystem"]
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_what_guards_pods_selects_them_and_all_of_them_are_bounded(tmp_path: Path) -> None:
+    documents = rendered(tmp_path, ALL)
+    for kind, name in (("StatefulSet", "lab-gateway"), ("Deployment", "lab-broker")):
+        pod = only(documents, kind, name)["spec"]["template"]
+        budget = only(documents, "PodDisruptionBudget", name)["spec"]["selector"]
+        policy = only(documents, "NetworkPolicy", name)["spec"]["podSelector"]
+        for selector in (budget, policy):
+            assert selector["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        for container in pod["spec"]["containers"]:
+            assert container["resources"].keys() == {"requests", "limits"}
+
+
+def test_gateways_are_asked_whether_they_live_and_are_ready(tmp_path: Path) -> None:
+    documents = rendered(tmp_path, ALL)
+    [gateway] = only(documents, "StatefulSet", "lab-gateway")["spec"]["template"]["spec"]["containers"]
+    asked = {name: gateway[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+    assert {name: probe["path"] for name, probe in asked.items()} == {
+        "startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"
+    }  # fmt: skip
+    ports = {port["name"] for port in gateway["ports"]}
+    assert {probe["port"] for probe in asked.values()} <= ports
+    monitor = only(documents, "ServiceMonitor", "lab")["spec"]
+    watched = only(documents, "Service", "lab-gateways")
+    assert monitor["selector"]["matchLabels"].items() <= watched["metadata"]["labels"].items()
+    assert {end["port"] for end in monitor["endpoints"]} == {
+        port["name"] for port in watched["spec"]["ports"]
+    }
+
+
+def test_objects_are_in_one_volume_that_all_pods_mount(tmp_path: Path) -> None:
+    documents = rendered(tmp_path, ALL)
+    [claim] = [document for document in documents if document["kind"] == "PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for kind, name in (("StatefulSet", "lab-gateway"), ("Deployment", "lab-broker")):
+        volumes = only(documents, kind, name)["spec"]["template"]["spec"]["volumes"]
+        claims = [it["persistentVolumeClaim"] for it in volumes if "persistentVolumeClaim" in it]
+        assert claims == [{"claimName": claim["metadata"]["name"]}]
 
 
 def test_secrets_are_named_and_never_written(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What the runs of the Ray tests do."""
 
 import asyncio
+import importlib
+import json
 import os
 import signal
 import subprocess
@@ -40,6 +42,17 @@ def who() -> dict[str, Any]:
 
 def variables(names: list[str]) -> list[str | None]:
     return [os.environ.get(name) for name in names]
+
+
+def limits_seen(folder: str) -> dict[str, Any]:
+    """What frameworks are told, here and in a child; `folder` has one that stands in for PyTorch."""
+    sys.path.insert(0, folder)
+    torch = importlib.import_module("torch")
+    script = "import json, torch; print(json.dumps(torch.cuda.calls))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), folder])}
+    child = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, check=True)
+    jax = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    return {"here": torch.cuda.calls, "in a child": json.loads(child.stdout), "jax": jax}
 
 
 def give(value: str) -> Any:

@@ -1,5 +1,6 @@
 """Two gateways and two brokers on one PostgreSQL and a real Ray, as users meet them."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.postgres import OwnServer, a_server_of_its_own
 
 STALE_SECONDS = 1.5
+NAMED = {"KEY": "secret:KEY"}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,9 @@ def test_any_gateway_answers_for_all_and_says_when_it_cannot(
     a, b = site.gateways
     large = a.broker.submit("tests.e2e.work:add", "x" * 100_000, "y")
     assert b.broker.result(large) == "x" * 100_000 + "y"
+    a.broker.set_secret("KEY", "of the tenant")
+    digests = b.broker.result(b.broker.submit("tests.e2e.work:digest_of_variable", "KEY", env=NAMED))
+    assert set(digests.values()) == {hashlib.sha256(b"of the tenant").hexdigest()}
     held = Hands(a.broker, tmp_path).at_work("held", gpus=2)
     b.broker.cancel(held, grace_seconds=0)
     assert a.broker.wait(held).state == "cancelled"

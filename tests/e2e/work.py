@@ -1,8 +1,11 @@
 """What the tasks of these tests do. Files are their witnesses: they see what no database can."""
 
 import asyncio
+import hashlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +30,25 @@ def submit_another(priority: int | str | None = None) -> dict[str, object]:
         total = broker.result(child.id, timeout_seconds=PATIENCE_SECONDS)
         access = {"url": broker.connection.url, "token": broker.connection.token}
         return {"child": child.id, "sum": total, **access}
+
+
+def surroundings() -> dict[str, dict[str, str]]:
+    """The environment of this process as it uses it, as the kernel shows it, and that of a child."""
+    child = subprocess.run(["cat", "/proc/self/environ"], capture_output=True, check=True)
+    shown = Path("/proc/self/environ").read_bytes()
+    return {"used": dict(os.environ), "shown": variables_in(shown), "of a child": variables_in(child.stdout)}
+
+
+def digest_of_variable(name: str) -> dict[str, str]:
+    """As this process and a child of it have it."""
+    script = f"import hashlib, os; print(hashlib.sha256(os.environ[{name!r}].encode()).hexdigest())"
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True)
+    return {"process": hashlib.sha256(os.environ[name].encode()).hexdigest(), "child": child.stdout.strip()}
+
+
+def variables_in(environ: bytes) -> dict[str, str]:
+    items = (item.partition("=") for item in environ.decode(errors="replace").split("\0") if item)
+    return {name: text for name, _, text in items}
 
 
 async def add_later(a: int, b: int) -> int:

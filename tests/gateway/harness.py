@@ -7,11 +7,13 @@ import asyncio
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import httpx
+from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Report, Started
@@ -36,10 +38,7 @@ from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import (
-    BlobMissing,
-    CommitVerdict,
-)
+from gpubroker_server.ports.store import BlobMissing, CommitVerdict
 from jsonschema import Draft202012Validator
 
 from tests.builders import NOW, a_device, a_node, a_sample
@@ -47,6 +46,9 @@ from tests.contracts.scenes import next_term
 from tests.patience import PATIENCE_SECONDS
 
 P = TypeVar("P")
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""The tester's, in which clients pickle functions."""
 
 DOCUMENT = openapi_document()
 
@@ -88,9 +90,8 @@ class Gateway:
 
     def __init__(self, **limits: Any) -> None:
         self.clock = ManualClock()
-        self.store = MemoryStore(now=self.clock.now)
-        self.world = World()
-        self.blobs = Blobs()
+        self.store, self.world = MemoryStore(now=self.clock.now), World()
+        self.blobs, self.secrets = Blobs(), MemorySecrets()
         self.policy = Policy(
             custom_limits=(
                 CustomLimit("fpga", 2.0, per_node=True),
@@ -124,6 +125,7 @@ class Gateway:
             waiters=Waiters((limited := RequestLimits(**limits)).tenant_waits),
             store=self.store,
             blobs=self.blobs,
+            secrets=self.secrets,
             follower=self,
             leadership=self,
             tokens=Tokens(self.store, self.clock),
@@ -132,7 +134,6 @@ class Gateway:
                     self.policy,
                     ("myteam.*:*", "tools:resize", "tools:Image.*"),
                     env_allowed=("WANDB_*", "SEED"),
-                    python="3.11",
                     cloudpickle="3.1",
                 ),
                 defaults=Defaults(model_types={"llm": llm}),

@@ -13,7 +13,7 @@ from gpubroker_server.gateway.http.times import rfc3339
 from gpubroker_server.gateway.tasks.batch import MAX_TASKS
 
 from tests.builders import NOW
-from tests.gateway.harness import Client, Gateway, a_body, fault, problem
+from tests.gateway.harness import PYTHON, Client, Gateway, a_body, fault, problem
 
 GIB = 1024
 
@@ -56,7 +56,7 @@ async def test_a_task_of_a_batch_is_the_same_as_one_sent_alone(gateway: Gateway,
         {"entrypoint": "myteam.other:train"},
         {"command": ["true"], "working_directory": "/srv"},
         {"command": ["false"]},
-        {"function": "aGVsbG8=", "python": "3.11"},
+        {"function": "aGVsbG8=", "python": PYTHON},
     ]
     batched = (await send(api, [a_body(run, **said) for run in runs])).json()["items"]
     for run, item in zip(runs, batched, strict=True):

@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.units import TaskId
 
 from tests.builders import GIB, a_sample
-from tests.gateway.harness import Client, Gateway, problem
+from tests.gateway.harness import PYTHON, Client, Gateway, problem
 
 RESIZE = {"entrypoint": "tools:resize", "args": [1], "kwargs": {"to": "x"}}
 CHANGES = {
@@ -81,7 +81,7 @@ async def test_a_lease_is_not_retried(gateway: Gateway, api: Client) -> None:
     ("run", "scope"),
     [
         ({"command": ["true"]}, "tasks:command"),
-        ({"function": "AAAA", "python": "3.11"}, "tasks:code"),
+        ({"function": "AAAA", "python": PYTHON}, "tasks:code"),
     ],
 )
 async def test_a_retry_needs_the_scopes_of_its_submit(

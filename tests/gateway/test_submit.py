@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.units import TaskId
 
 from tests.builders import GIB
-from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, a_body, before, problem
+from tests.gateway.harness import PATIENCE_SECONDS, PYTHON, Client, Gateway, a_body, before, problem
 
 
 async def test_an_accepted_task_is_in_the_store_when_the_answer_arrives(
@@ -165,13 +165,13 @@ async def test_a_function_is_stored_byte_for_byte_and_never_unpickled(gateway: G
     poison = b"cos\nsystem\n(S'touch /tmp/opened'\ntR."
     run = {
         "function": base64.b64encode(poison).decode(),
-        "python": "3.11",
+        "python": PYTHON,
         "cloudpickle": "3.1",
         "runtime": 1,
     }
     task = (await api.post("/tasks", json=a_body(run))).json()
     spec = (await gateway.store.specs([task["id"]]))[task["id"]]
-    assert (spec.kind, spec.arguments, spec.python) == ("function", poison, "3.11")
+    assert (spec.kind, spec.arguments, spec.python) == ("function", poison, PYTHON)
 
 
 async def test_large_arguments_become_a_blob(gateway: Gateway, api: Client) -> None:

@@ -22,6 +22,7 @@ from sqlalchemy.pool import NullPool
 
 from tests.contracts.lived_in import all_of, live_in
 from tests.contracts.scenes import a_submission, opened
+from tests.migrations.newer import CONTRACT, migrate_as_newer_software_does
 
 ROOT = Path(__file__).resolve().parents[2]
 NEWEST = f"{SCHEMA:04}"
@@ -172,6 +173,29 @@ def test_a_states_check_names_the_states_of_the_core(url: str, table: str, state
         return set(re.findall(r"'(\w+)'", str(check)))
 
     assert looked_at(url, words) == {str(state) for state in states}
+
+
+def columns_of(connection: Connection) -> set[tuple[str, str, str, bool]]:
+    seen = inspect(connection)
+    return {
+        (table, column["name"], str(column["type"]), column["nullable"])
+        for table in tables_of(connection)
+        for column in seen.get_columns(table)
+    }
+
+
+def test_a_migration_that_takes_away_says_which_software_may_go_on(url: str, tmp_path: Path) -> None:
+    def usable_from(connection: Connection) -> int:
+        return int(connection.execute(text("SELECT compatible_from FROM log_head")).scalar_one())
+
+    before: set[tuple[str, str, str, bool]] = set()
+    for revision in range(1, SCHEMA + 1):
+        migrate(url, f"{revision:04}")
+        after = looked_at(url, columns_of)
+        assert before <= after or looked_at(url, usable_from) == revision, before - after
+        before = after
+    migrate_as_newer_software_does(url, tmp_path / "newer", CONTRACT[0])
+    assert not before <= looked_at(url, columns_of), "the comparison sees a column that is gone"
 
 
 def test_processes_that_start_together_migrate_once(empty_postgres_url: str) -> None:

@@ -30,6 +30,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "quarantine_commands": "pause resume quarantine",
     "plan_command": "plan",
     "token_commands": "token",
+    "secret_commands": "secrets",
 }
 """The commands of each module. A command loads its module alone (`bench cli`)."""
 _PLACES = {command: module for module, commands in _MODULES.items() for command in commands.split()}
@@ -54,6 +55,7 @@ _OTHER_NAMES: Final = {
     "list": "ps", "ls": "ps", "status": "ps", "queue": "ps", "squeue": "ps", "jobs": "ps",
     "get": "show", "describe": "show", "info": "show", "why": "explain",
     "run": "submit", "sbatch": "submit", "start": "serve", "tokens": "token list",
+    "secret": "secrets list",
     "kill": "cancel", "stop": "cancel", "rm": "cancel", "scancel": "cancel",
     "leases": "lease list", "top": "gpus", "devices": "gpus", "log": "logs", "output": "logs",
 }  # fmt: skip

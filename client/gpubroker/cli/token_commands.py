@@ -37,7 +37,7 @@ def create(
             "--scope",
             "-s",
             help="tasks:read, tasks:write, tasks:code, tasks:command, cluster:read, cluster:write, "
-            "metrics:read, models:infer, models:manage, admin, *; repeatable.",
+            "metrics:read, models:infer, models:manage, secrets:use, secrets:write, admin, *; repeatable.",
         ),
     ],
     tenant: Annotated[str | None, typer.Option(help="Tenant whose tasks it reads and submits.")] = None,

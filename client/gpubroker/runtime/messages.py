@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Number of the form in which agent and run process speak; first value of every call of the agent."""
-SPOKEN = (PROTOCOL,)
+SPOKEN = (5, PROTOCOL)
 """The forms that this release speaks, the newest last. A run outlives the agent that started its process, and
 an agent starts processes of the software that is installed by then, so a release that changes the form also
 speaks the one before. Both sides take the newest that they share."""

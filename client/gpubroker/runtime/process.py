@@ -5,10 +5,12 @@ import os
 import pwd
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpubroker.runtime.messages import RunOrder
+from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, limit_torch
 
 RUN_MARK = "GPUBROKER_RUN"
 """The run's key in the environment of every process that it starts; leftovers are found by it."""
@@ -18,6 +20,26 @@ INSTANCE_MARK = "GPUBROKER_INSTANCE"
 
 NODE_MARK = "GPUBROKER_NODE"
 """The node of the run: several may be on one machine."""
+
+KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH"}) | frozenset(
+    {"SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"}
+)
+"""What a run's process keeps of its node's environment, besides LC_* and what the operator names."""
+
+_KEPT_OF_RAY = frozenset({"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS"}) | frozenset(
+    {"RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY"}
+)
+"""With these a child process of a run can speak to Ray. They name files, and hold no secret."""
+
+_DEFAULT_ENV = {"LOG_LEVEL": "INFO", "RANK": "0", "WORLD_SIZE": "1"}
+
+_SITE = Path(__file__).with_name("site")
+"""On the PYTHONPATH of a run with a share of a GPU."""
+
+_MPS_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108  # CUDA's own default
+
+_ENV_START = 47
+"""Of the words after the name in /proc/self/stat; the next one is where the environment ends."""
 
 NICENESS = 5
 """Of a run: on a busy machine the agent and the service get the CPU first."""
@@ -35,6 +57,35 @@ class ProcessSetup:
     host: str = ""
     """Where other nodes reach this one, for a run that is one of several ranks."""
     node: str = ""
+
+
+def is_kept(name: str, inherited: Iterable[str]) -> bool:
+    """Whether a run may have this variable of its node. `inherited`: those that the operator names."""
+    return name in KEPT_ENV or name.startswith("LC_") or name in inherited
+
+
+def settle_environment(inherited: Iterable[str], given: Mapping[str, str]) -> None:
+    """Remove what is not for runs from this process's environment, and add `given`; before any user code.
+
+    A node of a joined cluster was started by others, with whatever their shell had.
+    """
+    kept = {name for name in os.environ if name in _KEPT_OF_RAY or is_kept(name, inherited)}
+    for name in os.environ.keys() - kept:
+        del os.environ[name]
+    _erase_initial_environment(kept)
+    os.environ.update({**_DEFAULT_ENV, **given})
+
+
+def _erase_initial_environment(kept: Iterable[str]) -> None:
+    """/proc/<pid>/environ shows the environment that a process was started with, whatever became of it."""
+    words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    at, end = int(words[_ENV_START]), int(words[_ENV_START + 1])
+    names = {os.fsencode(name) for name in kept}
+    # The C library still reads the kept ones in this place.
+    for item in ctypes.string_at(at, end - at).split(b"\0") if at else ():
+        if item.partition(b"=")[0] not in names:
+            ctypes.memset(at, 0, len(item))
+        at += len(item) + 1
 
 
 def hide_devices() -> None:
@@ -58,12 +109,30 @@ def take_process(order: RunOrder, given: ProcessSetup) -> None:
     os.environ["GPUBROKER_ATTEMPT"] = str(order.attempt)
     if order.barrier:
         os.environ |= place_among_ranks(order)
+    if FRACTIONS in order.env:
+        os.environ |= memory_limits(order, os.environ)
+        limit_torch(order.env[FRACTIONS])
     os.nice(NICENESS)
     adopt_orphans()
     if given.user:
         become(given.user)
     if order.working_directory:
         os.chdir(order.working_directory)
+
+
+def memory_limits(order: RunOrder, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which libraries keep to the lease; what the task itself sets counts instead.
+
+    `env`: as it is without them.
+    """
+    limits = {"PYTHONPATH": os.pathsep.join([str(_SITE), *filter(None, [env.get("PYTHONPATH")])])}
+    # JAX refuses to start with both of its names for this.
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & order.env.keys():
+        limits["XLA_PYTHON_CLIENT_MEM_FRACTION"] = min(order.env[FRACTIONS].split(","), key=float)
+    if (Path(env.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_DIRECTORY)) / "control").exists():
+        sizes = (f"{number}={mb}M" for number, (_uuid, mb) in enumerate(order.leases))
+        limits["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = ",".join(sizes)
+    return limits
 
 
 def place_among_ranks(order: RunOrder) -> dict[str, str]:

@@ -20,7 +20,7 @@ from gpubroker_server.bootstrap.compose import (
 )
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
-from gpubroker_server.bootstrap.run_access import RunAccess
+from gpubroker_server.bootstrap.run_access import RunAccess, secrets_of
 from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
 from gpubroker_server.broker.background import (
     Pruner,
@@ -198,6 +198,7 @@ class BrokerRole:
             desk,
             inferences,
             self._runs.env_of,
+            secrets_of(self._settings),
         )
 
     async def _have_let_go(self, claim: str) -> bool:

@@ -138,6 +138,7 @@ def ray_options_of(settings: Settings) -> RayOptions:
         log_level=settings.log_level,
         log_format=settings.log_format,
         inherit_env=tuple(ray.inherit_env),
+        task_env=settings.task_env,
     )
 
 

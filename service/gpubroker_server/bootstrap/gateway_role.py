@@ -25,7 +25,7 @@ from gpubroker_server.bootstrap.compose import (
 from gpubroker_server.bootstrap.follower import Job, LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
-from gpubroker_server.bootstrap.run_access import RunAccess, url_of
+from gpubroker_server.bootstrap.run_access import RunAccess, secrets_of, url_of
 from gpubroker_server.bootstrap.start_checks import allow_open_files, own_host, write_private
 from gpubroker_server.gateway.app import create_app
 from gpubroker_server.gateway.http.connections import ConnectionLimits, Connections, limited_by
@@ -91,18 +91,11 @@ class GatewayRole:
         self._parts = parts = AppParts(
             store=store,
             blobs=blobs,
+            secrets=secrets_of(settings),
             follower=follower,
             leadership=lead,
             tokens=self._tokens,
-            rules=OperatorRules(
-                permissions=Permissions(
-                    policy_of(settings), tuple(settings.entrypoints), tuple(settings.env_allowed)
-                ),
-                defaults=defaults_of(settings),
-                limits=limits_of(settings),
-                kinds=kinds_of(settings),
-                allowed_hosts=(*settings.allowed_hosts, self._host),
-            ),
+            rules=rules_of(settings, self._host),
             shutdown=shut_down,
             has_executor=broker is not None,
             waiters=self._waiters,
@@ -253,6 +246,19 @@ class GatewayRole:
         now = self._follower.clock.now()
         secret, row = new_token(name, tenant="default", scopes=[EVERY_SCOPE], max_priority=100, now=now)
         return secret if await self._store.put_token(row, by=self._name) else None
+
+
+def rules_of(settings: Settings, host: str) -> OperatorRules:
+    """`host`: the address of the gateway's own port."""
+    return OperatorRules(
+        permissions=Permissions(
+            policy_of(settings), tuple(settings.entrypoints), tuple(settings.env_allowed)
+        ),
+        defaults=defaults_of(settings),
+        limits=limits_of(settings),
+        kinds=kinds_of(settings),
+        allowed_hosts=(*settings.allowed_hosts, host),
+    )
 
 
 class QuietServer(uvicorn.Server):

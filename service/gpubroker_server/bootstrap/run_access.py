@@ -1,9 +1,10 @@
-"""How tasks reach the service to submit others, if the operator lets them."""
+"""How tasks reach the service to submit others, if the operator lets them, and their tenants' secrets."""
 
 import socket
 from collections.abc import Mapping
 
 from gpubroker_server.adapters.run_tokens import RunTokens, key_at
+from gpubroker_server.adapters.secret_files import SecretFiles
 from gpubroker_server.bootstrap.start_checks import StartRefused, own_host
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Fence, TaskId
@@ -41,6 +42,11 @@ class RunAccess:
 
     def run_of(self, token: str) -> tuple[TaskId, Fence] | None:
         return None if self._tokens is None else self._tokens.run_of(token)
+
+
+def secrets_of(settings: Settings) -> SecretFiles:
+    """Beside the objects, which all processes on one database share."""
+    return SecretFiles(settings.objects / "secrets")
 
 
 def url_of(listener: socket.socket) -> str:

@@ -16,14 +16,17 @@ from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder, Mod
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
 from gpubroker_server.core.domain.submission import (
     ENTRYPOINT_NOT_ALLOWED,
+    SECRET_MISSING,
     EntrypointPatterns,
     is_entrypoint_allowed,
     named_patterns,
+    secrets_named,
 )
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor, RunPayload
+from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import (
     BlobCorrupt,
     BlobMissing,
@@ -44,6 +47,18 @@ Rows = Mapping[tuple[TaskId, Fence], Task]
 """The task of each claim, as the decision wrote it."""
 
 
+class SecretMissing(Exception):
+    """The tenant has deleted a secret that one of its tasks names."""
+
+    def __init__(self, tenant: str, name: str) -> None:
+        super().__init__(name)
+        self.failure = Failure(
+            SECRET_MISSING,
+            f'tenant "{tenant}" had a secret "{name}" when the task was submitted and has not any more; set '
+            f"it again with `gpubroker secrets set {name}`, and submit the task again",
+        )
+
+
 class Dispatcher:
     """A start that cannot be sent comes back as a report of its end."""
 
@@ -58,10 +73,13 @@ class Dispatcher:
         desk: ModelDispatcher | None = None,
         inferences: InferenceDispatcher | None = None,
         env_of: Callable[[Task], Mapping[str, str]] = lambda _: {},
+        secrets: SecretStore | None = None,
     ) -> None:
         """`entrypoints`: those that are allowed now. `desk`: for leased models; `inferences`: for queued
-        inferences. `env_of`: variables that a run gets besides those of its task."""
+        inferences. `env_of`: variables that a run gets besides those of its task. `secrets`: None if there
+        are none."""
         self._env_of = env_of
+        self._secrets = secrets
         self._store = store
         self._blobs = blobs
         self._executor = executor
@@ -139,7 +157,10 @@ class Dispatcher:
                 continue
             saved = await self._store.checkpoints(task.id) if task.checkpoint_at is not None else ()
             try:
-                payloads[task.id] = await self._payload(task, specs[task.id], saved)
+                spec = await self._with_secrets(task.tenant, specs[task.id])
+                payloads[task.id] = await self._payload(task, spec, saved)
+            except SecretMissing as missing:
+                impossible += self._never_started(order, missing.failure)
             except StoreUnavailable as fault:
                 impossible.append(self._put_back(order, fault))
             except (BlobMissing, BlobCorrupt) as fault:
@@ -158,6 +179,17 @@ class Dispatcher:
             f"allows {allowed} (setting entrypoints). Have the operator allow it and submit it again, or "
             "submit another entrypoint",
         )
+
+    async def _with_secrets(self, tenant: str, spec: RunSpec) -> RunSpec:
+        """With the texts of the secrets that its env names. Raises StoreUnavailable, SecretMissing."""
+        named = secrets_named(spec.env)
+        if not named:
+            return spec
+        texts = {} if self._secrets is None else await self._secrets.read(tenant, named.values())
+        for name in named.values():
+            if name not in texts:
+                raise SecretMissing(tenant, name)
+        return replace(spec, env={**spec.env, **{of: texts[name] for of, name in named.items()}})
 
     async def _payload(self, task: Task, spec: RunSpec, saved: Sequence[StoredCheckpoint]) -> RunPayload:
         arguments = spec.arguments

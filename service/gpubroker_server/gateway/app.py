@@ -12,8 +12,9 @@ from gpubroker_server.core.planning.fragmentation import (
     find_scattered_demand,
     fragmentation,
 )
-from gpubroker_server.gateway.admin import operations, tokens
+from gpubroker_server.gateway.admin import operations, secrets, tokens
 from gpubroker_server.gateway.admin.operations import OperationParts
+from gpubroker_server.gateway.admin.secrets import SecretParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
 from gpubroker_server.gateway.cluster import autoscaling, devices, nodes, pauses, policy, quarantine, stats
 from gpubroker_server.gateway.cluster.parts import ClusterParts
@@ -59,7 +60,20 @@ _RESOURCES = (
         estimates,
         events,
     ),
-    *(devices, nodes, models, measure, quarantine, stats, autoscaling, policy, pauses, tokens, operations),
+    *(
+        devices,
+        nodes,
+        models,
+        measure,
+        quarantine,
+        stats,
+        autoscaling,
+        policy,
+        pauses,
+        tokens,
+        secrets,
+        operations,
+    ),
 )
 """In the order in which paths are matched and documented; the busiest first."""
 
@@ -106,8 +120,9 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     pending = PendingReasons(world, rules.policy, leadership)
     records = TaskRecords(store, blobs, parts.follower, freshness, waiters, pending, limits.page_items)
     submissions = Submissions(
-        store, blobs, world, parts.ids, clock, rules.defaults, parts.capacity, rules.permissions, records,
-        limits.inline_bytes, limits.tenant_pending_tasks, limits.tenant_pending_bytes,
+        store, blobs, parts.secrets, world, parts.ids, clock, rules.defaults, parts.capacity,
+        rules.permissions, records, limits.inline_bytes, limits.tenant_pending_tasks,
+        limits.tenant_pending_bytes,
     )  # fmt: skip
     requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds)
     storage = ObjectStorage(store, blobs, clock, limits)
@@ -126,6 +141,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     )  # fmt: skip
     yield EventParts(records)
     yield TokenParts(store, clock, parts.tokens, rules.policy)
+    yield SecretParts(store, parts.secrets)
     yield OperationParts(
         store, freshness, leadership, waiters, telemetry, parts.has_executor, parts.shutdown, parts.disk_full
     )

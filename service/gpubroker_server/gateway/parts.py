@@ -17,6 +17,7 @@ from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults
 from gpubroker_server.ports.models import ModelHost
+from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import BlobStore, TaskStore
 
 
@@ -41,6 +42,7 @@ class OperatorRules:
 class AppParts:
     store: TaskStore
     blobs: BlobStore
+    secrets: SecretStore
     follower: Follower
     leadership: Leadership
     tokens: Tokens

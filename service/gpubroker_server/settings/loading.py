@@ -6,6 +6,7 @@ environment (`GPUBROKER_PORT`, `GPUBROKER_RAY__SPARES`), flags.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,6 +30,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from gpubroker_server.core.domain.submission import SECRET_PREFIX
 from gpubroker_server.settings.ray import RaySettings
 from gpubroker_server.settings.sections import (
     DefaultSettings,
@@ -89,6 +91,7 @@ class Settings(WithUnits, BaseSettings):
     allowed_hosts: Words = []
     entrypoints: Words = []
     env_allowed: Words = []
+    task_env: dict[str, str] = {}
     task_path: Annotated[list[Path], NoDecode, BeforeValidator(comma_separated)] = []
     engine: Literal["ray", "simulated"] = "ray"
     task_user: str = ""
@@ -128,6 +131,20 @@ class Settings(WithUnits, BaseSettings):
             if pattern.count(":") != 1:
                 raise ValueError(f"{pattern!r} is not module:function; write that, or module:*")
         return patterns
+
+    @field_validator("task_env")
+    @classmethod
+    def _task_env_is_plain(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, text in env.items():
+            if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None or "\0" in text:
+                raise ValueError(
+                    f"{name!r}: a variable has a name of letters, digits and _, and no NUL in it"
+                )
+            if text.startswith(SECRET_PREFIX):
+                raise ValueError(
+                    f"{name} names a secret, which belongs to a tenant; have its tasks name it in their env"
+                )
+        return env
 
     @model_validator(mode="after")
     def _bind_rule(self) -> "Settings":

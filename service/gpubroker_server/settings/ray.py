@@ -22,7 +22,6 @@ class RayTlsSettings(Section):
 LOCAL_RAY_ONLY: Final = {
     "node_name": "a node of a cluster has the --node-name that its `ray start` gave it",
     "object_store_mb": "set --object-store-memory where `ray start` runs",
-    "inherit_env": "runs get the environment of the node's own `ray start`",
     "dashboard": "set --include-dashboard where `ray start --head` runs",
 }
 """Settings without effect on a cluster that others run, and where it is decided there."""
@@ -71,7 +70,7 @@ class RaySettings(Section):
                     )
             return self
         for name, instead in LOCAL_RAY_ONLY.items():
-            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+            if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
                     f"{name} has no effect on the cluster at {self.address}, which others started: "
                     f"{instead}; leave {name} out"

@@ -5,13 +5,16 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import pytest
 from gpubroker_server.adapters.ray.processes import exit_status_of
 from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Gone, Progressed, Started
 
-from tests.e2e.ray_lab import Lab
+from tests.client.stand_in_torch import stand_in_for_torch
+from tests.e2e.ray_lab import Lab, is_there
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -73,6 +76,28 @@ async def test_a_run_inherits_of_the_services_environment_what_the_operator_name
     own = await lab.start("variables", names)
     shared = await lab.start("variables", names, shareable=True)
     assert [await own.result(), await shared.result()] == [[None, "for all"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("gpu_mb", "calls", "jax"), [(6_100, [[0.2541, 0]], "0.2541"), (24_000, [], None)], ids=["a part", "all"]
+)
+async def test_frameworks_are_held_to_the_lease_before_user_code_uses_them(
+    lab: Lab, tmp_path: Path, gpu_mb: int, calls: list[Any], jax: str | None
+) -> None:
+    stand_in_for_torch(tmp_path)
+    run = await lab.start("limits_seen", str(tmp_path), gpu_mb=gpu_mb)
+    assert await run.result() == {"here": calls, "in a child": calls, "jax": jax}
+
+
+async def test_a_process_that_had_a_gpu_serves_no_other_run(lab: Lab) -> None:
+    leased = await lab.start("who", gpu_mb=1000)
+    await leased.first(Gone)
+    had_a_gpu = (await leased.first(Started)).pid
+    assert not is_there(had_a_gpu)
+    others = [await lab.start("who", shareable=shareable) for shareable in (True, False) * 5]
+    seen = [await run.result() for run in others]
+    assert {one["cuda"] for one in seen} == {""}
+    assert had_a_gpu not in {(await run.first(Started)).pid for run in others}
 
 
 async def test_a_run_without_devices_sees_none(lab: Lab) -> None:

@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +63,9 @@ class RayOptions:
     log_level: str = "INFO"
     log_format: Literal["console", "json"] = "console"
     inherit_env: tuple[str, ...] = ()
-    """Environment variables of this process that tasks inherit, besides locale and paths."""
+    """Environment variables of a node that tasks inherit, besides locale and paths."""
+    task_env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of every task."""
 
     @property
     def is_local(self) -> bool:
@@ -85,6 +87,10 @@ class RayOptions:
         """Ray namespace of our actors: other brokers may be guests of the same cluster."""
         return f"gpubroker-{self.instance}"
 
+    @property
+    def launch_mode(self) -> str:
+        return "local" if self.is_local else "cluster"
+
     def agent_config(self, keepalive: str) -> "AgentConfig":
         devices = None
         if self.devices is not None:
@@ -96,6 +102,7 @@ class RayOptions:
             "task_path": tuple(self.task_path) or (os.getcwd(),),
             "run_dir": str(self.data_dir / "runs" if self.is_local else shared_dir),
             "keepalive": keepalive,
+            "task_env": tuple(sorted({"LAUNCH_MODE": self.launch_mode, **self.task_env}.items())),
         }
         same = {f.name: getattr(self, f.name) for f in fields(AgentConfig) if f.name not in own}
         return AgentConfig(**own, **same)
@@ -129,6 +136,8 @@ class AgentConfig:
     """A file that the agent touches while it has a broker or a run; empty: the agent ends by itself."""
     log_level: str = "INFO"
     log_format: Literal["console", "json"] = "console"
+    inherit_env: tuple[str, ...] = ()
+    task_env: tuple[tuple[str, str], ...] = ()
 
     @property
     def namespace(self) -> str:
@@ -166,6 +175,8 @@ class AgentConfig:
         lists = {
             "devices": None if devices is None else tuple(map(tuple, devices)),
             "task_path": tuple(given["task_path"]),
+            "inherit_env": tuple(given.get("inherit_env", ())),
+            "task_env": tuple(map(tuple, given.get("task_env", ()))),
         }
         return cls(**{**given, **lists})
 

@@ -82,7 +82,13 @@ def _knows(config: Config, revision: str) -> bool:
 def _check_compatible(connection: Connection, current: str, name: str, *, goes_elsewhere: bool) -> None:
     """Newer software has migrated it. If that is compatible, the schema is used as it is."""
     compatible_from = connection.execute(text("SELECT compatible_from FROM log_head")).scalar_one()
-    if compatible_from > SCHEMA or goes_elsewhere:
+    if compatible_from > SCHEMA:
+        raise DatabaseRefused(
+            f"{name} has schema {current}: a newer gpubroker took away what this one uses, whose schema is "
+            f"{SCHEMA:04}; upgrade gpubroker to one of schema {compatible_from:04} or newer, or restore "
+            "a backup from before that"
+        )
+    if goes_elsewhere:
         raise DatabaseRefused(
             f"{name} was written by a newer gpubroker (its schema is {current}, this one knows up to "
             f"{SCHEMA:04}); upgrade gpubroker, or restore an older backup"

@@ -40,6 +40,19 @@ class RunSpec:
     """How its `gpu_mb` was learned at submit (fields of `Size`); None if the client stated it."""
 
 
+SECRET_PREFIX = "secret:"  # noqa: S105  # not a secret: it marks one
+"""Before the name of a secret, as the value of a variable in `RunSpec.env`."""
+
+
+def secrets_named(env: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables whose values are secrets of the task's tenant: the secret's name by variable."""
+    return {
+        variable: text.removeprefix(SECRET_PREFIX)
+        for variable, text in env.items()
+        if text.startswith(SECRET_PREFIX)
+    }
+
+
 def bytes_of(spec: RunSpec) -> int:
     """What a task keeps for its run. `spec` has its arguments, also those that become an object."""
     pairs = (*spec.env.items(), *spec.labels.items())
@@ -101,6 +114,10 @@ class SubmitOutcome:
 
 ENTRYPOINT_NOT_ALLOWED = "entrypoint_not_allowed"
 """Failure kind of a task whose entrypoint was withdrawn before its run started."""
+SECRET_MISSING = "secret_missing"  # noqa: S105  # not a secret: it says that one is not there
+"""Failure kind of a task whose tenant has deleted a secret that it names."""
+WITHDRAWN = frozenset({ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING})
+"""Failure kinds of starts that would fail as often as they are tried."""
 
 EntrypointPatterns = tuple[str, ...]
 

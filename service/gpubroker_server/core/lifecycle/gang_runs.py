@@ -19,7 +19,7 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import removable_ranks, with_member
-from gpubroker_server.core.domain.submission import ENTRYPOINT_NOT_ALLOWED
+from gpubroker_server.core.domain.submission import WITHDRAWN
 from gpubroker_server.core.domain.task import Member, MemberState, Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.stopping import after_stop, timeout_failure
@@ -79,7 +79,7 @@ def ended(
         _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
     else:
         update.outcome = _of_rank(outcome, report.rank)
-        if report.failure is not None and report.failure.kind == ENTRYPOINT_NOT_ALLOWED:
+        if report.failure is not None and report.failure.kind in WITHDRAWN:
             # The reason to stop does not say that trying again would change nothing.
             update.move(Move.CHANGED, "not_allowed", max_retries=0)
         _stop_others(update, world, members, StopReason.RANK_FAILED, now, policy)

@@ -24,7 +24,7 @@ from gpubroker_server.core.domain.orders import (
     Started,
 )
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
-from gpubroker_server.core.domain.submission import ENTRYPOINT_NOT_ALLOWED
+from gpubroker_server.core.domain.submission import WITHDRAWN
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
 from gpubroker_server.core.domain.values import changed
@@ -331,7 +331,7 @@ def _never_sent(update: TaskUpdate, report: Gone, now: Instant, policy: Policy) 
 def _with_retries(task: Task, report: Ended) -> Task:
     if report.ending is Ending.LOST and task.is_inference:
         return changed(task, max_retries=max(task.max_retries, LOST_RETRIES))
-    if report.failure is not None and report.failure.kind in (INFERENCE_REFUSED, ENTRYPOINT_NOT_ALLOWED):
+    if report.failure is not None and report.failure.kind in {INFERENCE_REFUSED, *WITHDRAWN}:
         return changed(task, max_retries=0)
     return task
 

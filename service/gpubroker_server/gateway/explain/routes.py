@@ -272,12 +272,12 @@ async def simulate_task(call: Call, parts: Parts, body: SimulateTask) -> Respons
             raise
         return answer(_refused(parts, call.identity, problem))
     async with parts.answers.slot():
-        return answer(_judged(parts, call.identity, body, new))
+        return answer(await _judged(parts, call.identity, body, new))
 
 
-def _judged(parts: Parts, viewer: Identity, body: SimulateTask, new: PreparedTask) -> SimulationView:
+async def _judged(parts: Parts, viewer: Identity, body: SimulateTask, new: PreparedTask) -> SimulationView:
     try:
-        parts.submissions.check_allowed(viewer, body, new.task)
+        await parts.submissions.check_allowed(viewer, body, new.task)
         parts.submissions.check_possible(new.task)
     except Problem as problem:
         if problem.kind.status != _REFUSED:

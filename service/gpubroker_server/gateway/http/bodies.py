@@ -56,6 +56,10 @@ PATTERNS_IN_WORDS = {
 """How a refusal describes a pattern."""
 
 
+def is_name(text: str) -> bool:
+    return re.fullmatch(NAME, text) is not None
+
+
 def line(max_length: int, min_length: int = 0) -> StringConstraints:
     """One line of text without control characters, which neither databases nor terminals take well."""
     return StringConstraints(min_length=min_length, max_length=max_length, pattern=LINE)

@@ -43,6 +43,10 @@ class Scope(StrEnum):
     """Send inferences, and read which models there are."""
     MODELS_MANAGE = "models:manage"
     """Load and unload models, and change how their servers log and trace. A model may bring code with it."""
+    SECRETS_USE = "secrets:use"
+    """Name secrets of the tenant in the `env` of tasks: their code then can read them."""
+    SECRETS_WRITE = "secrets:write"
+    """Set and delete secrets of the tenant."""
     ADMIN = "admin"
     """Tokens, shutdown, and the names of other tenants' holders."""
     EVERY = EVERY_SCOPE

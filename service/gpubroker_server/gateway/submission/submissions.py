@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Annotated, NamedTuple
@@ -13,7 +13,7 @@ from fastapi import Header
 from pydantic_core import to_json
 
 from gpubroker_server.core.domain.demand import Demand, may_use_device
-from gpubroker_server.core.domain.submission import bytes_of
+from gpubroker_server.core.domain.submission import bytes_of, secrets_named
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import changed
@@ -21,7 +21,7 @@ from gpubroker_server.core.explain.admission import ranks_text
 from gpubroker_server.core.planning.forecasts.run_estimates import Size, learned_size, size_of_ranks
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.faults import invalid
-from gpubroker_server.gateway.http.identity import Identity
+from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call
@@ -31,6 +31,7 @@ from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, demand_of, first, subject_of
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
 from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
+from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import (
     BlobStore,
     Clock,
@@ -57,6 +58,7 @@ SHARED_BELOW_CPU = 1.0
 """An entrypoint that asks for less than one CPU, and for no GPU and no env, may share a warm process."""
 _HASHED_INLINE_BYTES = 256 * 1024
 """Larger bodies are hashed on a thread."""
+_MOST_NAMED = 10
 _NO_ARGUMENTS = b'{"args":[],"kwargs":{}}'
 _STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
@@ -78,6 +80,7 @@ class Stored(NamedTuple):
 class Submissions:
     store: TaskStore
     blobs: BlobStore
+    secrets: SecretStore
     world: World
     ids: Ids
     clock: Clock
@@ -192,12 +195,28 @@ class Submissions:
         }
         return {**body.env, **{name: value for name, value in ours.items() if value}}
 
-    def check_allowed(self, identity: Identity, body: SubmitTask, task: Task) -> None:
+    async def check_allowed(self, identity: Identity, body: SubmitTask, task: Task) -> None:
         """Raises Problem for what the token or the operator does not allow."""
         if body.run is not None:
             self.permissions.check_run(identity, body.run)
         self.permissions.check_env(identity, body.env)
         self.permissions.check_priority(identity, task.priority)
+        await self.check_secrets(identity, body.env, task.tenant)
+
+    async def check_secrets(self, identity: Identity, env: Mapping[str, str], tenant: str) -> None:
+        """Raises Problem for a secret that the token may not use, or that the tenant does not have."""
+        named = secrets_named(env)
+        if not named:
+            return
+        identity.require(Scope.SECRETS_USE, "naming a secret in env")
+        known = await self.secrets.names(tenant)
+        faults = [
+            Fault(pointer=f"/env/{variable}", detail=_no_secret(name, tenant, known), code="unknown-secret")
+            for variable, name in named.items()
+            if name not in known
+        ]
+        if faults:
+            raise invalid(*faults)
 
     def check_queue(self, tenant: str, tasks: int = 1, size_bytes: int = 0) -> None:
         """Raises Problem if so many more, or what they keep, would be too much. A bound, not a count:
@@ -307,3 +326,11 @@ async def body_hash(call: Call, what: str) -> str:
 
 def key_reused(key: str, task: TaskId, what: str) -> Problem:
     return Problem("idempotency-key-reused", key=key, task=task, what=what)
+
+
+def _no_secret(name: str, tenant: str, known: Sequence[str]) -> str:
+    others = ", ".join(known[:_MOST_NAMED]) or "none yet"
+    return (
+        f'tenant "{tenant}" has no secret "{name[:100]}"; set it with `gpubroker secrets set NAME` (PUT '
+        f"/secrets/NAME), or name one that it has: {others}"
+    )

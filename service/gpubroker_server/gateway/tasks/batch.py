@@ -284,7 +284,7 @@ class BatchTasks:
             raise invalid(*body_faults(error, SubmitTask)) from None
         make = self._submissions
         task, learned = make.task_of(body, self._identity.tenant, id, self._stands, self._now)
-        make.check_allowed(self._identity, body, task)
+        await make.check_allowed(self._identity, body, task)
         make.check_possible(task)
         submission = submission_of(task, make.run_spec(body, body.run, learned))
         return _Prototype(body, await make.with_object(submission), learned)

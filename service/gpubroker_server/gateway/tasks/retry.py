@@ -70,6 +70,7 @@ async def _again(submissions: Submissions, identity: Identity, record: TaskRecor
     permissions = submissions.permissions
     permissions.check_run(identity, _run_of(spec))
     permissions.check_env(identity, {name: spec.env[name] for name in spec.env if name not in _OURS})
+    await submissions.check_secrets(identity, spec.env, old.tenant)
     permissions.check_priority(identity, old.priority, old.tenant)
     permissions.check_stream(old.stream)
     now = submissions.clock.now()

@@ -105,7 +105,7 @@ async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -
     submissions = parts.submissions
     try:
         task, learned = await submissions.new_task(body, call.identity.tenant)
-        submissions.check_allowed(call.identity, body, task)
+        await submissions.check_allowed(call.identity, body, task)
         submissions.check_possible(task)
         submission = submission_of(task, submissions.run_spec(body, body.run, learned))
         submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)

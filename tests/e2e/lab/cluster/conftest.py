@@ -28,6 +28,7 @@ CLUSTER: dict[str, Any] = {
     ],
     "kinds": {"sim-small": {"power": 1}, "sim-big": {"power": 5, "context_mb": 512}},
     "entrypoints": ["tests.e2e.work:*", "tests.e2e.late:*"],
+    "task_env": {"EXPERIMENT_PATH": "/mnt/experiments", "WANDB_HOST": "https://wandb.lab"},
     "nodes": {"n2": {"labels": {"disk": "fast"}}},
     "pools": {
         "fast": {"nodes": {"disk": ["fast"]}, "kinds": ["sim-big"]},
@@ -45,9 +46,16 @@ CLUSTER: dict[str, Any] = {
 """Of each thing that an operator may name there is one."""
 
 
+ENV_OF_N2 = {f"FILLER_{number}": "of whoever started the node" for number in range(5000)} | {
+    "DATABASE_PASSWORD": "planted-on-n2",
+    "PROXY_OF_THE_SITE": "for all",
+}
+
+
 @pytest.fixture(scope="package")
 def _second_node(shared_lab: Lab) -> Iterator[RayNode]:
-    with RayNode(shared_lab.head.address, "n2", guest_environment(shared_lab.options.data_dir)) as node:
+    env = ENV_OF_N2 | guest_environment(shared_lab.options.data_dir)
+    with RayNode(shared_lab.head.address, "n2", env) as node:
         yield node
 
 
@@ -64,6 +72,7 @@ def _two_nodes(
     shared_lab: Lab, _second_node: RayNode, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServiceProcess]:
     joined = {"address": shared_lab.head.address, "spares": 2, "cpu": 4}
+    joined |= {"inherit_env": ["PROXY_OF_THE_SITE"]}
     home = tmp_path_factory.mktemp("cluster") / "data"
     with ForkedServiceOnRay(
         home, guest_environment(shared_lab.options.data_dir), ray=joined, **CLUSTER

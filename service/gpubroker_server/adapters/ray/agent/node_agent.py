@@ -351,6 +351,7 @@ class NodeAgent:
         if now > self._limited_logs_at + LOG_LIMIT_SECONDS:
             self._limited_logs_at = now
             await runs.limit_logs()
+        runs.pool.retire_gpu_users()
         await runs.enforce_memory_limit()
 
     async def _watch_head(self, runs: NodeRuns) -> None:

@@ -5,8 +5,9 @@ It answers with bytes of msgpack and nothing else: the agent would unpickle any 
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -14,7 +15,15 @@ from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import SPOKEN, RunKey, RunOrder, carriable
 from gpubroker.runtime.output import sort_output_by_run
-from gpubroker.runtime.process import ProcessSetup, become, hide_devices, look_for_modules_in
+from gpubroker.runtime.process import (
+    ProcessSetup,
+    become,
+    hide_devices,
+    look_for_modules_in,
+    settle_environment,
+)
+
+NO_ENV: Mapping[str, str] = MappingProxyType({})
 
 
 class WrongProtocol(Exception):
@@ -27,8 +36,20 @@ class Runner:
     All methods run on the actor's event loop; user code runs in threads.
     """
 
-    def __init__(self, task_path: Sequence[str], *, shared: bool, user: str = "") -> None:
-        """A shared one runs as `user`. A spare changes its user with its run, after it has opened the log."""
+    def __init__(
+        self,
+        task_path: Sequence[str],
+        *,
+        shared: bool,
+        user: str = "",
+        inherit_env: Sequence[str] = (),
+        env: Mapping[str, str] = NO_ENV,
+    ) -> None:
+        """A shared one runs as `user`. A spare changes its user with its run, after it has opened the log.
+
+        An agent of an earlier release leaves out what its own did not have.
+        """
+        settle_environment(inherit_env, env)
         hide_devices()
         look_for_modules_in(task_path)
         with contextlib.suppress(OSError):

@@ -15,10 +15,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from gpubroker_server.adapters.ray.agent.runner import Runner
 from gpubroker_server.adapters.ray.agent.runner_process import RunnerProcess, describe
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.processes import ProcessId, process_id
+from gpubroker_server.adapters.ray.processes import ProcessId, files_opened_by, process_id
 
 log = structlog.get_logger("gpubroker.agent")
 
+GPU_FILES = tuple(f"/dev/nvidia{number}" for number in range(10))
+"""How the names of GPUs' files begin; every user of CUDA opens other files there too."""
 STARTING_AT_ONCE = 2
 REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
@@ -37,6 +39,7 @@ class RayRunners:
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._prefix = f"runner/{config.node}/"
+        self._address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
         """Another id means another Ray."""
         self.host = _address_of(self.node)
@@ -56,7 +59,9 @@ class RayRunners:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
         }
         actor = ray.remote(Runner).options(**options)
-        return name, actor.remote(config.task_path, shared=shared, user=config.task_user)
+        env = {"RAY_ADDRESS": self._address, **dict(config.task_env)}
+        about = {"user": config.task_user, "inherit_env": config.inherit_env, "env": env}
+        return name, actor.remote(config.task_path, shared=shared, **about)
 
     def names(self) -> list[str]:
         """Of those that are alive."""
@@ -128,9 +133,22 @@ class RunnerPool:
     def retire_shared(self) -> None:
         """Replace them by fresh processes, which import modules as they are on disk now."""
         for process in list(self._shared):
-            process.retiring = True
-            self.dismiss_if_done(process)
+            self._retire(process)
         self.refill()
+
+    def retire_gpu_users(self) -> None:
+        """Replace a shared process that has opened a GPU: it is shown none, but code that changes that takes
+        memory which no lease explains, for as long as the process lives."""
+        for process in list(self._shared):
+            opened = files_opened_by(process.watched.id.pid)
+            if not process.retiring and any(path.startswith(GPU_FILES) for path in opened):
+                log.warning("a process for runs without a GPU uses one; replacing it", runner=process.name)
+                self._retire(process)
+                self.refill()
+
+    def _retire(self, process: RunnerProcess) -> None:
+        process.retiring = True
+        self.dismiss_if_done(process)
 
     def dismiss_if_done(self, process: RunnerProcess) -> None:
         if process.retiring and not process.runs:

@@ -28,6 +28,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import (
     over_memory_limit,
     own_start,
     retry_until_done,
+    with_fractions,
 )
 from gpubroker_server.adapters.ray.agent.takeover import take_over
 from gpubroker_server.adapters.ray.options import AgentConfig
@@ -265,7 +266,8 @@ class NodeRuns:
             begin: tuple[Any, ...] = ("share", order.to_wire())
         elif self._write_record(run, process):
             self._cgroups.hold(order, process.watched.id.pid)
-            begin = own_start(order, self._config, self._files.log_of(order.key), self._runners.host)
+            limited = with_fractions(order, self._meter.inventory().devices)
+            begin = own_start(limited, self._config, self._files.log_of(order.key), self._runners.host)
         else:
             self.pool.give_back(process)
             self._cancel_start(run)

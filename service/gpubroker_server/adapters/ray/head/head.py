@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 import structlog
+from gpubroker.runtime.process import is_kept
 
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.processes import (
@@ -41,11 +42,6 @@ STOP_SECONDS = 15.0
 REACH_SECONDS = 5.0
 POLL_SECONDS = 0.02
 MOST_SAID_BYTES = 4096
-
-KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH"}) | frozenset(
-    {"SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"}
-)
-"""What a run's process inherits of this process's environment, besides LC_* and `inherit_env`."""
 
 READY = b"1"
 """What the supervisor says when Ray is up; anything else is why it is not."""
@@ -334,8 +330,7 @@ def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
 
 
 def inherited(more: Collection[str] = ()) -> dict[str, str]:
-    allowed = KEPT_ENV | set(more)
-    return {name: text for name, text in os.environ.items() if name in allowed or name.startswith("LC_")}
+    return {name: text for name, text in os.environ.items() if is_kept(name, more)}
 
 
 def _check_versions(state: HeadState) -> None:

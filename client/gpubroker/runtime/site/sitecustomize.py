@@ -1,0 +1,29 @@
+"""Python imports this at its start. It limits PyTorch, and then lets the `sitecustomize` that it hides have
+its turn."""
+
+import contextlib
+import importlib
+import os
+import sys
+
+
+def _limit_torch() -> None:
+    # Beside this file, and a part of gpubroker only for others: this Python need not have that.
+    limit = importlib.import_module("gpubroker_memory_limit")
+    limit.limit_torch(os.environ[limit.FRACTIONS])
+
+
+def _make_way() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    this = sys.modules.pop(__name__)
+    try:
+        importlib.import_module(__name__)
+    except ModuleNotFoundError:
+        sys.modules[__name__] = this
+
+
+if __name__ == "sitecustomize":
+    with contextlib.suppress(Exception):
+        _limit_torch()
+    _make_way()

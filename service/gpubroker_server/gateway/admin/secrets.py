@@ -1,0 +1,117 @@
+"""Secrets of a tenant: set, list by name, delete. No answer has the text of one."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Response
+from typing_extensions import TypedDict
+
+from gpubroker_server.gateway.http.bodies import is_name
+from gpubroker_server.gateway.http.faults import invalid
+from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
+from gpubroker_server.ports.secrets import SecretStore
+from gpubroker_server.ports.store import TaskStore
+
+resource = Resource("administration")
+
+MOST_BYTES = 32 * 1024
+"""Of one secret: it becomes an environment variable."""
+MOST_SECRETS = 1000
+"""Of one tenant."""
+
+_TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string", "minLength": 1}}}
+
+
+@dataclass(frozen=True, slots=True)
+class SecretParts:
+    """What the routes of secrets need."""
+
+    store: TaskStore
+    secrets: SecretStore
+
+
+Parts = Annotated[SecretParts, PARTS]
+
+
+class SecretView(TypedDict):
+    name: str
+
+
+class SecretList(TypedDict):
+    items: list[SecretView]
+
+
+@resource.route(
+    "PUT /secrets/{name}",
+    "secrets_set",
+    Scope.SECRETS_WRITE,
+    None,
+    "payload-too-large validation-failed store-unavailable",
+    status_code=204,
+    openapi_extra={"requestBody": {"required": True, "content": _TEXT}},
+)
+async def set_secret(call: Call, parts: Parts, name: str) -> Response:
+    """Set a secret of the token's tenant; the body is its text.
+
+    A run that names it in its `env` (`secret:NAME`) gets this text from its next start on.
+    """
+    text = _checked(name, await call.body())
+    tenant = call.identity.tenant
+    known = await parts.secrets.names(tenant)
+    if name not in known and len(known) >= MOST_SECRETS:
+        detail = f"your tenant has {len(known)} secrets, and may have {MOST_SECRETS}; delete some"
+        raise invalid(Fault(pointer="", detail=detail, code="too-many-secrets"))
+    await _note(call, parts, "secret.set", name)
+    await parts.secrets.put(tenant, name, text)
+    return Response(status_code=204)
+
+
+@resource.route("GET /secrets", "secrets_list", Scope.SECRETS_USE, SecretList, "store-unavailable")
+async def list_secrets(call: Call, parts: Parts) -> Response:
+    """List the names of the secrets of the token's tenant."""
+    names = await parts.secrets.names(call.identity.tenant)
+    view: SecretList = {"items": [{"name": name} for name in names]}
+    return answer(view)
+
+
+@resource.route(
+    "DELETE /secrets/{name}",
+    "secrets_delete",
+    Scope.SECRETS_WRITE,
+    None,
+    "not-found store-unavailable",
+    status_code=204,
+)
+async def delete_secret(call: Call, parts: Parts, name: str) -> Response:
+    """Delete a secret. Tasks that name it and have not started fail at their start."""
+    tenant = call.identity.tenant
+    if name not in await parts.secrets.names(tenant):
+        raise Problem("not-found", f'tenant "{tenant}" has no secret "{name[:100]}"; GET /secrets lists them')
+    await _note(call, parts, "secret.deleted", name)
+    await parts.secrets.drop(tenant, name)
+    return Response(status_code=204)
+
+
+async def _note(call: Call, parts: SecretParts, action: str, name: str) -> None:
+    by, tenant = call.identity.name, call.identity.tenant
+    await parts.store.audit(by=by, tenant=tenant, action=action, subject=name)
+
+
+def _checked(name: str, body: bytes) -> str:
+    """The text. No fault quotes it. Raises Problem."""
+    if not is_name(name):
+        detail = "the name of a secret has letters, digits, dots, dashes and underscores, at most 63"
+        raise invalid(Fault(pointer="path:name", detail=detail, code="bad-name"))
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if not text or "\0" in text or len(body) > MOST_BYTES:
+        detail = (
+            f"the body has to be the text of the secret in UTF-8, 1 to {MOST_BYTES} bytes without NUL; it "
+            f"has {len(body)} bytes"
+        )
+        raise invalid(Fault(pointer="", detail=detail, code="bad-secret"))
+    return text

@@ -1,0 +1,25 @@
+"""Port to the secrets of tenants."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+
+class SecretStore(Protocol):
+    """By tenant and name. Every process on one database sees the same. Each call may raise
+    StoreUnavailable."""
+
+    async def put(self, tenant: str, name: str, text: str) -> None:
+        """Durable when this returns."""
+        ...
+
+    async def names(self, tenant: str) -> Sequence[str]:
+        """Sorted."""
+        ...
+
+    async def read(self, tenant: str, names: Iterable[str]) -> Mapping[str, str]:
+        """By name, without those that the tenant does not have."""
+        ...
+
+    async def drop(self, tenant: str, name: str) -> bool:
+        """False if there is none."""
+        ...

@@ -1,0 +1,51 @@
+"""Where the secrets of tenants are kept."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from gpubroker_server.adapters.memory.secrets import MemorySecrets
+from gpubroker_server.adapters.secret_files import SecretFiles
+from gpubroker_server.ports.secrets import SecretStore
+from gpubroker_server.ports.store import StoreUnavailable
+
+
+@pytest.fixture(params=["files", "memory"])
+def secrets(request: pytest.FixtureRequest, tmp_path: Path) -> SecretStore:
+    return SecretFiles(tmp_path / "secrets") if request.param == "files" else MemorySecrets()
+
+
+async def test_a_secret_belongs_to_one_tenant_and_is_replaced_and_dropped(secrets: SecretStore) -> None:
+    assert await secrets.names("acme") == []
+    await secrets.put("acme", "B", "first")
+    await secrets.put("acme", "A", "two\nlines, and \u00fcml\u00e4uts")
+    await secrets.put("zeta", "B", "of another")
+    await secrets.put("acme", "B", "second")
+    assert await secrets.names("acme") == ["A", "B"]
+    assert await secrets.read("acme", ["A", "B", "C"]) == {
+        "A": "two\nlines, and \u00fcml\u00e4uts",
+        "B": "second",
+    }
+    assert await secrets.drop("acme", "B")
+    assert not await secrets.drop("acme", "B")
+    assert await secrets.read("acme", ["B"]) == {}
+    assert await secrets.read("zeta", ["B", "../acme/A"]) == {"B": "of another"}
+
+
+async def test_other_users_can_read_neither_files_nor_names(tmp_path: Path) -> None:
+    root = tmp_path / "secrets"
+    await SecretFiles(root).put("acme", "A", "text")
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (root, *root.rglob("*"))}
+    assert modes == {"secrets": 0o700, "acme": 0o700, "A": 0o600}
+
+
+async def test_another_process_on_the_same_directory_sees_the_same(tmp_path: Path) -> None:
+    await SecretFiles(tmp_path / "secrets").put("acme", "A", "text")
+    assert await SecretFiles(tmp_path / "secrets").read("acme", ["A"]) == {"A": "text"}
+
+
+async def test_a_directory_that_cannot_be_used_says_where_it_is_and_not_what_it_keeps(tmp_path: Path) -> None:
+    (tmp_path / "secrets").write_text("in the way")
+    with pytest.raises(StoreUnavailable, match=str(tmp_path / "secrets")) as refused:
+        await SecretFiles(tmp_path / "secrets").put("acme", "A", "plain-text")
+    assert "plain-text" not in str(refused.value)

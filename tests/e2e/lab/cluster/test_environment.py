@@ -1,0 +1,51 @@
+"""What a run sees of the environment of a node that others started."""
+
+from typing import Any
+
+import pytest
+from gpubroker import Broker
+from gpubroker.runtime.process import is_kept
+
+from tests.e2e.hands import PATIENCE_SECONDS
+from tests.e2e.lab.cluster.conftest import ENV_OF_N2
+
+ON_N2 = {"nodes": {"node": ["n2"]}}
+OF_RAY = {"RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}
+OF_THE_BROKER = {"LAUNCH_MODE", "LOG_LEVEL", "RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"}
+OF_ITS_OWN_PROCESS = {"GPUBROKER_RUN", "GPUBROKER_INSTANCE", "GPUBROKER_NODE", "GPUBROKER_TASK"} | {
+    "GPUBROKER_ATTEMPT"
+}
+
+
+def seen_on_n2(cluster: Broker, **options: Any) -> dict[str, dict[str, str]]:
+    task = cluster.submit("tests.e2e.work:surroundings", **ON_N2, **options)
+    seen: dict[str, dict[str, str]] = cluster.result(task, timeout_seconds=PATIENCE_SECONDS)
+    return seen
+
+
+@pytest.mark.parametrize("cpu", [0.1, 1])
+def test_a_run_sees_nothing_of_a_node_that_was_started_with_five_thousand_variables_and_a_secret(
+    cluster: Broker, cpu: float
+) -> None:
+    seen = seen_on_n2(cluster, cpu=cpu)
+    assert seen["used"]["PROXY_OF_THE_SITE"] == "for all"
+    for place, env in seen.items():
+        assert env.keys() & ENV_OF_N2.keys() <= {"PROXY_OF_THE_SITE"}, place
+        assert ENV_OF_N2["DATABASE_PASSWORD"] not in str(env), place
+    assert seen["used"].items() >= {
+        ("LAUNCH_MODE", "cluster"),
+        ("LOG_LEVEL", "INFO"),
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("CUDA_VISIBLE_DEVICES", ""),
+        ("EXPERIMENT_PATH", "/mnt/experiments"),
+        ("WANDB_HOST", "https://wandb.lab"),
+    }
+    known = OF_RAY | OF_THE_BROKER | OF_ITS_OWN_PROCESS | {"EXPERIMENT_PATH", "WANDB_HOST"}
+    strange = {name for name in seen["of a child"] if not is_kept(name, {"PROXY_OF_THE_SITE"})} - known
+    assert not strange
+
+
+def test_the_env_of_a_task_overrides_what_every_task_gets(cluster: Broker) -> None:
+    seen = seen_on_n2(cluster, env={"LOG_LEVEL": "DEBUG", "EXPERIMENT_PATH": "/tmp/mine"})
+    assert seen["of a child"].items() >= {("LOG_LEVEL", "DEBUG"), ("EXPERIMENT_PATH", "/tmp/mine")}
