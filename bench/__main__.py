@@ -13,7 +13,19 @@ from bench.measuring import publish
 BENCHMARKS: dict[str, ModuleType] = {
     name: import_module(f"bench.{name}")
     for name in (
-        *("accept", "batch", "cancel", "cli", "run", "pickup", "preempt", "queues", "restart", "soak"),
+        *(
+            "accept",
+            "batch",
+            "cancel",
+            "cli",
+            "run",
+            "pickup",
+            "preempt",
+            "logs",
+            "queues",
+            "restart",
+            "soak",
+        ),
         *("openb", "plan", "evict", "turns", "churn", "simulate", "proxy", "inferences"),
     )
 }

@@ -1,6 +1,7 @@
 """The entrypoints that benchmarks run."""
 
 import time
+from pathlib import Path
 
 from gpubroker import Stopped, current_task
 
@@ -20,3 +21,14 @@ def victim() -> None:
     task.wait_for_stop()
     task.checkpoint(b"enough to go on from")
     raise Stopped
+
+
+def talk(gate: str, lines_per_second: float, seconds: float) -> int:
+    """Print numbered lines with the time of each, from when the gate is there; how many."""
+    while not Path(gate).exists():
+        time.sleep(0.01)
+    began, count = time.time(), round(lines_per_second * seconds)
+    for number in range(count):
+        time.sleep(max(0.0, began + number / lines_per_second - time.time()))
+        print(f"{number} {time.time()}")
+    return count

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,6 +22,7 @@ Ray = Annotated[
     str | None,
     typer.Option("--ray", help="Head of a Ray cluster to join, as host:6379; default: a local Ray."),
 ]
+Role = Literal["serve", "gateway", "broker", "node"]
 LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
 
 
@@ -86,6 +87,28 @@ def down(config: Config = None, data_dir: DataDir = None) -> None:
     except StillRunning as refused:
         typer.echo(f"gpubroker: {refused}", err=True)
         raise typer.Exit(1) from None
+
+
+def health(
+    role: Annotated[
+        Role | None,
+        typer.Argument(help="Default: what runs with the data directory. node: what `ray start` started."),
+    ] = None,
+    config: Config = None,
+    data_dir: DataDir = None,
+    url: Annotated[str | None, typer.Option(help="Ask at this address, such as a proxy's with TLS.")] = None,
+) -> None:
+    """Whether the process of this data directory lives, for health checks of containers. Exit code 0 or 1."""
+    from gpubroker_server.bootstrap.health import health_at, health_of
+
+    try:
+        settings = _settings(config, data_dir=data_dir)
+    except typer.Exit:
+        raise typer.Exit(1) from None
+    found = health_at(url) if url else health_of(settings.data_dir, role)
+    typer.echo(f"gpubroker: {found.sentence}", err=not found.is_alive)
+    if not found.is_alive:
+        raise typer.Exit(1)
 
 
 def migrate(
@@ -212,7 +235,19 @@ def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
         raise _refused(str(refused)) from None
 
 
-COMMANDS = (serve, gateway, broker, down, migrate, migrate_data, backup, restore, new_lineage, openapi)
+COMMANDS = (
+    serve,
+    gateway,
+    broker,
+    health,
+    down,
+    migrate,
+    migrate_data,
+    backup,
+    restore,
+    new_lineage,
+    openapi,
+)
 
 
 def commands(app: typer.Typer) -> None:

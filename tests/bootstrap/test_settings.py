@@ -153,7 +153,6 @@ simulated_devices: [{memory_mb: 24GiB}]
         ("ray: {tls: {certificate: /c, key: /k, ca: /a}}\n", "tls is for a cluster that is joined"),
         ("ray: {address: 'h:6379', tls: {certificate: /c}}\n", "ray.tls.key: is required"),
         ("ray: {autoscale: true}\n", "autoscale is for a cluster that is joined"),
-        ("host: 0.0.0.0\n", "allowed_hosts"),
         ("kinds: {H100: {pover: 1}}\n", 'did you mean "power"?'),
         ("kinds: {H100: -1}\n", "kinds.H100.power"),
         ("policy: {custom_limits: {fpga: {limit: 1, pre: node}}}\n", 'did you mean "per"?'),
@@ -253,7 +252,3 @@ def test_a_variable_that_looks_like_one_of_ours_is_not_ignored(monkeypatch: pyte
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsRefused, match=r"nowhere\.yaml"):
         load_settings(tmp_path / "nowhere.yaml")
-
-
-def test_an_open_address_is_accepted_once_its_host_names_are_known() -> None:
-    assert load_settings(host="0.0.0.0", allowed_hosts=["gpu.example"]).host == "0.0.0.0"

@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ import pytest
 
 from tests.bootstrap.refusals import WAITING, refusal
 from tests.chaos.forked import ForkedService
-from tests.e2e.service_process import ServiceProcess, until
+from tests.e2e.service_process import ROOT, ServiceProcess, environment, until
 
 
 @pytest.fixture
@@ -38,6 +39,15 @@ def test_tasks_that_could_only_fail_are_not_waited_for(
     tmp_path: Path, setting: str, value: object, says: str
 ) -> None:
     assert says in refusal(ForkedService(tmp_path / "data", **{setting: value}))
+
+
+def test_an_address_that_others_reach_needs_their_names_for_it(tmp_path: Path) -> None:
+    """As in the image, whose other commands listen on nothing and need none."""
+    said = refusal(ForkedService(tmp_path / "data", **WAITING, host="0.0.0.0"))
+    assert "host is 0.0.0.0, which other machines reach, and allowed_hosts is empty" in said
+    assert "GPUBROKER_ALLOWED_HOSTS=gpus.example.org" in said
+    command = [sys.executable, "-m", "gpubroker_server", "migrate", "--data-dir", str(tmp_path / "data")]
+    subprocess.run(command, check=True, env=environment(GPUBROKER_HOST="0.0.0.0"), cwd=ROOT)
 
 
 def test_the_first_start_makes_an_admin_token_that_only_its_owner_can_read(service: ServiceProcess) -> None:

@@ -37,6 +37,8 @@ class RecordedService:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.always = Reply(500, {"detail": "no answer was recorded for this"})
+        self.always_at: dict[str, Reply] = {}
+        """The same, for paths with this end."""
         self._replies: deque[Reply] = deque()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -75,7 +77,8 @@ class RecordedService:
                         _read(text, self.headers.get("content-type", "")),
                     )
                 )
-                reply = service._replies.popleft() if service._replies else service.always
+                at_path = [it for end, it in service.always_at.items() if parts.path.endswith(end)]
+                reply = service._replies.popleft() if service._replies else [*at_path, service.always][0]
                 if reply is HANG_UP:
                     self.close_connection = True
                     return

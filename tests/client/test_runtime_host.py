@@ -161,7 +161,8 @@ def test_a_run_that_closes_standard_output_still_ends(
 
 def test_a_run_that_closed_its_log_still_ends_without_a_log_tail(tmp_path: Path) -> None:
     output = FileOutput(tmp_path / "log")
-    os.close(output._descriptor)
+    for descriptor in output._descriptors:
+        os.close(descriptor)
     assert output.tail() == b""
 
 

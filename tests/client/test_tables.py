@@ -271,8 +271,8 @@ def test_a_cut_log_says_so_and_begins_with_a_whole_line(service: RecordedService
     service.reply_with(
         outcome("succeeded", log_tail="all of it\n"), outcome("succeeded", log_tail=printed[-16384:])
     )
-    assert run("logs", FULL_ID).out == "all of it\n"
-    [mark, first, *_, last] = run("logs", FULL_ID).out.splitlines()
+    assert run("result", FULL_ID).err == "all of it\n"
+    [mark, first, *_, last] = run("result", FULL_ID).err.splitlines()
     assert mark == "[only the last 16 KiB were kept]"
     assert first in printed.splitlines()
     assert last == "line 3999"

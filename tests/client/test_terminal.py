@@ -58,7 +58,7 @@ def test_what_a_task_wrote_reaches_a_terminal_without_its_control_sequences(
     failed = a_task(FULL_ID, "failed", error=error)
     explained = {"id": FULL_ID, "state": "failed", "message": f"failed: it {EVIL}"}
     answers = {
-        "logs": [outcome("succeeded", log_tail=EVIL)],
+        "logs": [Reply(200, EVIL.encode()), Reply(200, b"")],
         "result": [outcome("succeeded", value=EVIL, log_tail=EVIL)],
         "show": [Reply(200, failed)],
         "explain": [Reply(200, explained), Reply(200, failed)],
@@ -71,7 +71,7 @@ def test_what_a_task_wrote_reaches_a_terminal_without_its_control_sequences(
 
 
 def test_a_pipe_gets_what_a_task_wrote_unchanged(service: RecordedService) -> None:
-    service.reply_with(outcome("succeeded", log_tail=EVIL))
+    service.reply_with(Reply(200, EVIL.encode()), Reply(200, b""))
     env = {**os.environ, "GPUBROKER_URL": service.url, "GPUBROKER_TOKEN": "gpb_x"}
     ran = subprocess.run(
         [sys.executable, "-c", MAIN, "logs", FULL_ID], env=env, capture_output=True, check=True

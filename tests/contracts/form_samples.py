@@ -10,14 +10,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpubroker.runtime.messages import RunOrder
+from gpubroker.runtime.messages import TELLS_OUTPUT, RunOrder
 from gpubroker_server.adapters.ray.agent.run_files import RunRecord
 from gpubroker_server.adapters.ray.agent.runner_process import own_start
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.wire import MEASURE, OrderWriter, pack, write_reports
+from gpubroker_server.adapters.ray.wire import (
+    MEASURE,
+    TELLS_LOGS,
+    OrderWriter,
+    log_order,
+    pack,
+    write_reports,
+)
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
+    LogName,
     Order,
     StartOrder,
     StopOrder,
@@ -86,6 +94,9 @@ NEWS: tuple[tuple[Any, ...], ...] = (
     ("ended", "t", 3, 1, 1000.0, "failed", None, "json", ("exception", "no", "Trace"), b"log"),
 )
 """What a run's process says and its agent passes on."""
+PRINTED = ("printed", "t", 3, 1, 1000.0, b"out", b"err")
+LOGGED = ("logged", "t", 3, 1, 1000.0, "stdout", 5, b"line\n", True)
+LOG_ORDER = log_order(LogName(TaskId("t"), Fence(3), 1, "stdout"), 5)
 NODE_SEEN = ("node_seen", 1000.0, NODE, [("GPU-a", "sim", 0, 9, True, "", False)], [("t", 3, 1)])
 OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
     ("gone", "t", 3, 1, 1000.0, "process_absent", SAMPLES),
@@ -114,6 +125,10 @@ CONFIG = AgentConfig(
 )
 
 
+def news_of(runner: int) -> tuple[tuple[Any, ...], ...]:
+    return (*NEWS, PRINTED) if runner >= TELLS_OUTPUT else NEWS
+
+
 def items() -> Sequence[tuple[Any, ...]]:
     config = replace(CONFIG, instance="instance")
     return (
@@ -133,11 +148,13 @@ def description(runner: int) -> Mapping[str, Any]:
 def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
     form = OrderWriter(1000, 500)
-    yield f"agent-{agent}-orders.msgpack", pack([*(form.write(o, PAYLOAD) for o in ORDERS), MEASURE])
-    reports = [NODE_SEEN, (*NEWS[0], 999.5), *NEWS[1:], *OF_AN_AGENT]
+    about_logs = agent >= TELLS_LOGS
+    orders = [*(form.write(o, PAYLOAD) for o in ORDERS), *([LOG_ORDER] if about_logs else []), MEASURE]
+    yield f"agent-{agent}-orders.msgpack", pack(orders)
+    reports = [NODE_SEEN, (*NEWS[0], 999.5), *NEWS[1:], *OF_AN_AGENT, *([LOGGED] if about_logs else [])]
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()
     yield f"runner-{runner}-items.msgpack", pack(items())
-    yield f"runner-{runner}-news.msgpack", pack(list(enumerate(NEWS)))
+    yield f"runner-{runner}-news.msgpack", pack(list(enumerate(news_of(runner))))
     yield f"runner-{runner}-description.msgpack", pack(description(runner))

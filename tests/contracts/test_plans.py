@@ -12,8 +12,7 @@ import psycopg
 import pytest
 from gpubroker_server.adapters.sql import objects, reads, statements
 from gpubroker_server.adapters.sql.connections import connect_reader, connect_writer
-from gpubroker_server.adapters.sql.postgres_text import postgres_text
-from gpubroker_server.adapters.sql.session import SetStatement
+from gpubroker_server.adapters.sql.session import SetStatement, postgres_text
 from gpubroker_server.adapters.sql.sqlite import SqliteFile, sqlite_chunks, sqlite_text
 from gpubroker_server.adapters.sql.store import migrate, open_store
 from gpubroker_server.core.domain.policy import Cutoffs

@@ -27,6 +27,7 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    Logged,
     NodeLost,
     NodeReport,
     Progressed,
@@ -37,7 +38,17 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
 
-from tests.contracts.form_samples import CONFIG, FORMS, NEWS, ORDERS, PAYLOAD, RECORD, RUN, written
+from tests.contracts.form_samples import (
+    CONFIG,
+    FORMS,
+    LOG_ORDER,
+    ORDERS,
+    PAYLOAD,
+    RECORD,
+    RUN,
+    news_of,
+    written,
+)
 
 SPOKEN = list(product(wire.SPOKEN, messages.SPOKEN))
 AGENTS = pytest.mark.parametrize("agent", wire.SPOKEN)
@@ -65,11 +76,10 @@ def test_orders_are_read(agent: int) -> None:
     start, *others = unpack(frozen(f"agent-{agent}-orders.msgpack"))
     assert start[:3] == ("start", "a.1", False)
     assert RunOrder.from_wire(start[3]) == RUN
-    *about_runs, last = others
-    assert about_runs == [
-        unpack(wire.pack(wire.OrderWriter(1000, 500).write(o, PAYLOAD))) for o in ORDERS[1:]
-    ]
-    assert last == wire.MEASURE
+    writer = wire.OrderWriter(1000, 500)
+    about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in ORDERS[1:]]
+    about_logs = [LOG_ORDER] if agent >= wire.TELLS_LOGS else []
+    assert others == [*about_runs, *about_logs, wire.MEASURE]
 
 
 @AGENTS
@@ -95,6 +105,7 @@ def test_reports_are_read(agent: int) -> None:
         Sampled(N, AT, SAMPLE),
         Heartbeat(N, AT),
         NodeLost(N, "a.1", AT, "dead"),
+        *([Logged(*OF_RUN, "stdout", 5, b"line\n", True, 1)] if agent >= wire.TELLS_LOGS else []),
     ]
 
 
@@ -117,12 +128,15 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     done: list[tuple[Any, ...]] = []
     methods = ("start_shared", "start_alone", "go", "change_world", "report_again", "stop")
     assert all(hasattr(RunHost, name) for name in methods)
-    noted = {name: lambda *given, name=name: done.append((name, *given)) for name in methods}
+    noted = {
+        name: lambda *given, name=name, **more: done.append((name, *given, *more.values()))
+        for name in methods
+    }
     for item in unpack(frozen(f"runner-{runner}-items.msgpack")):
-        runner_module._carry_out(SimpleNamespace(**noted), item)  # type: ignore[arg-type]
+        runner_module._carry_out(SimpleNamespace(**noted), item, runner)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
     assert done == [
-        ("start_shared", RUN),
+        ("start_shared", RUN, runner >= messages.TELLS_OUTPUT),
         ("start_alone", RUN, ProcessSetup("instance", "nobody", "10.0.0.1", "n1"), Path("/runs/t.log")),
         ("go", key, "10.0.0.1:4711"),
         ("change_world", key, (0, 1)),
@@ -134,7 +148,7 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
 @RUNNERS
 def test_the_reports_of_a_process_are_read(runner: int) -> None:
     told = unpack(frozen(f"runner-{runner}-news.msgpack"))
-    assert [report for _, report in told if is_report(report)] == list(NEWS)
+    assert [report for _, report in told if is_report(report)] == list(news_of(runner))
 
 
 @RUNNERS

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from gpubroker.runtime.messages import RunKey
+from gpubroker.runtime.output import Stream
 from gpubroker_server.adapters.ray.agent import run_files
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord, UnreadableRecord
+from gpubroker_server.adapters.ray.agent.run_logs import RunLogs
 
 RECORD = RunRecord("t", 1, 0, (("GPU-a", 100),), "runner", 42, 4711, "ray-node", 5)
 BOOT = "this-boot"
@@ -124,18 +126,50 @@ def test_a_record_that_cannot_be_written_leaves_no_draft(home: Path) -> None:
     assert [path.name for path in home.iterdir()] == [f"t-1-0@{BOOT}.json"]
 
 
-def test_a_log_that_grew_too_long_is_cut_to_its_last_lines(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_log_that_grew_too_long_loses_its_middle_and_every_byte_keeps_its_place(
+    home: Path, monkeypatch: pytest.MonkeyPatch, stream: Stream
 ) -> None:
-    monkeypatch.setattr(run_files, "LOG_BYTES", 1000)
+    monkeypatch.setattr(run_files, "LOG_BYTES", 100_000)
+    monkeypatch.setattr(run_files, "KEPT_END_BYTES", 8192)
     files = opened(home)
-    path = files.log_of(RECORD.key)
+    path = files.log_of(RECORD.key, stream)
+    printed = b"the first\n" + b"x" * 300_000 + b"the newest\n"
     with path.open("ab", buffering=0) as log:
-        log.write(b"x" * 100_000 + b"the newest\n")
+        log.write(printed)
         files.limit_logs()
         log.write(b"and more\n")
-    assert path.read_bytes().endswith(b"the newest\nand more\n")
-    assert path.stat().st_size < 20_000
+    left = path.read_bytes()
+    assert len(left) == len(printed) + 9
+    assert left[:8192] == printed[:8192]
+    assert left[-8192:] == (printed + b"and more\n")[-8192:]
+    assert path.stat().st_blocks * 512 < 100_000
+
+    logs = RunLogs(files, limit_bytes=2000)
+    first, last = [report[6:8] for report in logs.kept(RECORD.key)]
+    assert first == (0, printed[:1000])
+    assert last == (len(left) - 1000, left[-1000:])
+    _, *_, first_byte, data, _ = logs.new(RECORD.key, stream, 50_000)
+    assert (first_byte, data) == last, "what a reader has missed is not told any more"
+    assert logs.new(RECORD.key, stream, 900)[6:8] == (900, printed[900:1000])
+    assert logs.new(RECORD.key, stream, len(left))[6:] == (len(left), b"", False)
+
+
+def test_what_a_run_in_a_shared_process_prints_is_added_to_its_own_files(home: Path) -> None:
+    files = opened(home)
+    files.add_to_log(RECORD.key, b"out\n", b"")
+    files.add_to_log(RECORD.key, b"", b"err\n")
+    assert files.log_of(RECORD.key).read_bytes() == b"out\n"
+    errors = files.log_of(RECORD.key, "stderr")
+    assert errors.read_bytes() == b"err\n"
+    assert files.key_of_log(str(errors)) == RECORD.key
+    assert errors.stat().st_mode & 0o777 == 0o600
+    told = list(RunLogs(files, 2000).kept(RECORD.key))
+    assert [(report[0], *report[5:]) for report in told] == [
+        ("logged", "stdout", 0, b"out\n", True),
+        ("logged", "stderr", 0, b"err\n", True),
+    ]
+    assert list(RunLogs(files, 2000).kept(RunKey("other", 1, 0))) == []
 
 
 @pytest.mark.parametrize(("logs", "kept_bytes", "left"), [(2, 10**9, 2), (1000, 150, 1)])

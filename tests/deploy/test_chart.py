@@ -145,7 +145,7 @@ def test_its_settings_are_the_services(name: str, kind: str, owner: str, verb: s
     }
     settings = settings_from(variables | {"GPUBROKER_CONFIG": str(file)})
     assert (settings.ray.address, settings.host) == ("gpubroker-ray-head-svc:6379", "0.0.0.0")
-    assert "gpus.example.org" in settings.allowed_hosts
+    assert ("gpus.example.org" in settings.allowed_hosts) is (verb == "gateway")
     assert settings.drain_seconds < pod["terminationGracePeriodSeconds"]
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
     assert any(str(settings.objects).startswith(f"{mount}/") for mount in mounts)
@@ -153,6 +153,32 @@ def test_its_settings_are_the_services(name: str, kind: str, owner: str, verb: s
     if name == "all":
         assert settings.policy.preemption_budget == 2
         assert (settings.ray.max_runs, settings.triton.grpc_port) == (8, 8471)
+
+
+def test_each_process_has_the_image_that_it_needs(tmp_path: Path) -> None:
+    documents = rendered(tmp_path, {**LEAST, "image": {"repository": "r.example/gpubroker", "tag": "7"}})
+    server, gateway = "r.example/gpubroker:7", "r.example/gpubroker-gateway:7"
+    images = {
+        (it["metadata"]["name"], container["name"]): container["image"]
+        for it in documents
+        if "template" in it.get("spec", {})
+        for container in it["spec"]["template"]["spec"]["containers"]
+    }
+    assert images == {
+        ("lab-gateway", "gateway"): gateway,
+        ("lab-migrate", "migrate"): gateway,
+        ("lab-broker", "broker"): server,
+        ("lab-broker", "ray"): server,
+    }
+
+
+def test_a_pod_without_a_port_is_asked_by_the_health_command(tmp_path: Path) -> None:
+    pod = only(rendered(tmp_path, LEAST), "Deployment", "lab-broker")["spec"]["template"]["spec"]
+    for container, role in zip(pod["containers"], ("broker", "node"), strict=True):
+        for probe in ("startupProbe", "livenessProbe"):
+            command = container[probe]["exec"]["command"]
+            assert command == ["gpubroker", "health", role]
+            assert is_verb(command[1:])
 
 
 def test_pods_run_as_nobody_in_particular_on_a_root_that_they_cannot_change(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from tests.architecture.test_pages import is_verb
+from tests.deploy.dockerfile import variables, with_bases
 from tests.deploy.programs import DEPLOY, PLACE
 from tests.deploy.settings_check import settings_from
+from tests.deploy.test_image import STAGES, last
 
 ENV = {
     "SITE": "gpus.example.org",
@@ -46,7 +48,7 @@ def compose_file(env: Mapping[str, str] = ENV) -> dict[str, Any]:
 
 
 SERVICES: Mapping[str, Mapping[str, Any]] = compose_file()["services"]
-OURS = [name for name, service in SERVICES.items() if service["image"].startswith("gpubroker:")]
+OURS = [name for name, service in SERVICES.items() if service["image"].startswith("gpubroker")]
 
 
 def test_it_has_the_form_of_a_compose_file() -> None:
@@ -67,7 +69,6 @@ def test_two_gateways_and_two_brokers_share_database_and_objects_and_nothing_els
     assert len({(settings.blob_dir, settings.database) for settings in found.values()}) == 1
     for name, settings in found.items():
         is_gateway = name.startswith("gateway")
-        assert (settings.host == "0.0.0.0") is is_gateway
         assert (settings.ray.address == "") is is_gateway
         assert settings.entrypoints == ["team.training:*"]
         assert [server.name for server in settings.triton.servers] == ["main"]
@@ -77,7 +78,25 @@ def test_two_gateways_and_two_brokers_share_database_and_objects_and_nothing_els
 
 
 def variables_of(name: str) -> dict[str, str]:
-    return {key: str(value) for key, value in SERVICES[name]["environment"].items()}
+    """What the image sets, and what the file adds."""
+    image = variables(with_bases(STAGES, SERVICES[name]["build"]["target"]))
+    set_there = {key: value for key, value in image.items() if key.startswith("GPUBROKER_")}
+    return set_there | {key: str(value) for key, value in SERVICES[name]["environment"].items()}
+
+
+def test_each_process_has_the_image_that_it_needs_and_its_health_check() -> None:
+    for name in OURS:
+        service = SERVICES[name]
+        target = "gateway" if name.startswith("gateway") else "server"
+        assert service["build"] == {"context": "..", "target": target}
+        assert service["image"].partition(":")[0] == (
+            "gpubroker-gateway" if target == "gateway" else "gpubroker"
+        )
+        assert "init" not in service, "the image brings its own"
+        check = service.get("healthcheck", {"test": ["CMD", *last(target, "HEALTHCHECK").command]})["test"]
+        assert check == ["CMD", "gpubroker", "health", *(["node"] if name == "ray-head" else [])]
+        assert service.get("read_only", False) is (name != "ray-head")
+    assert SERVICES["ray-head"]["entrypoint"][:4] == [*last("server", "ENTRYPOINT").command[:3], "ray"]
 
 
 @pytest.mark.parametrize("name", ["SITE", "POSTGRES_PASSWORD", "RAY_AUTH_TOKEN", "GRAFANA_PASSWORD"])
@@ -105,12 +124,25 @@ def test_mounted_files_are_there() -> None:
     assert len(files) >= 6
 
 
+def test_a_new_volume_belongs_to_the_user_of_the_process() -> None:
+    """Docker gives it to the owner of the image's directory, else to root."""
+    [made] = [one.words for one in STAGES["base"].own if one.name == "RUN"]
+    [owned] = re.findall(r"install --directory --owner gpubroker [^&]* --mode \d+ ([^&]+) &&", made)
+    places = {
+        place
+        for name in OURS
+        for source, _, place in (volume.partition(":") for volume in SERVICES[name]["volumes"])
+        if source in compose_file()["volumes"]
+    }
+    assert places == {*owned.split()}
+
+
 def test_commands_and_dependencies_exist() -> None:
     assert [name for name in OURS if not is_verb(SERVICES[name]["command"])] == []
     for service in SERVICES.values():
         for needed in service.get("depends_on", {}):
             assert needed in SERVICES
-            assert "healthcheck" in SERVICES[needed]
+            assert "healthcheck" in SERVICES[needed] or needed in OURS
 
 
 def test_prometheus_scrapes_each_gateway_by_a_name_that_it_answers_to() -> None:

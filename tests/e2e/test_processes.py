@@ -60,6 +60,12 @@ def test_any_gateway_answers_for_all_and_says_when_it_cannot(
     b.broker.cancel(held, grace_seconds=0)
     assert a.broker.wait(held).state == "cancelled"
 
+    spoken = a.broker.submit("tests.e2e.work:hold_and_say", str(tmp_path / "gate"), gpu_mb=1024)
+    followed = [gateway.broker.logs(spoken, follow=True) for gateway in (a, b)]
+    assert [next(lines) for lines in followed] == ["before\n", "before\n"]
+    (tmp_path / "gate").touch()
+    assert [list(lines) for lines in followed] == [["after\n"], ["after\n"]]
+
     server.stop()
     until(lambda: answer(b, "/gpus") == (503, "follower-stale"), "the other gateway is too old")
     assert answer(b, f"/tasks/{large.id}") == (503, "store-unavailable")

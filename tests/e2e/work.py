@@ -56,6 +56,22 @@ async def add_later(a: int, b: int) -> int:
     return a + b
 
 
+def say(name: str, lines: int, pause_seconds: float = 0.0) -> None:
+    """So many numbered lines to each stream; others take their turn between any two."""
+    for number in range(lines):
+        print(f"{name} {number}")
+        print(f"{name} {number} error", file=sys.stderr)
+        time.sleep(pause_seconds)
+
+
+def hold_and_say(gate: str) -> None:
+    """`before`, and `after` once the gate is there."""
+    print("before")
+    while not Path(gate).exists():
+        time.sleep(0.01)
+    print("after")
+
+
 def fail(message: str) -> None:
     raise ValueError(message)
 

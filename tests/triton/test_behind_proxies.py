@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
+from tests.bootstrap.test_health import health
 from tests.deploy.proxies import caddy, nginx
 from tests.e2e.service_process import ServiceProcess
 from tests.patience import PATIENCE_SECONDS
@@ -82,6 +83,18 @@ def test_a_gateway_that_cannot_be_reached_is_passed_over(front: Front) -> None:
         assert {client.get("/readyz").status_code for _ in range(10)} == {200}
         body = {"run": {"entrypoint": "tests.e2e.work:add", "kwargs": {"seconds": 0.01}}}
         assert {client.post("/tasks", json=body).status_code for _ in range(10)} == {202}
+
+
+def test_its_health_is_asked_through_tls_and_on_the_port_of_its_own(
+    front: Front, service: ServiceProcess
+) -> None:
+    trusting = health("--url", front.url, SSL_CERT_FILE=str(front.root))
+    assert trusting == (0, f"gpubroker: {front.url} answers")
+    code, line = health("--url", front.url)
+    assert code == 1
+    assert "certificate" in line
+    own = health("--data-dir", str(service.data_dir))
+    assert own == (0, f"gpubroker: {service.url} answers")
 
 
 def test_without_a_token_nothing_is_told(front: Front) -> None:

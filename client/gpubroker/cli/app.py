@@ -41,6 +41,7 @@ _SERVER_COMMANDS = frozenset(
         "gateway",
         "broker",
         "cluster",
+        "health",
         "down",
         "migrate",
         "migrate-data",

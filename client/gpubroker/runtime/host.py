@@ -9,7 +9,16 @@ from pathlib import Path
 
 from gpubroker.runtime.invoke import CannotOpen, called, opened, run_command
 from gpubroker.runtime.journal import SOON, Journal
-from gpubroker.runtime.messages import RunKey, RunOrder, RunOutcome, ended, failed, ready, started
+from gpubroker.runtime.messages import (
+    RunKey,
+    RunOrder,
+    RunOutcome,
+    ended,
+    failed,
+    printed,
+    ready,
+    started,
+)
 from gpubroker.runtime.outcome import describe, raised, trace_of
 from gpubroker.runtime.output import FileOutput, MemoryOutput, Output, enter_output, leave_output
 from gpubroker.runtime.process import ProcessSetup, RendezvousPort, announce_rendezvous, take_process
@@ -39,9 +48,10 @@ class RunHost:
     def busy(self) -> bool:
         return bool(self.orders)
 
-    def start_shared(self, order: RunOrder) -> None:
-        """Run it in a thread, beside others."""
-        self._submit(order, RunningTask(order, self._journal), MemoryOutput())
+    def start_shared(self, order: RunOrder, *, tell_output: bool = True) -> None:
+        """Run it in a thread, beside others. What it prints is reported, if `tell_output`."""
+        output = MemoryOutput((lambda: self._note_output(order.key, output)) if tell_output else None)
+        self._submit(order, RunningTask(order, self._journal), output)
 
     def start_alone(self, order: RunOrder, setup: ProcessSetup, log: Path) -> None:
         """Give it the whole process; the process must not be used again."""
@@ -81,6 +91,9 @@ class RunHost:
             self._journal.add(started(key, os.getpid()))
             if self._offer:
                 self._journal.add(ready(key, self._offer))
+
+    def _note_output(self, key: RunKey, output: MemoryOutput) -> None:
+        self._journal.note_to_make(key, "printed", lambda: printed(key, *output.take()))
 
     def _submit(self, order: RunOrder, task: RunningTask, output: Output) -> None:
         self.orders[order.key] = order

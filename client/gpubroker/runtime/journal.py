@@ -27,8 +27,8 @@ class Journal:
         self._wake = wake
         self._lock = threading.Lock()
         self._entries: deque[tuple[int, Report]] = deque()
-        self._news: dict[Hashable, dict[str, Report]] = {}
-        """Noted and not taken yet: key -> kind -> the newest."""
+        self._news: dict[Hashable, dict[str, Report | Callable[[], Report]]] = {}
+        """Noted and not taken yet: key -> kind -> the newest, or what makes it when it is taken."""
         self._last = 0
         self._taken = 0
         self._due: float | None = None
@@ -46,10 +46,16 @@ class Journal:
     def note(self, key: Hashable, report: Report, delay_seconds: float = LAZILY) -> None:
         """Enter news of which only the newest matters. It replaces news of the same kind and key that was not
         taken yet, so that memory stays bounded without a reader."""
+        self.note_to_make(key, report[0], report, delay_seconds)
+
+    def note_to_make(
+        self, key: Hashable, kind: str, report: Report | Callable[[], Report], delay_seconds: float = LAZILY
+    ) -> None:
+        """The same for news that are made when they are taken."""
         with self._lock:
             kinds = self._news.setdefault(key, {})
-            kinds.pop(report[0], None)
-            kinds[report[0]] = report
+            kinds.pop(kind, None)
+            kinds[kind] = report
             wanted = self._wants_wake(delay_seconds)
         if wanted:
             self._wake(delay_seconds)
@@ -84,9 +90,9 @@ class Journal:
         with self._lock:
             return not self._news and self._last <= acknowledged
 
-    def _enter(self, report: Report) -> None:
+    def _enter(self, report: Report | Callable[[], Report]) -> None:
         self._last += 1
-        self._entries.append((self._last, report))
+        self._entries.append((self._last, report() if callable(report) else report))
 
     def _untaken(self) -> Iterator[tuple[int, Report]]:
         """News get their numbers when they are taken: until then newer ones replace them."""

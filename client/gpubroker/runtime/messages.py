@@ -17,6 +17,9 @@ SPOKEN = (5, PROTOCOL)
 an agent starts processes of the software that is installed by then, so a release that changes the form also
 speaks the one before. Both sides take the newest that they share."""
 
+TELLS_OUTPUT = 6
+"""From this form on, a shared process reports what its runs print."""
+
 URI_CHARS = 2048
 ADDRESS_CHARS = 255
 PROGRESS_CHARS = 500
@@ -136,6 +139,11 @@ def checkpointed(key: RunKey, sequence: int, digest: str, data: bytes | None, ur
     return ("checkpointed", *key, time.time(), sequence, digest, data, uri)
 
 
+def printed(key: RunKey, output: bytes, errors: bytes) -> Report:
+    """What a run in a shared process wrote to its two streams since the last such report."""
+    return ("printed", *key, time.time(), output, errors)
+
+
 def ended(key: RunKey, outcome: RunOutcome, log_tail: bytes) -> Report:
     failure, fault = None, outcome.fault
     if fault is not None:
@@ -224,6 +232,7 @@ _FIELDS: Mapping[str, tuple[Fits, ...]] = {
     "ready": (_is_text(ADDRESS_CHARS),),
     "progressed": (_or_none(_is_fraction), _is_text(PROGRESS_CHARS)),
     "checkpointed": (_is_number, _is_text(64), _or_none(_is_bytes), _or_none(_is_text(URI_CHARS))),
+    "printed": (_is_bytes, _is_bytes),
     "ended": (_is_ending, _or_none(_is_bytes), _is_format, _or_none(_is_failure), _is_bytes),
 }
 """The values after kind, key and time in each report."""

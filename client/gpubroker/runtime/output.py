@@ -1,4 +1,4 @@
-"""The output of runs: the newest bytes of each are kept, so that a failure can be read without a shell."""
+"""The output of runs, one stream apart from the other: standard output and standard error."""
 
 import contextlib
 import contextvars
@@ -6,10 +6,17 @@ import io
 import os
 import sys
 import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Literal, Protocol
+
+Stream = Literal["stdout", "stderr"]
+STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
 
 TAIL_BYTES = 16 * 1024
+UNSENT_BYTES = 2**20
+"""A run in a shared process whose agent does not listen keeps this much of each stream, the newest."""
 
 
 class Output(Protocol):
@@ -19,37 +26,54 @@ class Output(Protocol):
 
 
 class FileOutput:
-    """Everything this process and its children print, in one file of mode 0600."""
+    """Everything this process and its children print, in two files of mode 0600."""
 
     def __init__(self, path: Path) -> None:
-        # Kept open: the run may become a user that may not open it.
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        # Kept open: the run may become a user that may not open them.
+        self._descriptors = [_opened(file_of(path, stream)) for stream in STREAMS]
 
     def take_over(self) -> None:
         """Send standard output and error here, raw writes and future children included."""
-        os.dup2(self._descriptor, 1)
-        os.dup2(self._descriptor, 2)
+        for number, descriptor in enumerate(self._descriptors, 1):
+            os.dup2(descriptor, number)
         sys.stdout, sys.stderr = _stream(1), _stream(2)
 
     def tail(self) -> bytes:
         # User code may have closed every descriptor.
         with contextlib.suppress(OSError):
-            return _tail(self._descriptor)
+            return _tail_of(*self._descriptors)
         return b""
 
 
-def tail_of_file(path: Path) -> bytes:
-    """The newest bytes of a log; empty if there is none."""
-    try:
-        with path.open("rb") as file:
-            return _tail(file.fileno())
-    except OSError:
-        return b""
+def file_of(path: Path, stream: Stream) -> Path:
+    """The file of a stream, beside that of standard output, which is `path`."""
+    return path if stream == "stdout" else path.with_suffix(".err")
 
 
-def _tail(descriptor: int) -> bytes:
-    size = os.fstat(descriptor).st_size
-    return os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
+def tail_of_files(path: Path) -> bytes:
+    """The newest bytes of a run's files; empty if there are none."""
+    with contextlib.ExitStack() as files:
+        opened = [
+            files.enter_context(file.open("rb")).fileno()
+            for file in (file_of(path, stream) for stream in STREAMS)
+            if file.exists()
+        ]
+        return _tail_of(*opened)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def _tail_of(*descriptors: int) -> bytes:
+    """Of the last file at most half, as what went wrong often stands there; the others get the rest."""
+    tails: list[bytes] = []
+    for descriptor in reversed(descriptors):
+        room = TAIL_BYTES - sum(map(len, tails))
+        most = room // 2 if not tails and len(descriptors) > 1 else room
+        size = os.fstat(descriptor).st_size
+        tails.insert(0, os.pread(descriptor, most, max(0, size - most)))
+    return b"".join(tails)
 
 
 def _stream(descriptor: int) -> io.TextIOWrapper:
@@ -60,19 +84,51 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 class MemoryOutput:
     """What one of several runs in this process prints through `sys.stdout` and `sys.stderr`."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_print: Callable[[], None] | None = None) -> None:
+        """`on_print` is called when there is something to take. None: nothing will be taken."""
+        self._on_print = on_print
         self._lock = threading.Lock()
         self._kept = bytearray()
+        self._unsent: Mapping[Stream, bytearray] = {stream: bytearray() for stream in STREAMS}
+        self._lost_bytes: Counter[Stream] = Counter()
+        """Printed while nothing was taken, and not kept."""
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, stream: Stream = "stdout") -> None:
         with self._lock:
-            self._kept += data
-            if len(self._kept) > 2 * TAIL_BYTES:
-                del self._kept[:-TAIL_BYTES]
+            _append(self._kept, data, TAIL_BYTES)
+            if self._on_print is None:
+                return
+            had_some = any(self._unsent.values())
+            self._lost_bytes[stream] += _append(self._unsent[stream], data, UNSENT_BYTES)
+        if not had_some:
+            self._on_print()
+
+    def take(self) -> tuple[bytes, bytes]:
+        """What was printed since the last call, by stream."""
+        with self._lock:
+            marks = (_mark(self._lost_bytes.pop(stream, 0)) for stream in STREAMS)
+            output, errors = (
+                mark + self._unsent[stream] for mark, stream in zip(marks, STREAMS, strict=True)
+            )
+            for unsent in self._unsent.values():
+                unsent.clear()
+        return output, errors
 
     def tail(self) -> bytes:
         with self._lock:
             return bytes(self._kept[-TAIL_BYTES:])
+
+
+def _append(kept: bytearray, data: bytes, most_bytes: int) -> int:
+    """Keeps at least the newest `most_bytes`; how many bytes it dropped."""
+    kept += data
+    dropped = len(kept) - most_bytes if len(kept) > 2 * most_bytes else 0
+    del kept[:dropped]
+    return dropped
+
+
+def _mark(lost_bytes: int) -> bytes:
+    return b"\n[... %d bytes are lost: no agent took them ...]\n" % lost_bytes if lost_bytes else b""
 
 
 _SINK: contextvars.ContextVar[MemoryOutput | None] = contextvars.ContextVar("gpubroker_output", default=None)
@@ -89,8 +145,9 @@ def leave_output(token: contextvars.Token[MemoryOutput | None]) -> None:
 class SortedStream(io.TextIOBase):
     """Replaces `sys.stdout`: the output of a run goes to that run, all other output where it went before."""
 
-    def __init__(self, otherwise: IO[str]) -> None:
+    def __init__(self, otherwise: IO[str], stream: Stream = "stdout") -> None:
         self._otherwise = otherwise
+        self._stream = stream
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -106,7 +163,7 @@ class SortedStream(io.TextIOBase):
         sink = _SINK.get()
         if sink is None:
             return self._otherwise.write(text)
-        sink.write(text.encode(errors="replace"))
+        sink.write(text.encode(errors="replace"), self._stream)
         return len(text)
 
     def flush(self) -> None:
@@ -116,5 +173,5 @@ class SortedStream(io.TextIOBase):
 
 def sort_output_by_run() -> None:
     """Separate the output of each run from now on. For a process that many runs share."""
-    sys.stdout = SortedStream(sys.stdout)
-    sys.stderr = SortedStream(sys.stderr)
+    sys.stdout = SortedStream(sys.stdout, "stdout")
+    sys.stderr = SortedStream(sys.stderr, "stderr")

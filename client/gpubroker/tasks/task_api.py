@@ -10,6 +10,7 @@ import cloudpickle
 from gpubroker.errors import BrokerError, WrongArgument
 from gpubroker.tasks.estimates import Estimate
 from gpubroker.tasks.explanation import Explanation, Simulation
+from gpubroker.tasks.log_reading import LogOptions, LogReading
 from gpubroker.tasks.submission import (
     AnySubmission,
     SubmitOptions,
@@ -28,6 +29,7 @@ from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
 from gpubroker.transport.operations import (
     Operations,
     Pages,
+    Reading,
     json_body,
     listing,
     operation,
@@ -181,7 +183,7 @@ class TaskApi(Operations):
     @operation
     def get(self, task: AnyTask) -> Steps[Task]:
         """The task as it is now."""
-        return decode(Task, (yield from self._ask("GET", _path(task))))
+        return (yield from self._get(task))
 
     @operation
     def wait(self, task: AnyTask, timeout_seconds: float | None = None) -> Steps[Task]:
@@ -287,10 +289,25 @@ class TaskApi(Operations):
 
         return Pages(fetch)
 
+    @listing
+    def logs(self, task: AnyTask, **wanted: Unpack[LogOptions]) -> Reading[str]:
+        """What a task has printed, line by line with their ends, while it runs and afterwards.
+
+            for line in broker.logs(task, follow=True):
+                print(line, end="")
+
+        The options are those of `LogOptions`: attempt, stream (stdout or stderr), rank, offset (in bytes) and
+        follow, which goes on until the task has ended. Of a long log the middle is not kept; a line says so.
+        """
+        return LogReading(_path(task), lambda: self._get(task), wanted)
+
     @operation
     def estimates(self, subject: str | None = None) -> Steps[Page[Estimate]]:
         """What your past runs used, by model type (else name, else entrypoint) and kind of device."""
         return page_of(Estimate, (yield from self._ask("GET", "/estimates", subject=subject)))
+
+    def _get(self, task: AnyTask) -> Steps[Task]:
+        return decode(Task, (yield from self._ask("GET", _path(task))))
 
     def _wait(self, task: AnyTask, timeout_seconds: float | None) -> Steps[Task]:
         deadline = Deadline(timeout_seconds)

@@ -12,7 +12,7 @@ import httpx
 from gpubroker.errors import BrokerError, Unreachable
 from gpubroker.transport.connection import Connection, find_service
 from gpubroker.transport.exchange import Answer, Call, Pause, Steps, error_of
-from gpubroker.transport.operations import AsyncCaller, Lines, Pages, SyncCaller
+from gpubroker.transport.operations import AsyncCaller, Lines, Listed, Reading, SyncCaller
 
 T = TypeVar("T")
 
@@ -76,9 +76,13 @@ class SyncHttp(SyncCaller):
         except httpx.TransportError as error:
             raise _unreachable(self.connection, error) from error
 
-    def _items(self, of: Pages[T] | Lines[T]) -> Iterator[T]:
+    def _items(self, of: Listed[T]) -> Iterator[T]:
         if isinstance(of, Lines):
             yield from self._read(of)
+            return
+        if isinstance(of, Reading):
+            while (call := self._carry_out(of.next_call())) is not None:
+                yield from self._read_on(of, call)
             return
         cursor: str | None = None
         while True:
@@ -100,6 +104,21 @@ class SyncHttp(SyncCaller):
                         yield item
         except httpx.TransportError as error:
             raise _unreachable(self.connection, error) from error
+
+    def _read_on(self, reading: Reading[T], call: Call) -> Iterator[T]:
+        _check_open(self._http)
+        broken = True
+        try:
+            with self._http.stream(**_request_of(call, self._timeout_seconds)) as response:
+                if response.is_error:
+                    response.read()
+                    raise error_of(_answer_of(response))
+                for data in response.iter_bytes():
+                    yield from reading.take(data)
+            broken = False
+        except httpx.TransportError:
+            pass  # the next call reads on, or says why it cannot
+        yield from reading.end(broken=broken)
 
 
 class AsyncHttp(AsyncCaller):
@@ -156,10 +175,15 @@ class AsyncHttp(AsyncCaller):
         except httpx.TransportError as error:
             raise _unreachable(self.connection, error) from error
 
-    async def _items(self, of: Pages[T] | Lines[T]) -> AsyncIterator[T]:
+    async def _items(self, of: Listed[T]) -> AsyncIterator[T]:
         if isinstance(of, Lines):
             async for each in self._read(of):
                 yield each
+            return
+        if isinstance(of, Reading):
+            while (call := await self._carry_out(of.next_call())) is not None:
+                async for each in self._read_on(of, call):
+                    yield each
             return
         cursor: str | None = None
         while True:
@@ -182,6 +206,23 @@ class AsyncHttp(AsyncCaller):
                         yield item
         except httpx.TransportError as error:
             raise _unreachable(self.connection, error) from error
+
+    async def _read_on(self, reading: Reading[T], call: Call) -> AsyncIterator[T]:
+        _check_open(self._http)
+        broken = True
+        try:
+            async with self._http.stream(**_request_of(call, self._timeout_seconds)) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise error_of(_answer_of(response))
+                async for data in response.aiter_bytes():
+                    for each in reading.take(data):
+                        yield each
+            broken = False
+        except httpx.TransportError:
+            pass  # the next call reads on, or says why it cannot
+        for each in reading.end(broken=broken):
+            yield each
 
 
 def _client_settings(connection: Connection) -> dict[str, Any]:

@@ -10,7 +10,7 @@
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import NoneType
@@ -37,6 +37,25 @@ class Lines(Generic[T]):
 
     call: Call
     read: Callable[[str], T | None]
+
+
+class Reading(ABC, Generic[T]):
+    """An answer of any length that is read as it comes. If it breaks off, another call reads on."""
+
+    @abstractmethod
+    def next_call(self) -> Steps[Call | None]:
+        """The call that reads on; None at the end."""
+
+    @abstractmethod
+    def take(self, data: bytes) -> Iterable[T]:
+        """The items that these bytes complete."""
+
+    @abstractmethod
+    def end(self, *, broken: bool) -> Iterable[T]:
+        """The answer has ended, or was `broken` off: the items that are left."""
+
+
+Listed = Pages[T] | Lines[T] | Reading[T]
 
 
 class Operations:
@@ -78,7 +97,7 @@ class SyncCaller(ABC):
     def _carry_out(self, steps: Steps[T]) -> T: ...
 
     @abstractmethod
-    def _items(self, of: Pages[T] | Lines[T]) -> Iterator[T]:
+    def _items(self, of: Listed[T]) -> Iterator[T]:
         """Of all pages, each fetched when it is needed, or of all lines as they come."""
 
 
@@ -89,7 +108,7 @@ class AsyncCaller(ABC):
     async def _carry_out(self, steps: Steps[T]) -> T: ...
 
     @abstractmethod
-    def _items(self, of: Pages[T] | Lines[T]) -> AsyncIterator[T]: ...
+    def _items(self, of: Listed[T]) -> AsyncIterator[T]: ...
 
 
 class operation(Generic[P, T]):  # noqa: N801  # a decorator
@@ -117,9 +136,9 @@ class operation(Generic[P, T]):  # noqa: N801  # a decorator
 
 
 class listing(Generic[P, T]):  # noqa: N801  # a decorator
-    """A method of both brokers that iterates over all items, from a function that returns Pages or Lines."""
+    """A method of both brokers that iterates over all items, from a function that returns what is Listed."""
 
-    def __init__(self, pages: Callable[Concatenate[Any, P], Pages[T] | Lines[T]]) -> None:
+    def __init__(self, pages: Callable[Concatenate[Any, P], Listed[T]]) -> None:
         def call(self: SyncCaller, *args: P.args, **options: P.kwargs) -> Iterator[T]:
             return self._items(pages(self, *args, **options))
 

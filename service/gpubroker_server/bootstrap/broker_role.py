@@ -37,6 +37,7 @@ from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatchRules
 from gpubroker_server.broker.model_use import ModelUse
 from gpubroker_server.broker.observe import Observer
+from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
@@ -152,6 +153,17 @@ class BrokerRole:
     def _new_leader(self, leader_term: LeaderTerm) -> Leader:
         """A new one for each term, with nothing kept of earlier terms."""
         follower, settings = self._follower, self._settings
+        logs = LogKeeper(
+            leader_term.term,
+            follower.world,
+            self._store,
+            self._blobs,
+            self.executor,
+            follower.clock,
+            boot_seconds,
+            limit_bytes=settings.limits.log_bytes,
+            inline_bytes=settings.limits.inline_bytes,
+        )
         return Leader(
             leader_term=leader_term,
             ticks=boot_seconds,
@@ -171,6 +183,7 @@ class BrokerRole:
             ),
             dispatcher=self._dispatcher(),
             clock=follower.clock,
+            logs=logs,
         )
 
     def _dispatcher(self) -> Dispatcher:

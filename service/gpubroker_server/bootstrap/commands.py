@@ -14,16 +14,17 @@ import uvloop
 from gpubroker_server.adapters.sql.database import connections_kept
 from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import begin_lineage, migrate, open_store
+from gpubroker_server.bootstrap.broker_file import BrokerFile
 from gpubroker_server.bootstrap.object_store import open_blobs
 from gpubroker_server.bootstrap.process import Process
 from gpubroker_server.bootstrap.start_checks import (
     StartRefused,
     check_installed,
     check_ray_access,
+    check_reach,
     check_shared,
     check_task_surroundings,
     listening_socket,
-    noted_as_broker,
     prepare_data_dir,
 )
 from gpubroker_server.core.domain.units import Seconds
@@ -75,16 +76,19 @@ def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) 
     check_installed(settings, leads=leads)
     if not (speaks and leads):
         check_shared(settings)
+    if speaks:
+        check_reach(settings)
     if leads:
         check_task_surroundings(settings)
         check_ray_access(settings)
     prepare_data_dir(settings.data_dir)
     with (
         listening_socket(settings.host, settings.port) if speaks else nullcontext() as listener,
-        nullcontext() if speaks else noted_as_broker(settings.data_dir),
+        nullcontext() if speaks else BrokerFile(settings.data_dir) as broker_file,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_run(settings, listener, leads=leads))
+        work = _run(settings, listener, leads=leads)
+        return runner.run(work if broker_file is None else broker_file.renewed_during(work))
 
 
 async def _run(settings: Settings, listener: socket.socket | None, *, leads: bool) -> int:

@@ -131,6 +131,7 @@ def ray_options_of(settings: Settings) -> RayOptions:
         object_store_bytes=ray.object_store_mb * MIB_BYTES,
         result_limit_bytes=settings.limits.result_bytes,
         checkpoint_limit_bytes=settings.limits.checkpoint_bytes,
+        log_limit_bytes=settings.limits.log_bytes,
         sample_period_seconds=settings.policy.sample_period_seconds,
         beat_seconds=settings.policy.beat_seconds,
         idle_stop_seconds=ray.idle_stop_seconds,

@@ -15,7 +15,7 @@ from gpubroker import Broker, BrokerError, Unreachable
 from gpubroker_server.adapters.ray.driver.leave import CannotLeave, leave_cluster
 from gpubroker_server.adapters.ray.head.head import HeadRefused, reach, read_state, stop_head
 from gpubroker_server.adapters.ray.options import RayOptions, RayTls
-from gpubroker_server.bootstrap.start_checks import brokers_of
+from gpubroker_server.bootstrap.broker_file import brokers_of
 from gpubroker_server.settings.loading import Settings
 
 ANSWER_SECONDS = 30.0

@@ -82,13 +82,13 @@ class GatewayRole:
     ) -> None:
         self._runs = runs
         self._name, self._broker = name, broker
-        self._settings = settings
-        self._store = store
+        self._settings, self._store = settings, store
         self._follower = follower
         self._listener = listener
         self._tokens = Tokens(store, follower.clock, of_run=self._identity_of_run)
         self._waiters = Waiters(settings.limits.tenant_waits)
         self._parts = parts = AppParts(
+            name=name,
             store=store,
             blobs=blobs,
             secrets=secrets_of(settings),
@@ -134,6 +134,7 @@ class GatewayRole:
 
     def jobs(self) -> list[Job]:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
+        jobs.append(("logs that are read", self._parts.log_readers.keep_telling()))
         if self._parts.residencies is not None:
             jobs.append(("use of models", self._parts.residencies.keep_reporting()))
             jobs.append(("models of inferences", QueuedModels(self._parts.residencies).keep()))

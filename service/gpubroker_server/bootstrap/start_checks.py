@@ -1,13 +1,12 @@
 """Checks before anything starts, and the files that a process leaves in its data directory."""
 
 import contextlib
-import fcntl
 import os
 import pwd
 import resource
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
@@ -17,7 +16,7 @@ import psutil
 import structlog
 
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.settings.loading import Settings
+from gpubroker_server.settings.loading import LOOPBACK, Settings
 
 log = structlog.get_logger("gpubroker.start")
 
@@ -67,6 +66,17 @@ def check_installed(settings: Settings, *, leads: bool) -> None:
             f"{' and '.join(why for _, why in missing)} more has to be installed: pip install "
             f"'gpubroker-server[{extras}]'"
         )
+
+
+def check_reach(settings: Settings) -> None:
+    """An address that other machines reach needs the names by which they address it. Raises StartRefused."""
+    if settings.host in LOOPBACK or settings.allowed_hosts:
+        return
+    raise StartRefused(
+        f"host is {settings.host}, which other machines reach, and allowed_hosts is empty; list there the "
+        "host names that clients use (GPUBROKER_ALLOWED_HOSTS=gpus.example.org; localhost if the port of a "
+        "container is published on this machine alone) and put TLS in front, or listen on 127.0.0.1"
+    )
 
 
 def check_shared(settings: Settings) -> None:
@@ -200,36 +210,6 @@ def allow_open_files(most_connections: int) -> None:
 def own_host(bound: str) -> str:
     """The address by which clients on this machine connect."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)  # noqa: S104  # nothing is bound here
-
-
-@contextlib.contextmanager
-def noted_as_broker(data_dir: Path) -> Iterator[None]:
-    """A locked file by which `gpubroker down` finds this process."""
-    path = data_dir / f"broker-{os.getpid()}.lock"
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def brokers_of(data_dir: Path) -> list[int]:
-    """Process ids of the brokers with this data directory."""
-    return [int(path.stem.removeprefix("broker-")) for path in data_dir.glob("broker-*.lock") if _lives(path)]
-
-
-def _lives(path: Path) -> bool:
-    """Whether the process that locked the file lives; the file of a killed one is removed."""
-    try:
-        with path.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def _port_owner(port: int) -> str:

@@ -12,9 +12,10 @@ from gpubroker_server.broker.commit import COMMITTED, TRIES, Committer, PictureD
 from gpubroker_server.broker.dispatch import Dispatcher
 from gpubroker_server.broker.observe import Inbox, Observer, without_values
 from gpubroker_server.broker.planner import Planner
+from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm, RefusedTerm, refused_term
-from gpubroker_server.core.domain.orders import Report, TermRefused
+from gpubroker_server.core.domain.orders import Logged, Report, TermRefused
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
@@ -71,7 +72,9 @@ class Leader:
         observer: Observer,
         dispatcher: Dispatcher,
         clock: Clock,
+        logs: LogKeeper | None = None,
     ) -> None:
+        self._logs = logs
         self.leader_term = leader_term
         self._ticks = ticks
         self._world = world
@@ -121,6 +124,8 @@ class Leader:
             group.create_task(self._listen())
             group.create_task(self._dispatcher.serve_models(self.leader_term, self.hear))
             group.create_task(self._lead())
+            if self._logs is not None:
+                group.create_task(self._logs.follow())
 
     async def take_over(self) -> None:
         """Begin the term: no node is used before its agent has answered it."""
@@ -210,6 +215,8 @@ class Leader:
         while left > 0:
             batch = self._inbox.next_batch()
             now = self._clock.now()
+            if self._logs is not None:  # before the ends of their runs
+                await self._logs.keep([report for report in batch if isinstance(report, Logged)])
             decisions = await self._observer.on_reports(batch, now)
             verdicts = await self._commits.carry_out(decisions)
             if CommitVerdict.STALE in verdicts:

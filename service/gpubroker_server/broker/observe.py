@@ -18,6 +18,7 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    Logged,
     NodeLost,
     NodeReport,
     Progressed,
@@ -149,9 +150,9 @@ class Inbox:
 
 
 def _size_bytes(report: Report) -> int:
-    """The bytes of a result or a checkpoint."""
+    """The bytes of a result, a checkpoint or a log."""
     match report:
-        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)):
+        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)) | Logged(data=bytes(data)):
             return len(data)
         case _:
             return 0
@@ -210,7 +211,7 @@ class Observer:
         given_up = self._given_up(self.heartbeats.report_dead(lost, self._world, self._ticks(), now))
         for report in reports:
             match report:
-                case Heartbeat():
+                case Heartbeat() | Logged():
                     pass
                 case NodeLost():
                     if report in given_up:

@@ -41,8 +41,9 @@ from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.gateway.status.pending import PendingReasons
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.submissions import Submissions
-from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, retry
+from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, logs, retry
 from gpubroker_server.gateway.tasks import routes as tasks
+from gpubroker_server.gateway.tasks.logs import LogParts
 from gpubroker_server.gateway.tasks.routes import TaskParts
 from gpubroker_server.telemetry.metrics import Sources, Telemetry
 
@@ -52,6 +53,7 @@ _RESOURCES = (
         tasks,
         cancel_selected,
         retry,
+        logs,
         inferences,
         objects,
         leases,
@@ -140,6 +142,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
         rules.kinds, servers, parts.residencies, parts.disk_full,
     )  # fmt: skip
     yield EventParts(records)
+    yield LogParts(records, parts.log_readers)
     yield TokenParts(store, clock, parts.tokens, rules.policy)
     yield SecretParts(store, parts.secrets)
     yield OperationParts(

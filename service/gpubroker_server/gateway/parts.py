@@ -14,6 +14,7 @@ from gpubroker_server.gateway.proxy.residency.residency import ResidencyParts
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.gateway.status.log_readers import LogReaders
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults
 from gpubroker_server.ports.models import ModelHost
@@ -61,12 +62,17 @@ class AppParts:
     """All model servers."""
     served: Sequence[tuple[ServerRules, ModelHost]] = ()
     """Those with models in the ledger."""
+    name: str = "gateway"
+    """Of this process, unlike all others."""
+    log_readers: LogReaders = field(init=False)
     capacity: Capacity = field(init=False)
     residencies: Residencies | None = field(init=False)
 
     def __post_init__(self) -> None:
         world, policy = self.follower.world, self.rules.policy
         capacity = Capacity(world, policy)
+        readers = LogReaders(self.name, self.store, self.follower.clock)
+        object.__setattr__(self, "log_readers", readers)
         residency = ResidencyParts(
             world, policy, self.follower.clock, self.store, self.ids, self.waiters, capacity,
             self.leadership.forecasts, self.rules.limits.settle_seconds,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpubroker_server.core.domain.leader_term import LeaderTerm
-from gpubroker_server.core.domain.orders import Order, Report, TermRefused
+from gpubroker_server.core.domain.orders import LogName, Order, Report, TermRefused
 from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, TaskId
 
@@ -99,6 +99,10 @@ class Executor(Protocol):
 
     def measure(self, nodes: Sequence[NodeName]) -> None:
         """Have these nodes measure their devices now; agents answer with Sampled."""
+        ...
+
+    def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
+        """Have this node tell what these logs have from a byte on; its agent answers with Logged."""
         ...
 
     async def reports(self) -> Sequence[Report | TermRefused]:

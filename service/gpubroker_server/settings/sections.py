@@ -250,6 +250,7 @@ class LimitSettings(Section):
     inline_bytes: Annotated[int, Field(gt=0)] = 64 * 1024
     result_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
     checkpoint_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
+    log_bytes: Annotated[int, Field(ge=4096, le=8 * 1024 * 1024)] = 1024 * 1024
     stale_seconds: Annotated[float, Field(gt=0)] = 30.0
 
 

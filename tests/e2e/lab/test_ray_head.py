@@ -4,7 +4,9 @@ import asyncio
 import os
 import pwd
 import signal
+import socket
 import stat
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -15,11 +17,13 @@ import psutil
 import pytest
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.head.head import HeadState, read_state, write_state
+from gpubroker_server.bootstrap.health import health_of
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Ended, Gone, NodeLost, NodeReport, Started
 from gpubroker_server.core.domain.units import Lineage, Term
 
 from tests.e2e.ray_lab import Lab, SystemClock, agents_of, eventually, is_there, lab_options
+from tests.places import short_place
 
 OpenLab = Callable[..., Awaitable[Lab]]
 
@@ -151,6 +155,21 @@ async def test_a_joined_cluster_is_used_and_never_stopped(lab: Lab, as_guest: st
     await eventually(lambda: len(agents_of(lab.head)) == 1)
     await eventually(lambda: not (run_dir / node).exists())  # others' nodes may have been killed
     assert await (await lab.start("add", 1, 2, shareable=True)).result() == 3
+
+
+async def test_the_health_of_a_node_is_whether_its_raylet_answers(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir=short_place()) as place:
+        monkeypatch.setenv("RAY_TMPDIR", place)
+        (Path(place) / "ray").symlink_to(lab.head.ray_dir)
+        assert health_of(tmp_path, "node").is_alive
+        (Path(place) / "ray").unlink()
+        stale = Path(place) / "ray/session_latest/sockets"
+        stale.mkdir(parents=True)
+        with socket.socket(socket.AF_UNIX) as ended:
+            ended.bind(str(stale / "raylet"))
+        assert health_of(tmp_path, "node").sentence.endswith("Connection refused")
 
 
 async def test_a_run_becomes_the_task_user_where_the_service_is_root(

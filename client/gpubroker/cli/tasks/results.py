@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -16,9 +18,11 @@ from gpubroker.cli.printing import Format, Output, emit, eprint, show
 from gpubroker.cli.tables import short_id, with_short_ids
 from gpubroker.cli.tasks.view import task_details
 from gpubroker.errors import Unreachable, WaitTimeout
+from gpubroker.runtime.output import STREAMS
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
+    from gpubroker.tasks.log_reading import LogOptions
     from gpubroker.tasks.task import Outcome
 
 SILENT_SECONDS = 3.0
@@ -59,13 +63,69 @@ def result(
         _show(broker.outcome(wanted), output, save)
 
 
-def logs(context: typer.Context, task: TaskWord) -> None:
-    """Print the last 16 KiB of a finished task's output.
-
-    The output of a running task cannot be read yet.
-    """
+def logs(
+    context: typer.Context,
+    task: TaskWord,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the task has ended; wait for it to start.")
+    ] = False,
+    attempt: Annotated[int | None, typer.Option(help="Which attempt. Default: the newest.")] = None,
+    stream: Annotated[str | None, typer.Option(help="stdout or stderr. Default: both.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Which rank of a gang. Default: 0.")] = None,
+) -> None:
+    """Print what a task has printed: its standard output to yours, its standard error to yours."""
+    if stream not in (None, *STREAMS):
+        raise typer.BadParameter(f"--stream is stdout or stderr, not {stream!r}")
+    given = {"follow": follow or None, "attempt": attempt, "rank": rank}
+    wanted = cast("LogOptions", {name: value for name, value in given.items() if value is not None})
     with connect(context) as broker:
-        show(_log_of(broker.outcome(task_id(broker, task))), end="")
+        found = task_id(broker, task)
+        if stream is None:
+            show_logs(broker, found, wanted)
+        else:
+            _show_log(broker, found, {**wanted, "stream": stream})
+
+
+def follow_and_show(broker: Broker, task: str, output: Format) -> None:
+    """Print what the task prints until it ends, then its result. Raises what the exit codes stand for."""
+    try:
+        show_logs(broker, task, {"follow": True})
+    except KeyboardInterrupt:
+        eprint(f"the task continues; read on: gpubroker logs -f {task}   stop it: gpubroker cancel {task}")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    outcome = broker.outcome(task)
+    _show(replace(outcome, log_tail=""), output)
+
+
+def show_logs(broker: Broker, task: str, wanted: LogOptions) -> None:
+    """Both streams of a task; when followed, side by side."""
+    if not wanted.get("follow"):
+        for stream in STREAMS:
+            _show_log(broker, task, {**wanted, "stream": stream})
+        return
+    from gpubroker.broker import Broker
+
+    faults: list[BaseException] = []
+    # With the retry time of the SDK, which survives a restart of the service.
+    with Broker(broker.connection.url, broker.connection.token) as patient:
+
+        def follow_errors() -> None:
+            try:
+                _show_log(patient, task, {**wanted, "stream": "stderr"})
+            except BaseException as fault:
+                faults.append(fault)
+
+        beside = threading.Thread(target=follow_errors, daemon=True)
+        beside.start()
+        _show_log(patient, task, {**wanted, "stream": "stdout"})
+        beside.join()
+    for fault in faults:
+        raise fault
+
+
+def _show_log(broker: Broker, task: str, wanted: LogOptions) -> None:
+    for line in broker.logs(task, **wanted):
+        show(line, end="", error=wanted.get("stream") == "stderr")
 
 
 def wait_and_show(broker: Broker, task: str, timeout_seconds: float | None, output: Format) -> None:

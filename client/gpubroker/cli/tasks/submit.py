@@ -13,7 +13,7 @@ from gpubroker.cli.lookup import connect, remember_last, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint
 from gpubroker.cli.tasks.batch_file import submit_file
 from gpubroker.cli.tasks.explain import show_simulation
-from gpubroker.cli.tasks.results import wait_and_show
+from gpubroker.cli.tasks.results import follow_and_show, wait_and_show
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -163,6 +163,9 @@ Hold = Annotated[
     bool, typer.Option("--hold", help="Keep it in the queue until `gpubroker release` releases it.")
 ]
 Wait = Annotated[bool, typer.Option("--wait", "-w", help="Wait until the task ends and print its result.")]
+Follow = Annotated[
+    bool, typer.Option("--follow", "-f", help="Print what the task prints until it ends, then its result.")
+]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -242,6 +245,7 @@ def submit(
     idempotency_key: Key = None,
     held: Hold = False,
     wait: Wait = False,
+    follow: Follow = False,
     wait_timeout: WaitTimeout = None,
     dry_run: DryRun = False,
     batch: Batch = None,
@@ -252,8 +256,7 @@ def submit(
 
     \b
     gpubroker submit team.training:fit -i epochs=3 --gpu-memory 18GiB
-    gpubroker submit --gpus 1 --priority batch -- python train.py --epochs 3
-    gpubroker submit --batch tasks.jsonl
+    gpubroker submit --gpus 1 --priority batch --follow -- python train.py --epochs 3
     """
     (_submit_one if batch is None else _submit_batch)(context, locals())
 
@@ -268,6 +271,10 @@ def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
             show_simulation(broker.simulate(target, *args, **options), output)
         task = broker.submit(target, *args, **options)
         remember_last(broker, task.id)
+        if given["follow"]:
+            eprint(f"accepted {task.id}")
+            follow_and_show(broker, task.id, output)
+            return
         if given["wait"]:
             eprint(f"accepted {task.id}")
             wait_and_show(broker, task.id, given["wait_timeout"], output)

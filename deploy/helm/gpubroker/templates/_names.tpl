@@ -16,9 +16,12 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{ .Release.Name | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
+{{- /* Of one target of the Dockerfile. Call it with (list $ "gateway"), or "server". */ -}}
 {{- define "gpubroker.image" -}}
-image: {{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
-imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- $values := (index . 0).Values.image }}
+{{- $repository := printf "%s%s" $values.repository (eq (index . 1) "gateway" | ternary "-gateway" "") -}}
+image: {{ printf "%s:%s" $repository ($values.tag | default (index . 0).Chart.AppVersion) | quote }}
+imagePullPolicy: {{ $values.pullPolicy }}
 {{- end }}
 
 {{- define "gpubroker.claim" -}}

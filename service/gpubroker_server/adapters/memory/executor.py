@@ -17,6 +17,8 @@ from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     Gone,
     GoOrder,
+    Logged,
+    LogName,
     NodeReport,
     Order,
     Ready,
@@ -159,6 +161,12 @@ class WaitingExecutor:
     def measure(self, nodes: Sequence[NodeName]) -> None:
         if self._node.name in nodes:
             self._measure()
+
+    def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
+        """Tasks that wait print nothing."""
+        for (task, fence, rank, stream), first_byte in logs.items():
+            if node == self._node.name:
+                self._report(Logged(task, fence, self._clock.now(), stream, first_byte, b"", rank=rank))
 
     async def reports(self) -> Sequence[Report | TermRefused]:
         await self._arrived.wait()

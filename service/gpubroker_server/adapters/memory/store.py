@@ -293,10 +293,10 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
             self._outcomes.pop(task.id, None)
             self._checkpoints.pop(task.id, None)
             self._batch_answers.pop(task.id, None)
+            self.drop_logs_of(task.id)
         ids = {task.id for task in over}
         self._keys = {key: known for key, known in self._keys.items() if known[0] not in ids}
-        log = (event for event, _ in self._log)
-        stays = (event.at >= cutoffs.finished or event.position > cutoffs.heard for event in log)
+        stays = (event.at >= cutoffs.finished or event.position > cutoffs.heard for event, _ in self._log)
         first = next((n for n, it in enumerate(stays) if it), None)
         gone = (len(self._log) if first is None else first) - self._pruned
         self._pruned += max(gone, 0)

@@ -1,16 +1,18 @@
-"""Tokens, uploaded objects and audit notes of tenants, in memory."""
+"""Tokens, uploaded objects, audit notes and logs of runs, in memory."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
+from gpubroker_server.adapters.memory.run_logs import RunLogsInMemory
 from gpubroker_server.core.domain.decisions import AuditNote
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.ports.objects import Counted, Quota, StoredObject
 from gpubroker_server.ports.store import TokenRow
 
 
-class TokensAndObjects:
+class TokensAndObjects(RunLogsInMemory):
     def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__()
         self._now = now
         self._tokens: dict[str, TokenRow] = {}
         self._objects: dict[tuple[str, str], StoredObject] = {}
@@ -64,8 +66,8 @@ class TokensAndObjects:
         return self._objects.pop((tenant, digest), None) is not None
 
     def uploaded(self) -> Set[str]:
-        """Digests of all objects."""
-        return {digest for _, digest in self._objects}
+        """Digests of all objects, those of logs too."""
+        return {digest for _, digest in self._objects} | self.logged()
 
     def prune_objects(self, now: Instant) -> bool:
         """Whether an expired object was removed."""

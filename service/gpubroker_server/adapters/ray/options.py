@@ -15,6 +15,8 @@ from gpubroker.runtime.messages import known_fields
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 
+LOG_LIMIT_BYTES = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class RayTls:
@@ -53,6 +55,7 @@ class RayOptions:
     object_store_bytes: int = 128 * 2**20
     result_limit_bytes: int = 64 * 2**20
     checkpoint_limit_bytes: int = 16 * 2**20
+    log_limit_bytes: int = LOG_LIMIT_BYTES
     sample_period_seconds: float = 2.0
     beat_seconds: float = 2.0
     idle_stop_seconds: float = 600.0
@@ -136,6 +139,8 @@ class AgentConfig:
     """A file that the agent touches while it has a broker or a run; empty: the agent ends by itself."""
     log_level: str = "INFO"
     log_format: Literal["console", "json"] = "console"
+    log_limit_bytes: int = LOG_LIMIT_BYTES
+    """What is kept of each stream of a run's output."""
     inherit_env: tuple[str, ...] = ()
     task_env: tuple[tuple[str, str], ...] = ()
 

@@ -13,6 +13,7 @@ from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
     Heartbeat,
+    LogName,
     NodeLost,
     NodeReport,
     Order,
@@ -33,11 +34,20 @@ SPOKEN = (8, PROTOCOL)
 """The forms that this release speaks, the newest last. An agent outlives the service that started it, so a
 release that changes the form also speaks the one before. Both sides take the newest that they share."""
 
+TELLS_LOGS = 9
+"""From this form on, agents report the output of runs."""
+
 WireSample = tuple[Any, ...]
 """(uuid, used_mb, foreign_mb or None, by_holder, utilization or None)"""
 
 MEASURE = ("measure",)
 """The order to measure all devices now, among those about runs."""
+
+
+def log_order(log: LogName, first_byte: int) -> tuple[Any, ...]:
+    """The order to tell what a run has printed from there on."""
+    return "log", *log, first_byte
+
 
 _LENGTH_BYTES = 4
 

@@ -9,9 +9,8 @@ import msgspec
 from pydantic_core import from_json
 from sqlalchemy import ColumnElement, Connection, FromClause, bindparam, delete, select
 
-from gpubroker_server.adapters.sql.postgres_text import postgres_rows, postgres_text
 from gpubroker_server.adapters.sql.reads import Readers
-from gpubroker_server.adapters.sql.session import Row, json_text, over
+from gpubroker_server.adapters.sql.session import Row, json_text, over, postgres_rows, postgres_text
 from gpubroker_server.adapters.sql.statements import insert_given
 from gpubroker_server.adapters.sql.system_tables import last_value
 from gpubroker_server.core.domain.device import DeviceSample
@@ -30,13 +29,13 @@ from gpubroker_server.ports.last_values import (
 _REVISIONS_PER_TERM = 2**32
 """More than a leader ever publishes in one term."""
 
-_OF_GATEWAYS = -(2**62)
+OF_GATEWAYS = -(2**62)
 """The revision of a gateway's row is this plus its time in microseconds: below those of leaders, and in
 order, because each such row has one writer, whose clock never goes back."""
 
 
 @over(*last_value.c)
-def _write(insert: Any, r: FromClause) -> Any:
+def write_last_values(insert: Any, r: FromClause) -> Any:
     """Over older values, never over newer ones."""
     written = insert_given(insert, last_value, r)
     new = {"revision": written.excluded.revision, "value": written.excluded.value}
@@ -85,7 +84,7 @@ class SqlLastValues(LastValueStore, PresenceStore, SlotStore):
 
     async def _put(self, kind: str, key: str, at: Instant, value: Any) -> None:
         """When cancelled, ends once it is written: no presence is written after `absent`."""
-        row = (kind, key, _OF_GATEWAYS + round(at * 1e6), json_text(value))
+        row = (kind, key, OF_GATEWAYS + round(at * 1e6), json_text(value))
         written = asyncio.ensure_future(self._readers.run(_write_rows, [row]))
         try:
             await asyncio.shield(written)
@@ -115,7 +114,9 @@ def _write_rows(connection: Connection, rows: Sequence[Row], *outdated: ColumnEl
     connection.exec_driver_sql("BEGIN READ WRITE")
     connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
     if rows:
-        connection.exec_driver_sql(postgres_text(_write), {"rows": postgres_rows(_write, rows)})
+        connection.exec_driver_sql(
+            postgres_text(write_last_values), {"rows": postgres_rows(write_last_values, rows)}
+        )
     for condition in outdated:
         connection.execute(delete(last_value).where(condition))
     connection.exec_driver_sql("COMMIT")

@@ -21,8 +21,8 @@ from gpubroker_server.adapters.sql.connections import (
     server_of,
     set_statement,
 )
-from gpubroker_server.adapters.sql.postgres_text import DIALECT, postgres_rows, postgres_text
 from gpubroker_server.adapters.sql.session import (
+    POSTGRES,
     Collided,
     CommitUnknown,
     ConnectionLost,
@@ -32,6 +32,8 @@ from gpubroker_server.adapters.sql.session import (
     Row,
     Rows,
     SetStatement,
+    postgres_rows,
+    postgres_text,
 )
 from gpubroker_server.adapters.sql.system_tables import check_schema, is_another_server
 from gpubroker_server.core.domain.units import Instant, Position, Term
@@ -71,7 +73,7 @@ as lost although it is open."""
 @cache
 def _copy_statement(statement: SetStatement) -> str:
     """Copies rows into the statement's table. If the key of one exists, all fail."""
-    quoted = DIALECT.identifier_preparer.quote
+    quoted = POSTGRES.identifier_preparer.quote
     columns = ", ".join(map(quoted, statement.names))
     return f"COPY {quoted(statement.copied)} ({columns}) FROM STDIN"
 

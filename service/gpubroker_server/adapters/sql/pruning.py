@@ -134,6 +134,7 @@ _DELETE_LEASES = delete_rows(tables.lease, ("holder_kind", "holder"))
 _DELETE_OF_TASKS = (
     delete_rows(tables.outcome, ("task",)),
     delete_rows(tables.checkpoint, ("task",)),
+    delete_rows(tables.run_log, ("task",)),
     delete_rows(tables.batch, ("task",)),
     delete_rows(_spec, ("task",)),
     delete_rows(_task, ("id",)),

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, NamedTuple, Protocol
 
 from pydantic_core import PydanticSerializationError, to_json
-from sqlalchemy import Column, FromClause, LargeBinary
+from sqlalchemy import JSON, Column, ColumnElement, FromClause, LargeBinary, bindparam, column, func
+from sqlalchemy.dialects import postgresql
 
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
@@ -93,6 +95,34 @@ def json_text(value: Any) -> str:
         return to_json(value).decode()
     except PydanticSerializationError as error:
         raise Unstorable(f"a value cannot be stored: {error}") from error
+
+
+POSTGRES: Any = postgresql.psycopg.dialect()  # type: ignore[no-untyped-call]  # it has no types
+"""Writes statements in PostgreSQL's words, also without psycopg, which a service on SQLite may lack."""
+
+
+@cache
+def postgres_text(statement: SetStatement) -> str:
+    """SQL with one parameter `rows`: the JSON that `postgres_rows` makes."""
+    names: list[ColumnElement[Any]] = [column(c.name, c.type) for c in statement.columns]
+    given = func.json_to_recordset(bindparam("rows", type_=JSON()))
+    rows = given.table_valued(*names).render_derived(name="r", with_types=True)
+    return str(statement.build(postgresql.insert, rows).compile(dialect=POSTGRES))
+
+
+def postgres_rows(statement: SetStatement, rows: Sequence[Row]) -> str:
+    if statement.binary:
+        rows = [_with_hex(row, statement.binary) for row in rows]
+    return json_text([dict(zip(statement.names, row, strict=True)) for row in rows])
+
+
+def _with_hex(row: Row, binary: Sequence[int]) -> Row:
+    """PostgreSQL reads bytes inside JSON from their hexadecimal text."""
+    plain = list(row)
+    for at in binary:
+        if plain[at] is not None:
+            plain[at] = "\\x" + plain[at].hex()
+    return tuple(plain)
 
 
 class DatabaseRefused(Exception):

@@ -355,5 +355,31 @@ stored_object = Table(
 )
 """Uploaded objects; each row names a file in the directory of objects."""
 
-DIGESTS = (task_spec.c.arguments_digest, outcome.c.result_digest, checkpoint.c.digest, stored_object.c.digest)
+run_log = Table(
+    "run_log",
+    metadata,
+    Column("task", Id, nullable=False),
+    Column("fence", Integer, nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("stream", Text, nullable=False),
+    Column("first_byte", Count, nullable=False),
+    Column("size_bytes", Count, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("data", LargeBinary),
+    Column("digest", Text),
+    PrimaryKeyConstraint("task", "fence", "rank", "stream", "first_byte"),
+)
+"""Parts of what runs printed, each with its bytes or with the digest of the object that has them. An empty
+part says that there was no more at that time."""
+
+Index("ix_run_log_digest", run_log.c.digest, **where("digest IS NOT NULL"))
+
+DIGESTS = (
+    task_spec.c.arguments_digest,
+    outcome.c.result_digest,
+    checkpoint.c.digest,
+    stored_object.c.digest,
+    run_log.c.digest,
+)
 """Where rows name objects."""

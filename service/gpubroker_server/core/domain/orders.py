@@ -6,6 +6,7 @@ it has already started.
 """
 
 from enum import StrEnum
+from typing import NamedTuple
 
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.lease import Proof
@@ -25,6 +26,16 @@ from gpubroker_server.core.domain.units import (
 from gpubroker_server.core.domain.values import value
 
 RunId = tuple[TaskId, Fence, int]
+
+
+class LogName(NamedTuple):
+    """One stream of the output of one run."""
+
+    task: TaskId
+    fence: Fence
+    rank: int
+    stream: str
+    """`stdout` or `stderr`."""
 
 
 @value
@@ -180,6 +191,29 @@ class Ended(_RunReport):
 
 
 @value
+class Logged(_RunReport):
+    """A part of what the run printed. An agent tells what is new when it is asked, and what is kept of the
+    whole log before the Ended."""
+
+    stream: str
+    first_byte: int
+    """Its place in the stream; between it and the part before it, something may be missing."""
+    data: bytes
+    """Empty if nothing is new."""
+    is_final: bool = False
+    """Of the whole log: its first such part begins at 0 and replaces all that was told before."""
+    rank: int = 0
+
+    @property
+    def log(self) -> LogName:
+        return LogName(self.task, self.fence, self.rank, self.stream)
+
+    @property
+    def end_byte(self) -> int:
+        return self.first_byte + len(self.data)
+
+
+@value
 class Gone(_RunReport):
     """Proof that no process of this run is left. `samples` were taken after that."""
 
@@ -268,6 +302,7 @@ Report = (
     | Progressed
     | Checkpointed
     | Ended
+    | Logged
     | Gone
     | NodeReport
     | NodeLost
@@ -277,4 +312,4 @@ Report = (
     | ServerGone
     | ModelsInUse
 )
-"""`task`, `fence` and `rank` of the first six name the run; a report with a stale fence changes nothing."""
+"""`task`, `fence` and `rank` of the first seven name the run; a report with a stale fence changes nothing."""

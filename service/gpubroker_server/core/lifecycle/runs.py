@@ -15,6 +15,7 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    Logged,
     NodeLost,
     NodeReport,
     Progressed,
@@ -94,6 +95,7 @@ def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy:
                 | Heartbeat()
                 | Sampled()
                 | Progressed()
+                | Logged()
             ):
                 pass
             case _:

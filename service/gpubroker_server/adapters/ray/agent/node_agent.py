@@ -26,7 +26,7 @@ from gpubroker_server.adapters.ray.agent.runs import NodeRuns
 from gpubroker_server.adapters.ray.head.head import lost_file
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import boot_id
-from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, WireSample, unpack, write_reports
+from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, TELLS_LOGS, WireSample, unpack, write_reports
 from gpubroker_server.telemetry.logs import configure_logs
 
 log = structlog.get_logger("gpubroker.agent")
@@ -183,7 +183,11 @@ class NodeAgent:
         if report[0] in ("progressed", "checkpointed"):
             journal.note(RunKey(*report[1:4]), report, AT_ONCE)
         elif report[0] == "ended":
-            journal.add(report, delay_seconds, after_news_of=RunKey(*report[1:4]))
+            key = RunKey(*report[1:4])
+            if self._runs is not None and self._protocol >= TELLS_LOGS:
+                for log_report in self._runs.logs.kept(key):
+                    journal.add(log_report, delay_seconds)
+            journal.add(report, delay_seconds, after_news_of=key)
         else:
             journal.add(report, delay_seconds)
 
@@ -212,6 +216,8 @@ class NodeAgent:
                 runs.stop(RunKey(task, fence, rank), grace_seconds)
             case ("forget", task, fence, rank) if not is_over:
                 runs.forget(RunKey(task, fence, rank))
+            case ("log", task, fence, rank, stream, first_byte) if not is_over:
+                self.report(runs.logs.new(RunKey(task, fence, rank), stream, first_byte))
             case ("measure",):
                 self._measure_now.set()
 

@@ -1,6 +1,7 @@
 """The files of a node's runs: their logs, and a record of each that a later agent needs to take it over."""
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -11,16 +12,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+import structlog
 from gpubroker.runtime.messages import RunKey, RunOrder, known_fields
-from gpubroker.runtime.output import tail_of_file
+from gpubroker.runtime.output import STREAMS, Stream, file_of
 
 from gpubroker_server.adapters.ray.processes import ProcessId
 
+log_lines = structlog.get_logger("gpubroker.agent")
+
 LOG_BYTES = 16 * 2**20
-"""A log that is longer is cut to its last lines."""
-KEPT_LOGS = 1000
+"""Of a log that takes more disk the middle is removed."""
+KEPT_END_BYTES = 6 * 2**20
+"""What is then left at its beginning, and at its end: more than `limits.log_bytes` takes of each."""
+_BLOCK_BYTES = 4096
+_PUNCH_HOLE = 0x01 | 0x02
+"""FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
+KEPT_LOGS = 2000
 KEPT_LOG_BYTES = 2**30
-"""Of runs that are gone only the newest logs are kept: so many, and so much in all."""
+"""Of runs that are gone only the newest logs are kept: so many files, and so much in all."""
 
 _STEM = re.compile(r"(.+)-(\d+)-(\d+)")
 
@@ -81,13 +90,22 @@ class RunFiles:
         self._directory = directory.resolve()
         self._ending = f"@{boot_id}.json"
 
-    def log_of(self, key: RunKey) -> Path:
-        return self._directory / f"{_stem(key)}.log"
+    def log_of(self, key: RunKey, stream: Stream = "stdout") -> Path:
+        """An earlier release wrote both streams into the file of `stdout`."""
+        return file_of(self._directory / f"{_stem(key)}.log", stream)
+
+    def add_to_log(self, key: RunKey, *printed: bytes) -> None:
+        """What a run in a shared process printed, by stream. Raises OSError."""
+        for stream, data in zip(STREAMS, printed, strict=True):
+            if data:
+                descriptor = os.open(self.log_of(key, stream), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(data)
 
     def key_of_log(self, path: str) -> RunKey | None:
         """The run that writes this log; None if it is no log of this node. The file may be deleted."""
         log = Path(path.removesuffix(" (deleted)"))
-        if log.parent != self._directory or log.suffix != ".log":
+        if log.parent != self._directory or log.suffix not in (".log", ".err"):
             return None
         named = _STEM.fullmatch(log.stem)
         return None if named is None else RunKey(unquote(named[1]), int(named[2]), int(named[3]))
@@ -121,10 +139,11 @@ class RunFiles:
         logs = sorted(self._logs(), key=lambda log: log[1].st_mtime, reverse=True)
         kept_bytes = kept = 0
         for path, status in logs:
-            if status.st_size > LOG_BYTES:
+            disk_bytes = status.st_blocks * 512
+            if disk_bytes > LOG_BYTES:
                 _cut(path)
             elif not self._record_of(path.stem).exists():
-                kept_bytes, kept = kept_bytes + status.st_size, kept + 1
+                kept_bytes, kept = kept_bytes + min(disk_bytes, status.st_size), kept + 1
                 if kept > KEPT_LOGS or kept_bytes > KEPT_LOG_BYTES:
                     path.unlink(missing_ok=True)
 
@@ -149,7 +168,7 @@ class RunFiles:
         return record
 
     def _logs(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for path in self._directory.glob("*.log"):
+        for path in [*self._directory.glob("*.log"), *self._directory.glob("*.err")]:
             with contextlib.suppress(FileNotFoundError):
                 yield path, path.stat()
 
@@ -162,10 +181,14 @@ def _stem(key: RunKey) -> str:
 
 
 def _cut(log: Path) -> None:
-    tail = tail_of_file(log)
-    with log.open("ab") as file:  # its writers append too: they go on after what is written here
-        file.truncate(0)
-        file.write(b"[...]\n" + tail)
+    """Remove the middle and leave a hole, so that what is left keeps its place while the run appends."""
+    begin = -(-KEPT_END_BYTES // _BLOCK_BYTES) * _BLOCK_BYTES
+    with log.open("r+b") as file:
+        end = (os.fstat(file.fileno()).st_size - KEPT_END_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
+        where = (ctypes.c_long(begin), ctypes.c_long(end - begin))
+        if end > begin and ctypes.CDLL(None, use_errno=True).fallocate(file.fileno(), _PUNCH_HOLE, *where):
+            fault = os.strerror(ctypes.get_errno())
+            log_lines.warning("a log of a run cannot be made smaller", path=str(log), fault=fault)
 
 
 def _read_own(path: Path) -> bytes:

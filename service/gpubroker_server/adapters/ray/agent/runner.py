@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.mailbox import Mailbox
-from gpubroker.runtime.messages import SPOKEN, RunKey, RunOrder, carriable
+from gpubroker.runtime.messages import SPOKEN, TELLS_OUTPUT, RunKey, RunOrder, carriable
 from gpubroker.runtime.output import sort_output_by_run
 from gpubroker.runtime.process import (
     ProcessSetup,
@@ -78,7 +78,7 @@ class Runner:
             raise WrongProtocol(f"this process speaks protocols {SPOKEN}, the agent {protocol}")
         host, mailbox = self._parts()
         for item in items:
-            _carry_out(host, item)
+            _carry_out(host, item, protocol)
         reports = await mailbox.read(acknowledged, may_come=lambda: host.busy)
         return _packed([(number, carriable(report)) for number, report in reports])
 
@@ -90,10 +90,10 @@ class Runner:
         return self._host, self._mailbox
 
 
-def _carry_out(host: RunHost, item: tuple[Any, ...]) -> None:
+def _carry_out(host: RunHost, item: tuple[Any, ...], protocol: int) -> None:
     match item:
         case ("share", order):
-            host.start_shared(RunOrder.from_wire(order))
+            host.start_shared(RunOrder.from_wire(order), tell_output=protocol >= TELLS_OUTPUT)
         case ("own", order, instance, log, user, address, node):
             host.start_alone(
                 RunOrder.from_wire(order), ProcessSetup(instance, user, address, node), Path(log)

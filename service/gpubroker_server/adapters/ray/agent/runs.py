@@ -12,12 +12,13 @@ from typing import Any
 import structlog
 from gpubroker.runtime.journal import AT_ONCE, SOON
 from gpubroker.runtime.messages import Report, RunFault, RunKey, RunOrder, RunOutcome, ended, is_report
-from gpubroker.runtime.output import tail_of_file
+from gpubroker.runtime.output import tail_of_files
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter
 from gpubroker_server.adapters.ray.agent.external_processes import ExternalProcesses
 from gpubroker_server.adapters.ray.agent.memory_cgroups import MemoryCgroups
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord
+from gpubroker_server.adapters.ray.agent.run_logs import RunLogs
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
 from gpubroker_server.adapters.ray.agent.runner_process import (
     Run,
@@ -64,13 +65,14 @@ class NodeRuns:
         self._meter = meter
         self._runners = runners
         self._files = RunFiles(Path(config.run_dir) / config.node, boot_id())
+        self.logs = RunLogs(self._files, config.log_limit_bytes)
         self._cgroups = MemoryCgroups()
         self._waiting: list[Run] = []
         """The highest priority first, then in order of arrival."""
         self._jobs: set[asyncio.Task[None]] = set()
         self.table = RunTable()
         hooks = self._on_report, self._on_end, self._on_ready
-        self.pool = RunnerPool(config, runners, *hooks, self._count_waiting)
+        self.pool = RunnerPool(config, runners, *hooks, lambda: sum(not run.shared for run in self._waiting))
         about = self._files, config.instance, runners.node
         self.external = ExternalProcesses(*about, self._runner_pids, self._report, self.measure, self._do)
 
@@ -83,10 +85,6 @@ class NodeRuns:
         """A later agent would report a run that waits for a process as never begun, and would not learn how
         runs have ended until their ends are durable elsewhere."""
         return bool(self._waiting) or self.table.keeps_outcomes
-
-    def _count_waiting(self) -> int:
-        """Runs that wait for a process of their own."""
-        return sum(not run.shared for run in self._waiting)
 
     def _runner_pids(self) -> list[int]:
         """Of the processes that runs are in, or will be."""
@@ -219,6 +217,9 @@ class NodeRuns:
         run = self.table.runs.get(key)
         if run is None or run.process is not process or run.has_ended:
             return  # user code may have forged it
+        if kind == "printed":
+            self._files.add_to_log(key, *report[5:])
+            return
         if kind == "started":
             report = (*report, run.ordered_at)
         if kind != "ended":
@@ -304,11 +305,8 @@ class NodeRuns:
     def _kill(self, run: Run, grace_seconds: float) -> None:
         if run.process is None or run.has_ended:
             return
-        run.killed = (
-            f"it did not stop within its grace period of {grace_seconds:g} s and was killed"
-            if grace_seconds > 0
-            else "it was killed"
-        )
+        late = f"it did not stop within its grace period of {grace_seconds:g} s and was killed"
+        run.killed = late if grace_seconds > 0 else "it was killed"
         self._kill_process(run.process)
 
     def _stop_unknown(self, key: RunKey) -> None:
@@ -341,7 +339,7 @@ class NodeRuns:
 
     def _ended_lost(self, run: Run, kind: str, message: str) -> Report:
         outcome = RunOutcome("lost", fault=RunFault(kind, message))
-        return ended(run.key, outcome, tail_of_file(self._files.log_of(run.key)))
+        return ended(run.key, outcome, tail_of_files(self._files.log_of(run.key)))
 
     def _kill_process(self, process: RunnerProcess) -> None:
         self._do(f"ending runner {process.name}", partial(kill_tree, process.watched))

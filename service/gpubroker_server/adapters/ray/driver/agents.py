@@ -71,6 +71,11 @@ class NodeAgents:
     def __len__(self) -> int:
         return len(self._answering)
 
+    def protocol(self, node: NodeName) -> int:
+        """The form that its agent speaks; 0 if it has not answered."""
+        agent = self._answering.get(node)
+        return 0 if agent is None else agent.protocol
+
     def incarnations(self) -> Mapping[NodeName, str]:
         return {node: agent.incarnation for node, agent in self._answering.items()}
 

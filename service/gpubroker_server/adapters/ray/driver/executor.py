@@ -14,7 +14,7 @@ from gpubroker_server.adapters.ray.driver.link import DriverKeeper
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED, AgentReports, ReportReader
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.adapters.ray.wire import MEASURE, OrderWriter, pack, run_of
+from gpubroker_server.adapters.ray.wire import MEASURE, TELLS_LOGS, OrderWriter, log_order, pack, run_of
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -22,6 +22,7 @@ from gpubroker_server.core.domain.orders import (
     Ending,
     ForgetOrder,
     Gone,
+    LogName,
     NodeLost,
     NodeReport,
     Order,
@@ -167,6 +168,12 @@ class RayExecutor:
         """Have the autoscaler of a joined cluster keep room for these, used or not, and no more for those
         before."""
         self._driver.send("room", list(bundles))
+
+    def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
+        """An agent of an earlier release cannot tell them."""
+        if self._agents.protocol(node) >= TELLS_LOGS:
+            self._written.setdefault(node, []).extend(log_order(*log) for log in logs.items())
+            self._dispatch(node)
 
     async def reports(self) -> Sequence[Report | TermRefused]:
         while not self._reports:

@@ -17,6 +17,7 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    Logged,
     NodeLost,
     NodeReport,
     Progressed,
@@ -170,12 +171,19 @@ class EndedForm(RunForm, tag="ended"):
     log_tail: LogTail
 
 
+class LoggedForm(RunForm, tag="logged"):
+    stream: Literal["stdout", "stderr"]
+    first_byte: Annotated[int, Meta(ge=0, le=2**62)]
+    data: bytes
+    is_final: bool
+
+
 class GoneForm(RunForm, tag="gone"):
     proof: Name
     samples: tuple[Sample, ...]
 
 
-OfRun = StartedForm | ReadyForm | ProgressedForm | CheckpointedForm | EndedForm | GoneForm
+OfRun = StartedForm | ReadyForm | ProgressedForm | CheckpointedForm | EndedForm | LoggedForm | GoneForm
 OfNode = BeatForm | SampledForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
@@ -218,6 +226,8 @@ def _of_run(source: Source, it: OfRun) -> Report:
                 raise MalformedReport("a run that succeeded has a result")
             failure = None if it.failure is None else Failure(*it.failure)
             return Ended(*run, it.ending, it.result, it.result_format, failure, it.log_tail, it.rank)
+        case LoggedForm():
+            return Logged(*run, it.stream, it.first_byte, it.data, it.is_final, it.rank)
         case GoneForm():
             return Gone(*run, _proof(it.proof), _samples(source, run[2], it.samples), it.rank)
         case _:

@@ -1,0 +1,90 @@
+"""Reads the output of a task line by line, through lost connections and from one attempt to the next."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypedDict
+
+from gpubroker.runtime.output import Stream
+from gpubroker.tasks.task import Task
+from gpubroker.transport.exchange import Call, Steps
+from gpubroker.transport.operations import Reading
+
+_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!$))")
+"""A progress bar ends its lines with a carriage return. One at the end may be the first half of an end."""
+_CUT = re.compile(rb"\[\.\.\. bytes \d+ to (\d+) were not kept \.\.\.\]\n")
+"""The service's line in the place of what it did not keep; the text goes on at that byte."""
+
+
+class LogOptions(TypedDict, total=False):
+    """Which output of a task."""
+
+    attempt: int
+    """Left out: the newest; with `follow`, that one and all later ones."""
+    stream: Stream
+    """stdout (the default) or stderr."""
+    rank: int
+    """Of a gang."""
+    offset: int
+    """Begin at this byte of the attempt's stream."""
+    follow: bool
+    """Go on until the task has ended; wait for it to start."""
+
+
+class LogReading(Reading[str]):
+    def __init__(self, path: str, get: Callable[[], Steps[Task]], wanted: LogOptions) -> None:
+        self._path = path
+        self._get = get
+        self._follows = wanted.get("follow", False)
+        self._only = wanted.get("attempt")
+        self._params = {name: wanted[name] for name in ("stream", "rank") if name in wanted}
+        self._attempt = 0
+        self._offset = wanted.get("offset", 0)
+        self._begun = b""
+        """Of a line that has not ended."""
+        self._called = self._was_over = self._ended_well = False
+        """Whether the attempt was over before the last call, and whether the answer came to its end."""
+
+    def next_call(self) -> Steps[Call | None]:
+        if not self._follows and not self._called:
+            self._called = True
+            return self._call(self._only)
+        if not self._follows and self._ended_well:
+            return None
+        task = yield from self._get()
+        if not self._attempt:
+            self._attempt = self._only or max(1, task.attempt)
+        if self._ended_well and self._was_over:
+            if self._only is not None or (task.is_finished and task.attempt <= self._attempt):
+                return None
+            self._attempt, self._offset = self._attempt + 1, 0
+        self._was_over = task.is_finished or task.attempt > self._attempt or _waits_again(task, self._attempt)
+        return self._call(self._attempt)
+
+    def _call(self, attempt: int | None) -> Call:
+        params = {"attempt": attempt, "offset": self._offset or None, "follow": self._follows or None}
+        given = {name: value for name, value in params.items() if value is not None}
+        return Call("GET", f"{self._path}/logs", self._params | given)
+
+    def take(self, data: bytes) -> Iterator[str]:
+        text, end = self._begun + data, 0
+        for found in _LINE.finditer(text):
+            end = found.end()
+            yield self._counted(found[0])
+        self._begun = text[end:]
+
+    def end(self, *, broken: bool) -> Iterable[str]:
+        """A line that was broken off is read again."""
+        self._ended_well = not broken
+        line, self._begun = self._begun, b""
+        if broken or not line:
+            return ()
+        return (self._counted(line),)
+
+    def _counted(self, line: bytes) -> str:
+        cut = _CUT.fullmatch(line)
+        self._offset = self._offset + len(line) if cut is None else int(cut[1])
+        return line.decode(errors="replace")
+
+
+def _waits_again(task: Task, attempt: int) -> bool:
+    return task.state == "pending" and task.attempt == attempt

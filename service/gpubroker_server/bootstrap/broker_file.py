@@ -1,0 +1,86 @@
+"""The file in the data directory by which a broker without HTTP is found on its machine.
+
+It is locked for as long as the broker lives, and its time is renewed for as long as the broker's event loop
+runs.
+"""
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from gpubroker_server.core.domain.units import Seconds
+
+BEAT_SECONDS = 2.0
+LATE_SECONDS = 30.0
+"""A broker that has not renewed its file for so long hangs."""
+
+
+class BrokerFile:
+    """Of this process; it is there within the `with` block."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._path = data_dir / f"broker-{os.getpid()}.lock"
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> "BrokerFile":
+        self._file = self._path.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.utime(self._path)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._path.unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.close()
+
+    async def renewed_during(self, work: Coroutine[Any, Any, int]) -> int:
+        """What the work returns. It is renewed from the beginning, however long a start takes."""
+        keeping = asyncio.create_task(self._keep())
+        try:
+            return await work
+        finally:
+            keeping.cancel()
+
+    async def _keep(self) -> None:
+        while True:
+            with suppress(OSError):  # the age of the file shows it
+                await asyncio.to_thread(os.utime, self._path)
+            await asyncio.sleep(BEAT_SECONDS)
+
+
+def brokers_of(data_dir: Path) -> list[int]:
+    """Process ids of the brokers with this data directory. Files of killed ones are removed."""
+    return [_process(path) for path in data_dir.glob("broker-*.lock") if _is_locked(path, remove=True)]
+
+
+def ages_of_brokers(data_dir: Path) -> Iterator[tuple[int, Seconds]]:
+    """Process ids of the brokers with this data directory, and how long ago each renewed its file."""
+    for path in data_dir.glob("broker-*.lock"):
+        with suppress(FileNotFoundError):
+            if _is_locked(path, remove=False):
+                yield _process(path), Seconds(time.time() - path.stat().st_mtime)
+
+
+def _process(path: Path) -> int:
+    return int(path.stem.removeprefix("broker-"))
+
+
+def _is_locked(path: Path, *, remove: bool) -> bool:
+    try:
+        with path.open("r+" if remove else "r") as file:
+            fcntl.flock(file, (fcntl.LOCK_EX if remove else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            if remove:
+                path.unlink()
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

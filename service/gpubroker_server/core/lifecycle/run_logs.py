@@ -1,0 +1,76 @@
+"""The output of runs: which logs are asked for now, and what is done with what agents tell."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gpubroker_server.core.domain.orders import Logged, LogName
+from gpubroker_server.core.domain.ranks import ranks_of
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.world.world import World
+
+FOLLOWED_SECONDS = Seconds(5.0)
+"""The logs of a gateway that has not repeated them for so long are not followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedLogs:
+    """What a gateway's readers read now."""
+
+    gateway: str
+    at: Instant
+    since: Mapping[LogName, Instant]
+    """For each log, when its newest reader came."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedLog:
+    node: NodeName
+    since: Instant
+    """When its newest reader came: it waits for what the log has then, even if it is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLog:
+    """What is kept of a log."""
+
+    end_byte: int = 0
+    read_at: Instant | None = None
+    """When the newest part was read; None if there is none."""
+
+
+def wanted_logs(world: World, followed: Iterable[FollowedLogs], now: Instant) -> dict[LogName, WantedLog]:
+    """The logs that somebody reads, of runs that may go on printing."""
+    wanted: dict[LogName, WantedLog] = {}
+    for gateway in followed:
+        if gateway.at <= now - FOLLOWED_SECONDS:
+            continue
+        for log, since in gateway.since.items():
+            node = _node_of(world, log)
+            if node is not None:
+                known = wanted.get(log)
+                wanted[log] = WantedLog(node, since if known is None else max(since, known.since))
+    return wanted
+
+
+def is_kept(told: Logged, known: KnownLog, wanted: WantedLog | None) -> bool:
+    """False for what was told before, and for an empty answer that nobody waits for."""
+    if told.is_final:
+        return True
+    if told.first_byte < known.end_byte:
+        return False
+    awaits = wanted is not None and (known.read_at is None or known.read_at < wanted.since)
+    return bool(told.data) or awaits
+
+
+def cut_between(told: Logged, limit_bytes: int) -> tuple[int, int] | None:
+    """The bytes of the log that are not kept any more: all but the first and the last half of the limit."""
+    half = limit_bytes // 2
+    return (half, told.end_byte - half) if told.end_byte > limit_bytes else None
+
+
+def _node_of(world: World, log: LogName) -> NodeName | None:
+    """None if the run is over."""
+    task = world.tasks.get(log.task)
+    if task is None or task.fence != log.fence or not task.is_active:
+        return None
+    return dict(ranks_of(task)).get(log.rank)

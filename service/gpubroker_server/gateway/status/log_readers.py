@@ -1,0 +1,57 @@
+"""The readers of logs at this gateway."""
+
+import asyncio
+
+from gpubroker_server.core.domain.orders import LogName
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.lifecycle.run_logs import FOLLOWED_SECONDS, FollowedLogs
+from gpubroker_server.ports.run_logs import LogRows
+from gpubroker_server.ports.store import Clock, StoreUnavailable
+
+LOOK_SECONDS = 0.2
+"""Between two looks of a reader for what is new."""
+LOOKS_PER_SECOND = 200
+"""Of all readers together: with many, each looks less often."""
+REPEAT_SECONDS = 1.0
+
+
+class LogReaders:
+    """Which logs this gateway's readers read now, told to the leader by a row."""
+
+    def __init__(self, gateway: str, store: LogRows, clock: Clock) -> None:
+        self._gateway = gateway
+        self._store = store
+        self._clock = clock
+        self._since: dict[LogName, Instant] = {}
+        self._looked_at: dict[LogName, Instant] = {}
+        self._told = False
+        """Whether the row names any log."""
+
+    async def look(self, log: LogName, since: Instant) -> None:
+        """A reader that came then looks for more; to be repeated while it reads. Raises StoreUnavailable."""
+        is_new = self._since.get(log, Instant(0.0)) < since
+        self._looked_at[log] = self._clock.now()
+        if is_new:
+            self._since[log] = since
+            await self.tell()
+
+    def seconds_between_looks(self) -> float:
+        return max(LOOK_SECONDS, len(self._since) / LOOKS_PER_SECOND)
+
+    async def keep_telling(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(REPEAT_SECONDS)
+            if self._since or self._told:
+                try:
+                    await self.tell()
+                except StoreUnavailable:
+                    continue
+
+    async def tell(self) -> None:
+        """Without logs whose readers are gone, or do not take what they get. Raises StoreUnavailable."""
+        now = self._clock.now()
+        for log in [log for log, at in self._looked_at.items() if at < now - FOLLOWED_SECONDS]:
+            del self._looked_at[log], self._since[log]
+        await self._store.follow_logs(FollowedLogs(self._gateway, now, dict(self._since)))
+        self._told = bool(self._since)

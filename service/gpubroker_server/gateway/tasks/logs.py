@@ -1,0 +1,182 @@
+"""The output of runs: read from the store, while a run prints and afterwards."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import Query, Response
+from pydantic import Field
+from starlette.responses import StreamingResponse
+
+from gpubroker_server.core.domain.orders import LogName
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Fence, Instant
+from gpubroker_server.gateway.http.bodies import Query as QueryModel
+from gpubroker_server.gateway.http.faults import invalid
+from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.problems import Fault
+from gpubroker_server.gateway.http.routing import PARTS, Call, Resource
+from gpubroker_server.gateway.status.log_readers import LogReaders
+from gpubroker_server.gateway.status.records import TaskRecords
+from gpubroker_server.ports.store import BlobMissing, TaskRecord
+
+resource = Resource("tasks")
+
+ANSWER_SECONDS = 3.0
+"""A reader that does not follow gets what is kept if the leader has not asked the agent by then."""
+PARTS_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LogParts:
+    records: TaskRecords
+    readers: LogReaders
+
+
+Parts = Annotated[LogParts, PARTS]
+
+
+class LogQuery(QueryModel):
+    attempt: Annotated[
+        int | None, Field(ge=1, le=2**31 - 1, description="Which attempt; left out: the newest.")
+    ] = None
+    stream: Literal["stdout", "stderr"] = "stdout"
+    rank: Annotated[int, Field(ge=0, le=2**31 - 1, description="Of a gang.")] = 0
+    offset: Annotated[
+        int, Field(ge=0, le=2**62, description="Begin at this byte of the stream: read on where you stopped.")
+    ] = 0
+    follow: Annotated[
+        bool, Field(description="Go on until the attempt is over; wait for it if it has yet to begin.")
+    ] = False
+
+
+_TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+
+
+@resource.route(
+    "GET /tasks/{task_id}/logs",
+    "tasks_logs",
+    Scope.TASKS_READ,
+    None,
+    "not-found tenant-waits validation-failed",
+    responses={200: {"description": "What the run printed.", "content": _TEXT}},
+    response_class=Response,
+)
+async def read_log(
+    call: Call, parts: Parts, task_id: str, query: Annotated[LogQuery, Query()]
+) -> StreamingResponse:
+    """Read what a run printed, while it runs and afterwards: the bytes of one stream, in chunks.
+
+    If a log was longer than `limits.log_bytes`, its first and its last half of that are kept, and a line in
+    between says how many bytes are missing.
+    """
+    records = parts.records
+    record = await records.find(call.identity, task_id)
+    task, waiters = record.task, records.waiters
+    newest = max(1, task.fence)
+    _check_exists(task, query, newest + (query.follow and not task.is_terminal))
+    if not waiters.has_room_for(task.tenant):
+        with waiters.expect_for(task.tenant, task.id):
+            pass  # raises
+    fence = Fence(query.attempt or newest)
+    log = LogName(task.id, fence, query.rank, query.stream)
+    reading = LogReading(parts, record, log, query.offset, follows=query.follow)
+    return StreamingResponse(reading.text(), media_type="text/plain; charset=utf-8")
+
+
+def _check_exists(task: Task, query: LogQuery, last_attempt: int) -> None:
+    """Raises Problem validation-failed."""
+    ranks = max(1, len(task.demand.bundles))
+    if query.attempt is not None and query.attempt > last_attempt:
+        detail = f"the task has had {task.fence} attempts; left out, the newest is read"
+        raise invalid(Fault(pointer="query:attempt", detail=detail, code="too-large"))
+    if query.rank >= ranks:
+        detail = f"the task has {ranks} ranks, from 0" if ranks > 1 else "the task is no gang; leave it out"
+        raise invalid(Fault(pointer="query:rank", detail=detail, code="too-large"))
+
+
+class LogReading:
+    """One answer. It holds one page of the log at most: a slow reader takes the next when it can."""
+
+    def __init__(
+        self, parts: LogParts, record: TaskRecord, log: LogName, offset: int, *, follows: bool
+    ) -> None:
+        self._records = parts.records
+        self._readers = parts.readers
+        self._record = record
+        self._log = log
+        self._at_byte = offset
+        self._follows = follows
+
+    async def text(self) -> AsyncIterator[bytes]:
+        records, clock = self._records, self._records.follower.clock
+        since, until = clock.now(), asyncio.get_running_loop().time() + ANSWER_SECONDS
+        with records.waiters.expect_for(self._record.task.tenant, self._log.task):
+            while not records.waiters.is_closed:
+                # Before the parts are read: what the run printed last is kept before its end is.
+                is_last = await self._is_over() or not (self._follows or await self._waits(since, until))
+                is_empty = True
+                async for data in self._kept():
+                    is_empty = False
+                    yield data
+                if is_empty and is_last:
+                    break
+                if is_empty:
+                    await self._readers.look(self._log, since)
+                    await asyncio.sleep(self._readers.seconds_between_looks())
+        if self._at_byte == 0 and (tail := await self._tail()):
+            yield tail
+
+    async def _is_over(self) -> bool:
+        """Whether nothing more comes."""
+        world, task = self._records.follower.world, self._record.task
+        row = world.tasks.get(task.id)
+        if row is None or row.version < task.version:  # it was removed after its end, or has yet to come
+            self._record = await self._records.reread(self._record)
+            row = self._record.task
+        if row.fence < self._log.fence:
+            return row.is_terminal or not self._follows
+        return row.fence > self._log.fence or not (row.is_active and row.is_run)
+
+    async def _waits(self, since: Instant, until: float) -> bool:
+        """Whether the agent has yet to say what the log had when this reader came."""
+        _, read_at = await self._records.store.log_end(self._log)
+        is_behind = read_at is None or read_at < since
+        return is_behind and asyncio.get_running_loop().time() < until
+
+    async def _kept(self) -> AsyncIterator[bytes]:
+        """A page of what is there from the byte on."""
+        for part in await self._records.store.log_parts(self._log, self._at_byte, PARTS_AT_ONCE):
+            data = part.data
+            if data is None:
+                assert part.digest is not None, "a part has its bytes or an object that has them"
+                try:
+                    data = await self._records.blobs.get(part.digest)
+                except BlobMissing:
+                    return  # another part replaces this one
+            begin = max(self._at_byte, part.first_byte)
+            data = data[begin - part.first_byte :]
+            if begin > self._at_byte:
+                line = data.find(b"\n") + 1  # half a line says nothing
+                begin, data = begin + line, data[line:]
+                yield cut_mark(self._at_byte, begin)
+            self._at_byte = part.end_byte
+            if data:
+                yield data
+
+    async def _tail(self) -> bytes:
+        """Of a run by an agent of an earlier release, which tells the end of the log alone."""
+        log, store = self._log, self._records.store
+        record = await self._records.reread(self._record)
+        if log.stream != "stdout" or log.rank or record.task.fence != log.fence:
+            return b""
+        if any([(await store.log_end(log._replace(stream=one)))[1] for one in ("stdout", "stderr")]):
+            return b""
+        result = await store.result(log.task)
+        return b"" if result is None else result.log_tail
+
+
+def cut_mark(begin: int, end: int) -> bytes:
+    """The line in the place of what was not kept. Readers take from it where the text goes on."""
+    return b"\n[... bytes %d to %d were not kept ...]\n" % (begin, end)

@@ -1,0 +1,64 @@
+"""Port to the output of runs: which logs are read now, and what is kept of each."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpubroker_server.core.domain.orders import LogName
+from gpubroker_server.core.domain.units import Instant, Term
+from gpubroker_server.core.lifecycle.run_logs import FollowedLogs as FollowedLogs
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """A part of a log: `data`, or the `digest` of the object that has it. An empty one says that the log had
+    no more at that time."""
+
+    log: LogName
+    first_byte: int
+    size_bytes: int
+    at: Instant
+    """When the agent read it."""
+    tenant: str
+    data: bytes | None = None
+    digest: str | None = None
+
+    @property
+    def end_byte(self) -> int:
+        return self.first_byte + self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LogChanges:
+    """What becomes of the kept parts, in one transaction."""
+
+    replaced: Collection[LogName] = ()
+    """All earlier parts of these are removed."""
+    cut: Mapping[LogName, tuple[int, int]] | None = None
+    """Of these, parts that lie between the two bytes are removed."""
+    parts: Sequence[LogPart] = ()
+    """Each replaces one at the same place."""
+
+
+class LogRows(Protocol):
+    """Each call may raise StoreUnavailable."""
+
+    async def follow_logs(self, followed: FollowedLogs) -> None:
+        """Replaces what this gateway followed before."""
+        ...
+
+    async def followed_logs(self) -> Sequence[FollowedLogs]:
+        """Of each gateway, however old."""
+        ...
+
+    async def keep_logs(self, term: Term, changes: LogChanges) -> None:
+        """Raises StaleTerm."""
+        ...
+
+    async def log_parts(self, log: LogName, after_byte: int, limit: int) -> Sequence[LogPart]:
+        """The next parts with anything behind this byte, in order; they may begin before it."""
+        ...
+
+    async def log_end(self, log: LogName) -> tuple[int, Instant | None]:
+        """Where the kept parts end, and when the newest was read: 0 and None if there are none."""
+        ...

@@ -1,0 +1,101 @@
+"""`broker.logs`: line by line, through lost connections and from one attempt to the next."""
+
+import pytest
+from gpubroker.errors import Refused
+
+from tests.client.command_line import Run
+from tests.client.conftest import Do
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_problem, a_task, outcome
+
+LONGER = {"Content-Length": "1000"}
+"""The connection is closed before the answer is complete."""
+
+
+def at(attempt: int, state: str = "running") -> Reply:
+    return Reply(200, a_task(FULL_ID, state, attempt=attempt))
+
+
+def printed(text: str, **headers: str) -> Reply:
+    return Reply(200, text.encode(), headers)
+
+
+def asked(service: RecordedService) -> list[dict[str, str]]:
+    return [dict(request.params) for request in service.requests if request.path.endswith("/logs")]
+
+
+def test_what_is_kept_comes_line_by_line(service: RecordedService, do: Do) -> None:
+    service.reply_with(printed("10 %\r20 %\rdone\r\nüber\n\nrest"))
+    lines = do("logs", FULL_ID, stream="stderr", attempt=2, rank=1, offset=7)
+    assert lines == ["10 %\r", "20 %\r", "done\r\n", "über\n", "\n", "rest"]
+    [request] = service.requests
+    assert request.path == f"/tasks/{FULL_ID}/logs"
+    assert dict(request.params) == {"stream": "stderr", "attempt": "2", "rank": "1", "offset": "7"}
+
+
+def test_a_followed_log_goes_on_with_the_next_attempt_and_ends_with_the_task(
+    service: RecordedService, do: Do
+) -> None:
+    service.reply_with(
+        *(at(0, "pending"), printed("one\n")),
+        *(at(1, "pending"), printed("two\n")),  # over before this answer began, so it was the last
+        *(at(2, "running"), printed("three\n")),
+        *(at(2, "succeeded"), printed("")),
+        at(2, "succeeded"),
+    )
+    assert do("logs", FULL_ID, follow=True) == ["one\n", "two\n", "three\n"]
+    places = [(given["attempt"], given.get("offset")) for given in asked(service)]
+    assert places == [("1", None), ("1", "4"), ("2", None), ("2", "6")]
+
+
+def test_of_one_attempt_only_that_one_is_followed(service: RecordedService, do: Do) -> None:
+    service.reply_with(at(2, "running"), printed("one\n"), at(2, "running"))
+    assert do("logs", FULL_ID, follow=True, attempt=1) == ["one\n"]
+
+
+def test_a_connection_that_is_lost_costs_no_line_and_repeats_none(service: RecordedService, do: Do) -> None:
+    cut = "one\n\n[... bytes 4 to 100 were not kept ...]\ntwo\nthr"
+    service.reply_with(
+        *(at(1), printed(cut, **LONGER)),
+        *(at(1, "succeeded"), printed("three\n")),
+        at(1, "succeeded"),
+    )
+    lines = do("logs", FULL_ID, follow=True)
+    assert lines == ["one\n", "\n", "[... bytes 4 to 100 were not kept ...]\n", "two\n", "three\n"]
+    assert [given.get("offset") for given in asked(service)] == [None, "104"]
+
+
+def test_a_log_that_is_not_followed_is_read_on_too(service: RecordedService, do: Do) -> None:
+    service.reply_with(printed("one\ntw", **LONGER), at(1), printed("two\n"))
+    assert do("logs", FULL_ID) == ["one\n", "two\n"]
+    assert asked(service) == [{}, {"attempt": "1", "offset": "4"}]
+
+
+def test_a_refusal_is_raised(service: RecordedService, do: Do) -> None:
+    service.reply_with(a_problem(404, "not-found"))
+    with pytest.raises(Refused, match="no"):
+        do("logs", FULL_ID)
+
+
+def test_the_command_prints_each_stream_to_its_own(service: RecordedService, run: Run) -> None:
+    service.reply_with(printed("out\n"), printed("err\n"))
+    ran = run("logs", FULL_ID, "--attempt", "1")
+    assert (ran.out, ran.err) == ("out\n", "err\n")
+    assert [given["stream"] for given in asked(service)] == ["stdout", "stderr"]
+    service.reply_with(printed("err\n"))
+    ran = run("logs", FULL_ID, "--stream", "stderr", "--rank", "1")
+    assert (ran.out, ran.err) == ("", "err\n")
+    assert run("logs", FULL_ID, "--stream", "both").code == 2
+
+
+def test_submit_follow_prints_the_log_then_the_result(service: RecordedService, run: Run) -> None:
+    ended = at(1, "succeeded")
+    service.always = ended
+    service.reply_with(Reply(202, a_task(FULL_ID)))
+    service.always_at = {
+        "/logs": printed(""),
+        "/result": outcome("succeeded", result=7, log_tail="printed before\n"),
+    }
+    ran = run("submit", "jobs:train", "--follow")
+    assert (ran.code, ran.out) == (0, "7\n")
+    assert "printed before" not in ran.err, "it was printed when it came"
+    assert {given["stream"] for given in asked(service)} == {"stdout", "stderr"}
