@@ -14,7 +14,7 @@ def _newer(protocol: int) -> Mapping[str, str]:
     """It also speaks the form of this release."""
     return {
         f"PROTOCOL = {protocol}\n": f"PROTOCOL = {protocol + 1}\n",
-        "SPOKEN = (PROTOCOL,)": "SPOKEN = (PROTOCOL - 1, PROTOCOL)",
+        f"SPOKEN = ({protocol - 1}, PROTOCOL)": f"SPOKEN = ({protocol}, PROTOCOL)",
     }
 
 

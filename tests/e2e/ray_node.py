@@ -50,16 +50,22 @@ class RayNode:
 
     def freeze(self) -> None:
         """Everything there stands still, as on a machine that hangs; nobody is told."""
-        self._signal(signal.SIGSTOP)
+        self.strike(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        self._signal(signal.SIGCONT)
+        self.strike(signal.SIGCONT)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def strike(self, number: signal.Signals, name: str = "") -> None:
+        """Signal every process there, or those of this name: `raylet`, `ray::NodeAgent`."""
         assert self._process is not None
-        for entry in process_table().values():
-            if session_of(entry.id.pid) == self._process.pid:
-                send_signal(entry.id, number)
+        struck = [
+            entry.id
+            for entry in process_table().values()
+            if session_of(entry.id.pid) == self._process.pid and name_of(entry.id.pid).startswith(name)
+        ]
+        assert struck, name
+        for process in struck:
+            send_signal(process, number)
 
     def kill(self) -> None:
         """As when its machine loses power: nobody says goodbye."""

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from typing import Any, NamedTuple
 
 import ray
@@ -40,8 +41,12 @@ WITHOUT_HEAD = (
     "runs go on, and those that are ordered start, but no node joins; after 60 s "
     "(RAY_gcs_rpc_server_reconnect_timeout_s) Ray ends its nodes with all that runs there"
 )
-LOOK_SECONDS = 1.0
-"""Between two questions to Ray for its nodes; each takes half a millisecond."""
+LOOK_SECONDS = 0.25
+"""Between two questions to Ray for its nodes; each takes half a millisecond where they are few."""
+LOOK_SHARE = 0.01
+"""In a large cluster the questions are rarer, so that they take no more of a core than this ..."""
+LONGEST_LOOK_SECONDS = 1.0
+"""... but never as rare as to see a node later than this."""
 LOOK_PATIENCE_SECONDS = 3.0
 """A control service of Ray that is silent for longer is reported; agents can be talked to without it."""
 UNTAKEN_BYTES = 32 * 2**20
@@ -132,8 +137,11 @@ class Driver:
         await self.send("connected")
         self._tasks.create_task(self._request_room())
         while True:
-            await self._update_links(await self._nodes())
-            await asyncio.sleep(LOOK_SECONDS)
+            asked_at = time.monotonic()
+            nodes = await self._nodes()
+            took_seconds = time.monotonic() - asked_at
+            await self._update_links(nodes)
+            await asyncio.sleep(max(LOOK_SECONDS, min(took_seconds / LOOK_SHARE, LONGEST_LOOK_SECONDS)))
 
     async def on_message(self, message: tuple[Any, ...]) -> None:
         match message:
