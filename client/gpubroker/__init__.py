@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from gpubroker.tasks.estimates import Estimate
     from gpubroker.tasks.explanation import Explanation, Simulation
     from gpubroker.tasks.submission import Submission
-    from gpubroker.tasks.task import Event, Outcome, Quarantined, Task, TaskState
+    from gpubroker.tasks.task import Event, Outcome, Quarantined, Stack, Task, TaskState
     from gpubroker.transport.decoding import Page
 
 __version__ = "0.3.0.dev0"
@@ -64,7 +64,7 @@ _NAMES = {
     "tasks.estimates": ("Estimate",),
     "tasks.explanation": ("Explanation", "Simulation"),
     "tasks.submission": ("Submission",),
-    "tasks.task": ("Event", "Outcome", "Quarantined", "Task", "TaskState"),
+    "tasks.task": ("Event", "Outcome", "Quarantined", "Stack", "Task", "TaskState"),
     "transport.decoding": ("Page",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
@@ -101,6 +101,7 @@ __all__ = [
     "RunningTask",
     "ServedModel",
     "Simulation",
+    "Stack",
     "Stats",
     "Stopped",
     "StoredObject",

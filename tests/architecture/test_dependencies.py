@@ -21,6 +21,8 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 """Where the name of the package is not that of its distribution."""
+PROGRAMS = {"pyproject.toml": {"py-spy"}}
+"""Declared for what they run as programs; never imported."""
 BY_EXTRA = {
     "ray": ("adapters/ray/", "adapters/nvml/"),
     "triton": ("adapters/triton/", "gateway/proxy/", "ports/triton_messages.py"),
@@ -40,7 +42,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported(
     declared = _project(project)
     names = {name for group in _groups(declared).values() for name in group}
     imported = {distribution for module in modules(*folders) for distribution in _imported(module)}
-    assert imported - {declared["name"]} == names
+    assert imported - {declared["name"]} == names - PROGRAMS.get(project, set())
 
 
 def test_the_libraries_of_an_extra_are_used_where_that_is_looked_for() -> None:

@@ -26,7 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "0b8a8c173e0a",
+    "agent-9": "7d2486d6a8ec",
     "runner-5": "159adbd1a83c",
     "runner-6": "feeb51343d90",
 }
@@ -71,7 +71,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "e553efb117b2"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "07cf53729379"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "12552743ed52"),
     ],
     ids=["driver and agent", "agent and run process"],

@@ -2,6 +2,7 @@
 
 import base64
 import inspect
+import pickle
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -18,6 +19,7 @@ from gpubroker import (
     TaskState,
     Unreachable,
     WaitTimeout,
+    WrongArgument,
 )
 
 from tests.client.conftest import Do
@@ -219,3 +221,23 @@ def test_names_are_escaped_in_paths(service: RecordedService, do: Do) -> None:
     service.reply_with(Reply(204, b""))
     do("revoke_token", "a/b?c")
     assert service.requests[0].path == "/tokens/a%2Fb%3Fc"
+
+
+def test_a_task_asks_the_broker_that_it_came_from(service: RecordedService) -> None:
+    stack = {"id": "task_1", "stack": "Thread 1"}
+    again = a_task("task_2") | {"retry_of": "task_1"}
+    service.reply_with(Reply(202, a_task("task_1")), Reply(202, again), Reply(200, stack))
+    with Broker(service.url, "gpb_secret") as broker:
+        task = broker.submit("a:b")
+        assert task.retry().retry_of == "task_1"
+        assert task.stack(rank=1).stack == "Thread 1"
+        copy = pickle.loads(pickle.dumps(task))
+        assert copy == task
+        with pytest.raises(WrongArgument, match="came from is gone"):
+            copy.retry()
+    assert [request.path for request in service.requests] == [
+        "/tasks",
+        "/tasks/task_1/retry",
+        "/tasks/task_1/stack",
+    ]
+    assert service.requests[-1].params == [("rank", "1")]

@@ -130,6 +130,13 @@ def test_a_refused_submit_says_why(gpubroker: Run) -> None:
     assert "24.0 GiB of sim-24g" in too_large.err
 
 
+def test_the_stack_of_a_run_is_shown_or_why_there_is_none(gpubroker: Run, holder: str) -> None:
+    assert gpubroker("stack", holder).out == "a simulated run has no process\n"
+    assert gpubroker("stack", holder, "-o", "json").json["stack"] is None
+    beyond = gpubroker("stack", holder, "--rank", "1")
+    assert (beyond.code, "it has 1 rank" in beyond.err) == (6, True)
+
+
 def test_devices_nodes_and_totals_are_shown(gpubroker: Run, holder: str) -> None:
     gpus = gpubroker("gpus").out
     assert "2 GPUs (simulated)   leased 48.0" in gpus

@@ -27,6 +27,7 @@ from gpubroker_server.core.domain.orders import (
     GoOrder,
     LogName,
     Order,
+    StackOrder,
     StartOrder,
     StopOrder,
     WatchOrder,
@@ -80,6 +81,7 @@ ORDERS: tuple[Order, ...] = (
     WorldOrder(*AT, (0, 1), rank=1),
     WatchOrder(*AT, 42, ((GPU, Mib(100)),)),
     StopOrder(*AT, StopReason.PREEMPT, Seconds(2.5), rank=1),
+    StackOrder(*AT, "r1", rank=1),
     ForgetOrder(*AT, rank=1),
 )  # fmt: skip
 
@@ -104,6 +106,7 @@ OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
     ("beat", 1000.0),
     ("node_lost", 1000.0, "a.1", "dead"),
 )
+STACK = ("stack", "t", 3, 1, 1000.0, "r1", "Thread 1", "")
 RECORD = RunRecord("t", 3, 1, (("GPU-a", 100),), "runner/n1/x", 42, 4711, "ray-node", 5, 64)
 CONFIG = AgentConfig(
     node="n1",
@@ -149,9 +152,11 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
     form = OrderWriter(1000, 500)
     about_logs = agent >= TELLS_LOGS
-    orders = [*(form.write(o, PAYLOAD) for o in ORDERS), *([LOG_ORDER] if about_logs else []), MEASURE]
+    spoken = [order for order in ORDERS if agent > 8 or not isinstance(order, StackOrder)]
+    orders = [*(form.write(o, PAYLOAD) for o in spoken), *([LOG_ORDER] if about_logs else []), MEASURE]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
-    reports = [NODE_SEEN, (*NEWS[0], 999.5), *NEWS[1:], *OF_AN_AGENT, *([LOGGED] if about_logs else [])]
+    reports = [NODE_SEEN, (*NEWS[0], 999.5), *NEWS[1:], *OF_AN_AGENT]
+    reports += [LOGGED, STACK] if about_logs else []
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

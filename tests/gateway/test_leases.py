@@ -178,6 +178,14 @@ async def test_leases_are_listed_by_state_and_holder_page_by_page(gateway: Gatew
     assert await listed(api, f"limit=2&cursor={page['next_cursor']}") == [first]
 
 
+async def test_leases_are_sorted_by_priority_page_by_page(api: Client) -> None:
+    for name, level in (("a", 10), ("b", 30), ("c", 10)):
+        await ask(api, holder=name, priority=level)
+    first = (await api.get("/leases?sort=priority&limit=2")).json()
+    rest = (await api.get(f"/leases?sort=priority&limit=2&cursor={first['next_cursor']}")).json()
+    assert [lease["holder"] for lease in (*first["items"], *rest["items"])] == ["a", "c", "b"]
+
+
 async def test_ended_and_quarantined_leases_are_listed_separately(gateway: Gateway, api: Client) -> None:
     ended = await ask(api, gpu_mb=GIB)
     await gateway.plan(ended)

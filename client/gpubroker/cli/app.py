@@ -19,7 +19,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "tasks.explain": "explain",
     "tasks.results": "wait result logs",
     "tasks.events": "events",
-    "tasks.change": "cancel retry hold release priority change",
+    "tasks.change": "cancel retry stack hold release priority change",
     "lease_commands": "lease",
     "gpu_commands": "gpus",
     "cluster_commands": "estimates tenants stats policy profiles demand",

@@ -107,11 +107,14 @@ class LeaseApi(LeaseSteps):
         return decode(Lease, (yield from self._ask("GET", _path(lease))))
 
     @listing
-    def leases(self, *, state: str | None = None, holder: str | None = None) -> Pages[Lease]:
-        """All leases that match, newest first; `state` may be several, separated by commas."""
+    def leases(
+        self, *, state: str | None = None, holder: str | None = None, sort: str | None = None
+    ) -> Pages[Lease]:
+        """All leases that match, newest first; `state` may be several, separated by commas. `sort`: submitted
+        or priority; with a `-` the latest, or the highest, first."""
 
         def fetch(cursor: str | None) -> Steps[Page[Lease]]:
-            raw = yield from self._ask("GET", "/leases", state=state, holder=holder, cursor=cursor)
+            raw = yield from self._ask("GET", "/leases", state=state, holder=holder, sort=sort, cursor=cursor)
             return page_of(Lease, raw)
 
         return Pages(fetch)

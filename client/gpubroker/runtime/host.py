@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import current_thread
 
 from gpubroker.runtime.invoke import CannotOpen, called, opened, run_command
 from gpubroker.runtime.journal import SOON, Journal
@@ -101,7 +102,8 @@ class RunHost:
         self._threads.submit(self._run, order, task, output)
 
     def _run(self, order: RunOrder, task: RunningTask, output: Output) -> None:
-        key = order.key
+        key, thread = order.key, current_thread()
+        idle_name, thread.name = thread.name, str(key)  # by which its stack is told from those of others
         self._journal.add(started(key, os.getpid()), SOON)
         entered = enter_task(task)
         printing = enter_output(output) if isinstance(output, MemoryOutput) else None
@@ -109,6 +111,7 @@ class RunHost:
         leave_task(entered)
         if printing is not None:
             leave_output(printing)
+        thread.name = idle_name
         # Reported before it is removed: a reader that sees no run left has every end.
         self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
         del self.orders[key], self._tasks[key]

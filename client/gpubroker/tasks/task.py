@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
+from weakref import ref
 
-from gpubroker.errors import TaskCancelled, TaskExpired, TaskFailed
+from gpubroker.errors import TaskCancelled, TaskExpired, TaskFailed, WrongArgument
 from gpubroker.tasks.estimates import Expected, Sizing
 from gpubroker.transport.decoding import Raw, decode
 
@@ -220,10 +221,29 @@ class Task:
     quarantine: tuple[Quarantined, ...] = ()
     """Its runs, of any attempt, that are not confirmed gone."""
     raw: Raw = field(default_factory=dict, repr=False)
+    told_by: "ref[Any] | None" = field(default=None, repr=False, compare=False)
+    """The broker that it came from."""
+
+    def __reduce__(self) -> Any:
+        return decode, (Task, self.raw)  # a copy elsewhere has no broker
 
     @property
     def is_finished(self) -> bool:
         return self.state.is_terminal
+
+    def retry(self, *, idempotency_key: str | None = None) -> Any:
+        """`broker.retry(task)` of the broker that it came from: a Task, or a coroutine of one."""
+        return self._broker().retry(self, idempotency_key=idempotency_key)
+
+    def stack(self, *, rank: int = 0) -> Any:
+        """`broker.stack(task)` of the broker that it came from: a Stack, or a coroutine of one."""
+        return self._broker().stack(self, rank=rank)
+
+    def _broker(self) -> Any:
+        broker = None if self.told_by is None else self.told_by()
+        if broker is None:
+            raise WrongArgument(f"the broker that task {self.id} came from is gone; ask another by this id")
+        return broker
 
 
 AnyTask = Task | str
@@ -267,6 +287,21 @@ def check_success(outcome: Outcome) -> None:
             traceback=error.traceback,
             log_tail=outcome.log_tail,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Where the process of a running task was: `stack` has all its Python threads as text, each with its most
+    recent call last; None if there are none, and then `message` says why."""
+
+    id: str
+    attempt: int = 0
+    rank: int = 0
+    node: str = ""
+    taken_at: datetime | None = None
+    stack: str | None = None
+    message: str = ""
+    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypedDict, Unpack, cast
+from weakref import ref
 
 import cloudpickle
 
@@ -22,7 +23,7 @@ from gpubroker.tasks.submission import (
     simulation_body,
     submission_body,
 )
-from gpubroker.tasks.task import AnyTask, Cancelled, Event, Outcome, Task, check_success, id_of
+from gpubroker.tasks.task import AnyTask, Cancelled, Event, Outcome, Stack, Task, check_success, id_of
 from gpubroker.tasks.waiting import Deadline
 from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
@@ -125,7 +126,7 @@ class TaskApi(Operations):
         key = options.get("idempotency_key") or uuid.uuid4().hex
         body = submission_body(target, args, options)
         call = Call("POST", "/tasks", body=body, headers={"Idempotency-Key": f'"{key}"'})
-        return decode(Task, (yield from self._send(call)).json())
+        return self._task((yield from self._send(call)).json())
 
     @operation
     def submit_many(
@@ -211,7 +212,7 @@ class TaskApi(Operations):
     ) -> Steps[Task]:
         """End the task; a running one gets notice and then its grace period."""
         body = without_none({"grace_seconds": grace_seconds, "reason": reason})
-        return decode(Task, (yield from self._ask("POST", f"{_path(task)}/cancel", body)))
+        return self._task((yield from self._ask("POST", f"{_path(task)}/cancel", body)))
 
     @operation
     def retry(self, task: AnyTask, *, idempotency_key: str | None = None) -> Steps[Task]:
@@ -219,7 +220,13 @@ class TaskApi(Operations):
         without its dependencies, hold, start time and deadline. Raises Refused as `submit` does."""
         key = idempotency_key or uuid.uuid4().hex
         call = Call("POST", f"{_path(task)}/retry", headers={"Idempotency-Key": f'"{key}"'})
-        return decode(Task, (yield from self._send(call)).json())
+        return self._task((yield from self._send(call)).json())
+
+    @operation
+    def stack(self, task: AnyTask, *, rank: int = 0) -> Steps[Stack]:
+        """The Python threads of a running task, which goes on; of a gang, of one rank. Raises Refused
+        (`task-not-running`)."""
+        return decode(Stack, (yield from self._ask("GET", f"{_path(task)}/stack", rank=rank or None)))
 
     @operation
     def cancel_selected(
@@ -251,7 +258,7 @@ class TaskApi(Operations):
         """Change a task's priority, hold it in the queue (`held=True`) or release it, or change its times
         while it waits. The options are those of `ChangeOptions`."""
         body = {name: plain(name, value) for name, value in wanted.items()}
-        return decode(Task, (yield from self._ask("PATCH", _path(task), body)))
+        return self._task((yield from self._ask("PATCH", _path(task), body)))
 
     @listing
     def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
@@ -260,7 +267,9 @@ class TaskApi(Operations):
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
 
         def fetch(cursor: str | None) -> Steps[Page[Task]]:
-            return page_of(Task, (yield from self._ask("GET", "/tasks", **params, cursor=cursor)))
+            return page_of(
+                Task, (yield from self._ask("GET", "/tasks", **params, cursor=cursor)), told_by=ref(self)
+            )
 
         return Pages(fetch)
 
@@ -306,15 +315,18 @@ class TaskApi(Operations):
         """What your past runs used, by model type (else name, else entrypoint) and kind of device."""
         return page_of(Estimate, (yield from self._ask("GET", "/estimates", subject=subject)))
 
+    def _task(self, raw: Mapping[str, Any]) -> Task:
+        return decode(Task, raw, told_by=ref(self))
+
     def _get(self, task: AnyTask) -> Steps[Task]:
-        return decode(Task, (yield from self._ask("GET", _path(task))))
+        return self._task((yield from self._ask("GET", _path(task))))
 
     def _wait(self, task: AnyTask, timeout_seconds: float | None) -> Steps[Task]:
         deadline = Deadline(timeout_seconds)
         while True:
             left = deadline.next_poll_seconds()
             call = Call("GET", f"{_path(task)}/wait", {"timeout_seconds": left}, patience_seconds=left)
-            seen = decode(Task, (yield from self._send(call)).json())
+            seen = self._task((yield from self._send(call)).json())
             if seen.is_finished:
                 return seen
             if deadline.is_over():

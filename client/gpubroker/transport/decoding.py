@@ -29,8 +29,10 @@ class Page(Generic[T]):
         return len(self.items)
 
 
-def page_of(model: type[T], raw: Raw) -> Page[T]:
-    return Page(tuple(decode(model, item) for item in raw["items"]), raw.get("next_cursor"), raw)
+def page_of(model: type[T], raw: Raw, **given: Any) -> Page[T]:
+    """As `decode` of each item."""
+    items = tuple(decode(model, item, **given) for item in raw["items"])
+    return Page(items, raw.get("next_cursor"), raw)
 
 
 def decode(model: type[T], raw: Raw, **given: Any) -> T:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import structlog
 
+from gpubroker_server.broker.client_requests import ClientRequests
 from gpubroker_server.core.domain.decisions import Decision, Outcome
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
@@ -24,12 +25,12 @@ from gpubroker_server.core.domain.orders import (
     Progressed,
     Report,
     Sampled,
+    Stacked,
 )
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle import (
-    change_requests,
     deadlines,
     model_adoption,
     model_lifecycle,
@@ -198,6 +199,7 @@ class Observer:
         self._named_unknown = False
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None before the first look."""
+        self._requests = ClientRequests(world, policy, blobs)
         self.to_ask: list[NodeName] = []
         """Nodes that were given up, and nodes whose reports may be lost: the leader asks them what they
         have."""
@@ -229,6 +231,8 @@ class Observer:
                     decisions += model_adoption.server_gone(self._world, report.process)
                 case ModelsInUse():
                     decisions += model_turns.turns(self._world, report.names, now)
+                case Stacked():
+                    decisions += await self._requests.answered(report)
                 case NodeReport():
                     self._log_answer(report)
                     self._name_strangers(report)
@@ -274,10 +278,7 @@ class Observer:
         for request in self._world.requests.values():
             if request.what == "resume":
                 self.heartbeats.resume(request.fields["nodes"])
-        return [
-            change_requests.carry_out(self._world, request, now, self._policy)
-            for request in list(self._world.requests.values())
-        ]
+        return self._requests.carry_out(now)
 
     def on_time(self, now: Instant, *, listening: bool = True) -> list[Decision]:
         """`listening`: whether reports of agents reach this leader, as far as it knows."""

@@ -41,7 +41,7 @@ from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.gateway.status.pending import PendingReasons
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.submission.submissions import Submissions
-from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, logs, retry
+from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, logs, retry, stack
 from gpubroker_server.gateway.tasks import routes as tasks
 from gpubroker_server.gateway.tasks.logs import LogParts
 from gpubroker_server.gateway.tasks.routes import TaskParts
@@ -54,6 +54,7 @@ _RESOURCES = (
         cancel_selected,
         retry,
         logs,
+        stack,
         inferences,
         objects,
         leases,

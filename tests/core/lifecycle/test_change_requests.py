@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.lease import PledgeEnd
-from gpubroker_server.core.domain.orders import StopOrder
+from gpubroker_server.core.domain.orders import StackOrder, StopOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Dependency, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.change_requests import STACK_SECONDS, carry_out
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_lease, a_pledge, a_task, a_world, commit, holding
@@ -199,3 +199,27 @@ def test_a_preemptor_that_is_raised_keeps_its_pledges() -> None:
 def test_a_change_to_the_current_value_writes_no_row() -> None:
     world = a_world(a_task(priority=50))
     assert ask(world, "change", priority=50, held=False).tasks == ()
+
+
+def asked_for_stack(world: World, rank: int = 0, after_seconds: float = 0.0) -> Decision:
+    request = Request("r1", TaskId("task"), "default", "stack", {"rank": rank}, NOW)
+    return carry_out(world, request, Instant(NOW + after_seconds), Policy())
+
+
+def test_a_stack_is_asked_of_the_agent_and_settled_by_its_answer() -> None:
+    world = a_world(holding(a_task(gpu_mb=GIB), "gpu0"))
+    decision = asked_for_stack(world)
+    [order] = decision.orders
+    assert isinstance(order, StackOrder)
+    assert (order.node, order.incarnation, order.request, order.rank) == ("n1", "n1-1", "r1", 0)
+    assert (decision.requests_done, decision.tasks) == ((), ())
+
+
+def test_a_stack_that_nobody_can_read_is_settled_without_an_answer() -> None:
+    waits, runs = a_world(a_task()), a_world(holding(a_task(gpu_mb=GIB), "gpu0"))
+    for decision in (
+        asked_for_stack(waits),
+        asked_for_stack(runs, rank=1),
+        asked_for_stack(runs, after_seconds=STACK_SECONDS + 1.0),
+    ):
+        assert (decision.requests_done, decision.orders) == (("r1",), ())

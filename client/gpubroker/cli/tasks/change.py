@@ -1,4 +1,4 @@
-"""`gpubroker cancel`, `retry`, `hold`, `release`, `priority` and `change`."""
+"""`gpubroker cancel`, `retry`, `stack`, `hold`, `release`, `priority` and `change`."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -104,6 +104,17 @@ def retry(context: typer.Context, task: TaskWord, output: Output = Format.TABLE)
         emit_all(output, [again], task_table)
 
 
+def stack(
+    context: typer.Context,
+    task: TaskWord,
+    rank: Annotated[int, typer.Option(help="Of a gang: the process of this rank.")] = 0,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show where a running task is: all its Python threads. It goes on meanwhile."""
+    with connect(context) as broker:
+        emit(output, broker.stack(task_id(broker, task), rank=rank), lambda seen: seen.stack or seen.message)
+
+
 def hold(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE) -> None:
     """Keep tasks in the queue until they are released."""
     _change(context, tasks, output, lambda broker, task: broker.change(task, held=True))
@@ -206,5 +217,5 @@ def _change_all(
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (cancel, retry, hold, release, priority, change):
+    for command in (cancel, retry, stack, hold, release, priority, change):
         app.command(rich_help_panel="Tasks")(command)

@@ -26,6 +26,8 @@ from gpubroker_server.core.domain.orders import (
     ReportedDevice,
     RunId,
     Sampled,
+    Stacked,
+    StackOrder,
     Started,
     StartOrder,
     StopOrder,
@@ -151,6 +153,9 @@ class WaitingExecutor:
                     self._stop_watching(_key(order))
                 case ForgetOrder() if (run := self._runs.get(_key(order))) and run.is_over:
                     del self._runs[_key(order)]
+                case StackOrder():
+                    at, said = self._clock.now(), "a simulated run has no process"
+                    self._report(Stacked(order.task, order.fence, at, order.request, "", said, order.rank))
                 case StartOrder() | StopOrder() | ForgetOrder() | WorldOrder():
                     pass
 

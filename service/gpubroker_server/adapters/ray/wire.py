@@ -20,6 +20,7 @@ from gpubroker_server.core.domain.orders import (
     Report,
     RunId,
     Sampled,
+    StackOrder,
     StartOrder,
     StopOrder,
     WatchOrder,
@@ -101,6 +102,8 @@ class OrderWriter:
                 return "watch", *run, order.pid, _by_uuid(order.devices)
             case StopOrder():
                 return "stop", *run, order.reason.value, order.grace_seconds
+            case StackOrder():
+                return "stack", *run, order.request
             case ForgetOrder():
                 return "forget", *run
 

@@ -124,6 +124,8 @@ class Decision:
     outcome: Outcome | None = None
     checkpoint: Checkpointed | None = None
     requests_done: tuple[str, ...] = ()
+    answer: str = ""
+    """The digest of the object that answers them."""
     orders: tuple[AnyOrder, ...] = ()
     lessons: tuple[Observation, ...] = ()
     forgotten: tuple[SketchKey, ...] = ()
@@ -152,7 +154,7 @@ class Request:
 
     `what` and its fields:
 
-    - of a task: cancel (grace_seconds or none), change (priority, held, times)
+    - of a task: cancel (grace_seconds or none), change (priority, held, times), stack (rank)
     - of an external holder, also: renew (ttl_seconds or none), release (by)
     - of a model, also: want (priority, uses), pin (pinned, by)
     - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,

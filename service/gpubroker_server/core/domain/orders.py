@@ -100,13 +100,22 @@ class StopOrder(_RunOrder):
 
 
 @value
+class StackOrder(_RunOrder):
+    """Read the stacks of the run's Python threads while they go on, and report them as a Stacked."""
+
+    request: str
+    """Which request this answers."""
+    rank: int = 0
+
+
+@value
 class ForgetOrder(_RunOrder):
     """The outcome of this run is durable: the agent may drop what it keeps of it."""
 
     rank: int = 0
 
 
-Order = StartOrder | GoOrder | WorldOrder | WatchOrder | StopOrder | ForgetOrder
+Order = StartOrder | GoOrder | WorldOrder | WatchOrder | StopOrder | StackOrder | ForgetOrder
 
 
 @value
@@ -187,6 +196,17 @@ class Ended(_RunReport):
     """`json` or `cloudpickle`; pickled bytes are opened by the SDK only."""
     failure: Failure | None = None
     log_tail: bytes = b""
+    rank: int = 0
+
+
+@value
+class Stacked(_RunReport):
+    """The answer to a StackOrder."""
+
+    request: str
+    stack: str
+    """Empty if there is none; then `message` says why."""
+    message: str
     rank: int = 0
 
 
@@ -302,6 +322,7 @@ Report = (
     | Progressed
     | Checkpointed
     | Ended
+    | Stacked
     | Logged
     | Gone
     | NodeReport
@@ -312,4 +333,4 @@ Report = (
     | ServerGone
     | ModelsInUse
 )
-"""`task`, `fence` and `rank` of the first seven name the run; a report with a stale fence changes nothing."""
+"""`task`, `fence` and `rank` of the first eight name the run; a report with a stale fence changes nothing."""

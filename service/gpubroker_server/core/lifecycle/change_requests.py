@@ -13,7 +13,9 @@ from gpubroker_server.core.domain.decisions import (
     withdraw_pledges,
     write_move,
 )
+from gpubroker_server.core.domain.orders import StackOrder
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import node_of
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.lifecycle import cordoning, external_leases, model_lifecycle, quarantine
@@ -24,8 +26,12 @@ TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
 """Times of a pending task that may be changed: instants and seconds."""
 
 
+STACK_SECONDS = Seconds(10.0)
+"""An agent has so long to read the stacks of a run."""
+
+
 def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> Decision:
-    """One decision that settles the request in any case.
+    """One decision that settles the request in any case; but a stack is asked for until it comes.
 
     A request that comes too late, or that a newer release wrote and this one does not know, changes nothing.
     """
@@ -52,6 +58,8 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
             return _change(world, task, request, now, done)
         case "renew":
             return external_leases.renew(task, request, now, done)
+        case "stack":
+            return _read_stack(world, task, request, now, done)
         case "want":
             return model_lifecycle.want(world, task, request, now, done)
         case "pin":
@@ -85,6 +93,18 @@ def _cancel(
     grace = task.grace_seconds if grace_seconds is None else grace_seconds
     notice, orders = give_notice(world, task, StopReason.CANCEL, grace, now)
     return replace(done, tasks=(notice,), orders=orders)
+
+
+def _read_stack(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """The question to the agent, whose answer settles the request. Settled without an answer if there is no
+    process to ask about, or if the agent has not answered in time."""
+    rank = int(request.fields["rank"])
+    has_process = task.state in (TaskState.RUNNING, TaskState.STOPPING) and task.is_run
+    if not has_process or rank >= max(1, len(task.members)) or now > request.made_at + STACK_SECONDS:
+        return done
+    node = node_of(task, rank)
+    order = StackOrder(task.id, task.fence, node, world.nodes[node].incarnation, request.id, rank)
+    return replace(done, requests_done=(), orders=(order,))
 
 
 def _cancel_stopping(

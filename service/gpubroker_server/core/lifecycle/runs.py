@@ -22,6 +22,7 @@ from gpubroker_server.core.domain.orders import (
     Ready,
     Report,
     Sampled,
+    Stacked,
     Started,
 )
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
@@ -95,6 +96,7 @@ def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy:
                 | Heartbeat()
                 | Sampled()
                 | Progressed()
+                | Stacked()
                 | Logged()
             ):
                 pass

@@ -122,7 +122,8 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         what = "made" if end is None else str(end)
         yield NewEvent(f"pledge.{what}", pledge.key, 1, pledge.tenant, pledge_fields(pledge))
     for request in decision.requests_done:
-        yield NewEvent("request.done", request, 1, "", {"task": decision.subject})
+        answer = {"answer": decision.answer} if decision.answer else {}
+        yield NewEvent("request.done", request, 1, "", {"task": decision.subject, **answer})
     for notice in decision.notices:
         yield NewEvent(notice.kind, notice.key, 1, "", notice.fields)
     for pauses, what in ((decision.paused, "paused"), (decision.resumed, "resumed")):

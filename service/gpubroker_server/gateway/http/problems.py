@@ -67,6 +67,12 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "task {task} is {state}, and {fields} can be changed only while a task is pending; "
         "cancel it and submit it again",
     ),
+    "task-not-running": ProblemKind(
+        409,
+        "The task does not run now",
+        "task {task} is {state} and has no process of its own that could be looked at; GET /tasks/{task} "
+        "says where it stands",
+    ),
     "task-not-retryable": ProblemKind(
         409,
         "A task of this kind cannot be retried",
@@ -199,6 +205,13 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "model-not-loaded": ProblemKind(502, "The model was not loaded"),
     "model-server-failed": ProblemKind(502, "The model server failed"),
     "follower-stale": ProblemKind(503, "The overview is too old to be trusted", retryable=True),
+    "stack-unavailable": ProblemKind(
+        503,
+        "Nobody answered for the process",
+        "the agent of node {node} said nothing of task {task} within {seconds} s, or the task has just "
+        "ended; ask again",
+        retryable=True,
+    ),
     "store-unavailable": ProblemKind(
         503,
         "The database cannot be reached",

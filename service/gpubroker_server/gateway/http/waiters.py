@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.decisions import Fields, Request
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.domain.units import Position, Seconds, TaskId
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -103,9 +104,12 @@ class Expectation:
 
     def __init__(self) -> None:
         self._happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.fields: Fields = {}
+        """Of the event that it waited for; empty if that was missed."""
 
-    def fulfil(self) -> None:
+    def fulfil(self, fields: Fields = MappingProxyType({})) -> None:
         if not self._happened.done():
+            self.fields = fields
             self._happened.set_result(None)
 
     async def within(self, seconds: Seconds) -> bool:
@@ -182,7 +186,7 @@ class Waiters:
             return
         for event in events:
             if event.kind in _WAKING:
-                self._fulfil(event.key)
+                self._fulfil(event.key, event.fields)
             if event.kind in _MOVES:
                 self._fulfil(moves_of(event.key))
 
@@ -204,9 +208,9 @@ class Waiters:
             expectation.fulfil()
         return expectation
 
-    def _fulfil(self, key: str) -> None:
+    def _fulfil(self, key: str, fields: Fields = MappingProxyType({})) -> None:
         for expectation in self._waiting.pop(key, ()):
-            expectation.fulfil()
+            expectation.fulfil(fields)
 
 
 class Leadership(Protocol):
@@ -245,6 +249,18 @@ class LeaderRequests:
         made = self._requests(subjects, tenant, what, fields)
         slices = [made[start : start + PER_COMMIT] for start in range(0, len(made), PER_COMMIT)]
         await asyncio.gather(*(self._settle(some, times=len(slices)) for some in slices))
+
+    async def ask_for(
+        self, subject: str, tenant: str, what: str, fields: dict[str, Any], seconds: Seconds
+    ) -> str:
+        """Store a request that has an answer, and wait for that: the digest of its object; empty if there is
+        none in time. Raises Problem tenant-waits."""
+        [request] = self._requests([subject], tenant, what, fields)
+        with self._waiters.expect_for(tenant, request.id) as done:
+            await self._store.request(request)
+            log.info("asked", what=what, task=subject, tenant=tenant)
+            await done.within(seconds)
+        return str(done.fields.get("answer", ""))
 
     def _requests(
         self, subjects: Sequence[str], tenant: str, what: str, fields: dict[str, Any]

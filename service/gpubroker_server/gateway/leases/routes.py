@@ -27,7 +27,7 @@ from gpubroker_server.gateway.leases.leases import (
     states_of,
     task_of_lease,
 )
-from gpubroker_server.gateway.status.records import TaskRecords
+from gpubroker_server.gateway.status.records import TaskRecords, order_of
 from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
 from gpubroker_server.ports.store import RunSpec, TaskRecord
 
@@ -56,6 +56,10 @@ class LeaseQuery(PageQuery):
         list[LeaseStanding], Field(description="One or more states, repeated or separated by commas.")
     ] = []  # noqa: RUF012  # pydantic copies it
     holder: Annotated[Name | None, Field(description="The exact name of the holder.")] = None
+    sort: Annotated[
+        Literal["submitted", "-submitted", "priority", "-priority"],
+        Field(description="`-`: the latest, or the highest, first; equal ones by submission."),
+    ] = "-submitted"
 
 
 class LeaseWaitQuery(WaitQuery):
@@ -115,9 +119,10 @@ def _new_task(call: Call, submissions: Submissions, body: AskLease) -> Task:
 
 @resource.route("GET /leases", "leases_list", Scope.TASKS_READ, LeasePage, "cursor-invalid validation-failed")
 async def list_leases(call: Call, parts: Parts, query: Annotated[LeaseQuery, Query()]) -> Response:
-    """List your tenant's external leases, newest first."""
+    """List your tenant's external leases; newest first, if not sorted."""
     states, quarantined = states_of(query.state)
     filters = {"kind": KIND, "states": states, "quarantined": quarantined, "name": query.holder}
+    filters |= order_of(query.sort)
     return await parts.records.page(call.identity, query, lease_view, **filters)
 
 

@@ -232,6 +232,11 @@ class TaskRecords:
 _PLACE = re.compile(r"(-?[0-9]{1,15}(?:\.[0-9]{1,20})?:)?(task_[0-9a-z]{26})")
 
 
+def order_of(sort: str) -> dict[str, Any]:
+    """The fields of TaskFilter for `submitted`, `-priority` and so on."""
+    return {"sort": TaskSort[sort.strip("-").upper()], "descending": sort[0] == "-"}
+
+
 def _cursor_at(task: Task, filtered_by: str, sort: TaskSort) -> str:
     return write_cursor(":".join(map(str, sort.key(task))), filtered_by)
 

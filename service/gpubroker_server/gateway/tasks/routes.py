@@ -17,7 +17,13 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer
 from gpubroker_server.gateway.http.waiters import LeaderRequests, OneAtATime
-from gpubroker_server.gateway.status.records import JUST_ACCEPTED, TaskRecords, result_member, shown_format
+from gpubroker_server.gateway.status.records import (
+    JUST_ACCEPTED,
+    TaskRecords,
+    order_of,
+    result_member,
+    shown_format,
+)
 from gpubroker_server.gateway.status.task_view import error_view, task_view
 from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
 from gpubroker_server.gateway.submission.submissions import (
@@ -175,7 +181,7 @@ async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query
         if query.cursor is not None:
             raise Problem("cursor-invalid", "a list by turn is one page; send no cursor")
         return await parts.records.in_turn(query.limit, task_view, labels=query.labels, **filters)
-    filters |= {"sort": TaskSort[query.sort.strip("-").upper()], "descending": query.sort[0] == "-"}
+    filters |= order_of(query.sort)
     if filters["sort"] is TaskSort.FINISHED:
         filters["states"] = _ends(filters["states"])
     return await parts.records.page(call.identity, query, task_view, labels=query.labels, **filters)

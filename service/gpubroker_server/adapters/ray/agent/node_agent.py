@@ -214,6 +214,8 @@ class NodeAgent:
                 runs.external.watch(RunKey(task, fence, rank), pid, leases)
             case ("stop", task, fence, rank, _reason, grace_seconds) if not is_over:
                 runs.stop(RunKey(task, fence, rank), grace_seconds)
+            case ("stack", task, fence, rank, request) if not is_over:
+                runs.tell_stack(RunKey(task, fence, rank), request)
             case ("forget", task, fence, rank) if not is_over:
                 runs.forget(RunKey(task, fence, rank))
             case ("log", task, fence, rank, stream, first_byte) if not is_over:

@@ -178,7 +178,7 @@ class Run:
     killed: str = ""
     """Why its process was killed; empty if it was not."""
     kill: asyncio.TimerHandle | None = None
-    ordered_at: float | None = None
+    ordered_at: float | None = field(default_factory=time.time)
     """When the agent got the order; None for a run that an earlier agent started."""
 
     @property

@@ -3,7 +3,6 @@
 import asyncio
 import bisect
 import contextlib
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import (
     retry_until_done,
     with_fractions,
 )
+from gpubroker_server.adapters.ray.agent.stacks import tell_stack
 from gpubroker_server.adapters.ray.agent.takeover import take_over
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import (
@@ -118,8 +118,7 @@ class NodeRuns:
             return
         self.table.note_fence(order.key)
         small = shareable and not order.barrier and self._config.warm_runners > 0
-        shared = small and not self.table.is_suspect(order.task)
-        run = Run(order, shared=shared, ordered_at=time.time())
+        run = Run(order, shared=small and not self.table.is_suspect(order.task))
         self.table.runs[order.key] = run
         if not self._place(run):
             bisect.insort(self._waiting, run, key=lambda waiting: -waiting.order.priority)
@@ -159,6 +158,10 @@ class NodeRuns:
         run = self.table.runs.get(key)
         if run is not None and run.process is not None and not run.has_ended:
             run.process.send(("world", tuple(key), tuple(ranks)))
+
+    def tell_stack(self, key: RunKey, request: str) -> None:
+        tell = partial(tell_stack, self.table.runs.get(key), key, request, self._report)
+        self._do(f"reading the stacks of run {key}", tell)
 
     def forget(self, key: RunKey) -> None:
         self.external.forget(key)
@@ -220,8 +223,7 @@ class NodeRuns:
         if kind == "printed":
             self._files.add_to_log(key, *report[5:])
             return
-        if kind == "started":
-            report = (*report, run.ordered_at)
+        report = (*report, run.ordered_at) if kind == "started" else report
         if kind != "ended":
             if kind != "progressed":
                 run.reports[kind] = report

@@ -72,7 +72,7 @@ async def take_over(
         raise
     for key in sorted(marked - table.runs.keys()):
         order = RunOrder(key.task, key.fence, kind="", rank=key.rank)
-        took.strays.append(_note(Run(order, shared=False), table))
+        took.strays.append(_note(Run(order, shared=False, ordered_at=None), table))
     return took
 
 
@@ -104,7 +104,7 @@ def _take_run(
     order = RunOrder(
         *record.key[:2], kind="", rank=record.rank, leases=record.leases, memory_mb=record.memory_mb
     )
-    run = _note(Run(order, shared=False), table)
+    run = _note(Run(order, shared=False, ordered_at=None), table)
     if runner is None:
         return False
     # A process that is newer than the agent which started it may speak more than they agreed on.
@@ -137,7 +137,7 @@ def _take_runner(
         return False
     processes.append(adopted)
     for wire in described["runs"]:
-        run = _note(Run(RunOrder.from_wire(wire), shared=shared, process=adopted), table)
+        run = _note(Run(RunOrder.from_wire(wire), shared=shared, process=adopted, ordered_at=None), table)
         adopted.runs.add(run.key)
     return True
 

@@ -25,6 +25,7 @@ from gpubroker_server.core.domain.orders import (
     Report,
     ReportedDevice,
     Sampled,
+    Stacked,
     Started,
 )
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId, device_key
@@ -171,6 +172,12 @@ class EndedForm(RunForm, tag="ended"):
     log_tail: LogTail
 
 
+class StackForm(RunForm, tag="stack"):
+    request: Name
+    stack: Text
+    message: Text
+
+
 class LoggedForm(RunForm, tag="logged"):
     stream: Literal["stdout", "stderr"]
     first_byte: Annotated[int, Meta(ge=0, le=2**62)]
@@ -183,7 +190,16 @@ class GoneForm(RunForm, tag="gone"):
     samples: tuple[Sample, ...]
 
 
-OfRun = StartedForm | ReadyForm | ProgressedForm | CheckpointedForm | EndedForm | LoggedForm | GoneForm
+OfRun = (
+    StartedForm
+    | ReadyForm
+    | ProgressedForm
+    | CheckpointedForm
+    | EndedForm
+    | LoggedForm
+    | StackForm
+    | GoneForm
+)
 OfNode = BeatForm | SampledForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
@@ -226,6 +242,8 @@ def _of_run(source: Source, it: OfRun) -> Report:
                 raise MalformedReport("a run that succeeded has a result")
             failure = None if it.failure is None else Failure(*it.failure)
             return Ended(*run, it.ending, it.result, it.result_format, failure, it.log_tail, it.rank)
+        case StackForm():
+            return Stacked(*run, it.request, it.stack, it.message, it.rank)
         case LoggedForm():
             return Logged(*run, it.stream, it.first_byte, it.data, it.is_final, it.rank)
         case GoneForm():

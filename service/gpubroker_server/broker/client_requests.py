@@ -1,0 +1,43 @@
+"""Requests of clients, which the leader carries out. One for the stacks of a run is passed on to its agent
+once, and its answer becomes an object."""
+
+import json
+
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.orders import Stacked, StackOrder
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.lifecycle.change_requests import STACK_SECONDS, carry_out
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import BlobStore
+
+
+class ClientRequests:
+    """In one leader's memory: the next leader asks agents again."""
+
+    def __init__(self, world: World, policy: Policy, blobs: BlobStore) -> None:
+        self._world = world
+        self._policy = policy
+        self._blobs = blobs
+        self._asked: set[str] = set()
+        """Those that were passed on to an agent."""
+
+    def carry_out(self, now: Instant) -> list[Decision]:
+        """All, except those that an agent may still answer."""
+        given_up = now - STACK_SECONDS
+        requests = self._world.requests.values()
+        due = [it for it in requests if it.id not in self._asked or it.made_at < given_up]
+        decisions = [carry_out(self._world, request, now, self._policy) for request in due]
+        orders = (order for decision in decisions for order in decision.orders)
+        asked = {order.request for order in orders if isinstance(order, StackOrder)}
+        self._asked = (self._asked & self._world.requests.keys()) | asked
+        return decisions
+
+    async def answered(self, report: Stacked) -> list[Decision]:
+        """The answer is an object that no row names: it is read at once, and swept some time later. Raises
+        StoreUnavailable."""
+        if report.request not in self._world.requests:
+            return []
+        told = {"stack": report.stack, "message": report.message, "at": report.at}
+        digest = await self._blobs.put(json.dumps(told).encode(), owner=report.task)
+        return [Decision(report.task, "stack", requests_done=(report.request,), answer=digest)]

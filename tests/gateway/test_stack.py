@@ -1,0 +1,49 @@
+"""Asking where a running task is."""
+
+import asyncio
+import json
+
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.units import TaskId
+
+from tests.builders import GIB
+from tests.gateway.harness import Client, Gateway, fault, problem, until
+
+
+async def answer(gateway: Gateway, task_id: str, stack: str, message: str = "") -> None:
+    """As the leader does once the agent has told."""
+    await until(lambda: bool(gateway.world.requests))
+    told = {"stack": stack, "message": message, "at": gateway.clock.now()}
+    digest = await gateway.blobs.put(json.dumps(told).encode(), owner=task_id)
+    done = tuple(gateway.world.requests)
+    await gateway.commit(Decision(TaskId(task_id), "stack", requests_done=done, answer=digest))
+
+
+async def test_a_running_task_shows_its_threads_or_why_it_has_none(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 8 * GIB})
+    await gateway.admit(task_id)
+    for stack, message in (("Thread 1", ""), ("", "it is a command")):
+        asked = asyncio.create_task(api.get(f"/tasks/{task_id}/stack"))
+        await answer(gateway, task_id, stack, message)
+        seen = (await asked).json()
+        assert (seen["stack"], seen["message"]) == (stack or None, message)
+        assert (seen["id"], seen["attempt"], seen["rank"], seen["node"]) == (task_id, 1, 0, "n1")
+
+
+async def test_a_stack_that_the_leader_gives_up_can_be_asked_for_again(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 8 * GIB})
+    await gateway.admit(task_id)
+    asked = asyncio.create_task(api.get(f"/tasks/{task_id}/stack"))
+    await until(lambda: bool(gateway.world.requests))
+    await gateway.commit(Decision(TaskId(task_id), "stack", requests_done=tuple(gateway.world.requests)))
+    assert "n1" in problem(await asked, 503, "stack-unavailable")["detail"]
+
+
+async def test_a_task_without_a_process_has_no_stack(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 8 * GIB})
+    assert "pending" in problem(await api.get(f"/tasks/{task_id}/stack"), 409, "task-not-running")["detail"]
+    await gateway.admit(task_id)
+    fault(await api.get(f"/tasks/{task_id}/stack?rank=1"), "/rank")
+    await gateway.end(task_id)
+    problem(await api.get(f"/tasks/{task_id}/stack"), 409, "task-not-running")
+    problem(await api.get("/tasks/nobody/stack"), 404, "not-found")
