@@ -15,6 +15,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     for name in (
         *(
             "accept",
+            "array",
             "batch",
             "cancel",
             "cli",

@@ -10,6 +10,14 @@ def noop() -> None:
     """Takes no time: the overhead is what is measured."""
 
 
+def spin(number: int, ms: float) -> int:
+    """Takes so much CPU time."""
+    end = time.thread_time() + ms / 1000
+    while time.thread_time() < end:
+        pass
+    return number
+
+
 def first_line() -> int:
     """The time at which user code began, in nanoseconds."""
     return time.time_ns()

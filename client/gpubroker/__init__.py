@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
+        ItemFailed,
         ModelUnavailable,
         Refused,
         TaskCancelled,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from gpubroker.leases.lease import Lease, LeaseEnded, LeaseState, Notice
     from gpubroker.models.model import MeasuredModel, ObjectUsage, ServedModel, StoredObject
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
+    from gpubroker.tasks.array_api import Array, ArrayItem, ArrayState
     from gpubroker.tasks.estimates import Estimate
     from gpubroker.tasks.explanation import Explanation, Simulation
     from gpubroker.tasks.submission import Submission
@@ -49,6 +51,7 @@ _NAMES = {
     "decorators": ("inference", "task"),
     "errors": (
         "BrokerError",
+        "ItemFailed",
         "ModelUnavailable",
         "Refused",
         "TaskCancelled",
@@ -61,6 +64,7 @@ _NAMES = {
     "leases.lease": ("Lease", "LeaseEnded", "LeaseState", "Notice"),
     "models.model": ("MeasuredModel", "ObjectUsage", "ServedModel", "StoredObject"),
     "runtime": ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"),
+    "tasks.array_api": ("Array", "ArrayItem", "ArrayState"),
     "tasks.estimates": ("Estimate",),
     "tasks.explanation": ("Explanation", "Simulation"),
     "tasks.submission": ("Submission",),
@@ -70,6 +74,9 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "Array",
+    "ArrayItem",
+    "ArrayState",
     "AsyncBroker",
     "AutoscalingDemand",
     "Broker",
@@ -81,6 +88,7 @@ __all__ = [
     "Explanation",
     "FleetPlan",
     "Gpu",
+    "ItemFailed",
     "Lease",
     "LeaseEnded",
     "LeaseState",

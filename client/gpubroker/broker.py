@@ -7,6 +7,7 @@ from gpubroker.cluster.cluster_api import ClusterApi
 from gpubroker.leases.lease import LeaseOptions
 from gpubroker.leases.lease_api import LeaseApi
 from gpubroker.models.model_api import ModelApi
+from gpubroker.tasks.array_api import ArrayApi
 from gpubroker.tasks.task_api import TaskApi
 from gpubroker.transport.http import AsyncHttp, SyncHttp
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from gpubroker.leases.held_lease import AsyncHeldLease, HeldLease
 
 
-class Broker(SyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
+class Broker(SyncHttp, TaskApi, ArrayApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
     """A gpubroker service. Safe to share between threads; close it, or use it in a `with`.
 
     The address and the token come from the arguments, else from GPUBROKER_URL and GPUBROKER_TOKEN, else
@@ -41,11 +42,11 @@ class Broker(SyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
         return HeldLease(self._retry_seconds, self._carry_out, options, timeout_seconds)
 
 
-class AsyncBroker(AsyncHttp, TaskApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
+class AsyncBroker(AsyncHttp, TaskApi, ArrayApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
     """`Broker` for asyncio: same arguments, same methods, same exceptions. Close it, or use `async with`.
 
-    `list`, `events`, `leases`, `objects` and `infer_stream` are asynchronous iterators; everything else is
-    awaited.
+    `list`, `events`, `leases`, `objects`, `map`, `array_items`, `array_progress` and `infer_stream` are
+    asynchronous iterators; everything else is awaited.
     """
 
     def lease(

@@ -63,6 +63,16 @@ class Refused(BrokerError):
     """The service refused the request (4xx). Repeating it unchanged does not help."""
 
 
+class ItemFailed(BrokerError):
+    """An item of an array has no result. `kind` and `traceback` are as those of TaskFailed."""
+
+    def __init__(self, number: int, kind: str, message: str, traceback: str | None = None) -> None:
+        super().__init__(f"item {number} failed ({kind}): {message}", code="item-failed")
+        self.number = number
+        self.kind = kind
+        self.traceback = traceback
+
+
 class TaskFailed(BrokerError):
     """The task ended without a result: its code failed, or it ran out of time.
 

@@ -4,7 +4,7 @@ import logging
 import sys
 import threading
 
-from gpubroker import current_task
+from gpubroker import Stopped, current_task
 
 COMPANY = 4
 _everybody = threading.Barrier(COMPANY)
@@ -21,3 +21,27 @@ def print_in_company(name: str) -> None:
     _everybody.wait(10)
     logging.StreamHandler().emit(logging.LogRecord("x", logging.INFO, "", 0, f"logged by {name}", None, None))
     print("bye", file=sys.stderr)
+
+
+ONCE: list[int] = []
+BEGAN = threading.Event()
+
+
+def fails_odd_and_once(item: int) -> int:
+    if item % 2:
+        raise ValueError("odd")
+    if item == 2 and not ONCE:
+        ONCE.append(item)
+        raise RuntimeError("once")
+    return item
+
+
+def waits_for_notice(_item: int) -> None:
+    BEGAN.set()
+    current_task().wait_for_stop()
+    raise Stopped
+
+
+def is_stuck(_item: int) -> None:
+    """In a wait that no exception reaches."""
+    BEGAN.wait()

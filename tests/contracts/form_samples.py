@@ -25,6 +25,7 @@ from gpubroker_server.adapters.ray.wire import (
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
+    ItemsOrder,
     LogName,
     Order,
     StackOrder,
@@ -83,6 +84,7 @@ ORDERS: tuple[Order, ...] = (
     StopOrder(*AT, StopReason.PREEMPT, Seconds(2.5), rank=1),
     StackOrder(*AT, "r1", rank=1),
     ForgetOrder(*AT, rank=1),
+    ItemsOrder(*AT, 4, ((0, 5), (7, 8)), is_over=False, rank=1),
 )  # fmt: skip
 
 SAMPLES = [("GPU-a", 5, 1, {"t:3": 4}, 0.5)]
@@ -93,6 +95,17 @@ NEWS: tuple[tuple[Any, ...], ...] = (
     ("ready", "t", 3, 1, 1000.0, "10.0.0.1:4711"),
     ("progressed", "t", 3, 1, 1000.0, 0.5, "half"),
     ("checkpointed", "t", 3, 1, 1000.0, 7, "abc", b"state", None),
+    (
+        "items",
+        "t",
+        3,
+        1,
+        1000.0,
+        4,
+        ((5, 0.5, 1, b"1", None), (6, 0.5, 2, None, ("exception", "no", "Trace"))),
+        ((0, 5), (7, 8)),
+        9,
+    ),
     ("ended", "t", 3, 1, 1000.0, "failed", None, "json", ("exception", "no", "Trace"), b"log"),
 )
 """What a run's process says and its agent passes on."""
@@ -128,13 +141,22 @@ CONFIG = AgentConfig(
 )
 
 
+def orders_in(agent: int) -> Sequence[Order]:
+    """Those of this form: the one before knew no arrays and no stacks."""
+    return [order for order in ORDERS if agent > 8 or not isinstance(order, ItemsOrder | StackOrder)]
+
+
 def news_of(runner: int) -> tuple[tuple[Any, ...], ...]:
-    return (*NEWS, PRINTED) if runner >= TELLS_OUTPUT else NEWS
+    if runner < TELLS_OUTPUT:
+        return tuple(news for news in NEWS if news[0] != "items")
+    return (*NEWS, PRINTED)
 
 
-def items() -> Sequence[tuple[Any, ...]]:
+def items(runner: int) -> Sequence[tuple[Any, ...]]:
     config = replace(CONFIG, instance="instance")
+    of_arrays = (("items", ("t", 3, 1), 4, ((0, 5), (7, 8)), False),) if runner > 5 else ()
     return (
+        *of_arrays,
         ("share", RUN.to_wire()),
         own_start(RUN, config, Path("/runs/t.log"), "10.0.0.1"),
         ("go", ("t", 3, 1), "10.0.0.1:4711"),
@@ -152,14 +174,18 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
     form = OrderWriter(1000, 500)
     about_logs = agent >= TELLS_LOGS
-    spoken = [order for order in ORDERS if agent > 8 or not isinstance(order, StackOrder)]
-    orders = [*(form.write(o, PAYLOAD) for o in spoken), *([LOG_ORDER] if about_logs else []), MEASURE]
+    orders = [
+        *(form.write(o, PAYLOAD) for o in orders_in(agent)),
+        *([LOG_ORDER] if about_logs else []),
+        MEASURE,
+    ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
-    reports = [NODE_SEEN, (*NEWS[0], 999.5), *NEWS[1:], *OF_AN_AGENT]
+    first, *others = [news for news in NEWS if about_logs or news[0] != "items"]
+    reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
     reports += [LOGGED, STACK] if about_logs else []
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()
-    yield f"runner-{runner}-items.msgpack", pack(items())
+    yield f"runner-{runner}-items.msgpack", pack(items(runner))
     yield f"runner-{runner}-news.msgpack", pack(list(enumerate(news_of(runner))))
     yield f"runner-{runner}-description.msgpack", pack(description(runner))

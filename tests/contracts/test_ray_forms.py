@@ -27,6 +27,8 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    ItemResult,
+    ItemsReported,
     Logged,
     NodeLost,
     NodeReport,
@@ -35,7 +37,6 @@ from gpubroker_server.core.domain.orders import (
     ReportedDevice,
     Sampled,
     Stacked,
-    StackOrder,
     Started,
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
@@ -44,11 +45,11 @@ from tests.contracts.form_samples import (
     CONFIG,
     FORMS,
     LOG_ORDER,
-    ORDERS,
     PAYLOAD,
     RECORD,
     RUN,
     news_of,
+    orders_in,
     written,
 )
 
@@ -59,6 +60,13 @@ RUNNERS = pytest.mark.parametrize("runner", messages.SPOKEN)
 T, F, N, AT = TaskId("t"), Fence(3), NodeName("n1"), Instant(1000.0)
 OF_RUN = T, F, AT
 SAMPLE = (DeviceSample(DeviceKey("c/n1/GPU-a"), AT, Mib(5), Mib(1), {"t:3": Mib(4)}, 0.5),)
+
+
+RESULTS = (
+    ItemResult(5, 0.5, 1, b"1", None),
+    ItemResult(6, 0.5, 2, None, Failure("exception", "no", "Trace")),
+)
+OF_ITEMS = ItemsReported(*OF_RUN, 4, RESULTS, ((0, 5), (7, 8)), 9, 1)
 
 
 def frozen(name: str) -> bytes:
@@ -78,9 +86,8 @@ def test_orders_are_read(agent: int) -> None:
     start, *others = unpack(frozen(f"agent-{agent}-orders.msgpack"))
     assert start[:3] == ("start", "a.1", False)
     assert RunOrder.from_wire(start[3]) == RUN
-    spoken = [order for order in ORDERS[1:] if agent > 8 or not isinstance(order, StackOrder)]
     writer = wire.OrderWriter(1000, 500)
-    about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in spoken]
+    about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in orders_in(agent)[1:]]
     about_logs = [LOG_ORDER] if agent >= wire.TELLS_LOGS else []
     assert others == [*about_runs, *about_logs, wire.MEASURE]
 
@@ -103,6 +110,7 @@ def test_reports_are_read(agent: int) -> None:
         Ready(*OF_RUN, "10.0.0.1:4711", 1),
         Progressed(*OF_RUN, 0.5, "half", 1),
         Checkpointed(*OF_RUN, 7, "abc", b"state", None, 1),
+        *([OF_ITEMS] if agent > 8 else []),
         Ended(*OF_RUN, Ending.FAILED, None, "json", Failure("exception", "no", "Trace"), b"log", 1),
         Gone(*OF_RUN, "process_absent", SAMPLE, 1),
         Sampled(N, AT, SAMPLE),
@@ -130,7 +138,7 @@ def test_a_configuration_is_read(agent: int) -> None:
 @RUNNERS
 def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     done: list[tuple[Any, ...]] = []
-    methods = ("start_shared", "start_alone", "go", "change_world", "report_again", "stop")
+    methods = ("start_shared", "start_alone", "go", "change_world", "report_again", "stop", "answer_items")
     assert all(hasattr(RunHost, name) for name in methods)
     noted = {
         name: lambda *given, name=name, **more: done.append((name, *given, *more.values()))
@@ -140,6 +148,7 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
         runner_module._carry_out(SimpleNamespace(**noted), item, runner)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
     assert done == [
+        *([("answer_items", key, 4, ((0, 5), (7, 8)), False)] if runner > 5 else []),
         ("start_shared", RUN, runner >= messages.TELLS_OUTPUT),
         ("start_alone", RUN, ProcessSetup("instance", "nobody", "10.0.0.1", "n1"), Path("/runs/t.log")),
         ("go", key, "10.0.0.1:4711"),

@@ -191,3 +191,23 @@ def stand_still(go: str) -> None:
     while not Path(go).exists():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def note_item(item: int, witness: str, pause_seconds: float = 0.0, bad: str = "") -> int:
+    """Write a line for the item, and fail, crash or hang for the one that `bad` names, such as `crash 7`."""
+    with Path(witness).open("a", encoding="utf-8") as lines:
+        lines.write(f"{os.getpid()} {item}\n")
+    how, _, number = bad.partition(" ")
+    if how and item == int(number):
+        match how:
+            case "fail":
+                raise ValueError(f"item {item} is bad")
+            case "crash":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "spin":
+                while True:
+                    pass
+            case "hang":
+                time.sleep(600)
+    time.sleep(pause_seconds)
+    return item * item

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.broker.observe import next_batch
+from gpubroker_server.broker.inbox import next_batch
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import (

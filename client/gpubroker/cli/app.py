@@ -18,6 +18,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "tasks.view": "ps show",
     "tasks.explain": "explain",
     "tasks.results": "wait result logs",
+    "tasks.arrays": "map array",
     "tasks.events": "events",
     "tasks.change": "cancel retry stack hold release priority change",
     "lease_commands": "lease",

@@ -3,12 +3,13 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import current_thread
 
 from gpubroker.runtime.invoke import CannotOpen, called, opened, run_command
+from gpubroker.runtime.items import ItemWorker, is_array
 from gpubroker.runtime.journal import SOON, Journal
 from gpubroker.runtime.messages import (
     RunKey,
@@ -39,6 +40,8 @@ class RunHost:
         self.orders: dict[RunKey, RunOrder] = {}
         """Runs that have not ended."""
         self._tasks: dict[RunKey, RunningTask] = {}
+        self._workers: dict[RunKey, ItemWorker] = {}
+        """Of arrays."""
         self._rendezvous: RendezvousPort | None = None
         """Of a run with several ranks; such a run has the process to itself."""
         self._offer = ""
@@ -86,6 +89,12 @@ class RunHost:
         if task is not None:
             task.shrink_world(ranks)
 
+    def answer_items(self, key: RunKey, number: int, held: Iterable[Sequence[int]], *, is_over: bool) -> None:
+        """The answer to a report of items. Nothing happens if the run has ended."""
+        worker = self._workers.get(key)
+        if worker is not None:
+            worker.take(number, held, is_over=is_over)
+
     def report_again(self, key: RunKey) -> None:
         """Repeat how far the run is: an earlier agent may not have forwarded it."""
         if key in self._tasks:
@@ -99,6 +108,8 @@ class RunHost:
     def _submit(self, order: RunOrder, task: RunningTask, output: Output) -> None:
         self.orders[order.key] = order
         self._tasks[order.key] = task
+        if is_array(order):
+            self._workers[order.key] = ItemWorker(order, self._journal, task, output)
         self._threads.submit(self._run, order, task, output)
 
     def _run(self, order: RunOrder, task: RunningTask, output: Output) -> None:
@@ -114,10 +125,13 @@ class RunHost:
         thread.name = idle_name
         # Reported before it is removed: a reader that sees no run left has every end.
         self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
+        self._workers.pop(key, None)
         del self.orders[key], self._tasks[key]
 
     def _outcome_of(self, order: RunOrder, task: RunningTask) -> RunOutcome:
         try:
+            if (worker := self._workers.get(order.key)) is not None:
+                return worker.work()
             call = None if order.kind == "command" else opened(order)
             if order.barrier and not self._wait_for_all(task, order.key):
                 return RunOutcome("stopped")

@@ -138,22 +138,22 @@ def run_command(order: RunOrder, task: RunningTask) -> RunOutcome:
         child = subprocess.Popen(order.command, stdin=subprocess.DEVNULL, process_group=0)  # noqa: S603  # its purpose
     except (OSError, ValueError) as fault:
         return failed("exit_code", f"cannot start {order.command[0]!r}: {fault}")
-    task.call_on_stop(lambda: _terminate(child))
+    task.call_on_stop(lambda: terminate(child))
     code = child.wait()
     if code == 0:
         return RunOutcome("succeeded", result=b'{"exit_code":0}')
     if task.should_stop:
         return RunOutcome("stopped")
-    return failed("exit_code", _how_it_ended(order.command[0], code))
+    return failed("exit_code", how_it_ended(order.command[0], code))
 
 
-def _terminate(child: "subprocess.Popen[bytes]") -> None:
+def terminate(child: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError):
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGTERM)
 
 
-def _how_it_ended(program: str, code: int) -> str:
+def how_it_ended(program: str, code: int) -> str:
     if code > 0:
         return f"{program!r} ended with exit code {code}; its last output is in the log"
     try:

@@ -6,7 +6,7 @@ clock. The agent forwards reports unchanged.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ MESSAGE_CHARS = 4096
 TRACEBACK_BYTES = 64 * 1024
 
 Report = tuple[Any, ...]
+ItemResult = tuple[int, float, int, bytes | None, tuple[str, str, str] | None]
+"""(number, seconds, tries, result, failure) of an item of an array; a failure as in `ended`."""
 
 
 class RunKey(NamedTuple):
@@ -139,6 +141,16 @@ def checkpointed(key: RunKey, sequence: int, digest: str, data: bytes | None, ur
     return ("checkpointed", *key, time.time(), sequence, digest, data, uri)
 
 
+def items(
+    key: RunKey,
+    number: int,
+    results: Sequence["ItemResult"],
+    held: Sequence[tuple[int, int]],
+    wanted: int,
+) -> Report:
+    return ("items", *key, time.time(), number, tuple(results), tuple(held), wanted)
+
+
 def printed(key: RunKey, output: bytes, errors: bytes) -> Report:
     """What a run in a shared process wrote to its two streams since the last such report."""
     return ("printed", *key, time.time(), output, errors)
@@ -227,11 +239,28 @@ def _or_none(fits: Fits) -> Fits:
 
 _FAILURE = (_is_text(64), _is_text(MESSAGE_CHARS), _is_text(TRACEBACK_BYTES))
 
+_ITEM = (_is_number, _is_finite, _is_number, _or_none(_is_bytes), _or_none(_is_failure))
+
+
+def _are_items(value: Any) -> bool:
+    return type(value) is tuple and all(
+        type(item) is tuple and len(item) == 5 and all(fits(v) for fits, v in zip(_ITEM, item, strict=True))
+        for item in value
+    )
+
+
+def _are_ranges(value: Any) -> bool:
+    return type(value) is tuple and all(
+        type(it) is tuple and len(it) == 2 and all(map(_is_number, it)) for it in value
+    )
+
+
 _FIELDS: Mapping[str, tuple[Fits, ...]] = {
     "started": (_is_number,),
     "ready": (_is_text(ADDRESS_CHARS),),
     "progressed": (_or_none(_is_fraction), _is_text(PROGRESS_CHARS)),
     "checkpointed": (_is_number, _is_text(64), _or_none(_is_bytes), _or_none(_is_text(URI_CHARS))),
+    "items": (_is_number, _are_items, _are_ranges, _is_number),
     "printed": (_is_bytes, _is_bytes),
     "ended": (_is_ending, _or_none(_is_bytes), _is_format, _or_none(_is_failure), _is_bytes),
 }

@@ -8,9 +8,11 @@ from math import inf
 
 import structlog
 
+from gpubroker_server.broker.arrays import Arrays
 from gpubroker_server.broker.commit import COMMITTED, TRIES, Committer, PictureDiverged, rejected
 from gpubroker_server.broker.dispatch import Dispatcher
-from gpubroker_server.broker.observe import Inbox, Observer, without_values
+from gpubroker_server.broker.inbox import Inbox
+from gpubroker_server.broker.observe import Observer, without_values
 from gpubroker_server.broker.planner import Planner
 from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.core.domain.decisions import Decision
@@ -84,6 +86,7 @@ class Leader:
         self._dispatcher = dispatcher
         self._clock = clock
         self._inbox = Inbox()
+        self._arrays = Arrays(store, world)
         self._timer = CycleTimer()
         self._commits = Committer(leader_term, ticks, store, dispatcher, self._timer.wake, self._inbox.put)
         self.planner = Planner(world, policy, clock, self._commits, self._timer.wake)
@@ -217,8 +220,11 @@ class Leader:
             now = self._clock.now()
             if self._logs is not None:  # before the ends of their runs
                 await self._logs.keep([report for report in batch if isinstance(report, Logged)])
-            decisions = await self._observer.on_reports(batch, now)
+            decisions = await self._observer.on_reports(batch, now, self._arrays)
+            self._arrays.begin_commit()
             verdicts = await self._commits.carry_out(decisions)
+            if set(verdicts) <= {COMMITTED}:
+                self._arrays.committed()
             if CommitVerdict.STALE in verdicts:
                 log.info("reports met a changed row; deciding again", reports=len(batch))
                 tries -= 1

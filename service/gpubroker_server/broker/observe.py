@@ -1,13 +1,12 @@
 """What happened since the last cycle: reports, requests and deadlines, which the core turns into
 decisions."""
 
-import asyncio
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
 
+from gpubroker_server.broker.arrays import Arrays, with_pages_stored
 from gpubroker_server.broker.client_requests import ClientRequests
 from gpubroker_server.core.domain.decisions import Decision, Outcome
 from gpubroker_server.core.domain.device import DeviceSample
@@ -19,6 +18,7 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    ItemsReported,
     Logged,
     NodeLost,
     NodeReport,
@@ -65,30 +65,12 @@ _UNSTORABLE = Failure(
     "unstorable", "a value that the run reported cannot be stored in the database, such as a text with a NUL"
 )
 
-MOST_REPORTS = 10_000
-MOST_REPORT_BYTES = 64 * 2**20
-"""With more in the inbox, which happens only while nothing can be committed, no reports are fetched."""
-
 
 def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> None:
     """Forget the progress of runs that have ended."""
     for event in events:
         if event.kind in _ENDS_OF_A_RUN:
             progress.pop(TaskId(event.key), None)
-
-
-def next_batch(heard: Iterable[Report]) -> list[Report]:
-    """The reports up to the next NodeReport, ServerIndex, ServerGone or ModelsInUse, or that one alone.
-
-    These list all runs of an agent, all models of a server or all in use at one moment: earlier reports must
-    be committed when the list is read, and later ones must not.
-    """
-    batch: list[Report] = []
-    for report in heard:
-        if isinstance(report, NodeReport | ServerIndex | ServerGone | ModelsInUse):
-            return batch or [report]
-        batch.append(report)
-    return batch
 
 
 def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
@@ -101,7 +83,7 @@ def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[R
     plain: list[Report] = []
     for report in mine:
         match report:
-            case Checkpointed():
+            case Checkpointed() | ItemsReported():
                 continue
             case Ended() if report.failure is not _UNSTORABLE:
                 failed = Ended(report.task, report.fence, now, Ending.FAILED, failure=_UNSTORABLE)
@@ -109,54 +91,6 @@ def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[R
             case _:
                 plain.append(report)
     return [] if plain == mine else plain
-
-
-class Inbox:
-    """Reports that wait for the next cycle, in order."""
-
-    def __init__(self) -> None:
-        self._reports: deque[Report] = deque()
-        self._size_bytes = 0
-        self.has_room = asyncio.Event()
-        """Without it no reports are fetched: the executor keeps them, and stops asking agents for more."""
-        self.has_room.set()
-
-    def __len__(self) -> int:
-        return len(self._reports)
-
-    def put(self, reports: Sequence[Report]) -> None:
-        self._reports.extend(reports)
-        self._size_bytes += sum(map(_size_bytes, reports))
-        self._set_room()
-
-    def next_batch(self) -> list[Report]:
-        return next_batch(self._reports)
-
-    def replace(self, count: int, reports: Sequence[Report]) -> None:
-        """The first `count` reports by others."""
-        for _ in range(count):
-            self._reports.popleft()
-        self._reports.extendleft(reversed(reports))
-
-    def weigh(self) -> None:
-        """After `replace`."""
-        self._size_bytes = sum(map(_size_bytes, self._reports))
-        self._set_room()
-
-    def _set_room(self) -> None:
-        if len(self._reports) <= MOST_REPORTS and self._size_bytes <= MOST_REPORT_BYTES:
-            self.has_room.set()
-        else:
-            self.has_room.clear()
-
-
-def _size_bytes(report: Report) -> int:
-    """The bytes of a result, a checkpoint or a log."""
-    match report:
-        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)) | Logged(data=bytes(data)):
-            return len(data)
-        case _:
-            return 0
 
 
 class _Rejected(Exception):
@@ -204,7 +138,9 @@ class Observer:
         """Nodes that were given up, and nodes whose reports may be lost: the leader asks them what they
         have."""
 
-    async def on_reports(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
+    async def on_reports(
+        self, reports: Sequence[Report], now: Instant, arrays: Arrays | None = None
+    ) -> list[Decision]:
         """Of one batch, as `next_batch` returns it."""
         about_runs: list[Report] = []
         decisions: list[Decision] = []
@@ -243,7 +179,7 @@ class Observer:
         # device holds for all that have left it.
         self._world.measure(after_gone.values())
         decisions += inference_admission.check_failed_models(self._world, about_runs, self._policy, now)
-        return decisions + await self._on_runs(about_runs, now)
+        return decisions + await self._on_runs(about_runs, now, arrays)
 
     def _name_strangers(self, seen: NodeReport) -> None:
         for task, _, _ in seen.runs:
@@ -255,10 +191,14 @@ class Observer:
                     node=seen.node.name,
                 )
 
-    async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
+    async def _on_runs(
+        self, reports: Sequence[Report], now: Instant, arrays: Arrays | None
+    ) -> list[Decision]:
         """Decisions whose bytes are on disk. A report whose bytes are refused is replaced."""
         while True:
-            decisions = learn(self._world, runs.apply_reports(self._world, reports, now, self._policy), now)
+            drafts = await arrays.drafts(reports) if arrays is not None else {}
+            applied = runs.apply_reports(self._world, reports, now, self._policy, drafts)
+            decisions = learn(self._world, applied, now)
             try:
                 return [await self._with_blobs(decision, reports) for decision in decisions]
             except _Rejected as refused:
@@ -362,6 +302,8 @@ class Observer:
         """
         if decision.checkpoint is not None and decision.checkpoint.data is not None:
             await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
+        if decision.items:
+            decision = await with_pages_stored(decision, self._blobs, self._inline_bytes)
         outcome = decision.outcome
         if outcome is None or outcome.result is None or len(outcome.result) <= self._inline_bytes:
             return decision

@@ -16,6 +16,8 @@ from gpubroker_server.gateway.admin import operations, secrets, tokens
 from gpubroker_server.gateway.admin.operations import OperationParts
 from gpubroker_server.gateway.admin.secrets import SecretParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
+from gpubroker_server.gateway.arrays import routes as arrays
+from gpubroker_server.gateway.arrays.routes import ArrayParts
 from gpubroker_server.gateway.cluster import autoscaling, devices, nodes, pauses, policy, quarantine, stats
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
@@ -53,6 +55,7 @@ _RESOURCES = (
         tasks,
         cancel_selected,
         retry,
+        arrays,
         logs,
         stack,
         inferences,
@@ -130,6 +133,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds)
     storage = ObjectStorage(store, blobs, clock, limits)
     yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
+    yield ArrayParts(submissions, storage, requests)
     yield LeaseParts(records, submissions, requests, limits.wait_seconds)
     outside = tuple(server for server in servers if not server.is_managed)
     yield InferenceParts(submissions, storage, parts.residencies, limits.wait_seconds, outside)

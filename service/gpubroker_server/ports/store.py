@@ -29,6 +29,7 @@ from gpubroker_server.core.domain.units import (
 )
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
+from gpubroker_server.ports.arrays import ItemPages
 from gpubroker_server.ports.objects import ObjectRows
 from gpubroker_server.ports.run_logs import LogRows
 
@@ -223,7 +224,7 @@ EventListener = Callable[[Sequence[Event]], None]
 """Called on the event loop with events in the order of their positions."""
 
 
-class TaskStore(ObjectRows, LogRows, Protocol):
+class TaskStore(ObjectRows, ItemPages, LogRows, Protocol):
     """The queue, the ledger's rows and the event log. Every write is durable when its call returns."""
 
     def listen(self, listener: EventListener) -> None:
@@ -247,7 +248,8 @@ class TaskStore(ObjectRows, LogRows, Protocol):
         ...
 
     async def batch_answer(self, first: TaskId) -> str:
-        """The stored answer to the batch that begins with this task; empty if there is none."""
+        """The stored answer to the batch that begins with this task, or the terms of the array; empty if
+        there is none."""
         ...
 
     async def request(self, *requests: Request) -> None:

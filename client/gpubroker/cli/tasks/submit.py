@@ -262,7 +262,7 @@ def submit(
 
 
 def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
-    options, output = _options(given), given["output"]
+    options, output = read_options(given), given["output"]
     target = _target(context, given["target"], is_required=not given["dry_run"])
     args = map(parsing.json_or_text, given["args"] or [])
     with connect(context) as broker:
@@ -305,6 +305,13 @@ def _after(broker: "Broker", succeeded: list[str], ended: list[str]) -> "SubmitO
     return {"after": tasks} if tasks else {}
 
 
+def named_target(context: typer.Context, target: str | None) -> str | list[str]:
+    """The entrypoint, or the command."""
+    found = _target(context, target, is_required=True)
+    assert found is not None
+    return found
+
+
 def _target(context: typer.Context, target: str | None, *, is_required: bool) -> str | list[str] | None:
     """The entrypoint, or the command. New users often forget the colon or the dashes: errors show both."""
     extra, command = context.args, context.obj or []
@@ -334,7 +341,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def _options(given: Mapping[str, Any]) -> "SubmitOptions":
+def read_options(given: Mapping[str, Any]) -> "SubmitOptions":
     """The command's parameters that the SDK takes under the same name, in the form that it takes."""
     from gpubroker.tasks.submission import SubmitOptions as Known
 
@@ -343,7 +350,7 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
         for name in Known.__annotations__.keys() - {"after"}
         if (value := given.get(name)) is not None and value is not False and value != []
     }
-    if (by := given["deadline"]) is not None:
+    if (by := given.get("deadline")) is not None:
         options["deadline_seconds" if isinstance(by, float) else "deadline_at"] = by
     return cast("SubmitOptions", options)
 

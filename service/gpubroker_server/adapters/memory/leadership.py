@@ -38,6 +38,12 @@ class LeaderInMemory:
         if term == self._term:
             self._lease_until = Instant(0.0)
 
+    async def database_time(self) -> Instant:
+        return Instant(self._now())
+
+    async def held_back(self) -> None:
+        return None
+
     def _require(self, term: Term) -> None:
         if term != self._term:
             raise StaleTerm(f"term {term} is over: {self._leader} leads term {self._term}; stop leading")

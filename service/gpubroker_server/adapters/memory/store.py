@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from operator import gt, lt
 
+from gpubroker_server.adapters.memory.item_pages import PagesInMemory
 from gpubroker_server.adapters.memory.leadership import LeaderInMemory
 from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
@@ -55,7 +56,7 @@ from gpubroker_server.ports.store import (
 _CHECKPOINTS_KEPT = 3
 
 
-class MemoryStore(LeaderInMemory, TokensAndObjects):
+class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
     def __init__(
@@ -65,6 +66,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
     ) -> None:
         TokensAndObjects.__init__(self, now)
         LeaderInMemory.__init__(self, now)
+        PagesInMemory.__init__(self)
         self._listeners: list[EventListener] = []
         self._fault: Exception | None = None
         self._tasks: dict[TaskId, Task] = {}
@@ -177,6 +179,8 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         for written in decision.pledges:
             if written.end is not None and written.pledge.key not in self._pledges:
                 return CommitVerdict.STALE
+        if self.has_pages(decision.items):
+            return CommitVerdict.STALE
         return CommitVerdict.COMMITTED if self._fits(decision) else CommitVerdict.REFUSED
 
     def _fits(self, decision: Decision) -> bool:
@@ -208,6 +212,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         if decision.outcome is not None:
             self._outcomes[decision.outcome.task] = decision.outcome
         self._keep_checkpoint(decision)
+        self.keep_pages(decision.items)
         for request in decision.requests_done:
             self._requests.pop(request, None)
         self._pauses |= {pause.queue: pause for pause in decision.paused}
@@ -295,6 +300,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
             self._batch_answers.pop(task.id, None)
             self.drop_logs_of(task.id)
         ids = {task.id for task in over}
+        self.drop_pages(ids)
         self._keys = {key: known for key, known in self._keys.items() if known[0] not in ids}
         stays = (event.at >= cutoffs.finished or event.position > cutoffs.heard for event, _ in self._log)
         first = next((n for n, it in enumerate(stays) if it), None)
@@ -363,14 +369,8 @@ class MemoryStore(LeaderInMemory, TokensAndObjects):
         named = {spec.arguments_digest for spec in self._specs.values()}
         named |= {outcome.result_digest for outcome in self._outcomes.values()}
         named |= {saved.digest for kept in self._checkpoints.values() for saved in kept.values()}
-        named |= self.uploaded()
-        return frozenset(digest for digest in digests if digest in named)
-
-    async def held_back(self) -> None:
-        return None
-
-    async def database_time(self) -> Instant:
-        return Instant(self._now())
+        named |= self.uploaded() | self.digests_of_pages()
+        return frozenset(digests).intersection(named)
 
     async def close(self) -> None:
         self._listeners.clear()

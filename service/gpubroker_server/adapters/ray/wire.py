@@ -13,6 +13,7 @@ from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
     Heartbeat,
+    ItemsOrder,
     LogName,
     NodeLost,
     NodeReport,
@@ -100,6 +101,8 @@ class OrderWriter:
                 return "world", *run, order.ranks
             case WatchOrder():
                 return "watch", *run, order.pid, _by_uuid(order.devices)
+            case ItemsOrder():
+                return "items", *run, order.number, order.held, order.is_over
             case StopOrder():
                 return "stop", *run, order.reason.value, order.grace_seconds
             case StackOrder():

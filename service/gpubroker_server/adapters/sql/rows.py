@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from gpubroker_server.adapters.sql import statements as sql
+from gpubroker_server.adapters.sql import tables
 from gpubroker_server.adapters.sql.session import Alike, Row, SetStatement, json_text
 from gpubroker_server.adapters.sql.system_tables import check_reader
 from gpubroker_server.core.domain.decisions import Decision, Fields, Outcome, Request
@@ -162,7 +163,7 @@ class BatchRows:
             yield sql.INSERT_SPECS, Alike([spec_head(submission) for submission in alike], spec_tail(first))
             for label in first.spec.labels.items():
                 yield sql.INSERT_LABELS, Alike(ids, (batch.tenant, *label))
-        if key is not None:
+        if batch.answer:
             yield sql.INSERT_BATCHES, Alike([(batch.first, batch.tenant, batch.answer)], ())
 
     def _event_heads(self) -> Iterator[Row]:
@@ -225,6 +226,8 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
     if decision.checkpoint is not None:
         yield sql.WRITE_CHECKPOINTS, _checkpoint_row(decision.checkpoint, tenants[decision.checkpoint.task])
         yield sql.trim_checkpoints, (decision.checkpoint.task,)
+    for page in decision.items:
+        yield sql.INSERT_ITEM_PAGES, _page_values(page)
     for request in decision.requests_done:
         yield sql.DELETE_REQUESTS, (request,)
     for pause in decision.paused:
@@ -249,6 +252,7 @@ def estimate_of_row(row: Sequence[Any]) -> tuple[SketchKey, Sketch]:
     return SketchKey(tenant, subject, kind, What(what)), Sketch(pairs)
 
 
+_page_values = attrgetter(*(column.name for column in tables.item_page.c))
 _hot_values = attrgetter(*HOT_FIELDS)
 _STATE, _STOP_REASON, _MEMBERS, _MODEL = map(HOT_FIELDS.index, ("state", "stop_reason", "members", "model"))
 

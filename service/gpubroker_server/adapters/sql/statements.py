@@ -122,6 +122,7 @@ MOVE_LEASES = _update_guarded(
 END_PLEDGES = delete_rows(tables.pledge, ("preemptor", "device"), exact=True)
 MAKE_PLEDGES = insert_into(tables.pledge, known=OnConflict.REPLACE)
 WRITE_OUTCOMES = insert_into(tables.outcome, known=OnConflict.REPLACE)
+INSERT_ITEM_PAGES = insert_into(tables.item_page, known=OnConflict.SKIP, exact=True)
 WRITE_CHECKPOINTS = insert_into(tables.checkpoint, known=OnConflict.REPLACE)
 DELETE_REQUESTS = delete_rows(tables.request, ("id",))
 MAKE_PAUSES = insert_into(tables.queue_pause, known=OnConflict.REPLACE)
@@ -161,7 +162,8 @@ def count_finished(insert: Any, r: FromClause) -> Any:
 IN_ORDER = (
     INSERT_TASKS, INSERT_SPECS, INSERT_LABELS, INSERT_BATCHES, INSERT_REQUESTS, WRITE_NODES, WRITE_DEVICES,
     MOVE_TASKS, INSERT_LEASES, MOVE_LEASES, lease_memory, END_PLEDGES, MAKE_PLEDGES, WRITE_OUTCOMES,
-    WRITE_CHECKPOINTS, trim_checkpoints, DELETE_REQUESTS, MAKE_PAUSES, END_PAUSES, FORGET_ESTIMATES,
+    INSERT_ITEM_PAGES, WRITE_CHECKPOINTS, trim_checkpoints, DELETE_REQUESTS, MAKE_PAUSES, END_PAUSES,
+    FORGET_ESTIMATES,
     WRITE_ESTIMATES, count_finished, INSERT_AUDIT,
 )  # fmt: skip
 """The order within a group: devices before the leases that count on them, ends of pledges before new pledges

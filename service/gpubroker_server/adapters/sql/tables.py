@@ -177,6 +177,24 @@ checkpoint = Table(
 
 Index("ix_checkpoint_digest", checkpoint.c.digest)
 
+item_page = Table(
+    "item_page",
+    metadata,
+    Column("array", Id, nullable=False),
+    Column("first", Integer, nullable=False),
+    Column("page", Integer, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("count", Integer, nullable=False),
+    Column("failed", Integer, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("lines", LargeBinary, nullable=False),
+    Column("digest", Text),
+    PrimaryKeyConstraint("array", "first"),
+    Index("ix_item_page_page", "array", "page", unique=True),
+    Index("ix_item_page_digest", "digest", **where("digest IS NOT NULL")),
+)
+"""Results of consecutive items of an array, from the item `first` on; `lines`: a line of JSON for each."""
+
 lease = Table(
     "lease",
     metadata,
@@ -376,10 +394,7 @@ part says that there was no more at that time."""
 Index("ix_run_log_digest", run_log.c.digest, **where("digest IS NOT NULL"))
 
 DIGESTS = (
-    task_spec.c.arguments_digest,
-    outcome.c.result_digest,
-    checkpoint.c.digest,
-    stored_object.c.digest,
-    run_log.c.digest,
-)
+    task_spec.c.arguments_digest, outcome.c.result_digest, checkpoint.c.digest, item_page.c.digest,
+    stored_object.c.digest, run_log.c.digest,
+)  # fmt: skip
 """Where rows name objects."""

@@ -63,6 +63,23 @@ class Outcome:
     log_tail: bytes = b""
 
 
+@value
+class ItemPage:
+    """Results of consecutive items of an array, which were reported together."""
+
+    array: TaskId
+    first: int
+    page: int
+    """Pages of an array are numbered in the order of their commits, from 1."""
+    tenant: str
+    count: int
+    failed: int
+    at: Instant
+    lines: bytes
+    """A line of JSON for each item; empty if `digest` names the blob that has them."""
+    digest: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class AuditNote:
     """Who did what, when and why; written in the transaction that carries it out."""
@@ -123,6 +140,7 @@ class Decision:
     nodes: tuple[Node, ...] = ()
     outcome: Outcome | None = None
     checkpoint: Checkpointed | None = None
+    items: tuple[ItemPage, ...] = ()
     requests_done: tuple[str, ...] = ()
     answer: str = ""
     """The digest of the object that answers them."""

@@ -26,6 +26,8 @@ from gpubroker_server.core.domain.units import (
 from gpubroker_server.core.domain.values import value
 
 RunId = tuple[TaskId, Fence, int]
+ItemRange = tuple[int, int]
+"""Numbers of items of an array: the first, and the one after the last."""
 
 
 class LogName(NamedTuple):
@@ -91,6 +93,18 @@ class WatchOrder(_RunOrder):
 
 
 @value
+class ItemsOrder(_RunOrder):
+    """Answers a report of items: its results are durable, and these are the items that the run holds from now
+    on. Only the answer with the highest number counts."""
+
+    number: int
+    held: tuple[ItemRange, ...]
+    is_over: bool
+    """Nothing is left for it."""
+    rank: int = 0
+
+
+@value
 class StopOrder(_RunOrder):
     """Give notice; kill what is left after `grace_seconds` (0: kill at once)."""
 
@@ -115,7 +129,7 @@ class ForgetOrder(_RunOrder):
     rank: int = 0
 
 
-Order = StartOrder | GoOrder | WorldOrder | WatchOrder | StopOrder | StackOrder | ForgetOrder
+Order = StartOrder | GoOrder | WorldOrder | WatchOrder | ItemsOrder | StopOrder | StackOrder | ForgetOrder
 
 
 @value
@@ -183,6 +197,28 @@ class Checkpointed(_RunReport):
     """sha256 of `data`, lowercase hex, computed where the checkpoint was taken."""
     data: bytes | None
     uri: str | None
+    rank: int = 0
+
+
+class ItemResult(NamedTuple):
+    """How one item of an array ended: with a result, in the array's format, or with a failure."""
+
+    number: int
+    seconds: float
+    tries: int
+    result: bytes | None
+    failure: Failure | None
+
+
+@value
+class ItemsReported(_RunReport):
+    """A worker of an array: all results that were not answered yet, the items that it holds, and how many it
+    would like to hold. It gives all of them back if it wants none."""
+
+    number: int
+    results: tuple[ItemResult, ...]
+    held: tuple[ItemRange, ...]
+    wanted: int
     rank: int = 0
 
 
@@ -321,6 +357,7 @@ Report = (
     | Ready
     | Progressed
     | Checkpointed
+    | ItemsReported
     | Ended
     | Stacked
     | Logged

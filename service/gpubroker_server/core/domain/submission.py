@@ -40,6 +40,40 @@ class RunSpec:
     """How its `gpu_mb` was learned at submit (fields of `Size`); None if the client stated it."""
 
 
+ARRAY_VARIABLE = "GPUBROKER_ARRAY"
+"""Of the workers of an array: its id, and the limits of an item."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayTerms:
+    """What an array does; it never changes. Its workers are the tasks of a batch, and `id` is the first."""
+
+    id: TaskId
+    tenant: str
+    name: str
+    workers: tuple[TaskId, ...]
+    numbers: tuple[tuple[int, int], ...]
+    """Which of its items are to be done: the first number, and the one after the last, of each range."""
+    chunk: int | None
+    """How many items are handed out together; None: about 100 ms of work."""
+    item_retries: int
+    item_timeout_seconds: float | None
+    result_format: str
+    submitted_at: float
+    retry_of: TaskId | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(behind - first for first, behind in self.numbers)
+
+
+def array_terms_from(fields: Mapping[str, Any]) -> ArrayTerms:
+    """From JSON of its fields."""
+    workers = tuple(TaskId(worker) for worker in fields["workers"])
+    numbers = tuple((first, behind) for first, behind in fields["numbers"])
+    return ArrayTerms(**{**fields, "workers": workers, "numbers": numbers})
+
+
 SECRET_PREFIX = "secret:"  # noqa: S105  # not a secret: it marks one
 """Before the name of a secret, as the value of a variable in `RunSpec.env`."""
 
@@ -81,7 +115,7 @@ class BatchSubmission:
     idempotency_key: str | None = None
     body_hash: str = ""
     answer: str = ""
-    """The answer, kept beside the key for a repeated request."""
+    """Kept beside the key for a repeated request; of an array its terms. Nothing is kept if it is empty."""
 
     @property
     def tenant(self) -> str:

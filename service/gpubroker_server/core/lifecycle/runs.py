@@ -1,7 +1,8 @@
 """How the reports of agents change tasks and leases."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, assert_never
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite
@@ -15,6 +16,7 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    ItemsReported,
     Logged,
     NodeLost,
     NodeReport,
@@ -30,7 +32,7 @@ from gpubroker_server.core.domain.submission import WITHDRAWN
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
 from gpubroker_server.core.domain.values import changed
-from gpubroker_server.core.lifecycle import external_leases, gang_runs, model_lifecycle
+from gpubroker_server.core.lifecycle import array_items, external_leases, gang_runs, model_lifecycle
 from gpubroker_server.core.lifecycle.stopping import (
     after_failure,
     after_stop,
@@ -65,8 +67,18 @@ AGAIN_MOST_SECONDS = 30.0
 AGAIN_MOST_SECONDS."""
 
 
-def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy: Policy) -> list[Decision]:
-    """At most one decision per task, in order of its first report, then one per lost node.
+_NO_ARRAYS: Mapping[TaskId, array_items.ArrayWork] = MappingProxyType({})
+
+
+def apply_reports(
+    world: World,
+    reports: Iterable[Report],
+    now: Instant,
+    policy: Policy,
+    arrays: Mapping[TaskId, array_items.ArrayWork] = _NO_ARRAYS,
+) -> list[Decision]:
+    """At most one decision per task, in order of its first report, then one per lost node. `arrays`: by
+    worker; changed.
 
     Reports of one run must be in the order in which its agent made them. A report with a (task, fence) that
     is not the task's active claim never touches the task; its Gone still releases that claim's leases.
@@ -82,6 +94,9 @@ def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy:
                 _ready(updates[report.task], world, report, now)
             case Checkpointed():
                 _checkpointed(updates[report.task], report, now)
+            case ItemsReported():
+                work = arrays.get(report.task)
+                array_items.reported(updates[report.task], world, work, report, now)
             case Ended():
                 _ended(updates[report.task], world, report, now, policy)
             case Gone():
@@ -102,7 +117,8 @@ def apply_reports(world: World, reports: Iterable[Report], now: Instant, policy:
                 pass
             case _:
                 assert_never(report)
-    return [*updates.decisions(), *nodes.values()]
+    spare = array_items.without_spare_workers(world, arrays.values(), now)
+    return [*updates.decisions(), *spare, *nodes.values()]
 
 
 def _started(update: TaskUpdate, report: Started, now: Instant) -> None:

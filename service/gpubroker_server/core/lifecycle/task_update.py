@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import Decision, Outcome, TaskWrite, write_move
+from gpubroker_server.core.domain.decisions import Decision, ItemPage, Outcome, TaskWrite, write_move
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Proof, move_lease, quarantine, release
 from gpubroker_server.core.domain.orders import Checkpointed, Order
 from gpubroker_server.core.domain.task import Move, Task, move
@@ -39,6 +39,7 @@ class TaskUpdate:
         self.why = ""
         self.outcome: Outcome | None = None
         self.checkpoint: Checkpointed | None = None
+        self.items: list[ItemPage] = []
         self.orders: list[Order] = []
 
     def live(self, fence: Fence, rank: int = 0) -> Task | None:
@@ -90,6 +91,7 @@ class TaskUpdate:
             leases=leases,
             outcome=self.outcome,
             checkpoint=self.checkpoint,
+            items=tuple(self.items),
             orders=tuple(self.orders),
         )
 

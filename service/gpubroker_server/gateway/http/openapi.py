@@ -19,6 +19,7 @@ with a stable `code`. The API only ever grows: accept fields and values that you
 """
 _TAGS = [
     {"name": "tasks", "description": "Submit work and fetch what came of it."},
+    {"name": "arrays", "description": "One function or command for many items."},
     {"name": "leases", "description": "GPU memory for processes that the broker does not start."},
     {"name": "events", "description": "The log of everything that changed."},
     {"name": "cluster", "description": "Devices, nodes and totals."},

@@ -79,6 +79,15 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "task {task} is of kind {kind}; only entrypoints, commands and functions are retried; send the "
         "request again that made it",
     ),
+    "array-not-finished": ProblemKind(
+        409,
+        "The array has not ended",
+        "array {array} is {state}; its failed items can be done again when it has ended (or cancel it first)",
+        retryable=True,
+    ),
+    "nothing-to-retry": ProblemKind(
+        409, "No item is left to do again", "every item of array {array} has succeeded"
+    ),
     "model-ambiguous": ProblemKind(
         409,
         "The model is at several servers",

@@ -2,28 +2,17 @@
 
 from fastapi import Response
 
-from gpubroker_server.core.domain.submission import RunSpec
-from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, TaskId
-from gpubroker_server.core.domain.values import changed
+from gpubroker_server.core.domain.submission import ARRAY_VARIABLE
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call, Resource, answer
-from gpubroker_server.gateway.status.task_view import (
-    CONCURRENCY_VARIABLE,
-    PROFILE_VARIABLE,
-    RETRY_VARIABLE,
-    ROLES_VARIABLE,
-)
 from gpubroker_server.gateway.status.views import TaskView
+from gpubroker_server.gateway.submission.again import again
 from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions, submission_of
-from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function
 from gpubroker_server.gateway.tasks.routes import Parts
-from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, Submission, TaskRecord
+from gpubroker_server.ports.store import Submission, TaskRecord
 
 resource = Resource("tasks")
-
-_KINDS = (Entrypoint.tag, Command.tag, Function.tag)
 
 
 @resource.route(
@@ -60,71 +49,13 @@ async def retry_task(
 
 
 async def _again(submissions: Submissions, identity: Identity, record: TaskRecord) -> Submission:
-    """Raises Problem for whatever a submit of this task would be refused for now."""
-    old, spec = record.task, record.spec
+    """Raises Problem."""
+    old = record.task
     if not old.is_terminal:
         detail = f"task {old.id} is {old.state}; it can be retried when it has ended (or cancel it first)"
         raise Problem("task-not-finished", detail)
-    if spec.kind not in _KINDS:
-        raise Problem("task-not-retryable", task=old.id, kind=spec.kind)
-    permissions = submissions.permissions
-    permissions.check_run(identity, _run_of(spec))
-    permissions.check_env(identity, {name: spec.env[name] for name in spec.env if name not in _OURS})
-    await submissions.check_secrets(identity, spec.env, old.tenant)
-    permissions.check_priority(identity, old.priority, old.tenant)
-    permissions.check_stream(old.stream)
-    now = submissions.clock.now()
-    task = new_attempt(old, submissions.ids.task(now), now)
-    submissions.check_possible(task)
-    spec = changed(spec, env={**spec.env, RETRY_VARIABLE: old.id})
-    submission = submission_of(task, await _with_arguments(submissions, old, spec))
-    submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
+    if ARRAY_VARIABLE in record.spec.env:
+        raise Problem("task-not-retryable", task=old.id, kind="worker of an array")
+    submission = submission_of(*await again(submissions, identity, record))
+    submissions.check_queue(old.tenant, size_bytes=submission.task.queued_bytes)
     return submission
-
-
-_OURS = (ROLES_VARIABLE, RETRY_VARIABLE, PROFILE_VARIABLE, CONCURRENCY_VARIABLE)
-
-
-def new_attempt(old: Task, id: TaskId, now: Instant) -> Task:
-    """A pending task that asks for the same, in a process of its own. Its times to wait begin now."""
-    ttl = old.queue_ttl_seconds
-    return Task(
-        id=id,
-        tenant=old.tenant,
-        name=old.name,
-        priority=old.priority,
-        demand=old.demand,
-        submitted_at=now,
-        max_retries=old.max_retries,
-        timeout_seconds=old.timeout_seconds,
-        grace_seconds=old.grace_seconds,
-        queue_ttl_seconds=ttl,
-        expires_at=None if ttl is None else Instant(now + ttl),
-        expected_seconds=old.expected_seconds,
-        stream=old.stream,
-        subject=old.subject,
-    )
-
-
-def _run_of(spec: RunSpec) -> Entrypoint | Command | Function:
-    """What decides whether it is allowed; without its arguments."""
-    if spec.kind == Entrypoint.tag:
-        return Entrypoint(entrypoint=spec.entrypoint)
-    if spec.kind == Command.tag:
-        return Command(command=list(spec.command))
-    return Function.model_construct(function=b"", python=spec.python)
-
-
-async def _with_arguments(submissions: Submissions, old: Task, spec: RunSpec) -> RunSpec:
-    """In the row again: the new task writes its object anew, since the old one may go with its task."""
-    if spec.arguments_digest is None:
-        return spec
-    try:
-        arguments = await submissions.blobs.get(spec.arguments_digest)
-    except (BlobMissing, BlobCorrupt):
-        detail = (
-            f"the arguments of task {old.id} were stored as object {spec.arguments_digest}, and its bytes "
-            "are missing or damaged; submit the task again, and check the disk that holds the blobs"
-        )
-        raise Problem("result-damaged", detail) from None
-    return changed(spec, arguments=arguments, arguments_digest=None)

@@ -180,7 +180,7 @@ class NodeAgent:
         if self._mailbox is None:
             return
         journal = self._mailbox.journal
-        if report[0] in ("progressed", "checkpointed"):
+        if report[0] in ("progressed", "checkpointed", "items"):
             journal.note(RunKey(*report[1:4]), report, AT_ONCE)
         elif report[0] == "ended":
             key = RunKey(*report[1:4])
@@ -209,7 +209,9 @@ class NodeAgent:
             case ("go", task, fence, rank, rank_zero_address) if not is_over:
                 runs.go(RunKey(task, fence, rank), rank_zero_address)
             case ("world", task, fence, rank, ranks) if not is_over:
-                runs.change_world(RunKey(task, fence, rank), ranks)
+                runs.pass_on("world", RunKey(task, fence, rank), tuple(ranks))
+            case ("items", task, fence, rank, *answer) if not is_over:
+                runs.pass_on("items", RunKey(task, fence, rank), *answer)
             case ("watch", task, fence, rank, pid, leases) if not is_over:
                 runs.external.watch(RunKey(task, fence, rank), pid, leases)
             case ("stop", task, fence, rank, _reason, grace_seconds) if not is_over:

@@ -171,7 +171,7 @@ class Run:
     process: RunnerProcess | None = None
     """None while it waits for a process, and once that process is gone."""
     reports: dict[str, Report] = field(default_factory=dict)
-    """Its newest started, ready, checkpointed, ended and gone report, by kind."""
+    """Its newest started, ready, checkpointed, items, ended and gone report, by kind."""
     forgotten: bool = False
     go: str = ""
     """Rank 0's address, once all ranks are ready; passed on to the process that it gets."""
@@ -254,7 +254,7 @@ class RunTable:
         """For a leader that may have received none of them: per run in the order of its states."""
         yield from self._gone
         for run in self.runs.values():
-            for kind in ("started", "ready", "checkpointed", "ended", "gone"):
+            for kind in ("started", "ready", "checkpointed", "items", "ended", "gone"):
                 if kind in run.reports:
                     yield run.reports[kind]
 

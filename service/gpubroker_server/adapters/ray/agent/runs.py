@@ -153,11 +153,11 @@ class NodeRuns:
             run.go = rank_zero_address
             self._pass_on_go(run)
 
-    def change_world(self, key: RunKey, ranks: Sequence[int]) -> None:
-        """The ranks that are left; for a run that has begun."""
+    def pass_on(self, what: str, key: RunKey, *values: Any) -> None:
+        """To a run that has begun: the ranks that are left, or what a worker of an array holds."""
         run = self.table.runs.get(key)
         if run is not None and run.process is not None and not run.has_ended:
-            run.process.send(("world", tuple(key), tuple(ranks)))
+            run.process.send((what, tuple(key), *values))
 
     def tell_stack(self, key: RunKey, request: str) -> None:
         tell = partial(tell_stack, self.table.runs.get(key), key, request, self._report)

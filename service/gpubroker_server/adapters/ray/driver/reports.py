@@ -17,6 +17,8 @@ from gpubroker_server.core.domain.orders import (
     Failure,
     Gone,
     Heartbeat,
+    ItemResult,
+    ItemsReported,
     Logged,
     NodeLost,
     NodeReport,
@@ -164,6 +166,14 @@ class CheckpointedForm(RunForm, tag="checkpointed"):
     uri: Name | None
 
 
+class ItemsForm(RunForm, tag="items"):
+    number: Count
+    results: tuple[tuple[Count, Number, Count, bytes | None, tuple[Name, Text, Text] | None], ...]
+    """(number, seconds, tries, result, failure) of each item"""
+    held: tuple[tuple[Count, Count], ...]
+    wanted: Count
+
+
 class EndedForm(RunForm, tag="ended"):
     ending: Ending
     result: bytes | None
@@ -195,6 +205,7 @@ OfRun = (
     | ReadyForm
     | ProgressedForm
     | CheckpointedForm
+    | ItemsForm
     | EndedForm
     | LoggedForm
     | StackForm
@@ -204,7 +215,7 @@ OfNode = BeatForm | SampledForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
 _REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
-_BY_USER_CODE = frozenset({"started", "ready", "progressed", "checkpointed", "ended"})
+_BY_USER_CODE = frozenset({"started", "ready", "progressed", "checkpointed", "items", "ended"})
 """Kinds that are written where user code runs."""
 
 
@@ -237,6 +248,11 @@ def _of_run(source: Source, it: OfRun) -> Report:
             if (it.data is None) == (it.uri is None):
                 raise MalformedReport("a checkpoint has either data or a uri")
             return Checkpointed(*run, it.sequence, it.digest, it.data, it.uri, it.rank)
+        case ItemsForm():
+            results = tuple(
+                ItemResult(*one[:4], None if one[4] is None else Failure(*one[4])) for one in it.results
+            )
+            return ItemsReported(*run, it.number, results, it.held, it.wanted, it.rank)
         case EndedForm():
             if it.result is None and it.ending is Ending.SUCCEEDED:
                 raise MalformedReport("a run that succeeded has a result")

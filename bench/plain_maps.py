@@ -1,0 +1,85 @@
+"""The baselines of `bench array`: maps on a Ray of their own, without the service."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from bench.child_process import answer_commands
+from bench.tasks import spin
+
+POOLS: dict[int, Any] = {}
+
+
+class Timed:
+    """One item of so many milliseconds."""
+
+    def __init__(self, ms: float) -> None:
+        self._ms = ms
+
+    def __call__(self, number: int) -> int:
+        return spin(number, self._ms)
+
+
+def some(first: int, behind: int, ms: float) -> list[int]:
+    return [spin(number, ms) for number in range(first, behind)]
+
+
+def with_pool(items: int, ms: float, processes: int, chunk: int) -> list[int]:
+    from ray.util.multiprocessing import Pool
+
+    if processes not in POOLS:
+        POOLS[processes] = Pool(processes)
+    found: list[int] = POOLS[processes].map(Timed(ms), range(items), chunksize=chunk)
+    return found
+
+
+def with_tasks(items: int, ms: float, processes: int, chunk: int) -> list[int]:
+    """As many at once as there are processes, and one more for each that is ready to start."""
+    remote: Any = ray.remote(num_cpus=1)(some)
+    starts = list(range(0, items, chunk))
+    running: list[Any] = []
+    found: list[int] = []
+    while starts or running:
+        while starts and len(running) < processes:
+            first = starts.pop(0)
+            running.append(remote.remote(first, min(items, first + chunk), ms))
+        done, running = ray.wait(running, num_returns=1)
+        found += ray.get(done[0])
+    return found
+
+
+WAYS: dict[str, Callable[[int, float, int, int], list[int]]] = {"pool": with_pool, "tasks": with_tasks}
+
+
+def carry_out(how: str, items: int, ms: float, processes: int, chunk: int) -> float:
+    began = time.perf_counter()
+    found = WAYS[how](items, ms, processes, chunk)
+    seconds = time.perf_counter() - began
+    if sorted(found) != list(range(items)):
+        raise RuntimeError(f"{how}: {len(found)} results of {items} items")
+    return seconds
+
+
+def main() -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=128 * 2**20,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        answer_commands(carry_out)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""`gpubroker map` and `array`: one function or command for each line of a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from gpubroker.cli import EXIT_CANCELLED, EXIT_TASK_FAILED, parsing
+from gpubroker.cli.lookup import connect, remember_last
+from gpubroker.cli.printing import Format, Output, emit, eprint, show
+from gpubroker.cli.tasks.submit import (
+    Args,
+    CommandAfterDashes,
+    Cpu,
+    Env,
+    GpuMb,
+    Gpus,
+    Kinds,
+    Kwargs,
+    Labels,
+    Memory,
+    Name,
+    Nodes,
+    Priority,
+    Target,
+    named_target,
+    read_options,
+)
+from gpubroker.tasks.array_api import ArrayState, bar_line, progress_bar
+
+if TYPE_CHECKING:
+    from gpubroker.broker import Broker
+    from gpubroker.tasks.array_api import Array, ArrayItem
+
+_BAR_WIDTH = 30
+_SECONDS = {"parser": parsing.seconds, "metavar": "DURATION"}
+
+Items = Annotated[
+    str,
+    typer.Option("--items", "-I", metavar="FILE", help="One item a line, JSON or text; - is standard input."),
+]
+Parallel = Annotated[
+    int | None, typer.Option("--parallel", "-j", help="How many workers run at once. Default: 4.")
+]
+Chunk = Annotated[
+    int | None, typer.Option(help="Items handed to a worker together. Default: about 100 ms of work.")
+]
+ItemTimeout = Annotated[Any, typer.Option("--item-timeout", help="Time limit of one item.", **_SECONDS)]
+ItemRetries = Annotated[
+    int | None, typer.Option("--item-retries", help="How often to try a failed item again.")
+]
+ArrayWord = Annotated[str, typer.Argument(metavar="ARRAY", help="Id of the array, as `map` prints it.")]
+
+
+def map_(
+    context: typer.Context,
+    target: Target = None,
+    items: Items = "-",
+    args: Args = None,
+    kwargs: Kwargs = None,
+    max_parallel: Parallel = None,
+    chunk: Chunk = None,
+    item_timeout_seconds: ItemTimeout = None,
+    item_retries: ItemRetries = None,
+    priority: Priority = None,
+    gpu_mb: GpuMb = None,
+    gpus: Gpus = None,
+    cpu: Cpu = None,
+    memory_mb: Memory = None,
+    kinds: Kinds = None,
+    nodes: Nodes = None,
+    name: Name = None,
+    labels: Labels = None,
+    env: Env = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the id; do not wait.")] = False,
+    output: Output = Format.TABLE,
+) -> None:
+    """Run a function, or a command after --, for each line of a file. A function gets the item as its first
+    argument; in a command, {} is replaced by it.
+
+    \b
+    gpubroker map team.checks:verify --items proofs.jsonl -j 8 --item-retries 2
+    find . -name '*.wav' | gpubroker map --cpu 1 -- ffmpeg -i {} -y {}.mp3
+
+    Results go to standard output, in order, one a line; items that failed to standard error.
+    """
+    given = dict(locals())
+    with connect(context) as broker:
+        found = named_target(context, target)
+        options = cast("Any", read_options(given)) | _own_options(given)
+        values = list(_items_of(items))
+        array = broker.submit_array(found, values, *map(parsing.json_or_text, args or []), **options)
+        remember_last(broker, array.id)
+        if detach:
+            eprint("to follow it: gpubroker array " + array.id)
+            emit(output, array, lambda array: array.id)
+            return
+        eprint(f"accepted {array.id}")
+        _print_results(broker, array, output)
+
+
+def array(
+    context: typer.Context,
+    array: ArrayWord,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait for it, and print its results.")] = False,
+    items: Annotated[bool, typer.Option("--items", help="Print the items that are done.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="With --items: only those that failed.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Do what failed again, as a new array.")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel what is left of it.")] = False,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show how far an array is; its results, with --items; do its failed items again, or cancel the rest."""
+    if sum((wait, items, cancel)) > 1 or (failed and not items) or (retry and (items or cancel)):
+        raise typer.BadParameter("give one of --wait, --items, --cancel and --retry (--retry --wait works)")
+    with connect(context) as broker:
+        if items:
+            for item in broker.array_items(array, **({"state": "failed"} if failed else {})):
+                show(json.dumps(item.raw))
+            return
+        ask = broker.retry_array if retry else broker.cancel_array if cancel else broker.array
+        seen = ask(array)
+        if retry:
+            eprint(f"accepted {seen.id}: {seen.total} items again")
+        if wait:
+            _print_results(broker, seen, output)
+            return
+        emit(output, seen, _drawn)
+
+
+def _print_results(broker: Broker, array: Array, output: Format) -> None:
+    """Exits with 3 if an item failed or was left, and with 4 if the array was cancelled."""
+    show_bar = progress_bar()
+    after: Mapping[str, Any] = {"order": "number" if output is Format.TABLE else "completed"}
+    seen = array
+    for seen in broker.array_progress(array):
+        show_bar(seen)
+    for item in broker.array_items(array, **after):
+        _print_item(item, output)
+    if seen.state is ArrayState.CANCELLED:
+        eprint(f"cancelled: {seen.total - seen.done} of {seen.total} items were left")
+        raise typer.Exit(EXIT_CANCELLED)
+    if seen.state is not ArrayState.SUCCEEDED:
+        left = f", {seen.total - seen.done} were left" if seen.done < seen.total else ""
+        eprint(f"{seen.failed} of {seen.total} items failed{left}; again: gpubroker array {seen.id} --retry")
+        raise typer.Exit(EXIT_TASK_FAILED)
+
+
+def _print_item(item: ArrayItem, output: Format) -> None:
+    if output is not Format.TABLE:
+        show(json.dumps(item.raw))
+    elif item.error is not None:
+        show(f"item {item.number}: {item.error.kind}: {item.error.message}", error=True)
+    else:
+        show(json.dumps(item.result) if item.data is None else f"({len(item.data)} bytes, pickled)")
+
+
+def _drawn(seen: Array) -> str:
+    workers = ", ".join(f"{worker.id} {worker.state}" for worker in seen.workers)
+    return f"{seen.id} {seen.state.value}\n{bar_line(seen, _BAR_WIDTH)}\nworkers: {workers}"
+
+
+def _items_of(path: str) -> Iterator[Any]:
+    """Empty lines are skipped. Raises BadParameter."""
+    try:
+        text = sys.stdin.read() if path == "-" else open(path, encoding="utf-8").read()  # noqa: SIM115
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from None
+    yield from (parsing.json_or_text(line) for line in text.splitlines() if line.strip())
+
+
+def _own_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    names: Sequence[str] = ("max_parallel", "chunk", "item_timeout_seconds", "item_retries")
+    return {name: given[name] for name in names if given[name] is not None}
+
+
+def add_to(app: typer.Typer) -> None:
+    settings = {"allow_extra_args": True}
+    panel = "Tasks"
+    app.command("map", cls=CommandAfterDashes, context_settings=settings, rich_help_panel=panel)(map_)
+    app.command(rich_help_panel=panel)(array)

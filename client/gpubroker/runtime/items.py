@@ -1,0 +1,338 @@
+"""The process of a worker of an array: one function or command, called for each item that it is given."""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+
+from gpubroker.runtime.invoke import CannotOpen, Invocation, called, how_it_ended, opened, terminate
+from gpubroker.runtime.journal import AT_ONCE, Journal
+from gpubroker.runtime.messages import (
+    MESSAGE_CHARS,
+    ItemResult,
+    RunOrder,
+    RunOutcome,
+    ended,
+    failed,
+    items,
+    plain_text,
+)
+from gpubroker.runtime.outcome import describe
+from gpubroker.runtime.output import Output
+from gpubroker.runtime.task import RunningTask
+
+ARRAY_VARIABLE = "GPUBROKER_ARRAY"
+"""Set for workers of arrays: JSON with the limits of an item."""
+
+REPORT_SECONDS = 0.5
+"""Results are reported this often, and at once when no item is left here."""
+AHEAD_SECONDS = 1.0
+"""So much work is wanted here, so that no report has to be waited for."""
+AGAIN_SECONDS = 2.0
+"""A report without an answer is repeated: it may have been lost."""
+MOST_UNANSWERED_BYTES = 16 * 2**20
+"""With more results on their way, the next item waits."""
+TRACEBACK_CHARS = 4096
+STUCK_SECONDS = 2.0
+"""An item that does not end after its time limit, because it is not in Python code, ends with its process."""
+PLACEHOLDER = "{}"
+"""The word of a command that an item takes the place of; without it, the item is the last word."""
+_LENGTH_BYTES = 8
+
+
+class ItemTimeout(BaseException):
+    """Raised in the function whose item takes too long."""
+
+
+class _Stuck(Exception):
+    """The run has been reported as ended."""
+
+
+def is_array(order: RunOrder) -> bool:
+    return ARRAY_VARIABLE in order.env
+
+
+def joined(arguments: bytes, given: bytes) -> bytes:
+    """The arguments of a worker: those of the function, and all items, as a JSON list or a pickled one."""
+    return len(arguments).to_bytes(_LENGTH_BYTES, "big") + arguments + given
+
+
+def parted(packed: bytes) -> tuple[bytes, bytes]:
+    begin = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "big")
+    return packed[_LENGTH_BYTES:begin], packed[begin:]
+
+
+class ItemWorker:
+    """Works through the items that it holds, in a thread of its own; other threads call `take` and `wake`."""
+
+    def __init__(self, order: RunOrder, journal: Journal, task: RunningTask, output: Output) -> None:
+        limits = json.loads(order.env[ARRAY_VARIABLE])
+        self._retries: int = limits["item_retries"]
+        self._timeout_seconds: float | None = limits["item_timeout_seconds"]
+        arguments, self._packed_items = parted(order.arguments)
+        self._order = RunOrder(**{**order.to_wire(), "arguments": arguments})
+        self._journal = journal
+        self._task = task
+        self._output = output
+        self._lock = threading.RLock()
+        self._news = threading.Event()
+        self._todo: deque[int] = deque()
+        self._current: int | None = None
+        self._results: deque[tuple[int, ItemResult]] = deque()
+        """Not answered yet, with the number of the first report that had them."""
+        self._unanswered_bytes = 0
+        self._number = 0
+        """Of the last report."""
+        self._answered = 0
+        self._is_over = False
+        self._seconds = 0.0
+        self._done = 0.0
+        self._reported_at = 0.0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._watch: _Watch | None = None
+        """Of functions; a command is waited for."""
+
+    def take(self, number: int, held: Iterable[Sequence[int]], *, is_over: bool) -> None:
+        """The answer to a report."""
+        with self._lock:
+            if number <= self._answered:
+                return
+            self._answered = number
+            while self._results and self._results[0][0] <= number:
+                _, result = self._results.popleft()
+                self._unanswered_bytes -= _size_bytes(result)
+            finished = {result[0] for _, result in self._results}
+            mine = (n for first, behind in held for n in range(first, behind))
+            self._todo = deque(n for n in mine if n not in finished and n != self._current)
+            self._is_over = is_over and number == self._number
+        self._news.set()
+
+    def work(self) -> RunOutcome:
+        """Until no item is left for it, or it has to stop."""
+        self._task.call_on_stop(self._on_stop)
+        try:
+            values, call = self._opened()
+            if call is not None and self._timeout_seconds is not None:
+                self._watch = _Watch(self._timeout_seconds, self._give_up)
+            self._report()
+            while not self._task.should_stop and not self._is_over:
+                number = self._next()
+                if number is None:
+                    self._wait()
+                elif (result := self._result_of(number, values, call)) is not None:
+                    self._keep(result)
+        except CannotOpen as refusal:
+            return refusal.outcome
+        except _Stuck:
+            return failed("item_timeout", "an item did not end when its time was over")
+        if self._is_over:
+            return RunOutcome("succeeded", result=b"null")
+        self._current = None
+        self._todo.clear()
+        self._report(leaving=True)
+        return RunOutcome("stopped")
+
+    def _opened(self) -> tuple[Sequence[Any], Invocation | None]:
+        call = None if self._order.kind == "command" else opened(self._order)
+        try:
+            packed = self._packed_items
+            values = json.loads(packed) if packed[:1] == b"[" else cloudpickle.loads(packed)
+            return list(values), call
+        except BaseException as fault:
+            raise CannotOpen(
+                failed("import_failed", f"the items cannot be opened: {describe(fault)}")
+            ) from None
+
+    def _next(self) -> int | None:
+        with self._lock:
+            if not self._todo or self._unanswered_bytes > MOST_UNANSWERED_BYTES:
+                return None
+            self._current = self._todo.popleft()
+            return self._current
+
+    def _wait(self) -> None:
+        if self._has_unreported:
+            self._report()
+        if not self._news.wait(AGAIN_SECONDS):
+            self._report()
+        self._news.clear()
+
+    @property
+    def _has_unreported(self) -> bool:
+        with self._lock:
+            return bool(self._results) and self._results[-1][0] > self._number
+
+    def _keep(self, result: ItemResult) -> None:
+        with self._lock:
+            self._current = None
+            self._results.append((self._number + 1, result))
+            self._unanswered_bytes += _size_bytes(result)
+        self._seconds += result[1]
+        self._done += 1
+        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            self._report()
+
+    def _report(self, *, leaving: bool = False) -> None:
+        """All that was not answered, in place of the report before."""
+        with self._lock:
+            self._number += 1
+            self._reported_at = time.monotonic()
+            each = self._seconds / self._done if self._done else AHEAD_SECONDS
+            self._seconds, self._done = self._seconds / 2, self._done / 2  # the latest count most
+            wanted = 0 if leaving else min(2**20, max(1, int(AHEAD_SECONDS / max(each, 1e-6))))
+            held = [*([] if self._current is None else [self._current]), *self._todo]
+            results = [result for _, result in self._results]
+            report = items(self._order.key, self._number, results, list(_ranges(sorted(held))), wanted)
+            self._journal.note(self._order.key, report, AT_ONCE)
+
+    def _result_of(self, number: int, values: Sequence[Any], call: Invocation | None) -> ItemResult | None:
+        """None if it was broken off by a notice to stop."""
+        began, tries = time.perf_counter(), 0
+        while True:
+            tries += 1
+            if number >= len(values):
+                outcome = failed("exception", f"there is no item {number}; there are {len(values)}")
+            elif call is None:
+                outcome = self._run_command(values[number])
+            else:
+                outcome = self._call(number, call, values[number])
+            if outcome.ending == "succeeded" or tries > self._retries or self._task.should_stop:
+                break
+        if outcome.ending != "succeeded" and self._task.should_stop:
+            return None
+        return _item_result(number, time.perf_counter() - began, tries, outcome)
+
+    def _call(self, number: int, call: Invocation, value: Any) -> RunOutcome:
+        one = Invocation(call.function, (value, *call.args), call.kwargs)
+        if self._watch is None:
+            return called(one, self._order)
+        try:
+            self._watch.begin(number)
+            outcome = called(one, self._order)
+            is_over = self._watch.end()
+        except ItemTimeout:
+            is_over, outcome = self._watch.end() or True, self._timed_out()
+        return self._timed_out() if is_over else outcome
+
+    def _timed_out(self) -> RunOutcome:
+        return failed("timeout", f"the item took longer than {self._timeout_seconds:g} s")
+
+    def _give_up(self, number: int) -> None:
+        """The thread of the item cannot be interrupted: the run ends here, and its process with it."""
+        with self._lock:
+            seconds = (self._timeout_seconds or 0.0) + STUCK_SECONDS
+            self._results.append((self._number + 1, _item_result(number, seconds, 1, self._timed_out())))
+            self._current = None
+            self._todo.clear()
+        self._report(leaving=True)
+        message = f"item {number} did not end within {STUCK_SECONDS:g} s after its time limit"
+        outcome = failed("item_timeout", message)
+        self._journal.add(ended(self._order.key, outcome, self._output.tail()), after_news_of=self._order.key)
+
+    def _run_command(self, value: Any) -> RunOutcome:
+        word = value if isinstance(value, str) else json.dumps(value)
+        command = list(self._order.command)
+        words = [word if part == PLACEHOLDER else part for part in command]
+        if PLACEHOLDER not in command:
+            words.append(word)
+        try:
+            child = self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0)  # noqa: S603  # its purpose
+        except (OSError, ValueError) as fault:
+            return failed("exit_code", f"cannot start {words[0]!r}: {fault}")
+        try:
+            code = child.wait(self._timeout_seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            return self._timed_out()
+        if code == 0:
+            return RunOutcome("succeeded", result=b'{"exit_code":0}')
+        return failed("exit_code", how_it_ended(words[0], code))
+
+    def _on_stop(self) -> None:
+        self._news.set()
+        if self._child is not None:
+            terminate(self._child)
+
+
+class _Watch:
+    """Watches the time of the item that one thread works on, from another thread."""
+
+    def __init__(self, seconds: float, give_up: Callable[[int], None]) -> None:
+        self._seconds = seconds
+        self._give_up = give_up
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._number = 0
+        self._ends_at = math.inf
+        self._was_interrupted = False
+        self._is_given_up = False
+        threading.Thread(target=self._run, name="item-time", daemon=True).start()
+
+    def begin(self, number: int) -> None:
+        with self._lock:
+            self._number, self._was_interrupted = number, False
+            self._ends_at = time.monotonic() + self._seconds
+
+    def end(self) -> bool:
+        """Whether its time was over. Raises _Stuck if the run has been given up meanwhile."""
+        with self._lock:
+            self._ends_at = math.inf
+            if self._was_interrupted:
+                _raise_in(self._thread, None)  # if it has not come yet
+            if self._is_given_up:
+                raise _Stuck
+            return self._was_interrupted
+
+    def _run(self) -> None:
+        pause = max(0.01, min(0.5, self._seconds / 10))
+        while not self._is_given_up:
+            time.sleep(pause)
+            with self._lock:
+                late_seconds = time.monotonic() - self._ends_at
+                if late_seconds > 0 and not self._was_interrupted:
+                    self._was_interrupted = True
+                    _raise_in(self._thread, ItemTimeout)
+                elif late_seconds > STUCK_SECONDS:
+                    self._is_given_up = True
+                    self._give_up(self._number)
+
+
+def _raise_in(thread: int, fault: type[BaseException] | None) -> None:
+    """At its next step in Python code. None: take back what has not been raised yet."""
+    given = None if fault is None else ctypes.py_object(fault)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
+
+
+def _item_result(number: int, seconds: float, tries: int, outcome: RunOutcome) -> ItemResult:
+    fault = outcome.fault
+    if outcome.ending == "succeeded":
+        return number, seconds, tries, outcome.result, None
+    if fault is None:
+        return number, seconds, tries, None, ("stopped_unasked", "it raised Stopped without a notice", "")
+    message = plain_text(fault.message, MESSAGE_CHARS)
+    return number, seconds, tries, None, (fault.kind, message, plain_text(fault.traceback, TRACEBACK_CHARS))
+
+
+def _size_bytes(result: ItemResult) -> int:
+    return len(result[3] or b"")
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Of numbers in order: the first, and the one after the last, of each range without gaps."""
+    first = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield numbers[first], numbers[at - 1] + 1
+            first = at

@@ -1,0 +1,355 @@
+"""Operations on arrays: one function or command for many items."""
+
+import base64
+import json
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, TypedDict, Unpack, cast
+
+import cloudpickle
+
+from gpubroker.errors import BrokerError, ItemFailed, WrongArgument
+from gpubroker.tasks.submission import SubmitOptions, Target, submission_body
+from gpubroker.tasks.task import Failure
+from gpubroker.transport.decoding import Page, Raw, decode
+from gpubroker.transport.exchange import Call, Pause, Steps
+from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
+
+_INLINE_BYTES = 4 * 2**20
+"""Larger items are uploaded as an object first."""
+_ITEMS_PER_PAGE = 5000
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 0.5
+_SUBMIT_SECONDS = 60.0
+_BAR_WIDTH = 30
+_ARRAY_OPTIONS = ("chunk", "max_parallel", "item_timeout_seconds", "item_retries")
+
+
+class ArrayOptions(SubmitOptions, total=False):
+    """What `map` and `submit_array` take by name. All may be left out. Resources are those of one worker."""
+
+    max_parallel: int
+    """How many workers run at once, if there is room. Default: 4."""
+    chunk: int
+    """How many items are handed to a worker together. Default: about 100 ms of work."""
+    item_timeout_seconds: float
+    """Time limit of one item."""
+    item_retries: int
+    """How often a failed item is tried again."""
+
+
+class ItemFilter(TypedDict, total=False):
+    """Which results `array_items` fetches, and in which order."""
+
+    state: str
+    """succeeded or failed."""
+    order: str
+    """number (default), or completed: as they were done."""
+
+
+class ArrayState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    """Items failed, or are left although no worker is."""
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+    """A state that this version of the SDK does not know; `raw["state"]` names it."""
+
+    @classmethod
+    def _missing_(cls, _value: object) -> "ArrayState":
+        return cls.UNKNOWN
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (ArrayState.SUCCEEDED, ArrayState.FAILED, ArrayState.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayWorker:
+    """A task that works on items of an array."""
+
+    id: str
+    state: str = ""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    id: str
+    name: str
+    tenant: str
+    state: ArrayState
+    total: int = 0
+    done: int = 0
+    """Items that have a result or an error."""
+    failed: int = 0
+    fraction: float = 0.0
+    items_per_second: float | None = None
+    eta_at: datetime | None = None
+    chunk: int | None = None
+    item_timeout_seconds: float | None = None
+    item_retries: int = 0
+    result_format: str = "json"
+    workers: tuple[ArrayWorker, ...] = ()
+    submitted_at: datetime | None = None
+    last_item_at: datetime | None = None
+    retry_of: str | None = None
+    """The array of which it does the failed items again."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state.is_terminal
+
+
+AnyArray = Array | str
+"""An array, or its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayItem:
+    """How one item ended. `result` is the JSON result; a pickled one stays bytes in `data`."""
+
+    number: int
+    """Its place in the list of items, from 0."""
+    state: str
+    seconds: float = 0.0
+    """How long it took, all tries together."""
+    tries: int = 0
+    result: Any = None
+    data: bytes | None = None
+    error: Failure | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "ArrayItem":
+        packed = raw.get("data_base64")
+        return decode(cls, raw, data=None if packed is None else base64.b64decode(packed))
+
+    @property
+    def value(self) -> Any:
+        """The result; unpickles it if it is a pickle, which runs code that the function chose. Raises
+        ItemFailed."""
+        if self.error is not None:
+            raise ItemFailed(self.number, self.error.kind, self.error.message, self.error.traceback)
+        return self.result if self.data is None else cloudpickle.loads(self.data)
+
+
+class ArrayApi(Operations):
+    @operation
+    def submit_array(
+        self, target: Target, items: Iterable[Any], *args: Any, **options: Unpack[ArrayOptions]
+    ) -> Steps[Array]:
+        """Run `target` once for each item, by up to `max_parallel` workers; when this returns, the array is
+        on the service's disk.
+
+            broker.submit_array("team.checks:verify", files, max_parallel=8, item_retries=2)
+            broker.submit_array(["convert", "{}", "--small"], names)
+
+        A function gets the item as its first argument, before `args` and `kwargs`. In a command the word `{}`
+        is replaced by the item. The other options are those of `submit`, for each worker. Raises Refused.
+        """
+        return (yield from self._submit_array(target, items, args, options))
+
+    @operation
+    def array(self, array: AnyArray) -> Steps[Array]:
+        """The array as it is now."""
+        return decode(Array, (yield from self._ask("GET", _path(array))))
+
+    @listing
+    def array_items(self, array: AnyArray, **wanted: Unpack[ItemFilter]) -> Pages[ArrayItem]:
+        """The items that are done, fetched page by page as they are used."""
+
+        def fetch(cursor: str | None) -> Steps[Page[ArrayItem]]:
+            return (yield from self._items_after(array, cursor, wanted))
+
+        return Pages(fetch)
+
+    @listing
+    def array_progress(self, array: AnyArray) -> Pages[Array]:
+        """The array each time that it is further, until it has ended."""
+
+        def fetch(cursor: str | None) -> Steps[Page[Array]]:
+            pause_seconds = _FIRST_PAUSE_SECONDS
+            while True:
+                seen = decode(Array, (yield from self._ask("GET", _path(array))))
+                if seen.is_finished or cursor != str(seen.done):
+                    return Page((seen,), None if seen.is_finished else str(seen.done), seen.raw)
+                yield Pause(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+        return Pages(fetch)
+
+    @operation
+    def cancel_array(self, array: AnyArray) -> Steps[Array]:
+        """Cancel what is left of an array. Results stay."""
+        return decode(Array, (yield from self._ask("POST", f"{_path(array)}/cancel")))
+
+    @operation
+    def retry_array(self, array: AnyArray, *, idempotency_key: str | None = None) -> Steps[Array]:
+        """Do the items of an ended array again that failed or were left, as a new array in which they keep
+        their numbers. Raises Refused if there are none."""
+        key = idempotency_key or uuid.uuid4().hex
+        call = Call("POST", f"{_path(array)}/retry", headers={"Idempotency-Key": f'"{key}"'})
+        return decode(Array, (yield from self._send(call)).json())
+
+    @listing
+    def map(
+        self,
+        target: Target,
+        items: Iterable[Any],
+        *args: Any,
+        ordered: bool = True,
+        return_exceptions: bool = False,
+        progress: bool = False,
+        **options: Unpack[ArrayOptions],
+    ) -> Pages[Any]:
+        """`target(item)` for each item, by workers of the service: an iterator over the results, in the order
+        of the items, or (`ordered=False`) as they are done.
+
+            for size in broker.map(measure, paths, max_parallel=8, progress=True): ...
+
+        It is submitted when the first result is asked for, with the options of `submit_array`. An item that
+        failed raises ItemFailed in its place, or is that exception with `return_exceptions`. `progress` shows
+        a bar on standard error. Results of functions are unpickled here. Raises BrokerError if the array ends
+        with items left, such as by a cancel.
+        """
+        show = progress_bar() if progress else None
+        mapped = _Mapped(ordered, return_exceptions)
+
+        def fetch(cursor: str | None) -> Steps[Page[Any]]:
+            array = mapped.array or (yield from self._submit_array(target, items, args, options))
+            mapped.array = array
+            pause_seconds = _FIRST_PAUSE_SECONDS
+            while True:
+                seen = decode(Array, (yield from self._ask("GET", _path(array))))
+                page = yield from self._items_after(array, cursor, {"order": "completed"})
+                mapped.add(page)
+                if show is not None:
+                    show(seen)
+                if page.items or seen.is_finished:
+                    return mapped.page(page.raw["next_after"], seen)
+                yield Pause(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+        return Pages(fetch)
+
+    def _submit_array(
+        self, target: Target, items: Iterable[Any], args: Sequence[Any], options: ArrayOptions
+    ) -> Steps[Array]:
+        key = options.get("idempotency_key") or uuid.uuid4().hex
+        given = {name: options[name] for name in _ARRAY_OPTIONS if options.get(name) is not None}  # type: ignore[literal-required]  # they are
+        of_task = {name: value for name, value in options.items() if name not in _ARRAY_OPTIONS}
+        body = submission_body(target, args, cast("SubmitOptions", of_task))
+        packed, count = _packed(target, items)
+        if len(packed) > _INLINE_BYTES:
+            upload = Call(
+                "POST", "/objects", body=packed, headers={"Content-Type": "application/octet-stream"},
+                patience_seconds=_SUBMIT_SECONDS,
+            )  # fmt: skip
+            stored = (yield from self._send(upload)).json()["id"]
+            listed: Any = {"object": stored, "count": count}
+        elif callable(target):
+            listed = {"pickled": base64.b64encode(packed).decode(), "count": count}
+        else:
+            listed = None
+        text = packed if listed is None else json.dumps(listed).encode()
+        rest = json.dumps(given).encode()[1:]
+        body = body[:-1] + b',"items":' + text + (b"," if given else b"") + rest
+        headers = {"Idempotency-Key": f'"{key}"'}
+        call = Call("POST", "/arrays", body=body, headers=headers, patience_seconds=_SUBMIT_SECONDS)
+        return decode(Array, (yield from self._send(call)).json())
+
+    def _items_after(self, array: AnyArray, cursor: str | None, wanted: ItemFilter) -> Steps[Page[ArrayItem]]:
+        params: dict[str, Any] = {**wanted, "after": cursor, "limit": _ITEMS_PER_PAGE}
+        raw = yield from self._ask("GET", f"{_path(array)}/items", **params)
+        found = tuple(ArrayItem.of(item) for item in raw["items"])
+        return Page(found, str(raw["next_after"]) if raw["has_more"] else None, raw)
+
+
+class _Mapped:
+    """The results of a map that have come, and those that are to be given next."""
+
+    def __init__(self, ordered: bool, return_exceptions: bool) -> None:
+        self.array: Array | None = None
+        self._ordered = ordered
+        self._return_exceptions = return_exceptions
+        self._early: dict[int, ArrayItem] = {}
+        self._next = 0
+
+    def add(self, page: Page[ArrayItem]) -> None:
+        self._early |= {item.number: item for item in page.items}
+
+    def page(self, cursor: int, seen: Array) -> Page[Any]:
+        """Raises ItemFailed, and BrokerError if nothing more will come."""
+        values = tuple(self._values())
+        is_over = self._next >= seen.total
+        if seen.is_finished and not is_over and not values and seen.done <= self._next + len(self._early):
+            missing = seen.total - seen.done
+            raise BrokerError(
+                f"array {seen.id} {seen.state.value} with {missing} items left", code="array-ended"
+            )
+        return Page(values, None if is_over else str(cursor))
+
+    def _values(self) -> Iterator[Any]:
+        while self._early:
+            number = self._next if self._ordered else next(iter(self._early))
+            item = self._early.pop(number, None)
+            if item is None:
+                return
+            self._next += 1
+            if item.error is None or not self._return_exceptions:
+                yield item.value
+            else:
+                yield ItemFailed(number, item.error.kind, item.error.message, item.error.traceback)
+
+
+def progress_bar() -> Callable[[Array], None]:
+    """Shows how far an array is on standard error: in a terminal one line that changes, otherwise a line for
+    each tenth."""
+    shown = -1
+
+    def show(array: Array) -> None:
+        nonlocal shown
+        out = sys.stderr
+        steps = 100 if out.isatty() else 10
+        step = steps + 1 if array.is_finished else int(array.fraction * steps)
+        if step == shown:
+            return
+        shown = step
+        print(bar_line(array, _BAR_WIDTH), end="\r" if out.isatty() and step <= steps else "\n", file=out)
+        out.flush()
+
+    return show
+
+
+def bar_line(array: Array, width: int) -> str:
+    """`[#####.....] 50/100, 2 failed, 25/s`."""
+    filled = int(array.fraction * width)
+    failed = f", {array.failed} failed" if array.failed else ""
+    rate = f", {array.items_per_second:.0f}/s" if array.items_per_second else ""
+    return f"[{'#' * filled}{'.' * (width - filled)}] {array.done}/{array.total}{failed}{rate}"
+
+
+def _packed(target: Target, items: Iterable[Any]) -> tuple[bytes, int]:
+    """A pickled list for functions, JSON for the others. Raises WrongArgument."""
+    listed = list(items)
+    if not listed:
+        raise WrongArgument("an array needs one item or more; there are none")
+    try:
+        if callable(target):
+            return cloudpickle.dumps(listed), len(listed)
+        return json.dumps(listed, separators=(",", ":"), allow_nan=False).encode(), len(listed)
+    except Exception as error:  # objects may raise anything when they are pickled
+        how = "pickled" if callable(target) else "written as JSON"
+        raise WrongArgument(f"the items cannot be {how} ({error}); pass plain values") from None
+
+
+def _path(array: AnyArray) -> str:
+    return f"/arrays/{path_part(array.id if isinstance(array, Array) else array)}"

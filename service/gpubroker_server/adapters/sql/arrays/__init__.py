@@ -1,0 +1,1 @@
+"""Results of the items of arrays, as rows."""

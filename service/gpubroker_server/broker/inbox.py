@@ -1,0 +1,76 @@
+"""Reports that wait for the leader's next cycle."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
+from gpubroker_server.core.domain.orders import Checkpointed, Ended, ItemsReported, Logged, NodeReport, Report
+
+MOST_REPORTS = 10_000
+MOST_REPORT_BYTES = 64 * 2**20
+"""With more in the inbox, which happens only while nothing can be committed, no reports are fetched."""
+
+
+def next_batch(heard: Iterable[Report]) -> list[Report]:
+    """The reports up to the next NodeReport, ServerIndex, ServerGone or ModelsInUse, or that one alone.
+
+    These list all runs of an agent, all models of a server or all in use at one moment: earlier reports must
+    be committed when the list is read, and later ones must not.
+    """
+    batch: list[Report] = []
+    for report in heard:
+        if isinstance(report, NodeReport | ServerIndex | ServerGone | ModelsInUse):
+            return batch or [report]
+        batch.append(report)
+    return batch
+
+
+class Inbox:
+    """Reports that wait for the next cycle, in order."""
+
+    def __init__(self) -> None:
+        self._reports: deque[Report] = deque()
+        self._size_bytes = 0
+        self.has_room = asyncio.Event()
+        """Without it no reports are fetched: the executor keeps them, and stops asking agents for more."""
+        self.has_room.set()
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def put(self, reports: Sequence[Report]) -> None:
+        self._reports.extend(reports)
+        self._size_bytes += sum(map(_size_bytes, reports))
+        self._set_room()
+
+    def next_batch(self) -> list[Report]:
+        return next_batch(self._reports)
+
+    def replace(self, count: int, reports: Sequence[Report]) -> None:
+        """The first `count` reports by others."""
+        for _ in range(count):
+            self._reports.popleft()
+        self._reports.extendleft(reversed(reports))
+
+    def weigh(self) -> None:
+        """After `replace`."""
+        self._size_bytes = sum(map(_size_bytes, self._reports))
+        self._set_room()
+
+    def _set_room(self) -> None:
+        if len(self._reports) <= MOST_REPORTS and self._size_bytes <= MOST_REPORT_BYTES:
+            self.has_room.set()
+        else:
+            self.has_room.clear()
+
+
+def _size_bytes(report: Report) -> int:
+    """The bytes of results, of a checkpoint or of a log."""
+    match report:
+        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)) | Logged(data=bytes(data)):
+            return len(data)
+        case ItemsReported():
+            return sum(len(it.result) for it in report.results if it.result is not None)
+        case _:
+            return 0

@@ -1,0 +1,222 @@
+"""The items of an array: which are done, which run holds which, and what a run gets next."""
+
+import json
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from gpubroker_server.core.domain.decisions import Decision, ItemPage, withdraw_pledges, write_move
+from gpubroker_server.core.domain.orders import (
+    Failure,
+    ItemRange,
+    ItemResult,
+    ItemsOrder,
+    ItemsReported,
+)
+from gpubroker_server.core.domain.ranks import node_of
+from gpubroker_server.core.domain.submission import ArrayTerms
+from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, TaskId
+from gpubroker_server.core.lifecycle.task_update import TaskUpdate
+from gpubroker_server.core.world.world import World
+
+_ABSENT, _OPEN, _HELD, _SUSPECT, _DONE = range(5)
+"""What becomes of an item. A suspect was held by a run that crashed, and is given to a run alone."""
+
+CHUNKS_AHEAD = 10
+"""A run wants to hold about a second of work; without a given chunk, it gets more in tenths of that."""
+PAGE_BYTES = 4 * 2**20
+"""A page of results ends at this size."""
+
+_Holder = tuple[TaskId, Fence]
+
+
+class ArrayWork:
+    """In the leader's memory only: what it loses, the next reports tell again, except which items have made
+    their process crash. A `copy` is changed, and replaces it once what follows from that is committed."""
+
+    def __init__(self, terms: ArrayTerms, done: Iterable[ItemRange], last_page: int) -> None:
+        self.terms = terms
+        self._status = bytearray(max((behind for _, behind in terms.numbers), default=0))
+        for first, behind in terms.numbers:
+            self._status[first:behind] = bytes([_OPEN]) * (behind - first)
+        for first, behind in done:
+            self._status[first:behind] = bytes([_DONE]) * (behind - first)
+        self.left = len(self._status) - self._status.count(_DONE) - self._status.count(_ABSENT)
+        self.last_page = last_page
+        self._lowest_open = 0
+        """No item below it is open."""
+        self._held: dict[_Holder, tuple[frozenset[int], int]] = {}
+        """What each run holds, and how often its task had failed when the run was first heard."""
+        self._crashes: dict[int, int] = {}
+        """Of each suspect: how many runs crashed since then that held nothing else."""
+        self._condemned: list[int] = []
+        """Items that crashed once too often, and are not recorded as failed yet."""
+
+    def copy(self) -> "ArrayWork":
+        new = ArrayWork.__new__(ArrayWork)
+        new.__dict__ = {
+            name: value.copy() if isinstance(value, bytearray | dict | list) else value
+            for name, value in self.__dict__.items()
+        }
+        return new
+
+    def take(self, world: World, task: Task, report: ItemsReported) -> list[ItemResult]:
+        """The results that are new; the run gets what it wants, as far as there is work."""
+        self._take_back(world)
+        run = task.id, task.fence
+        if run not in self._held:
+            told = (n for first, behind in report.held for n in range(first, min(behind, len(self._status))))
+            mine = frozenset(n for n in told if self._status[n] == _OPEN)
+            self._mark(mine, _HELD)
+            self._held[run] = mine, task.failures
+        new = [it for it in report.results if self._is_left(it.number)]
+        new = list({it.number: it for it in new}.values())
+        new += [self._killed(number) for number in self._condemned if self._is_left(number)]
+        self._condemned = []
+        for result in new:
+            self._status[result.number] = _DONE
+        self.left -= len(new)
+        if report.wanted > 0:
+            self._give(run, report.wanted)
+        else:
+            self._give_back(run, crashed=False)
+        return new
+
+    def held_by(self, task: Task) -> tuple[ItemRange, ...]:
+        mine, _ = self._held.get((task.id, task.fence), (frozenset[int](), 0))
+        return tuple(ranges_of(sorted(mine)))
+
+    def _is_left(self, number: int) -> bool:
+        return 0 <= number < len(self._status) and self._status[number] not in (_ABSENT, _DONE)
+
+    def _mark(self, numbers: Iterable[int], status: int) -> None:
+        for number in numbers:
+            self._status[number] = status
+
+    def _give(self, run: _Holder, wanted: int) -> None:
+        """Fewer at a time towards the end, so that all runs end together."""
+        held, failures = self._held[run]
+        mine = [number for number in held if self._status[number] == _HELD]
+        if not any(number in self._crashes for number in mine):
+            chunk = self.terms.chunk or max(1, wanted // CHUNKS_AHEAD)
+            share = -(-self.left // (2 * len(self._held)))
+            lacking = max(chunk, min(wanted, share)) - len(mine)
+            if lacking > 0:
+                mine += self._next_open(-(-lacking // chunk) * chunk)
+            if not mine and (suspect := self._status.find(_SUSPECT)) >= 0:
+                mine = [suspect]
+        self._mark(mine, _HELD)
+        self._held[run] = frozenset(mine), failures
+
+    def _next_open(self, most: int) -> list[int]:
+        found: list[int] = []
+        at = self._lowest_open
+        while len(found) < most and (at := self._status.find(_OPEN, at)) >= 0:
+            found.append(at)
+            at += 1
+        self._lowest_open = at if at >= 0 else len(self._status)
+        return found
+
+    def _take_back(self, world: World) -> None:
+        """From runs that are over."""
+        for run, (_, failures) in list(self._held.items()):
+            task = world.tasks.get(run[0])
+            if task is None or not task.is_active or task.fence != run[1]:
+                self._give_back(run, crashed=task is not None and task.failures > failures)
+
+    def _give_back(self, run: _Holder, *, crashed: bool) -> None:
+        numbers, _ = self._held.pop(run)
+        left = sorted(number for number in numbers if self._status[number] == _HELD)
+        self._mark(left, _SUSPECT if crashed else _OPEN)
+        if left and not crashed:
+            self._lowest_open = min(self._lowest_open, left[0])
+        if not crashed:
+            return
+        for number in left:
+            # One crash proves nothing: its process may have been killed by something else.
+            again_alone = number in self._crashes and len(left) == 1
+            self._crashes[number] = self._crashes.get(number, 0) + again_alone
+            if self._crashes[number] > self.terms.item_retries:
+                self._status[number] = _HELD
+                self._condemned.append(number)
+
+    def _killed(self, number: int) -> ItemResult:
+        tries = 1 + self._crashes.pop(number)
+        why = f"its process ended {tries} times without a result: it crashed or was killed"
+        return ItemResult(number, 0.0, tries, None, Failure("killed", why))
+
+
+def reported(
+    update: TaskUpdate, world: World, work: ArrayWork | None, report: ItemsReported, now: Instant
+) -> None:
+    """Store what is new, and answer. Results count as a checkpoint: they are not lost with the run."""
+    task = update.live(report.fence, report.rank)
+    if task is None or work is None:
+        return
+    new = work.take(world, task, report)
+    update.items += _pages(work, new, now)
+    if new:
+        update.move(Move.CHANGED, "items", checkpoint_at=now)
+    held, node = work.held_by(task), node_of(task, report.rank)
+    incarnation = world.nodes[node].incarnation
+    about = task.id, task.fence, node, incarnation, report.number
+    update.orders.append(ItemsOrder(*about, held, not held, report.rank))
+
+
+def without_spare_workers(world: World, works: Iterable[ArrayWork], now: Instant) -> list[Decision]:
+    """Cancel workers that wait although no item is left."""
+    over = {worker for work in works if work.left == 0 for worker in work.terms.workers}
+    waiting = [
+        task for id in sorted(over) if (task := world.tasks.get(id)) and task.state is TaskState.PENDING
+    ]
+    return [
+        Decision(
+            task.id,
+            "array_done",
+            tasks=(write_move(task, Move.CANCELLED, finished_at=now),),
+            pledges=withdraw_pledges(world.pledges.get(task.id, {})),
+        )
+        for task in waiting
+    ]
+
+
+def ranges_of(numbers: Sequence[int]) -> Iterator[ItemRange]:
+    """Of numbers in order, without repetitions."""
+    first = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield numbers[first], numbers[at - 1] + 1
+            first = at
+
+
+def _pages(work: ArrayWork, new: Iterable[ItemResult], now: Instant) -> Iterator[ItemPage]:
+    results = {result.number: result for result in new}
+    for first, behind in ranges_of(sorted(results)):
+        size_bytes, start = 0, first
+        lines: list[bytes] = []
+        for number in range(first, behind):
+            lines.append(line_of(results[number], work.terms.result_format))
+            size_bytes += len(lines[-1])
+            if size_bytes > PAGE_BYTES or number + 1 == behind:
+                work.last_page += 1
+                failed = sum(results[n].failure is not None for n in range(start, number + 1))
+                about = work.terms.id, start, work.last_page, work.terms.tenant
+                yield ItemPage(*about, len(lines), failed, now, b"".join(lines))
+                size_bytes, start, lines = 0, number + 1, []
+
+
+def line_of(it: ItemResult, result_format: str) -> bytes:
+    """A line of JSON, as clients get it. A result in JSON is written as it came."""
+    state = "succeeded" if it.failure is None else "failed"
+    head = f'{{"number":{it.number},"state":"{state}","seconds":{it.seconds:.6f},"tries":{it.tries},'.encode()
+    if it.failure is not None:
+        error: Mapping[str, str] = {
+            "kind": it.failure.kind,
+            "message": it.failure.message,
+            "traceback": it.failure.traceback,
+        }
+        return head + b'"error":' + json.dumps(error).encode() + b"}\n"
+    result = it.result or b"null"
+    if result_format == "json":
+        return head + b'"result":' + result.replace(b"\n", b" ") + b"}\n"
+    return head + b'"data_base64":"' + b64encode(result) + b'"}\n'

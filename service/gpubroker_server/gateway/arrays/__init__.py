@@ -1,0 +1,1 @@
+"""Arrays: one function or command for many items."""

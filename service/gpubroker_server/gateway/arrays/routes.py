@@ -1,0 +1,323 @@
+"""Arrays: submit, read, results of items, cancel, retry of what failed."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, cast
+
+import structlog
+from fastapi import Query as QueryMark
+from fastapi import Response
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from gpubroker_server.core.domain.submission import ArrayTerms, array_terms_from
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.gateway.arrays.items import (
+    ItemPageView,
+    ItemQuery,
+    items_without_success,
+    lines_of_items,
+)
+from gpubroker_server.gateway.arrays.submit import (
+    GivenObjects,
+    NewArray,
+    SubmitArray,
+    check_worker,
+    items_of,
+    joined,
+    new_array,
+    terms_of,
+    terms_text,
+)
+from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.ids import is_task_id
+from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer, json_answer
+from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.http.waiters import LeaderRequests
+from gpubroker_server.gateway.submission.again import again
+from gpubroker_server.gateway.submission.submissions import (
+    IdempotencyKey,
+    Submissions,
+    body_hash,
+    key_reused,
+)
+from gpubroker_server.ports.arrays import ItemCounts
+from gpubroker_server.ports.store import BatchSubmission, SubmitVerdict
+
+log = structlog.get_logger("gpubroker.gateway")
+
+resource = Resource("arrays")
+
+NDJSON = "application/x-ndjson"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayParts:
+    submissions: Submissions
+    objects: GivenObjects
+    requests: LeaderRequests
+
+
+Parts = Annotated[ArrayParts, PARTS]
+
+
+class WorkerView(TypedDict):
+    id: Annotated[str, Field(description="An ordinary task, with its own log, explanation and events.")]
+    state: str
+
+
+class ArrayView(TypedDict):
+    """An array, its workers, and how far it is."""
+
+    id: str
+    name: str
+    tenant: str
+    state: Annotated[
+        Literal["pending", "running", "succeeded", "failed", "cancelled"],
+        Field(description="`failed`: items failed, or are left although no worker is."),
+    ]
+    total: int
+    done: Annotated[int, Field(description="Of them, those that have a result or an error.")]
+    failed: Annotated[int, Field(description="Of those, the ones with an error.")]
+    fraction: float
+    items_per_second: Annotated[float | None, Field(description="On average since the first result.")]
+    eta_at: Annotated[Time | None, Field(description="When all are done, at this rate.")]
+    chunk: int | None
+    item_timeout_seconds: float | None
+    item_retries: int
+    result_format: Literal["json", "cloudpickle"]
+    workers: list[WorkerView]
+    submitted_at: Time
+    last_item_at: Time | None
+    retry_of: Annotated[str | None, Field(description="The array of which it does the failed items again.")]
+
+
+_REFUSALS = (
+    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
+    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
+    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
+    "tenant-queue-bytes not-found result-damaged store-unavailable"
+)
+
+
+@resource.route(
+    "POST /arrays",
+    "arrays_submit",
+    Scope.TASKS_WRITE,
+    ArrayView,
+    _REFUSALS,
+    status_code=202,
+    response_description="The array is on disk, and its workers start as soon as there is room.",
+)
+async def submit_array(
+    call: Call, parts: Parts, body: SubmitArray, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Run one function or command for many items.
+
+    Up to `max_parallel` workers, ordinary tasks with the given resources, share the items. A worker that is
+    preempted or lost loses only the items that it had not finished.
+    """
+    submissions, tenant = parts.submissions, call.identity.tenant
+    if (known := await _sent_before(call, parts, idempotency_key, "array")) is not None:
+        return known
+    check_worker(body)
+    given = await items_of(body, parts.objects, tenant)
+    task, learned = await submissions.new_task(body, tenant)
+    await submissions.check_allowed(call.identity, body, task)
+    submissions.check_possible(task)
+    spec = submissions.run_spec(body, body.run, learned)
+    terms = terms_of(tenant, body, [(0, given.total)], submissions.clock.now())
+    array = await new_array(submissions, task, spec, terms, joined(spec.arguments, given.packed))
+    return await _store(call, parts, array, idempotency_key, "array")
+
+
+@resource.route("GET /arrays/{array_id}", "arrays_get", Scope.TASKS_READ, ArrayView, "not-found")
+async def get_array(call: Call, parts: Parts, array_id: str) -> Response:
+    """Read how far an array is."""
+    return answer(await _view(parts, await _find(call, parts, array_id)))
+
+
+@resource.route(
+    "GET /arrays/{array_id}/items",
+    "arrays_items",
+    Scope.TASKS_READ,
+    ItemPageView,
+    "not-found result-damaged validation-failed",
+    responses={200: {"content": {NDJSON: {"schema": {"type": "string"}}}}},
+)
+async def get_items(
+    call: Call, parts: Parts, array_id: str, query: Annotated[ItemQuery, QueryMark()]
+) -> Response:
+    """Fetch the results of items that are done: result or error, and how long each took."""
+    terms = await _find(call, parts, array_id)
+    submissions = parts.submissions
+    found = await lines_of_items(submissions.store, submissions.blobs, terms.id, query)
+    lines, after, has_more = found
+    if query.format == "ndjson":
+        headers = {"Next-After": str(after), "Has-More": str(has_more).lower()}
+        return Response(b"".join(lines), 200, headers, NDJSON)
+    rest = f'],"next_after":{after},"has_more":{str(has_more).lower()}}}'.encode()
+    return json_answer(b'{"items":[' + b",".join(line.rstrip() for line in lines) + rest)
+
+
+@resource.route(
+    "POST /arrays/{array_id}/cancel",
+    "arrays_cancel",
+    Scope.TASKS_WRITE,
+    ArrayView,
+    "not-found",
+    status_code=202,
+    response_description="Stored. Workers that run have their notice; results stay.",
+)
+async def cancel_array(call: Call, parts: Parts, array_id: str) -> Response:
+    """Cancel what is left of an array."""
+    terms = await _find_to_change(call, parts, array_id, "array.cancel")
+    states = await parts.submissions.store.states(terms.workers)
+    left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
+    if left:
+        await parts.requests.ask_many(left, terms.tenant, "cancel", {})
+    return answer(await _view(parts, terms), 202)
+
+
+@resource.route(
+    "POST /arrays/{array_id}/retry",
+    "arrays_retry",
+    Scope.TASKS_WRITE,
+    ArrayView,
+    f"{_REFUSALS} array-not-finished nothing-to-retry",
+    status_code=202,
+    response_description="A new array is on disk; its `retry_of` is the old one.",
+)
+async def retry_array(
+    call: Call, parts: Parts, array_id: str, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Do the items of an ended array again that failed or were left, as a new array.
+
+    Items keep their numbers.
+    """
+    old = await _find_to_change(call, parts, array_id, "array.retry")
+    purpose = f"retry of array {old.id}"
+    if (known := await _sent_before(call, parts, idempotency_key, purpose)) is not None:
+        return known
+    submissions = parts.submissions
+    state = _state(old, await submissions.store.item_counts(old.id), await _worker_states(parts, old))
+    if state in ("pending", "running"):
+        raise Problem("array-not-finished", array=old.id, state=state)
+    numbers = await items_without_success(submissions.store, submissions.blobs, old)
+    if not numbers:
+        raise Problem("nothing-to-retry", array=old.id)
+    record = await submissions.records.find(call.identity, old.id)
+    task, spec = await again(submissions, call.identity, record)
+    now, places = submissions.clock.now(), (TaskId(""),) * len(old.workers)
+    terms = replace(old, numbers=tuple(numbers), workers=places, submitted_at=now, retry_of=old.id)
+    array = await new_array(submissions, task, spec, terms, spec.arguments)
+    return await _store(call, parts, array, idempotency_key, purpose)
+
+
+async def _store(call: Call, parts: Parts, array: NewArray, key: str | None, purpose: str) -> Response:
+    """One commit for all of it. Raises Problem."""
+    submissions, terms = parts.submissions, array.terms
+    size_bytes = sum(worker.task.queued_bytes for worker in array.workers)
+    submissions.check_queue(terms.tenant, len(array.workers), size_bytes)
+    key = None if key is None else key.strip('"')
+    hashed = "" if key is None else await body_hash(call, purpose)
+    batch = BatchSubmission(array.workers, key, hashed, terms_text(terms))
+    outcome = await submissions.store.submit_batch(batch)
+    if outcome.verdict is SubmitVerdict.KEY_REUSED:
+        raise key_reused(str(key), outcome.task, "array")
+    if outcome.verdict is SubmitVerdict.DUPLICATE:
+        return await _replayed(call, parts, outcome.task)
+    log.info("array accepted", task=terms.id, tenant=terms.tenant)
+    return answer(await _view(parts, terms), 202, {"Location": f"/arrays/{terms.id}"})
+
+
+async def _sent_before(call: Call, parts: Parts, key: str | None, purpose: str) -> Response | None:
+    """The answer to an earlier request with this key and body. Raises Problem for another body."""
+    if key is None:
+        return None
+    key = key.strip('"')
+    known = await parts.submissions.store.known_key(call.identity.tenant, key)
+    if known is None:
+        return None
+    if known.body_hash != await body_hash(call, purpose):
+        raise key_reused(key, known.task, "array")
+    return await _replayed(call, parts, known.task)
+
+
+async def _replayed(call: Call, parts: Parts, array: TaskId) -> Response:
+    headers = {"Location": f"/arrays/{array}", "Idempotency-Replayed": "true"}
+    return answer(await _view(parts, await _find(call, parts, array)), 202, headers)
+
+
+async def _find(call: Call, parts: Parts, array_id: str) -> ArrayTerms:
+    """Raises Problem not-found, also for an array that the token may not see."""
+    text = ""
+    if is_task_id(array_id):
+        text = await parts.submissions.store.batch_answer(TaskId(array_id))
+    fields = json.loads(text) if text else {}
+    if "numbers" not in fields or not call.identity.may_see(fields["tenant"]):
+        raise Problem("not-found", f'there is no array "{array_id[:100]}"')
+    return array_terms_from(fields)
+
+
+async def _find_to_change(call: Call, parts: Parts, array_id: str, action: str) -> ArrayTerms:
+    terms = await _find(call, parts, array_id)
+    if terms.tenant != call.identity.tenant:
+        about = {"tenant": terms.tenant, "action": action, "subject": terms.id}
+        await parts.submissions.store.audit(by=call.identity.name, **about)
+    return terms
+
+
+States = Mapping[TaskId, TaskState]
+"""Of the workers that have a row."""
+
+
+async def _worker_states(parts: ArrayParts, terms: ArrayTerms) -> States:
+    found = await parts.submissions.store.states(terms.workers)
+    return {worker: stored.state for worker, stored in found.items()}
+
+
+def _state(terms: ArrayTerms, counts: ItemCounts, workers: States) -> str:
+    """It follows from the items and the workers."""
+    if counts.done >= terms.total:
+        return "failed" if counts.failed else "succeeded"
+    left = [state for state in workers.values() if not state.is_terminal]
+    if not left:
+        return "cancelled" if TaskState.CANCELLED in workers.values() else "failed"
+    has_begun = counts.done > 0 or len(left) < len(workers) or set(left) != {TaskState.PENDING}
+    return "running" if has_begun else "pending"
+
+
+async def _view(parts: ArrayParts, terms: ArrayTerms) -> ArrayView:
+    # The workers first: the last results are stored before a worker ends.
+    workers = await _worker_states(parts, terms)
+    counts = await parts.submissions.store.item_counts(terms.id)
+    rate, left = counts.per_second, terms.total - counts.done
+    state = _state(terms, counts, workers)
+    is_under_way = state == "running" and rate is not None and counts.last_at is not None
+    eta_at = Instant(counts.last_at + left / rate) if is_under_way and rate and counts.last_at else None
+    return {
+        "id": terms.id,
+        "name": terms.name,
+        "tenant": terms.tenant,
+        "state": cast("Any", state),
+        "total": terms.total,
+        "done": counts.done,
+        "failed": counts.failed,
+        "fraction": counts.done / terms.total,
+        "items_per_second": rate,
+        "eta_at": rfc3339_or_none(eta_at),
+        "chunk": terms.chunk,
+        "item_timeout_seconds": terms.item_timeout_seconds,
+        "item_retries": terms.item_retries,
+        "result_format": cast("Any", terms.result_format),
+        "workers": [
+            {"id": worker, "state": workers[worker].value} for worker in terms.workers if worker in workers
+        ],
+        "submitted_at": rfc3339(Instant(terms.submitted_at)),
+        "last_item_at": rfc3339_or_none(counts.last_at),
+        "retry_of": terms.retry_of,
+    }

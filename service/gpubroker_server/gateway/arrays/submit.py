@@ -1,0 +1,206 @@
+"""What an array is asked to be: its body, and the workers and terms that are made of it."""
+
+import asyncio
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Annotated, Any, NamedTuple, Protocol
+
+from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
+from pydantic_core import PydanticCustomError, from_json, to_json
+
+from gpubroker_server.core.domain.orders import ItemRange
+from gpubroker_server.core.domain.submission import ARRAY_VARIABLE, ArrayTerms, RunSpec, bytes_of
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.values import changed
+from gpubroker_server.gateway.http.bodies import Body
+from gpubroker_server.gateway.http.faults import invalid
+from gpubroker_server.gateway.http.problems import Fault
+from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
+from gpubroker_server.gateway.submission.task_body import SubmitTask
+from gpubroker_server.ports.objects import StoredObject
+from gpubroker_server.ports.store import Submission
+
+MAX_WORKERS = 256
+MAX_ITEMS = 10_000_000
+WORKER_RETRIES = 100
+"""A crash costs its worker a retry; which item is at fault is found out long before."""
+LABEL = "array"
+"""The label of its workers; its value is the array's id."""
+_LENGTH_BYTES = 8
+"""As `gpubroker.runtime.items` reads them."""
+
+
+class GivenObjects(Protocol):
+    async def find(self, tenant: str, object_id: str) -> StoredObject: ...
+
+    async def read(self, kept: StoredObject) -> bytes: ...
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        raise PydanticCustomError("base64", "must be standard base64 with padding") from None
+
+
+Count = Annotated[int, Field(ge=1, le=MAX_ITEMS, description="How many items a pickled list has.")]
+
+
+class ObjectItems(Body):
+    """Items in an uploaded object: a JSON array, or the cloudpickle of a list with `count` items."""
+
+    object: Annotated[str, Field(max_length=64, description="Id of the object (`POST /objects`).")]
+    count: Count | None = None
+
+
+class PickledItems(Body):
+    """Items as the cloudpickle of a list, in base64. The service never unpickles them."""
+
+    pickled: Annotated[
+        bytes,
+        BeforeValidator(_decoded),
+        Field(min_length=1),
+        WithJsonSchema({"type": "string", "contentEncoding": "base64", "minLength": 4}),
+    ]
+    count: Count
+
+
+class SubmitArray(SubmitTask):
+    """One function or command for many items, and what each of its workers needs.
+
+    A function gets the item as its first argument, before `args`. In a command the word `{}` is replaced by
+    the item; without it, the item is the last word.
+    """
+
+    items: Annotated[
+        list[JsonValue] | ObjectItems | PickledItems, Field(description="The items, or where they are.")
+    ]
+    max_parallel: Annotated[
+        int, Field(ge=1, le=MAX_WORKERS, description="How many workers run at once, if there is room.")
+    ] = 4
+    chunk: Annotated[
+        int | None,
+        Field(
+            ge=1, le=MAX_ITEMS, description="How many items are handed out together; null: 100 ms of work."
+        ),
+    ] = None
+    item_timeout_seconds: Annotated[float | None, Field(gt=0, le=30 * 86_400)] = None
+    item_retries: Annotated[
+        int, Field(ge=0, le=100, description="How often a failed item is tried again.")
+    ] = 0
+
+
+class NewArray(NamedTuple):
+    terms: ArrayTerms
+    workers: list[Submission]
+
+
+class GivenItems(NamedTuple):
+    packed: bytes
+    total: int
+
+
+async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> GivenItems:
+    """Raises Problem for items that cannot be counted, and for none."""
+    match body.items:
+        case PickledItems():
+            return GivenItems(body.items.pickled, body.items.count)
+        case ObjectItems():
+            packed = await objects.read(await objects.find(tenant, body.items.object))
+            if body.items.count is not None and packed[:1] != b"[":
+                return GivenItems(packed, body.items.count)
+            count = await asyncio.to_thread(_count_of, packed)
+        case _:
+            packed, count = to_json(body.items), len(body.items)
+    if not count:
+        raise invalid(Fault(pointer="/items", detail="an array needs one item or more", code="no-items"))
+    return GivenItems(packed, count)
+
+
+def _count_of(packed: bytes) -> int:
+    try:
+        found = from_json(packed)
+    except ValueError:
+        found = None
+    if isinstance(found, list):
+        return len(found)
+    detail = "the object is neither a JSON array nor a pickled list with its count"
+    raise invalid(Fault(pointer="/items/object", detail=detail, code="not-a-list"))
+
+
+def check_worker(body: SubmitArray) -> None:
+    """Raises Problem for what a worker of an array cannot have."""
+    faults = []
+    if body.resources.bundles:
+        detail = "a worker of an array has one process; leave bundles out, and set max_parallel"
+        faults.append(Fault(pointer="/resources/bundles", detail=detail, code="no-gang"))
+    if body.max_retries is not None:
+        detail = "an array retries items, not its workers; set item_retries"
+        faults.append(Fault(pointer="/max_retries", detail=detail, code="item-retries"))
+    if LABEL in body.labels:
+        detail = "the service sets the label array; choose another name"
+        faults.append(Fault(pointer=f"/labels/{LABEL}", detail=detail, code="reserved"))
+    if faults:
+        raise invalid(*faults)
+
+
+async def new_array(
+    submissions: Submissions, task: Task, spec: RunSpec, terms: ArrayTerms, arguments: bytes
+) -> NewArray:
+    """`task` and `spec` are those of a worker; `terms` have no workers yet. All workers share one object of
+    their arguments if these are large."""
+    ids = submissions.ids.tasks(submissions.clock.now(), _workers_of(terms))
+    terms = replace(terms, id=ids[0], workers=tuple(ids))
+    limits = {
+        "id": terms.id,
+        "item_retries": terms.item_retries,
+        "item_timeout_seconds": terms.item_timeout_seconds,
+    }
+    spec = changed(
+        spec,
+        arguments=arguments,
+        arguments_digest=None,
+        env={**spec.env, ARRAY_VARIABLE: json.dumps(limits)},
+        labels={**spec.labels, LABEL: terms.id},
+    )
+    worker = changed(task, id=ids[0], shareable=False, max_retries=WORKER_RETRIES)
+    first = await submissions.with_object(submission_of(worker, spec))
+    own_bytes = bytes_of(first.spec)
+    others = (changed(first.task, id=id, queued_bytes=own_bytes) for id in ids[1:])
+    return NewArray(terms, [first, *(Submission(other, first.spec, like=first) for other in others)])
+
+
+def _workers_of(terms: ArrayTerms) -> int:
+    """No more than have something to do. `terms.workers` has a place for each that is asked for."""
+    chunks = -(-terms.total // (terms.chunk or 1))
+    return min(len(terms.workers), chunks)
+
+
+def joined(arguments: bytes, items: bytes) -> bytes:
+    return len(arguments).to_bytes(_LENGTH_BYTES, "big") + arguments + items
+
+
+def terms_of(tenant: str, body: SubmitArray, numbers: Sequence[ItemRange], now: float) -> ArrayTerms:
+    """Without the ids of its workers."""
+    return ArrayTerms(
+        id=TaskId(""),
+        tenant=tenant,
+        name=body.name,
+        workers=(TaskId(""),) * body.max_parallel,
+        numbers=tuple(numbers),
+        chunk=body.chunk,
+        item_retries=body.item_retries,
+        item_timeout_seconds=body.item_timeout_seconds,
+        result_format=body.result_format,
+        submitted_at=now,
+    )
+
+
+def terms_text(terms: ArrayTerms) -> str:
+    return json.dumps(asdict(terms))

@@ -1,0 +1,205 @@
+"""The process of a worker of an array, without a service: the test is its leader."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from gpubroker import Stopped
+from gpubroker.runtime.host import RunHost
+from gpubroker.runtime.items import ARRAY_VARIABLE, joined
+from gpubroker.runtime.journal import START_OVER, Journal
+from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
+
+from tests.client import runtime_jobs as jobs
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+KEY = RunKey("t", 1, 0)
+PATIENCE_SECONDS = 20.0
+
+
+class Worker:
+    """A worker whose reports are answered by hand."""
+
+    def __init__(self, function: Any, items: Any, *, timeout: float | None = None, retries: int = 0) -> None:
+        self._wake = threading.Event()
+        self._journal = Journal(lambda _delay: self._wake.set())
+        self.host = RunHost(self._journal)
+        command = tuple(function) if isinstance(function, list) else ()
+        arguments = b"" if command else cloudpickle.dumps((function, (), {}))
+        limits = {"id": "t", "item_retries": retries, "item_timeout_seconds": timeout}
+        packed = json.dumps(items).encode() if isinstance(items, list) else items
+        self.host.start_shared(
+            RunOrder(
+                task="t",
+                fence=1,
+                kind="command" if command else "function",
+                command=command,
+                python=PYTHON,
+                arguments=joined(arguments, packed),
+                env={ARRAY_VARIABLE: json.dumps(limits)},
+            )
+        )
+        self._seen = 0
+
+    def next(self, kind: str = "items") -> Report:
+        """The next report of this kind that is newer than the one before."""
+        while True:
+            for number, report in self._journal.take(START_OVER, 10**9):
+                if number > self._seen and report[0] == kind:
+                    self._seen = number
+                    assert is_report(report)
+                    return report
+            assert self._wake.wait(PATIENCE_SECONDS), f"no report of {kind}"
+            self._wake.clear()
+
+    def hold(self, report: Report, *ranges: tuple[int, int], is_over: bool = False) -> None:
+        self.host.answer_items(KEY, report[5], ranges, is_over=is_over)
+
+    def until_done(self, *ranges: tuple[int, int]) -> list[Any]:
+        """Give these items, and return their results."""
+        self.hold(self.next(), *ranges)
+        wanted = sum(behind - first for first, behind in ranges)
+        while len((report := self.next())[6]) < wanted:
+            pass
+        self.hold(report, is_over=True)
+        assert self.next("ended")[5:7] == ("succeeded", b"null")
+        return list(report[6])
+
+
+def double(item: int) -> int:
+    return item * 2
+
+
+def test_a_worker_does_what_it_is_given_and_reports_all_that_was_not_answered() -> None:
+    worker = Worker(double, [5, 6, 7, 8])
+    first = worker.next()
+    assert (first[6], first[7], first[8]) == ((), (), 1), "it has nothing, and knows no time of an item"
+    worker.hold(first, (1, 3))
+    second = worker.next()
+    assert [(it[0], it[3]) for it in second[6]] == [(1, b"12"), (2, b"14")]
+    assert second[8] > 1
+    worker.hold(second, (3, 4))
+    third = worker.next()
+    assert [it[0] for it in third[6]] == [3], "what was answered is not repeated"
+    worker.hold(second, (0, 1))
+    worker.hold(third, is_over=True)
+    assert worker.next("ended")[5] == "succeeded"
+
+
+def test_an_answer_that_was_lost_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpubroker.runtime.items.AGAIN_SECONDS", 0.05)
+    worker = Worker(double, [1])
+    assert worker.next()[5] < worker.next()[5]
+    worker.until_done((0, 1))
+
+
+def test_items_fail_one_by_one_and_are_tried_again() -> None:
+    jobs.ONCE.clear()
+    one, two, three = Worker(jobs.fails_odd_and_once, [1, 2, 4], retries=1).until_done((0, 3))
+    assert (one[2], one[3], one[4][:2]) == (2, None, ("exception", "ValueError: odd"))
+    assert "fails_odd_and_once" in one[4][2]
+    assert (two[2], two[3], two[4]) == (2, b"2", None)
+    assert (three[2], three[3]) == (1, b"4")
+
+
+def test_pickled_items_and_an_item_that_is_not_there() -> None:
+    results = Worker(len, cloudpickle.dumps([{1, 2}, ()])).until_done((0, 3))
+    assert [it[3] for it in results] == [b"2", b"0", None]
+    assert "there is no item 2" in results[2][4][1]
+
+
+def test_items_that_cannot_be_opened_end_the_run() -> None:
+    worker = Worker(double, b"\x80nonsense")
+    failure = worker.next("ended")[8]
+    assert failure[0] == "import_failed"
+    assert "the items cannot be opened" in failure[1]
+
+
+def test_a_notice_ends_it_after_its_item_and_it_gives_the_others_back() -> None:
+    began = threading.Event()
+
+    jobs.BEGAN = began
+    worker = Worker(jobs.waits_for_notice, [0, 1, 2])
+    worker.hold(worker.next(), (0, 3))
+    assert began.wait(PATIENCE_SECONDS)
+    worker.host.stop(KEY)
+    last = worker.next()
+    assert (last[6], last[7], last[8]) == ((), (), 0)
+    assert worker.next("ended")[5] == "stopped"
+
+
+def test_a_function_that_raises_stopped_without_a_notice_has_failed() -> None:
+    def gives_up(_item: int) -> None:
+        raise Stopped
+
+    [only] = Worker(gives_up, [0]).until_done((0, 1))
+    assert only[4][0] == "stopped_unasked"
+
+
+def test_an_item_in_python_code_is_interrupted_at_its_time_limit() -> None:
+    def spins(item: int) -> int:
+        while item == 0:
+            pass
+        return item
+
+    first, second = Worker(spins, [0, 1], timeout=0.2).until_done((0, 2))
+    assert first[4][:2] == ("timeout", "the item took longer than 0.2 s")
+    assert (second[3], second[4]) == (b"1", None)
+
+
+def test_an_item_that_cannot_be_interrupted_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpubroker.runtime.items.STUCK_SECONDS", 0.1)
+    release = threading.Event()
+    jobs.BEGAN = release
+    worker = Worker(jobs.is_stuck, [0, 1], timeout=0.1)
+    worker.hold(worker.next(), (0, 2))
+    last = worker.next()
+    assert [(it[0], it[4][0]) for it in last[6]] == [(0, "timeout")]
+    assert last[8] == 0
+    ended = worker.next("ended")
+    assert (ended[5], ended[8][0]) == ("failed", "item_timeout")
+    release.set()
+
+
+def test_a_command_gets_the_item_as_a_word(tmp_path: Path) -> None:
+    script = "import sys; open(sys.argv[1], 'w').write(sys.argv[2]); sys.exit(int(sys.argv[2] == 'bad'))"
+    path = str(tmp_path / "out")
+    good, bad, missing = Worker([sys.executable, "-c", script, path], ["good", "bad", {"a": 1}]).until_done(
+        (0, 3)
+    )
+    assert (good[3], bad[4][0], missing[3]) == (b'{"exit_code":0}', "exit_code", b'{"exit_code":0}')
+    assert Path(path).read_text() == '{"a": 1}'
+    [placed] = Worker([sys.executable, "-c", script, "{}", "x"], [path]).until_done((0, 1))
+    assert placed[4] is None
+    assert Path(path).read_text() == "x"
+    [absent] = Worker(["/no/such/program"], [1]).until_done((0, 1))
+    assert "cannot start" in absent[4][1]
+
+
+def test_a_command_is_killed_at_its_time_limit_and_by_a_notice() -> None:
+    [slow] = Worker(["sleep"], ["600"], timeout=0.1).until_done((0, 1))
+    assert slow[4][0] == "timeout"
+    worker = Worker(["sleep"], ["600"])
+    worker.hold(worker.next(), (0, 1))
+    while worker.host._workers[KEY]._child is None:
+        assert not threading.Event().wait(0.01)
+    worker.host.stop(KEY)
+    assert worker.next("ended")[5] == "stopped"
+
+
+def test_results_that_nobody_takes_hold_the_next_item_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpubroker.runtime.items.MOST_UNANSWERED_BYTES", 10)
+    worker = Worker(str, [10**20, 2, 3])
+    worker.hold(worker.next(), (0, 3))
+    report = worker.next()
+    assert [it[0] for it in report[6]] == [0]
+    assert report[7] == ((1, 3),)
+    worker.hold(report, (1, 3))
+    report = worker.next()
+    assert [it[0] for it in report[6]] == [1, 2]
+    worker.hold(report, is_over=True)
+    assert worker.next("ended")[5] == "succeeded"

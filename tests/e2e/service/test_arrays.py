@@ -1,0 +1,157 @@
+"""Arrays on real Ray: every item has one result, whatever becomes of workers and of the service."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpubroker import Array, ArrayItem, Broker, ItemFailed, Refused
+
+from tests.e2e.service_process import GIB, ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
+
+ITEM = "tests.e2e.work:note_item"
+
+
+def ended(broker: Broker, array: Array) -> Array:
+    """Its workers too."""
+    over = ("succeeded", "failed", "cancelled")
+    until(lambda: all(worker.state in over for worker in broker.array(array).workers), "its workers end")
+    return broker.array(array)
+
+
+def items(broker: Broker, array: Array) -> list[ArrayItem]:
+    found = list(broker.array_items(array))
+    assert [item.number for item in found] == sorted({item.number for item in found}), "each item once"
+    return found
+
+
+def lines(witness: Path) -> list[tuple[int, int]]:
+    """(process, item) of each call."""
+    found = (line.split() for line in witness.read_text().splitlines()) if witness.exists() else ()
+    return [(int(pid), int(item)) for pid, item in found]
+
+
+def test_a_map_of_a_function_returns_its_results_in_order(
+    broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offset = 7
+    found = list(broker.map(lambda x, by: {x * by + offset}, range(200), 3, max_parallel=2, progress=True))
+    assert found == [{x * 3 + offset} for x in range(200)]
+    assert "200/200" in capsys.readouterr().err
+
+
+def test_an_item_that_fails_has_its_error_and_is_done_again_alone(broker: Broker, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    kwargs = {"witness": str(witness), "bad": "fail 3"}
+    options: dict[str, Any] = {"max_parallel": 1, "cpu": 0.1}
+    submitted = broker.submit_array(ITEM, range(6), kwargs=kwargs, item_retries=1, **options)
+    array = ended(broker, submitted)
+    assert (array.state, array.total, array.done, array.failed) == ("failed", 6, 6, 1)
+    found = items(broker, array)
+    assert [item.result for item in found] == [0, 1, 4, None, 16, 25]
+    assert found[3].error is not None
+    assert found[3].error.message == "ValueError: item 3 is bad"
+    assert "note_item" in (found[3].error.traceback or "")
+    assert found[3].tries == 2
+    assert [item.number for item in broker.array_items(array, state="failed")] == [3]
+    with pytest.raises(ItemFailed, match="item 3 failed"):
+        _ = found[3].value
+
+    witness.unlink()
+    again = ended(broker, broker.retry_array(array))
+    assert (again.retry_of, again.total, again.failed) == (array.id, 1, 1)
+    assert {item for _, item in lines(witness)} == {3}
+
+
+def test_a_command_runs_for_each_item(broker: Broker, tmp_path: Path) -> None:
+    script = "import sys, pathlib; pathlib.Path(sys.argv[1]).touch(); sys.exit(sys.argv[2] == 'bad')"
+    command = [sys.executable, "-c", script, "{}", "{}"]
+    names = [str(tmp_path / "one"), str(tmp_path / "two")]
+    array = ended(broker, broker.submit_array(command, names, cpu=0.1, max_parallel=1))
+    with pytest.raises(Refused, match="every item"):
+        broker.retry_array(array)
+    assert array.state == "succeeded"
+    assert [item.result for item in items(broker, array)] == [{"exit_code": 0}] * 2
+    assert all(Path(name).exists() for name in names)
+    slow = broker.submit_array(["sleep"], ["600", "0"], item_timeout_seconds=0.3, cpu=0.1, max_parallel=1)
+    first, second = items(broker, ended(broker, slow))
+    assert first.error is not None
+    assert (first.error.kind, second.result) == ("timeout", {"exit_code": 0})
+
+
+@pytest.mark.parametrize("how", ["spin", "hang"])
+def test_an_item_that_takes_too_long_fails_and_the_others_are_done(
+    broker: Broker, tmp_path: Path, how: str
+) -> None:
+    """In Python code it is interrupted; otherwise its process ends with it."""
+    kwargs = {"witness": str(tmp_path / "witness"), "bad": f"{how} 2"}
+    options: dict[str, Any] = {"item_timeout_seconds": 0.5, "max_parallel": 1, "cpu": 0.1}
+    array = ended(broker, broker.submit_array(ITEM, range(5), kwargs=kwargs, **options))
+    found = items(broker, array)
+    assert [item.error.kind if item.error else item.result for item in found] == [0, 1, "timeout", 9, 16]
+    processes = {pid for pid, _ in lines(tmp_path / "witness")}
+    assert len(processes) == (1 if how == "spin" else 2)
+
+
+def test_items_of_killed_workers_are_done_by_others_and_each_has_one_result(
+    broker: Broker, tmp_path: Path
+) -> None:
+    witness = tmp_path / "witness"
+    kwargs = {"witness": str(witness), "pause_seconds": 0.01, "bad": "crash 250"}
+    array = broker.submit_array(ITEM, range(300), kwargs=kwargs, max_parallel=2, cpu=0.1)
+    until(lambda: len({pid for pid, _ in lines(witness)}) == 2, "both workers are at work")
+    os.kill(lines(witness)[-1][0], signal.SIGKILL)
+    array = ended(broker, array)
+    found = items(broker, array)
+    assert [item.number for item in found if item.error] == [250]
+    assert found[250].error is not None
+    assert found[250].error.kind == "killed"
+    assert [item.result for item in found if not item.error] == [n * n for n in range(300) if n != 250]
+
+
+def test_a_preempted_worker_loses_none_of_its_finished_items(broker: Broker, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    kwargs = {"witness": str(witness), "pause_seconds": 0.02}
+    options: dict[str, Any] = {"gpu_mb": 20 * GIB, "priority": "background", "max_parallel": 1}
+    array = broker.submit_array(ITEM, range(150), kwargs=kwargs, **options)
+    until(lambda: broker.array(array).done > 10, "some items are done")
+    urgent = [broker.submit("tests.e2e.work:add", 20, 22, gpus=1, priority="critical") for _ in range(2)]
+    for task in urgent:
+        assert broker.result(task, timeout_seconds=PATIENCE_SECONDS) == 42
+    array = ended(broker, array)
+    assert array.state == "succeeded"
+    assert broker.get(array.workers[0].id).preemptions == 1
+    assert [item.result for item in items(broker, array)] == [n * n for n in range(150)]
+    calls = [item for _, item in lines(witness)]
+    assert len(calls) - len(set(calls)) <= 1, "at most the item that was broken off ran again"
+
+
+def test_an_array_goes_on_when_the_service_is_killed_and_started_again(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
+    kwargs = {"witness": str(tmp_path / "witness"), "pause_seconds": 0.01}
+    array = service.broker.submit_array(ITEM, range(400), kwargs=kwargs, max_parallel=2, cpu=0.1)
+    until(lambda: service.broker.array(array).done > 20, "some items are done")
+    service.kill_9()
+    service.start()
+    array = ended(service.broker, array)
+    assert array.state == "succeeded"
+    assert [item.result for item in items(service.broker, array)] == [n * n for n in range(400)]
+
+
+def test_a_cancelled_array_keeps_its_results(broker: Broker, tmp_path: Path) -> None:
+    kwargs = {"witness": str(tmp_path / "witness"), "pause_seconds": 0.05}
+    array = broker.submit_array(ITEM, range(10_000), kwargs=kwargs, max_parallel=2, cpu=0.1)
+    until(lambda: broker.array(array).done > 5, "some items are done")
+    broker.cancel_array(array)
+    array = ended(broker, array)
+    assert array.state == "cancelled"
+    assert 5 < array.done < 10_000
+    assert len(items(broker, array)) == array.done
+    again = broker.retry_array(array)
+    assert again.total == 10_000 - array.done
+    broker.cancel_array(again)
+    ended(broker, again)

@@ -1,0 +1,226 @@
+"""Arrays over HTTP."""
+
+import base64
+import json
+from typing import Any
+
+import cloudpickle
+import pytest
+from gpubroker.runtime.items import parted
+from gpubroker_server.broker.arrays import Arrays, with_pages_stored
+from gpubroker_server.core.domain.orders import Failure, ItemResult, ItemsReported
+from gpubroker_server.core.domain.units import Fence, TaskId
+from gpubroker_server.core.lifecycle.runs import apply_reports
+
+from tests.gateway.harness import Client, Gateway
+
+RUN = {"entrypoint": "myteam.checks:verify", "args": [3]}
+
+
+async def submitted(api: Client, items: Any = (1, 2, 3), **fields: Any) -> dict[str, Any]:
+    body = {"run": RUN, "items": list(items) if isinstance(items, tuple) else items, **fields}
+    answer = await api.post("/arrays", json=body)
+    assert answer.status_code == 202, answer.text
+    return dict(answer.json())
+
+
+async def done(gateway: Gateway, worker: str, *results: ItemResult, number: int = 1) -> None:
+    """The worker reports these results, and the leader commits them."""
+    task, now = gateway.task(worker), gateway.clock.now()
+    arrays = Arrays(gateway.store, gateway.world)
+    reports = [ItemsReported(task.id, task.fence, now, number, results, (), 1)]
+    drafts = await arrays.drafts(reports)
+    for decision in apply_reports(gateway.world, reports, now, gateway.policy, drafts):
+        await gateway.commit(await with_pages_stored(decision, gateway.blobs, 200))
+
+
+def result(number: int, text: bytes = b"1") -> ItemResult:
+    return ItemResult(number, 0.5, 1, text, None)
+
+
+def failure(number: int) -> ItemResult:
+    return ItemResult(number, 0.5, 1, None, Failure("exception", "ValueError: no", "trace"))
+
+
+async def test_an_array_is_a_batch_of_workers_that_get_all_items(gateway: Gateway, api: Client) -> None:
+    seen = await submitted(
+        api, ({"a": 1}, "two", 3), max_parallel=2, item_retries=1, item_timeout_seconds=9.0,
+        name="checks", labels={"team": "x"}, resources={"cpu": 0.1},
+    )  # fmt: skip
+    assert (seen["state"], seen["total"], seen["done"], seen["fraction"]) == ("pending", 3, 0, 0.0)
+    workers = [worker["id"] for worker in seen["workers"]]
+    assert workers[0] == seen["id"]
+    assert len(workers) == 2
+    task, spec = (
+        gateway.task(workers[1]),
+        (await gateway.store.specs([TaskId(workers[1])]))[TaskId(workers[1])],
+    )
+    assert not task.shareable
+    assert spec.labels == {"team": "x", "array": seen["id"]}
+    assert json.loads(spec.env["GPUBROKER_ARRAY"]) == {
+        "id": seen["id"], "item_retries": 1, "item_timeout_seconds": 9.0,
+    }  # fmt: skip
+    arguments, items = parted(spec.arguments)
+    assert json.loads(arguments) == {"args": [3], "kwargs": {}}
+    assert json.loads(items) == [{"a": 1}, "two", 3]
+    listed = (await api.get("/tasks", params={"label.array": seen["id"]})).json()["items"]
+    assert {task["id"] for task in listed} == set(workers)
+
+
+async def test_there_are_no_more_workers_than_chunks(api: Client) -> None:
+    assert len((await submitted(api, (1, 2, 3), max_parallel=9))["workers"]) == 3
+    assert len((await submitted(api, (1, 2, 3), max_parallel=9, chunk=2))["workers"]) == 2
+
+
+async def test_large_items_are_one_object_of_all_workers(gateway: Gateway, api: Client) -> None:
+    seen = await submitted(api, ("x" * 200_000,) * 2)
+    ids = [TaskId(worker["id"]) for worker in seen["workers"]]
+    specs = await gateway.store.specs(ids)
+    [digest] = {spec.arguments_digest for spec in specs.values()}
+    assert digest in gateway.blobs.objects
+    assert gateway.task(ids[1]).queued_bytes < 1000
+
+
+async def test_items_may_be_pickled_or_in_an_object(gateway: Gateway, api: Client) -> None:
+    pickled = cloudpickle.dumps([{1}, {2}])
+    given = {"pickled": base64.b64encode(pickled).decode(), "count": 2}
+    assert (await submitted(api, given))["total"] == 2
+    packed = (await api.post("/objects", content=pickled)).json()["id"]
+    assert (await submitted(api, {"object": packed, "count": 2}))["total"] == 2
+    listed = (await api.post("/objects", content=b"[1, 2, 3]")).json()["id"]
+    assert (await submitted(api, {"object": listed}))["total"] == 3
+    wrong = (await api.post("/objects", content=b"no list")).json()["id"]
+    refused = await api.post("/arrays", json={"run": RUN, "items": {"object": wrong}})
+    assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "not-a-list")
+    missing = await api.post("/arrays", json={"run": RUN, "items": {"object": "ab" * 32}})
+    assert missing.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "pointer"),
+    [
+        ({"items": []}, "/items"),
+        ({"resources": {"bundles": [{"cpu": 1}]}}, "/resources/bundles"),
+        ({"max_retries": 3}, "/max_retries"),
+        ({"labels": {"array": "x"}}, "/labels/array"),
+        ({"max_parallel": 0}, "/max_parallel"),
+    ],
+)
+async def test_what_an_array_cannot_have_is_refused(
+    api: Client, fields: dict[str, Any], pointer: str
+) -> None:
+    refused = await api.post("/arrays", json={"run": RUN, "items": [1], **fields})
+    assert (refused.status_code, refused.json()["errors"][0]["pointer"]) == (422, pointer)
+
+
+async def test_a_repeated_request_with_its_key_gets_the_same_array(api: Client) -> None:
+    body = {"run": RUN, "items": [1]}
+    first = await api.post("/arrays", json=body, headers={"Idempotency-Key": "k"})
+    again = await api.post("/arrays", json=body, headers={"Idempotency-Key": "k"})
+    assert first.json()["id"] == again.json()["id"]
+    assert again.headers["idempotency-replayed"] == "true"
+    other = await api.post("/arrays", json={**body, "items": [2]}, headers={"Idempotency-Key": "k"})
+    assert other.json()["code"] == "idempotency-key-reused"
+
+
+async def test_results_are_paged_filtered_and_lines(gateway: Gateway, api: Client) -> None:
+    seen = await submitted(api, tuple(range(6)), max_parallel=1)
+    await gateway.admit(seen["id"])
+    await done(gateway, seen["id"], result(4), failure(5))
+    gateway.clock.advance(2.0)
+    await done(gateway, seen["id"], result(0, b'"' + b"x" * 300 + b'"'), result(1), number=2)
+    now = (await api.get(f"/arrays/{seen['id']}")).json()
+    assert (now["state"], now["done"], now["failed"], now["items_per_second"]) == ("running", 4, 1, 2.0)
+    assert now["eta_at"] is not None
+    path = f"/arrays/{seen['id']}/items"
+
+    async def page(**params: Any) -> dict[str, Any]:
+        return dict((await api.get(path, params=params)).json())
+
+    first = await page(limit=1)
+    assert [item["number"] for item in first["items"]] == [0, 1]
+    assert (first["next_after"], first["has_more"]) == (1, True)
+    rest = await page(after=1)
+    assert [item["number"] for item in rest["items"]] == [4, 5]
+    assert not rest["has_more"]
+    assert rest["items"][0] == {"number": 4, "state": "succeeded", "seconds": 0.5, "tries": 1, "result": 1}
+    assert rest["items"][1]["error"] == {
+        "kind": "exception",
+        "message": "ValueError: no",
+        "traceback": "trace",
+    }
+    assert [item["number"] for item in (await page(after=4))["items"]] == [5], "within a page"
+    assert [item["number"] for item in (await page(order="completed"))["items"]] == [4, 5, 0, 1]
+    assert [item["number"] for item in (await page(order="completed", after=1))["items"]] == [0, 1]
+    assert [item["number"] for item in (await page(state="failed"))["items"]] == [5]
+    assert [item["number"] for item in (await page(state="succeeded"))["items"]] == [0, 1, 4]
+    lines = await api.get(path, params={"format": "ndjson"})
+    assert lines.headers["content-type"] == "application/x-ndjson"
+    assert (lines.headers["next-after"], lines.headers["has-more"]) == ("5", "false")
+    assert [json.loads(line)["number"] for line in lines.text.splitlines()] == [0, 1, 4, 5]
+
+
+async def test_failed_and_missing_items_are_done_again_when_the_array_has_ended(
+    gateway: Gateway, api: Client
+) -> None:
+    seen = await submitted(api, tuple(range(4)), max_parallel=1, labels={"team": "x"})
+    await gateway.admit(seen["id"])
+    await done(gateway, seen["id"], result(0), failure(1), result(2))
+    path = f"/arrays/{seen['id']}"
+    early = await api.post(f"{path}/retry")
+    assert (early.status_code, early.json()["code"]) == (409, "array-not-finished")
+    assert (await api.post(f"{path}/cancel")).status_code == 202
+    await gateway.end(seen["id"], failure=Failure("stopped", ""))
+    assert (await api.get(path)).json()["state"] == "cancelled"
+
+    again = (await api.post(f"{path}/retry")).json()
+    assert (again["total"], again["retry_of"], again["state"]) == (2, seen["id"], "pending")
+    await gateway.admit(again["id"])
+    await done(gateway, again["id"], result(0), result(1), result(3))
+    over = (await api.get(f"/arrays/{again['id']}")).json()
+    assert (over["state"], over["done"]) == ("succeeded", 2), "items that it does not have do not count"
+    nothing = await api.post(f"/arrays/{again['id']}/retry")
+    assert (nothing.status_code, nothing.json()["code"]) == (409, "nothing-to-retry")
+
+
+async def test_an_array_fails_with_its_last_worker_or_an_item(gateway: Gateway, api: Client) -> None:
+    seen = await submitted(api, (1, 2), max_parallel=1)
+    await gateway.admit(seen["id"])
+    await done(gateway, seen["id"], failure(0), result(1))
+    assert (await api.get(f"/arrays/{seen['id']}")).json()["state"] == "failed"
+
+
+async def test_other_tenants_see_nothing_and_a_task_is_no_array(gateway: Gateway, api: Client) -> None:
+    seen = await submitted(api)
+    other = await gateway.client("other", "tasks:read", "tasks:write", tenant="acme")
+    for path in (f"/arrays/{seen['id']}", f"/arrays/{seen['id']}/items", f"/arrays/{await api.submit()}"):
+        assert (await other.get(path)).status_code == 404
+    assert (await other.post(f"/arrays/{seen['id']}/cancel")).status_code == 404
+    assert (await api.get(f"/arrays/{await api.submit()}")).status_code == 404
+    assert (await api.get("/arrays/nonsense")).status_code == 404
+
+
+async def test_a_worker_is_not_retried_as_a_task(gateway: Gateway, api: Client) -> None:
+    seen = await submitted(api, (1,))
+    await gateway.end(seen["id"])
+    refused = await api.post(f"/tasks/{seen['id']}/retry")
+    assert (refused.status_code, refused.json()["code"]) == (409, "task-not-retryable")
+
+
+async def test_damaged_results_are_told(gateway: Gateway, api: Client) -> None:
+    seen = await submitted(api, (1,))
+    await gateway.admit(seen["id"])
+    await done(gateway, seen["id"], result(0, b'"' + b"x" * 300 + b'"'))
+    gateway.blobs.objects.clear()
+    told = await api.get(f"/arrays/{seen['id']}/items")
+    assert (told.status_code, told.json()["code"]) == (500, "result-damaged")
+
+
+async def test_a_report_of_a_task_that_is_no_worker_changes_nothing(gateway: Gateway, api: Client) -> None:
+    task = await api.submit()
+    await gateway.admit(task)
+    before = gateway.task(task).version
+    await done(gateway, task, result(0))
+    assert gateway.task(task).version == before
+    unknown = [ItemsReported(TaskId("task_x"), Fence(1), gateway.clock.now(), 1, (), (), 1)]
+    assert await Arrays(gateway.store, gateway.world).drafts(unknown) == {}
