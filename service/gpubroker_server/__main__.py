@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from gpubroker_server.bootstrap.cluster_commands import cluster
 from gpubroker_server.settings.loading import Settings, SettingsRefused, load_settings
 
 Config = Annotated[Path | None, typer.Option("--config", help="Configuration file (YAML).")]
@@ -17,6 +18,10 @@ DatabaseUrl = Annotated[
 
 Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")]
+Ray = Annotated[
+    str | None,
+    typer.Option("--ray", help="Head of a Ray cluster to join, as host:6379; default: a local Ray."),
+]
 Role = Literal["serve", "gateway", "broker", "node"]
 LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
 
@@ -33,13 +38,15 @@ def serve(
     database_url: DatabaseUrl = None,
     host: Host = None,
     port: Port = None,
+    ray: Ray = None,
     log_level: LogLevel = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="Two simulated GPUs, and gpubroker.example:fit to run on them.")
     ] = False,
 ) -> None:
-    """Start the service in the foreground: HTTP, leader and a local Ray."""
+    """Start the service in the foreground: HTTP, leader, and a local Ray unless it joins one."""
     flags: dict[str, Any] = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
+    flags["ray"] = None if ray is None else {"address": ray}
     flags |= DEMO if demo else {}
     _run(_settings(config, **flags, log_level=log_level), speaks=True, leads=True)
 
@@ -61,10 +68,12 @@ def broker(
     config: Config = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
+    ray: Ray = None,
     log_level: LogLevel = None,
 ) -> None:
     """Start a broker, on PostgreSQL: it decides and runs tasks; one of all brokers leads."""
-    flags = {"data_dir": data_dir, "database_url": database_url}
+    flags: dict[str, Any] = {"data_dir": data_dir, "database_url": database_url}
+    flags["ray"] = None if ray is None else {"address": ray}
     _run(_settings(config, **flags, log_level=log_level), speaks=False, leads=True)
 
 
@@ -245,6 +254,7 @@ def commands(app: typer.Typer) -> None:
     """Add the server's commands to a command line. Entry point of group `gpubroker.commands`."""
     for command in COMMANDS:
         app.command()(command)
+    app.add_typer(cluster, name="cluster")
 
 
 def main() -> None:

@@ -71,6 +71,24 @@ def test_the_environment_gives_lists_as_words(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_data_directory_may_name_the_home_directory(tmp_path: Path) -> None:
     assert load_settings(a_file(tmp_path, "data_dir: ~/here\n")).data_dir == Path.home() / "here"
+    ray = load_settings(a_file(tmp_path, "ray: {address: 'h:1', token_file: ~/t}\n")).ray
+    assert ray.token_file == Path.home() / "t"
+
+
+def test_a_cluster_is_joined_by_file_environment_or_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = a_file(tmp_path, "ray: {address: 'file:6379', spares: 3}\n")
+    assert load_settings(config).ray.address == "file:6379"
+    monkeypatch.setenv("GPUBROKER_RAY__ADDRESS", "environment:6379")
+    assert load_settings(config).ray.address == "environment:6379"
+    joined = load_settings(config, ray={"address": "flag:6379"}).ray
+    assert (joined.address, joined.spares) == ("flag:6379", 3)
+    with pytest.raises(SettingsRefused, match=r"head:6379, if it .*\(in --ray\)"):
+        load_settings(config, ray={"address": "ray://head:10001"})
+    monkeypatch.setenv("GPUBROKER_RAY__ADDRESS", "ray://head:10001")
+    with pytest.raises(SettingsRefused, match=r"head:6379, if it .*\(in GPUBROKER_RAY__ADDRESS\)"):
+        load_settings(config)
 
 
 def test_a_flag_that_was_not_given_changes_nothing(tmp_path: Path) -> None:
@@ -125,7 +143,16 @@ simulated_devices: [{memory_mb: 24GiB}]
         ("ray: {sparse: 1}\n", "ray.sparse"),
         ("simulated_devices: [{memory_mb: 0}]\n", "simulated_devices.0.memory_mb"),
         ("entrypoints: [train]\n", "module:function"),
-        ("ray: {address: 'ray://head:10001'}\n", "host:6379"),
+        ("ray: {address: 'ray://head:10001'}\n", "write that of the head itself: head:6379"),
+        ("ray: {address: 'ray://h:1/x?y'}\n", "h:6379"),
+        ("ray: {address: head}\n", "write host:6379"),
+        ("ray: {address: 'h:6379', node_name: n1}\n", "node_name has no effect on the cluster at h:6379"),
+        ("ray: {address: 'h:6379', object_store_mb: 500}\n", "set --object-store-memory where `ray start`"),
+        ("ray: {address: 'h:6379', dashboard: true}\n", "set --include-dashboard where `ray start --head`"),
+        ("ray: {token_file: /t}\n", "token_file is for a cluster that is joined, and address is empty"),
+        ("ray: {tls: {certificate: /c, key: /k, ca: /a}}\n", "tls is for a cluster that is joined"),
+        ("ray: {address: 'h:6379', tls: {certificate: /c}}\n", "ray.tls.key: is required"),
+        ("ray: {autoscale: true}\n", "autoscale is for a cluster that is joined"),
         ("kinds: {H100: {pover: 1}}\n", 'did you mean "power"?'),
         ("kinds: {H100: -1}\n", "kinds.H100.power"),
         ("policy: {custom_limits: {fpga: {limit: 1, pre: node}}}\n", 'did you mean "per"?'),

@@ -2,14 +2,29 @@
 
 from pathlib import Path
 
-from gpubroker_server.bootstrap.process import farewell, greeting, waiting_in_vain
+import pytest
+from gpubroker_server.bootstrap.process import farewell, greeting, waiting_in_vain, which_ray
 from gpubroker_server.settings.loading import Settings, default_data_dir
+from gpubroker_server.settings.ray import RaySettings
 
 
 def test_the_greeting_names_a_data_directory_that_clients_do_not_know() -> None:
     told = "export GPUBROKER_DATA_DIR=/srv/gpubroker"
     assert told in "\n".join(greeting(Settings(data_dir=Path("/srv/gpubroker")), "http://127.0.0.1:1"))
     assert "export" not in "\n".join(greeting(Settings(data_dir=default_data_dir()), "http://127.0.0.1:1"))
+
+
+def test_a_start_says_whether_it_joined_a_ray_or_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = Settings(ray=RaySettings(address="head:6379"))
+    [told] = which_ray(joined)
+    assert "on the Ray cluster at head:6379, which was joined" in told
+    [told] = which_ray(Settings())
+    assert "on a local Ray" in told
+    monkeypatch.setenv("RAY_ADDRESS", "ray://other:10001")
+    assert (
+        "RAY_ADDRESS=ray://other:10001 is not used; name a cluster to join with --ray" in which_ray(joined)[1]
+    )
+    assert which_ray(Settings(engine="simulated")) == ["  tasks only wait (engine: simulated)"]
 
 
 def test_the_farewell_names_what_keeps_running_and_how_to_stop_it() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typer.main import get_command
 
 from tests.chaos.forked import ForkedService
 from tests.client.command_line import Run, command_line
-from tests.e2e.service_process import ServiceProcess, until
+from tests.e2e.service_process import ROOT, ServiceProcess, until
 
 WORK = "tests.e2e.work:hold"
 """An entrypoint that the service allows; here it waits for `seconds` and returns nothing."""
@@ -161,6 +162,34 @@ def test_without_silent_nodes_resume_is_refused(gpubroker: Run) -> None:
     assert (ended.code, "no silent node" in ended.err) == (6, True)
 
 
+def test_the_demand_of_autoscalers_is_shown(gpubroker: Run, holder: str) -> None:
+    waiting = gpubroker(f"submit {WORK} -i seconds=0 --gpus 1").out.strip()
+    shown = gpubroker("demand").out
+    assert re.search(r"^unmet +1 GPUs \(24\.0 GiB\).* 1 tasks, up to", shown, re.MULTILINE)
+    assert re.search(r"^needed +3 GPUs", shown, re.MULTILINE)
+    assert re.search(r"^spare +nothing", shown, re.MULTILINE)
+    assert gpubroker("demand --pool lab --kind H100 --waited 1h -o json").json["unmet"]["gpus"] == 0
+    assert gpubroker("cancel", waiting).code == 0
+
+
+def test_slurm_starts_a_node_for_each_gpu_that_is_lacked_and_ends_spare_ones(
+    gpubroker: Run, holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for Slurm's commands, which write down how they were called."""
+    called = tmp_path / "called"
+    programs = {"squeue": "echo 17 PENDING", "sbatch": f'echo "sbatch $*" >> {called}', "scancel": ":"}
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("WAITED", "0s")
+    waiting = [gpubroker(f"submit {WORK} -i seconds=0 --gpus 1").out.strip() for _ in range(3)]
+    ended = apart(str(ROOT / "deploy/slurm/gpubroker-scale.sh"))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert called.read_text() == "sbatch gpubroker-node.sbatch\n" * 2, "one of three is on its way"
+    assert gpubroker("cancel", *waiting).code == 0
+
+
 def test_a_node_is_closed_emptied_and_opened(gpubroker: Run) -> None:
     assert "cordoned" in gpubroker("cordon local --because", "a fan").out
     assert gpubroker("drain local --deadline 1h -o json").json["drain"]["deadline_at"] is not None
@@ -234,6 +263,7 @@ def test_commands_that_need_no_service_work_without_one(gpubroker: Run, tmp_path
     refused_again = gpubroker("restore", *again)
     assert (refused_again.code, "exists" in refused_again.err) == (2, True)
     assert "no service has run in" in gpubroker("down --data-dir", str(tmp_path / "new")).err
+    assert "no cluster local of" in gpubroker("cluster status --data-dir", str(tmp_path / "new")).err
     refused = apart("gpubroker", "serve", "--data-dir", "/dev/null/x")
     assert refused.returncode == 2
     assert "cannot write to the data directory" in refused.stderr

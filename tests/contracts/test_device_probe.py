@@ -9,7 +9,7 @@ from pathlib import Path
 import pynvml
 import pytest
 from gpubroker_server.adapters.nvml.meter import DeviceMeter
-from gpubroker_server.adapters.nvml.probe import NvmlProbe, find_probes, shares_pids
+from gpubroker_server.adapters.nvml.probe import NvmlProbe, find_probes, shares_pids, visible_gpus
 from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
@@ -239,6 +239,37 @@ def test_a_machine_without_nvml_has_no_devices(new_machine: NewMachine, code: in
 def test_configured_devices_replace_real_ones() -> None:
     devices = inventory([a_simulated_probe()])
     assert inventory(list(find_probes(devices))) == devices
+
+
+def test_a_node_that_shares_its_machine_has_the_gpus_that_it_was_given(new_machine: NewMachine) -> None:
+    new_machine(*(Gpu(f"GPU-{name}", 80_000) for name in "abc"))
+    assert [device.uuid for device in inventory(list(find_probes(None, "[2, 0]")))] == ["GPU-a", "GPU-c"]
+    assert next(iter(find_probes(None, "[]"))).read({}) == []
+    [simulated] = inventory(list(find_probes(None, '[["GPU-sim-1", 1, 24576]]')))
+    assert (simulated.uuid, simulated.index, simulated.physical_mb) == ("GPU-sim-1", 1, 24_576)
+
+
+def test_gpus_are_named_by_index_or_uuid_in_the_order_wanted(new_machine: NewMachine) -> None:
+    new_machine(*(Gpu(f"GPU-{name}", 80_000) for name in "abc"))
+    assert visible_gpus() == [(0, "GPU-a"), (1, "GPU-b"), (2, "GPU-c")]
+    assert visible_gpus("2, GPU-a") == [(2, "GPU-c"), (0, "GPU-a")]
+    with pytest.raises(ValueError, match="'GPU-x', and this machine has no such GPU"):
+        visible_gpus("GPU-x")
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [(pynvml.NVML_ERROR_DRIVER_NOT_LOADED, []), (pynvml.NVML_ERROR_UNKNOWN, "cannot be read")],
+)
+def test_a_machine_whose_gpus_cannot_be_listed(
+    new_machine: NewMachine, code: int, found: list[object] | str
+) -> None:
+    new_machine(Gpu("GPU-a"), init=code)
+    if isinstance(found, list):
+        assert visible_gpus() == found
+        return
+    with pytest.raises(RuntimeError, match=found):
+        visible_gpus()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ No cluster runs it here. ServiceMonitor and RayCluster have schemas of their own
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -89,6 +90,14 @@ def test_kubernetes_accepts_what_the_chart_makes(version: Path, name: str, tmp_p
     own = [document for document in documents if document["kind"] not in OF_OTHERS]
     assert [found for document in own if (found := fault(version, document))] == []
     assert {document["metadata"].get("namespace", "gpus") for document in documents} == {"gpus"}
+
+
+@pytest.mark.parametrize("version", SCHEMAS or [PLACE / "none"], ids=lambda path: path.name)
+def test_kubernetes_accepts_the_documented_autoscaler(version: Path) -> None:
+    page = (ROOT / "docs/how-to/autoscale.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    found = [yaml.safe_load(block) for block in blocks if "HorizontalPodAutoscaler" in block]
+    assert [fault(version, document) for document in found] == [""]
 
 
 def test_a_fault_in_a_manifest_would_be_seen(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 
 from gpubroker_server.adapters.ray.processes import kill_all, name_of, process_table, send_signal, session_of
@@ -20,7 +21,7 @@ class RayNode:
 
     def __init__(self, address: str, name: str, env: Mapping[str, str], cpus: int = 2) -> None:
         self.name = name
-        self._command = [sys.executable, "-m", __name__, address, name, str(cpus)]
+        self._command = [sys.executable, "-m", __name__, address, name, str(cpus), "0", ""]
         self._env = os.environ | env
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -92,26 +93,24 @@ class RayNode:
         process.stdout.close()
 
 
-def join(address: str, name: str, cpus: str) -> None:
-    """`ray start` refuses to join a head on 127.0.0.1; what it calls does not."""
-    from ray._private.node import Node
-    from ray._private.parameter import RayParams
+class RayHead(RayNode):
+    """A head on 127.0.0.1 that others run: it may be lost, and start again at the same port."""
 
-    settings = RayParams(
-        gcs_address=address,
-        node_name=name,
-        node_ip_address="127.0.0.1",
-        num_cpus=int(cpus),
-        num_gpus=0,
-        object_store_memory=80 * 2**20,
-        min_worker_port=0,
-        max_worker_port=0,
-        include_log_monitor=False,  # it is no text, whatever its annotation says
-    )
-    Node(settings, head=False, shutdown_at_exit=False, spawn_reaper=False)
+    def __init__(self, port: int, name: str, env: Mapping[str, str], temp_dir: Path) -> None:
+        super().__init__("", name, env)
+        self._command[-2:] = str(port), str(temp_dir)
+
+
+def start(address: str, name: str, cpus: str, port: str, temp_dir: str) -> None:
+    """`ray start` refuses to join a head on 127.0.0.1; what it calls does not."""
+    from gpubroker_server.adapters.ray.head.node_to_start import NodeToStart
+    from gpubroker_server.adapters.ray.head.start import start_node
+
+    home = Path(temp_dir) if temp_dir else None
+    start_node(NodeToStart(80 * 2**20, home, head=address, name=name, port=int(port), cpus=int(cpus)))
     print("joined", flush=True)
     signal.pause()
 
 
 if __name__ == "__main__":
-    join(*sys.argv[1:])
+    start(*sys.argv[1:])

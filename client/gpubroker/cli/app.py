@@ -23,7 +23,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "tasks.change": "cancel retry stack hold release priority change",
     "lease_commands": "lease",
     "gpu_commands": "gpus",
-    "cluster_commands": "estimates tenants stats policy profiles",
+    "cluster_commands": "estimates tenants stats policy profiles demand",
     "node_commands": "nodes cordon drain uncordon",
     "infer_command": "infer",
     "model_commands": "load unload pin models",
@@ -41,6 +41,7 @@ _SERVER_COMMANDS = frozenset(
         "serve",
         "gateway",
         "broker",
+        "cluster",
         "health",
         "down",
         "migrate",
@@ -98,6 +99,8 @@ class Commands(TyperGroup):
                 eprint(f"gpubroker: cannot load the commands of {point.value}: {error}")
         for command in app.registered_commands:
             command.rich_help_panel = "Service"
+        for group in app.registered_groups:
+            group.rich_help_panel = "Service"
         return dict(get_group(app).commands)
 
 

@@ -10,11 +10,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli.lookup import connect
+from gpubroker.cli.parsing import seconds as parsed_seconds
 from gpubroker.cli.printing import Format, Output, emit, emit_all
 from gpubroker.cli.tables import Column, PlainTable, details, duration, executor_in_words, gib, size
 
 if TYPE_CHECKING:
-    from gpubroker.cluster.fleet import Fragmentation, Policy, Profile, Stats, Tenant
+    from gpubroker.cluster.fleet import AutoscalingDemand, Fragmentation, Policy, Profile, Stats, Tenant
     from gpubroker.tasks.estimates import Estimate, ForecastsKept
 
 
@@ -45,6 +46,19 @@ def profiles(context: typer.Context, output: Output = Format.TABLE) -> None:
     """List the roles that a task may name, and what they give it."""
     with connect(context) as broker:
         emit_all(output, broker.profiles().items, _profiles)
+
+
+def demand(
+    context: typer.Context,
+    pool: Annotated[str | None, typer.Option(help="This pool alone; empty: tasks without one.")] = None,
+    kind: Annotated[str | None, typer.Option(help="This kind of GPU, and demands that may use it.")] = None,
+    waited: Annotated[str, typer.Option(help="Tasks that have waited for so long, such as 30s.")] = "0",
+    output: Output = Format.TABLE,
+) -> None:
+    """Show what waiting tasks lack, and which nodes nobody uses: for autoscalers."""
+    with connect(context) as broker:
+        found = broker.autoscaling_demand(pool=pool, kind=kind, waited_seconds=parsed_seconds(waited))
+        emit(output, found, lambda found: details(_demand_rows(found)))
 
 
 def estimates(
@@ -170,6 +184,26 @@ def _model_server(server: Mapping[str, Any]) -> str:
     return " · ".join([str(server.get("name")), *state])
 
 
+def _demand_rows(found: AutoscalingDemand) -> Iterator[tuple[str, str]]:
+    yield "unmet", _amounts(found.unmet)
+    for group in found.groups:
+        kinds = ",".join(group["kinds"]) or "any kind"
+        yield "  of it", f"{group['pool'] or 'no pool'}, {kinds}: {_amounts(group)}"
+    yield "used", _amounts(found.used)
+    yield "needed", _amounts(found.needed)
+    names = ", ".join(node["name"] for node in found.spare["nodes"])
+    yield "spare", f"{_amounts(found.spare)} · {names}" if names else "nothing"
+    if found.limited_tasks:
+        yield "limited", f"{found.limited_tasks} tasks wait for a quota or a limit, which no node would raise"
+
+
+def _amounts(of: Mapping[str, Any]) -> str:
+    sizes = f"{of['gpus']} GPUs ({gib(of['gpu_mb'])} GiB) · {of['cpu']:g} CPUs · {gib(of['memory_mb'])} GiB"
+    if of.get("tasks"):
+        return f"{sizes} · {of['tasks']} tasks, up to {duration(of['waiting_seconds'])}"
+    return sizes
+
+
 def _policy_rows(found: Policy) -> Iterator[tuple[str, str]]:
     yield "bands", " · ".join(f"{band['name']} {band['lowest']} to {band['highest']}" for band in found.bands)
     yield "placement", found.placement
@@ -266,5 +300,5 @@ def _estimate(estimate: Estimate) -> tuple[str, ...]:
 
 def add_to(app: typer.Typer) -> None:
     app.command(rich_help_panel="Tasks")(estimates)
-    for command in (tenants, stats, policy, profiles):
+    for command in (tenants, stats, policy, profiles, demand):
         app.command(rich_help_panel="Cluster")(command)

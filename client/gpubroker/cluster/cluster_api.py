@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpubroker.cluster.fleet import Gpu, Node, Policy, Profile, Stats, Tenant
+from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Tenant
 from gpubroker.cluster.plan import FleetPlan
 from gpubroker.tasks.task import Quarantined
 from gpubroker.transport.decoding import Page, decode, page_of
@@ -36,6 +36,20 @@ class ClusterApi(Operations):
     def stats(self) -> Steps[Stats]:
         """Counts of tasks and memory over the whole cluster."""
         return decode(Stats, (yield from self._ask("GET", "/stats")))
+
+    @operation
+    def autoscaling_demand(
+        self, *, pool: str | None = None, kind: str | None = None, waited_seconds: float = 0.0
+    ) -> Steps[AutoscalingDemand]:
+        """What an autoscaler needs: what waiting tasks lack, what all need, and what could be given back.
+
+        `pool`: this pool alone; empty: tasks without one. `kind`: this kind of GPU, and demands that may use
+        it. `waited_seconds`: only tasks that have waited for so long.
+        """
+        found = yield from self._ask(
+            "GET", "/autoscaling/demand", pool=pool, kind=kind, waited_seconds=waited_seconds
+        )
+        return decode(AutoscalingDemand, found)
 
     @operation
     def policy(self) -> Steps[Policy]:

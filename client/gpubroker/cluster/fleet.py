@@ -205,6 +205,26 @@ class Stats:
     raw: Raw = field(default_factory=dict, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class AutoscalingDemand:
+    """What waiting tasks lack (`unmet`), what all tasks need together (`needed`), and nodes that nobody uses
+    (`spare`): each with `gpus`, `gpu_mb`, `cpu` and `memory_mb`."""
+
+    unmet: Mapping[str, Any] = field(default_factory=dict)
+    """Also how many `tasks`, and `waiting_seconds` of the one that has waited longest."""
+    used: Mapping[str, Any] = field(default_factory=dict)
+    needed: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[Mapping[str, Any], ...] = ()
+    """`unmet` by `pool` and `kinds`."""
+    limited_tasks: int = 0
+    """Tasks that wait for a quota or a limit, which no node would raise."""
+    spare: Mapping[str, Any] = field(default_factory=dict)
+    """Also its `nodes`."""
+    as_of: datetime | None = None
+    age_seconds: float | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
 Rows = tuple[Mapping[str, Any], ...]
 
 

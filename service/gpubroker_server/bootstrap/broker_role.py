@@ -7,6 +7,7 @@ from random import random
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import WallClock, boot_seconds
+from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.adapters.triton.server_process import is_gone
 from gpubroker_server.bootstrap.compose import (
@@ -24,6 +25,7 @@ from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
 from gpubroker_server.broker.background import (
     Pruner,
     Publisher,
+    RoomRequests,
     SlotDivider,
     gateways_have_let_go,
     models_in_use,
@@ -98,6 +100,10 @@ class BrokerRole:
             jobs.append(("publisher", self._publisher.keep(self.term, publish_seconds(self._policy))))
         if self._store.is_shared and self._settings.triton.slots:
             jobs.append(("slots of models", self._slots.keep(self.term, publish_seconds(self._policy))))
+        if self._settings.ray.autoscale and isinstance(self.executor, RayExecutor):
+            follower, ray = self._follower, self.executor
+            room = RoomRequests(follower.world, self._policy, follower.clock, ray.request_room)
+            jobs.append(("room for the autoscaler", room.keep(self.term)))
         return jobs
 
     async def _run_candidate(self) -> None:

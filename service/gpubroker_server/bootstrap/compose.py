@@ -7,7 +7,7 @@ import psutil
 
 from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
-from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.adapters.ray.options import RayOptions, RayTls
 from gpubroker_server.adapters.triton.http_backend import HttpBackend
 from gpubroker_server.bootstrap.model_servers import batch_rules_of, server_of
 from gpubroker_server.core.domain.device import GpuKind
@@ -107,12 +107,19 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
         # A sample also counts as a heartbeat.
         period_seconds = min(settings.policy.sample_period_seconds, settings.policy.beat_seconds)
         return WaitingExecutor(node, clock, period_seconds)
-    options = RayOptions(
+    return RayExecutor(ray_options_of(settings), clock)
+
+
+def ray_options_of(settings: Settings) -> RayOptions:
+    ray = settings.ray
+    return RayOptions(
         data_dir=settings.data_dir,
         address=ray.address or None,
+        token_file=ray.token_file,
+        tls=None if ray.tls is None else RayTls(**ray.tls.model_dump()),
         node_name=ray.node_name,
         cluster=ray.cluster,
-        devices=devices or None,
+        devices=simulated_devices(settings) or None,
         spares=ray.spares,
         warm_runners=ray.warm_runners,
         cpu=ray.cpu,
@@ -128,12 +135,12 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
         sample_period_seconds=settings.policy.sample_period_seconds,
         beat_seconds=settings.policy.beat_seconds,
         idle_stop_seconds=ray.idle_stop_seconds,
+        dashboard=ray.dashboard,
         log_level=settings.log_level,
         log_format=settings.log_format,
         inherit_env=tuple(ray.inherit_env),
         task_env=settings.task_env,
     )
-    return RayExecutor(options, clock)
 
 
 def hosts_of(settings: Settings) -> list[ModelHost]:

@@ -100,6 +100,7 @@ class Process:
         jobs = self._begin_all(self._follower, self._lead, self._disks, self._gateway)
         self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
         if self._broker is not None:
+            self._say(*which_ray(self._settings))
             with suppress(StoreUnavailable):
                 self._say(*waiting_in_vain(self._settings, await self._store.pending_entrypoints()))
         await self._stop.wait()
@@ -239,6 +240,22 @@ def greeting(settings: Settings, url: str | None) -> list[str]:
             "  warning: the service is root, so the scopes tasks:code and tasks:command equal a root shell; "
             "task_user keeps accidents from that, not attackers"
         )
+    return lines
+
+
+def which_ray(settings: Settings) -> list[str]:
+    """The lines that a start prints about what runs its tasks."""
+    if settings.engine != "ray":
+        return ["  tasks only wait (engine: simulated)"]
+    address, named = settings.ray.address, os.environ.get("RAY_ADDRESS", "")
+    if address:
+        lines = [
+            f"  tasks run on the Ray cluster at {address}, which was joined and is never stopped from here"
+        ]
+    else:
+        lines = ["  tasks run on a local Ray, which the service starts, or finds again"]
+    if named not in ("", address):
+        lines.append(f"  note: RAY_ADDRESS={named} is not used; name a cluster to join with --ray host:6379")
     return lines
 
 

@@ -5,6 +5,7 @@ import os
 import pwd
 import resource
 import socket
+import ssl
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,6 +55,10 @@ def check_installed(settings: Settings, *, leads: bool) -> None:
         needed.append(("ray", "ray", "to run tasks (engine: ray)"))
     if settings.triton.grpc_port or (leads and any(server.node for server in settings.triton.servers)):
         needed.append(("grpc", "triton", "to speak gRPC with model servers (triton)"))
+    if leads and settings.engine == "ray" and settings.ray.dashboard and find_spec("aiohttp_cors") is None:
+        raise StartRefused(
+            "ray.dashboard needs more to be installed: pip install 'ray[default]'; or set it to false"
+        )
     missing = [(extra, why) for module, extra, why in needed if find_spec(module) is None]
     if missing:
         extras = ",".join(extra for extra, _ in missing)
@@ -81,6 +86,52 @@ def check_shared(settings: Settings) -> None:
             f"{settings.database.removeprefix('sqlite:///')} is a SQLite file, which belongs to one process: "
             "start `gpubroker serve`, or name a PostgreSQL database with database_url (or --database-url)"
         )
+
+
+def check_ray_access(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
+    """Whether the token and the certificates for a joined Ray are there and fit. Raises StartRefused.
+
+    They are named by settings or, as for Ray itself, in the environment. Ray would try for minutes.
+    """
+    if not settings.ray.address or settings.engine != "ray":
+        return
+    token, tls = settings.ray.token_file, settings.ray.tls
+    if token is not None:
+        _check_readable("ray.token_file", token)
+    if tls is not None:
+        named = {f"ray.tls.{name}": Path(file) for name, file in tls.model_dump().items()}
+    elif environment.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        names = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+        for name in names:
+            if not environment.get(name):
+                raise StartRefused(f"RAY_USE_TLS is set and {name} is not; name the file, or set ray.tls")
+        named = {name: Path(environment[name]) for name in names}
+    else:
+        return
+    for name, path in named.items():
+        _check_readable(name, path)
+    (_, certificate), (_, key), (_, ca) = named.items()
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        context.load_cert_chain(certificate, key)
+    except ssl.SSLError as fault:
+        raise StartRefused(
+            f"{certificate}, {key} and {ca} ({', '.join(named)}) are not a certificate, its key without a "
+            f"passphrase, and the CA's certificate, in PEM: {fault.reason or fault}"
+        ) from None
+
+
+def _check_readable(name: str, path: Path) -> None:
+    """Raises StartRefused."""
+    try:
+        empty = not path.read_bytes()
+    except OSError as error:
+        raise StartRefused(
+            f"{name}: cannot read {path}: {error.strerror}; create it, or give it to the service's user (uid "
+            f"{os.geteuid()})"
+        ) from None
+    if empty:
+        raise StartRefused(f"{name}: {path} is empty")
 
 
 def check_task_surroundings(settings: Settings) -> None:

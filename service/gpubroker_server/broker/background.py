@@ -1,14 +1,15 @@
-"""What the leader does beside its cycles: publish last values, divide slots of models, prune, and ask for
-gateways."""
+"""What the leader does beside its cycles: publish last values, divide slots of models, prune, ask for
+gateways, and ask an autoscaler for room."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from gpubroker_server.core.domain.device import DeviceSample
-from gpubroker_server.core.domain.policy import Retention
+from gpubroker_server.core.domain.policy import Policy, Retention
 from gpubroker_server.core.domain.units import DeviceKey, Position, Seconds, TaskId, Term
+from gpubroker_server.core.explain.autoscaling import autoscaling_demand, room_for_all
 from gpubroker_server.core.serving.slots import AWAY_SECONDS, HOLD_SECONDS, Shares, SlotShares
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Progress
@@ -34,8 +35,35 @@ PRUNE_SECONDS = Seconds(60.0)
 PRUNE_PAUSE_SECONDS = Seconds(0.1)
 """Between two steps, each of which blocks other writes for some milliseconds."""
 
+ROOM_SECONDS = Seconds(5.0)
+
 ReadTerm = Callable[[], Term | None]
 """The term of this process; None while it does not lead."""
+
+
+class RoomRequests:
+    """Asks an autoscaler for room for everything that runs or waits."""
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        clock: Clock,
+        request: Callable[[Sequence[Mapping[str, float]]], None],
+    ) -> None:
+        """`request`: replaces what was asked for before."""
+        self._world = world
+        self._policy = policy
+        self._clock = clock
+        self._request = request
+
+    async def keep(self, term: ReadTerm, every_seconds: Seconds = ROOM_SECONDS) -> None:
+        """Until cancelled. Repeats itself, because the autoscaler may have been started again."""
+        while True:
+            if term() is not None:
+                demand = autoscaling_demand(self._world, self._policy, self._clock.now())
+                self._request(room_for_all(demand))
+            await asyncio.sleep(every_seconds)
 
 
 class Publisher:

@@ -18,7 +18,7 @@ from gpubroker_server.gateway.admin.secrets import SecretParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
 from gpubroker_server.gateway.arrays import routes as arrays
 from gpubroker_server.gateway.arrays.routes import ArrayParts
-from gpubroker_server.gateway.cluster import devices, nodes, pauses, policy, quarantine, stats
+from gpubroker_server.gateway.cluster import autoscaling, devices, nodes, pauses, policy, quarantine, stats
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.events.routes import EventParts
@@ -66,7 +66,20 @@ _RESOURCES = (
         estimates,
         events,
     ),
-    *(devices, nodes, models, measure, quarantine, stats, policy, pauses, tokens, secrets, operations),
+    *(
+        devices,
+        nodes,
+        models,
+        measure,
+        quarantine,
+        stats,
+        autoscaling,
+        policy,
+        pauses,
+        tokens,
+        secrets,
+        operations,
+    ),
 )
 """In the order in which paths are matched and documented; the busiest first."""
 

@@ -31,6 +31,7 @@ from pydantic_settings import (
 )
 
 from gpubroker_server.core.domain.submission import SECRET_PREFIX
+from gpubroker_server.settings.ray import RaySettings
 from gpubroker_server.settings.sections import (
     DefaultSettings,
     Kinds,
@@ -40,7 +41,6 @@ from gpubroker_server.settings.sections import (
     PolicySettings,
     PoolSettings,
     Profiles,
-    RaySettings,
     RetentionSettings,
     Section,
     SimulatedDevice,
@@ -145,16 +145,6 @@ class Settings(WithUnits, BaseSettings):
                     f"{name} names a secret, which belongs to a tenant; have its tasks name it in their env"
                 )
         return env
-
-    @model_validator(mode="after")
-    def _ray_has_an_address(self) -> "Settings":
-        host, _, port = self.ray.address.rpartition(":")
-        if self.ray.address and (not host or "//" in host or not port.isdigit()):
-            raise ValueError(
-                f"ray.address {self.ray.address!r} is not the address of a Ray head; write host:6379 (not "
-                "the ray:// address of a client server)"
-            )
-        return self
 
     @model_validator(mode="after")
     def _tasks_can_reach_a_gateway(self) -> "Settings":

@@ -7,7 +7,14 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self
 
 from gpubroker import units
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import NoDecode
 
 from gpubroker_server.core.domain.device import SHIPPED_KINDS
@@ -79,22 +86,6 @@ class SimulatedDevice(Section):
     memory_mb: Annotated[int, Field(gt=0, le=4_194_304)]
     count: Annotated[int, Field(gt=0, le=1024)] = 1
     instances: list[SimulatedInstance] = []
-
-
-class RaySettings(Section):
-    address: str = ""
-    node_name: str = "local"
-    cluster: str = "local"
-    spares: Annotated[int, Field(ge=0, le=64)] = 2
-    warm_runners: Annotated[int, Field(ge=0, le=64)] = 1
-    cpu: Annotated[float, Field(gt=0)] | None = None
-    memory_mb: Annotated[int, Field(gt=0)] | None = None
-    max_runs: Annotated[int, Field(gt=0)] = 256
-    process_memory_mb: Annotated[int, Field(gt=0)] = 81_920
-    object_store_mb: Annotated[int, Field(ge=75)] = 128
-    idle_stop_seconds: Annotated[float, Field(gt=0)] = 600.0
-
-    inherit_env: Words = []
 
 
 def _of_each_device(value: Any) -> Any:

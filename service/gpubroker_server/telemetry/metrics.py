@@ -17,6 +17,7 @@ from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.explain.autoscaling import autoscaling_demand
 from gpubroker_server.core.lifecycle.learning import size_accuracies
 from gpubroker_server.core.planning.forecasts.forecast_rounds import accuracy_topic
 from gpubroker_server.core.planning.forecasts.reservations import Basis
@@ -25,6 +26,8 @@ from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import HeldBack
+from gpubroker_server.telemetry.autoscaling import GAUGES as FOR_AUTOSCALERS
+from gpubroker_server.telemetry.autoscaling import autoscaling_samples
 from gpubroker_server.telemetry.durations import DurationCollector
 from gpubroker_server.telemetry.inferences import COUNTERS as OF_INFERENCES
 from gpubroker_server.telemetry.inferences import GAUGES as ABOUT_INFERENCES
@@ -103,6 +106,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_model_requests_in_flight": ("Requests that have a slot.", ("model",)),
     "gpubroker_model_requests_waiting": ("Requests that wait for a slot.", ("model",)),
     **ABOUT_INFERENCES,
+    **FOR_AUTOSCALERS,
     "gpubroker_disk_full": ("1 if a disk that this process writes to is full, else 0.", ()),
     "gpubroker_leader_known": ("1 if this process leads or hears of the process that does, else 0.", ()),
     "gpubroker_leader_term": ("Term of the known leader.", ()),
@@ -220,8 +224,8 @@ class ServerCollector(Collector):
 
 
 class WorldCollector(Collector):
-    """Reads the World. The cost grows with what is held and active, not with the queue. No task is a
-    label."""
+    """Reads the World. The cost grows with what is held and active and with how many demands differ, not
+    with the queue. No task is a label."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
@@ -235,6 +239,8 @@ class WorldCollector(Collector):
         yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
         yield from _tenant_metrics(sources)
         yield from _forecast_metrics(sources.world)
+        for_autoscalers = autoscaling_demand(sources.world, sources.policy, sources.now())
+        yield from (_gauge(*samples) for samples in autoscaling_samples(for_autoscalers))
         yield from inference_metrics(sources.world)
         sizes = size_accuracies(sources.world)
         yield _gauge("gpubroker_model_size_ratio", [((of.server,), of.ratio) for of in sizes])

@@ -17,7 +17,6 @@ import psutil
 import pytest
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.head.head import HeadState, read_state, write_state
-from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.bootstrap.health import health_of
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Ended, Gone, NodeLost, NodeReport, Started
@@ -186,14 +185,6 @@ async def test_a_run_becomes_the_task_user_where_the_service_is_root(
     else:
         assert ended.failure is not None
         assert "could not be prepared" in ended.failure.message
-
-
-@pytest.mark.parametrize(
-    ("address", "advice"), [("ray://head:10001", "head:6379"), ("head", "10.0.0.5:6379"), ("", "host:port")]
-)
-async def test_an_address_that_cannot_be_joined_names_the_right_form(address: str, advice: str) -> None:
-    with pytest.raises(ValueError, match=advice):
-        RayOptions(Path(), address=address)
 
 
 def assert_nothing_is_left(head: HeadState) -> None:

@@ -1,5 +1,6 @@
 """GPUs through NVIDIA's management library, and how much of them each process group uses."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,28 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The one that Linux starts with; its number is fixed (PROC_PID_INIT_INO)."""
 
 
-def find_probes(simulated: Sequence[ReportedDevice] | None) -> Sequence[DeviceProbe]:
+NODE_GPUS = "GPUBROKER_NODE_GPUS"
+"""In the environment of a node that shares its machine with others: JSON, the indexes of its GPUs, or
+[UUID, index, MiB] of each simulated one."""
+
+
+def find_probes(simulated: Sequence[ReportedDevice] | None, own: str | None = None) -> Sequence[DeviceProbe]:
     """Of simulated devices if the configuration has a list of them (even an empty one), else of each GPU.
 
-    None on a machine without an NVIDIA driver.
+    None on a machine without an NVIDIA driver. `own`: what NODE_GPUS says, which counts instead.
     """
-    if simulated is not None:
+    indexes: list[int] | None = None
+    if own is not None:
+        given = json.loads(own)
+        indexes = [gpu for gpu in given if isinstance(gpu, int)]
+        made_up = [
+            ReportedDevice(gpu[0], "simulated", gpu[1], Mib(gpu[2]), True)
+            for gpu in given
+            if isinstance(gpu, list)
+        ]
+        if made_up or not indexes:
+            return [SimulatedProbe(made_up)]
+    elif simulated is not None:
         return [SimulatedProbe(simulated)]
     import pynvml  # the only import of it
 
@@ -38,7 +55,36 @@ def find_probes(simulated: Sequence[ReportedDevice] | None) -> Sequence[DevicePr
         return []
     except pynvml.NVMLError as fault:
         return [FailedDriver(str(fault))]
-    return [NvmlProbe(pynvml, index, shares_pids=shares_pids()) for index in range(count)]
+    return [
+        NvmlProbe(pynvml, index, shares_pids=shares_pids())
+        for index in range(count)
+        if indexes is None or index in indexes
+    ]
+
+
+def visible_gpus(wanted: str | None = None) -> list[tuple[int, str]]:
+    """(index, UUID) of each GPU. `wanted`: indexes or UUIDs as in CUDA_VISIBLE_DEVICES, in this order.
+
+    Empty without an NVIDIA driver. Raises RuntimeError if a GPU does not answer, ValueError for a wrong name.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        uuids = [_text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i))) for i in range(count)]
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        uuids = []
+    except pynvml.NVMLError as fault:
+        raise RuntimeError(f"the GPUs of this machine cannot be read: {fault}") from None
+    if wanted is None:
+        return list(enumerate(uuids))
+    names = {str(index): index for index in range(len(uuids))} | {uuid: i for i, uuid in enumerate(uuids)}
+    try:
+        found = [names[word.strip()] for word in wanted.split(",") if word.strip()]
+    except KeyError as unknown:
+        raise ValueError(f"CUDA_VISIBLE_DEVICES names {unknown}, and this machine has no such GPU") from None
+    return [(index, uuids[index]) for index in found]
 
 
 def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:

@@ -19,12 +19,23 @@ LOG_LIMIT_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class RayOptions:
-    """Raises ValueError for an address that is not `host:port`."""
+class RayTls:
+    """Files by which this machine and Ray's know each other."""
 
+    certificate: Path
+    key: Path
+    ca: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
     data_dir: Path
     address: str | None = None
     """`host:port` of the cluster to join; None starts a local head."""
+    token_file: Path | None = None
+    """Of a joined cluster; None: as the environment says (RAY_AUTH_MODE)."""
+    tls: "RayTls | None" = None
+    """Of a joined cluster; None: as the environment says (RAY_USE_TLS)."""
     node_name: str = "local"
     """The only node of a local head. Nodes of a joined cluster have names of their own."""
     cluster: str = "local"
@@ -48,6 +59,8 @@ class RayOptions:
     sample_period_seconds: float = 2.0
     beat_seconds: float = 2.0
     idle_stop_seconds: float = 600.0
+    dashboard: bool = False
+    """Of a local head."""
     driver_patience_seconds: float = 15.0
     """A driver process that does not answer within this time is replaced."""
     log_level: str = "INFO"
@@ -56,19 +69,6 @@ class RayOptions:
     """Environment variables of a node that tasks inherit, besides locale and paths."""
     task_env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of every task."""
-
-    def __post_init__(self) -> None:
-        if self.address is None:
-            return
-        if "://" in self.address:
-            bare = self.address.partition("://")[2].partition(":")[0] or "host"
-            raise ValueError(
-                f"ray address {self.address!r} names a Ray Client server, which does not survive a lost "
-                f"connection; give the address of the head itself, such as {bare}:6379"
-            )
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"ray address {self.address!r} is not host:port, such as 10.0.0.5:6379")
 
     @property
     def is_local(self) -> bool:
@@ -154,14 +154,16 @@ class AgentConfig:
         """What the node offers: all that it has, unless the operator says less."""
         return self.memory_mb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
 
-    def on_node(self, name: str) -> "AgentConfig":
-        """Simulated devices, which are named after their node, have other UUIDs on each."""
+    def on_node(self, name: str, cpus: float | None = None) -> "AgentConfig":
+        """Simulated devices, which are named after their node, have other UUIDs on each. `cpus`: what the
+        node was started with."""
         here, there = f"-sim-{self.node}-", f"-sim-{name}-"
         named = tuple(
             (uuid.replace(here, there), kind, index, mb, parent.replace(here, there))
             for uuid, kind, index, mb, parent in self.devices or ()
         )
-        return replace(self, node=name, devices=None if self.devices is None else named)
+        devices = None if self.devices is None else named
+        return replace(self, node=name, devices=devices, cpu=self.cpu or cpus)
 
     def to_json(self) -> str:
         """Without fields at their defaults, of which earlier releases need not know."""

@@ -19,7 +19,7 @@ from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter, Inventory
-from gpubroker_server.adapters.nvml.probe import find_probes
+from gpubroker_server.adapters.nvml.probe import NODE_GPUS, find_probes
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners
 from gpubroker_server.adapters.ray.agent.runner_process import retry_until_done
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
@@ -60,7 +60,7 @@ class NodeAgent:
 
     def __init__(self, config: str, runners: RayRunners | None = None) -> None:
         self._config = AgentConfig.from_json(config)
-        self._meter = DeviceMeter(find_probes(self._config.simulated))
+        self._meter = DeviceMeter(find_probes(self._config.simulated, os.environ.get(NODE_GPUS)))
         self._has_own_process = runners is None
         self._runners = runners or RayRunners(self._config)
         self._id = uuid4().hex[:8]

@@ -66,12 +66,12 @@ class DriverLink:
         """Why it ended, as far as it is known."""
 
     @classmethod
-    async def open(cls, options: RayOptions) -> "DriverLink":
-        """Start a driver. Raises OSError."""
+    async def open(cls, options: RayOptions, address: str) -> "DriverLink":
+        """Start a driver for the Ray at this address. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                child = _start_driver(options, theirs)
+                child = _start_driver(options, address, theirs)
         except OSError:
             ours.close()
             raise
@@ -188,12 +188,14 @@ class DriverKeeper:
             return None
         self._finding = asyncio.ensure_future(running_head(self._options))
         head = await asyncio.shield(self._finding)
+        if head.dashboard and self.address != head.address:
+            log.info(f"Ray's dashboard is at http://{head.dashboard}")
         self.address = head.address
         return head
 
     async def _drive(self, head: HeadState | None) -> tuple[str, bool]:
         """Why the driver has ended, and whether the head ended and took the driver with it."""
-        driver = await DriverLink.open(self._options)
+        driver = await DriverLink.open(self._options, self.address)
         watched = None
         try:
             watched = WatchedProcess(head.process, driver.kill) if head is not None else None
@@ -217,8 +219,8 @@ class DriverKeeper:
         return self.address, local_node, config, self._broker, *self._term()
 
 
-def _start_driver(options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":
-    environment = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
+def _start_driver(options: RayOptions, address: str, channel: socket.socket) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, "RAY_ADDRESS": address}
     lines, printed = (_log_of(options.data_dir, name) for name in LOGS)
     with lines.open("ab") as log_file, printed.open("ab") as output:
         descriptors = channel.fileno(), log_file.fileno()

@@ -30,8 +30,8 @@ log = structlog.get_logger("gpubroker.driver")
 CONNECT_SECONDS = 60.0
 """Ray itself tries for minutes."""
 JOINED_HEAD = (
-    "it must be a Ray head; one with a token needs RAY_AUTH_MODE=token in this service's environment, and "
-    "the token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"
+    "it must be a Ray head; one with a token needs ray.token_file, and one with TLS the certificates of "
+    "ray.tls (or RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH and RAY_USE_TLS in this service's environment)"
 )
 HANGING_HEAD = (
     "the processes of this local head run but do not answer; the service tries again. If that goes on, have "
@@ -114,6 +114,9 @@ class Driver:
         """By node name."""
         self._namesakes: set[str] = set()
         """Ray nodes with the name of another node, of which that was logged."""
+        self._room: list[dict[str, float]] = []
+        """What Ray's autoscaler is to have room for."""
+        self._room_changed = asyncio.Event()
         self._untaken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -132,6 +135,7 @@ class Driver:
         except Exception as fault:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
         await self.send("connected")
+        self._tasks.create_task(self._request_room())
         while True:
             asked_at = time.monotonic()
             nodes = await self._nodes()
@@ -158,6 +162,9 @@ class Driver:
                 self._lineage, self._term = lineage, term
                 for link in self._links.values():
                     link.change_term(lineage, term)
+            case ("room", bundles):
+                self._room = list(bundles)  # frames hold tuples
+                self._room_changed.set()
             case ("flush",):
                 self._tasks.create_task(self._flush())
             case ("leave",):
@@ -188,6 +195,16 @@ class Driver:
             self._has_room.clear()
         else:
             self._has_room.set()
+
+    async def _request_room(self) -> None:
+        """Only the newest request counts, so those that come while Ray does not answer are left out."""
+        while True:
+            await self._room_changed.wait()
+            self._room_changed.clear()
+            try:
+                await asyncio.to_thread(_request_room, self._room)
+            except Exception as fault:
+                log.warning("Ray's autoscaler could not be asked for room", fault=repr(fault))
 
     async def _flush(self) -> None:
         await asyncio.gather(*(link.flush() for link in self._links.values()))
@@ -223,15 +240,18 @@ class Driver:
         linked = {link.ray_node for link in self._links.values()}
         for ray_node, node in sorted(alive.items()):
             if ray_node not in linked and (self._opening.local_node or _takes_runs(node)):
-                self._link(ray_node, self._opening.local_node or _name_of(node))
+                self._link(ray_node, node)
 
-    def _link(self, ray_node: str, name: str) -> None:
+    def _link(self, ray_node: str, node: dict[str, Any]) -> None:
+        local = self._opening.local_node
+        name = local or _name_of(node)
         if name in self._links:
             if ray_node not in self._namesakes:
                 self._namesakes.add(ray_node)
                 log.error("two nodes have one name; start one with a --node-name of its own", node=name)
             return
-        config = AgentConfig.from_json(self._opening.agent_config).on_node(name)
+        cpus = None if local else float(node["Resources"]["CPU"])
+        config = AgentConfig.from_json(self._opening.agent_config).on_node(name, cpus)
         broker, term = self._opening.broker, (self._lineage, self._term)
         self._links[name] = NodeLink(ray_node, config, broker, *term, self, self._tasks)
 
@@ -239,6 +259,12 @@ class Driver:
 def _connect(address: str) -> None:
     """In a thread: on the main thread Ray would install its own signal handlers."""
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _request_room(bundles: list[dict[str, float]]) -> None:
+    from ray.autoscaler.sdk import request_resources  # its modules are large, and few clusters have one
+
+    request_resources(bundles=bundles)
 
 
 def _takes_runs(node: dict[str, Any]) -> bool:

@@ -10,14 +10,16 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 import structlog
 from gpubroker.runtime.process import is_kept
@@ -57,6 +59,19 @@ LOG = "ray-head.log"
 SUPERVISOR = "gpubroker_server.adapters.ray.head.supervisor"
 
 
+EVERYWHERE: Final = {
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray ends a driver that has not heard from its control service for this time.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+}
+"""For each process of Ray, and each that talks to it."""
+
+ON_LOOPBACK: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Keeps Ray on 127.0.0.1: without it Ray puts the machine's outward address in its place."""
+
+
 class HeadRefused(Exception):
     """There is no head to use; the text says why and what to do."""
 
@@ -74,6 +89,8 @@ class HeadState:
     """Mode 0700, whatever modes Ray gives to the files in it."""
     ray: str
     python: str
+    dashboard: str = ""
+    """Its `host:port`, if there is one."""
 
     @property
     def process(self) -> ProcessId:
@@ -91,7 +108,7 @@ class HeadState:
 
     @property
     def address_file(self) -> Path:
-        """Where the supervisor reads Ray's address once Ray is up."""
+        """Where the supervisor reads the addresses of Ray and of its dashboard once Ray is up."""
         return Path(self.temp_dir) / "address"
 
     @property
@@ -200,26 +217,54 @@ def why_ended(data_dir: Path) -> str:
 
 
 def ray_environment(options: RayOptions) -> dict[str, str]:
-    """For every process that talks to Ray. The operator of a joined cluster chooses its authentication."""
-    environment = {
-        "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray ends a driver that has not heard from its control service for this time.
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
-    }
+    """For every process that talks to Ray. The operator of a joined cluster chooses how it knows us: where
+    the settings don't say it, this process's own environment does."""
+    environment = dict(EVERYWHERE)
     if options.is_local:
-        environment |= {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(_token_file(options.data_dir)),
-            # Keeps every port on 127.0.0.1: without it Ray takes the machine's outward address.
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        environment |= token_environment(options.data_dir) | {
             # Ray's workers would end at once when their raylet does, and the runs in them could save nothing.
             "RAY_raylet_death_check_interval_milliseconds": str(int(1000 * LEAVE_SECONDS)),
-            # Ray would lower the priority of all its workers, the node agent's too; runs do that themselves.
-            "RAY_worker_niceness": "0",
+        }
+        return environment
+    if _is_on_loopback_alone(str(options.address)):
+        environment |= ON_LOOPBACK
+    if options.token_file is not None:
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(options.token_file)}
+    if options.tls is not None:
+        environment |= {
+            "RAY_USE_TLS": "1",
+            "RAY_TLS_SERVER_CERT": str(options.tls.certificate),
+            "RAY_TLS_SERVER_KEY": str(options.tls.key),
+            "RAY_TLS_CA_CERT": str(options.tls.ca),
         }
     return environment
+
+
+def token_environment(data_dir: Path) -> dict[str, str]:
+    """For the processes of a Ray that this software starts; its token is in the data directory."""
+    return {
+        **EVERYWHERE,
+        **ON_LOOPBACK,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(_token_file(data_dir)),
+        # Ray would lower the priority of all its workers, the node agent's too; runs do that themselves.
+        "RAY_worker_niceness": "0",
+    }
+
+
+def _is_on_loopback_alone(address: str) -> bool:
+    """Whether the head cannot be reached at this machine's outward address, which Ray would use instead."""
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost"):
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, socket.socket() as trying:
+        try:
+            asking.connect(("192.0.2.1", 1))  # sends nothing; tells the address of the way out
+            trying.settimeout(REACH_SECONDS)
+            trying.connect((asking.getsockname()[0], int(port)))
+        except OSError:
+            return True
+    return False
 
 
 def _token_file(data_dir: Path) -> Path:
@@ -267,6 +312,7 @@ def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
             "data_dir": str(options.data_dir),
             "object_store_bytes": options.object_store_bytes,
             "idle_stop_seconds": options.idle_stop_seconds,
+            "dashboard": options.dashboard,
         }
         with log_file.open("wb") as output:
             subprocess.run(  # noqa: S603  # our own module
@@ -274,7 +320,7 @@ def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=_inherited(options) | ray_environment(options),
+                env=inherited(options.inherit_env) | ray_environment(options),
                 pass_fds=(writing,),
                 check=False,
             )
@@ -283,8 +329,8 @@ def _run_supervisor(options: RayOptions, log_file: Path) -> bytes:
         return ready.read(MOST_SAID_BYTES) if answered else b""
 
 
-def _inherited(options: RayOptions) -> dict[str, str]:
-    return {name: text for name, text in os.environ.items() if is_kept(name, options.inherit_env)}
+def inherited(more: Collection[str] = ()) -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if is_kept(name, more)}
 
 
 def _check_versions(state: HeadState) -> None:

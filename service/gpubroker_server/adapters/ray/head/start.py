@@ -1,44 +1,59 @@
-"""Start Ray's head processes on 127.0.0.1. The only module that uses private parts of Ray.
+"""Start Ray's processes of a node on 127.0.0.1. The only module that uses private parts of Ray.
 
 tests/architecture/test_private_imports.py pins the release of Ray and says what would replace them.
 """
 
 import os
-from pathlib import Path
 from typing import Any
 
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
-LOCALHOST = "127.0.0.1"
+from gpubroker_server.adapters.ray.head.node_to_start import LOCALHOST, NodeToStart
 
 
-class HeadNode(Node):
+class HeadWithoutDashboard(Node):
     """`Node` starts a server of the dashboard even with `include_dashboard=False`, and waits for it."""
 
     def start_api_server(self, **_: Any) -> None:
         """No run needs the dashboard."""
 
 
-def start_head(temp_dir: Path, object_store_bytes: int) -> str:
-    """Back when Ray is up, with its `host:port`. Its processes outlive this one.
+def start_node(node: NodeToStart) -> tuple[str, str]:
+    """Back when the node is up, with the `host:port` of the head and of its dashboard, empty without one. Its
+    processes outlive this one.
 
-    `ray start` would do the same, but it imports Ray Serve (1.5 s of CPU), starts the dashboard, and opens a
-    Ray Client server on port 10001 where grpc is installed.
+    `ray start` would do the same, but it imports Ray Serve (1.5 s of CPU), starts the dashboard, opens a
+    Ray Client server on port 10001 where grpc is installed, and refuses to join a head on 127.0.0.1.
+
+    Port 0, here for everything that listens, is the kernel's choice at the moment of binding, so no port that
+    is in use is ever chosen, and no two nodes collide.
     """
     params = RayParams(
         node_ip_address=LOCALHOST,
-        node_name=LOCALHOST,
-        gcs_server_port=0,
+        node_name=node.name,
+        gcs_address=node.head or None,
+        gcs_server_port=None if node.head else node.port,
+        node_manager_port=0,
+        object_manager_port=0,
+        metrics_agent_port=0,
+        metrics_export_port=0,
+        dashboard_agent_listen_port=0,
+        runtime_env_agent_port=0,
         min_worker_port=0,
         max_worker_port=0,
         ray_client_server_port=None,
-        include_dashboard=False,
+        include_dashboard=node.dashboard,
+        dashboard_host=LOCALHOST,
+        dashboard_port=None,  # 8265, or the next one that is free
         include_log_monitor=False,  # type: ignore[arg-type]  # its annotation is wrong
         no_monitor=True,
-        num_cpus=os.cpu_count() or 1,
-        num_gpus=0,
-        object_store_memory=object_store_bytes,
-        temp_dir=str(temp_dir),
+        num_cpus=os.cpu_count() or 1 if node.cpus is None else node.cpus,
+        num_gpus=node.gpus,
+        resources=dict(node.resources),
+        object_store_memory=node.object_store_bytes,
+        temp_dir=None if node.temp_dir is None else str(node.temp_dir),
     )
-    return str(HeadNode(params, head=True, shutdown_at_exit=False, spawn_reaper=False).address)
+    kind = Node if node.head or node.dashboard else HeadWithoutDashboard
+    started = kind(params, head=not node.head, shutdown_at_exit=False, spawn_reaper=False)
+    return str(started.address), str(started.webui_url) if node.dashboard else ""

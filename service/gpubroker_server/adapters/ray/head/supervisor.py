@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ from gpubroker_server.adapters.ray.head.head import (
     versions,
     write_state,
 )
+from gpubroker_server.adapters.ray.head.node_to_start import NodeToStart
 from gpubroker_server.adapters.ray.processes import (
     ProcessId,
     boot_id,
@@ -50,8 +51,6 @@ START_WATCH_SECONDS = 0.1
 LOST_IDLE_SECONDS = 5.0
 """A head that has lost a vital process stays while its agent says more often than this that runs are left."""
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-VITAL = frozenset({"gcs_server", "raylet"})
-"""Without one of these there is no cluster."""
 AGENT = "ray::NodeAgent"
 """How the name of an agent's process begins."""
 
@@ -65,6 +64,7 @@ class HeadOrders:
     data_dir: str
     object_store_bytes: int
     idle_stop_seconds: float
+    dashboard: bool = False
 
 
 class SignalPipe:
@@ -81,10 +81,14 @@ class SignalPipe:
         for number in WATCHED_SIGNALS:
             signal.signal(number, self._note)
 
-    def wait(self, most_seconds: float = WATCH_SECONDS) -> None:
-        """Back after a signal, at the latest after this time."""
-        if select.select([self._reading], [], [], most_seconds)[0]:
+    def wait(self, most_seconds: float = WATCH_SECONDS, *also: int) -> list[int]:
+        """Back after a signal, or when one of the other descriptors can be read; at the latest after this
+        time. Those that can be read."""
+        ready = select.select([self._reading, *also], [], [], most_seconds)[0]
+        if self._reading in ready:
+            ready.remove(self._reading)
             os.read(self._reading, 4096)
+        return ready
 
     def close_in_child(self) -> None:
         """Give a forked child the default handlers."""
@@ -107,16 +111,17 @@ def _supervise(orders: HeadOrders, ready: int) -> int:
     signals = SignalPipe()
     adopt_orphans()
     try:
-        state = _begin(orders)
+        state = begin(Path(orders.data_dir))
     except OSError as fault:
         print(f"cannot make a directory for the Ray head: {fault}", file=sys.stderr)
         return 1
     try:
-        vital = _start_ray(orders, state, signals)
+        vital = start_ray(_head_of(orders, state), state, signals)
         if not vital:
             return 1
         state.keepalive.touch()
-        write_state(Path(orders.data_dir), replace(state, address=state.address_file.read_text()))
+        address, dashboard = state.address_file.read_text().splitlines()
+        write_state(Path(orders.data_dir), replace(state, address=address, dashboard=dashboard))
         os.write(ready, READY)
         os.close(ready)
         _watch(orders, state, signals, vital)
@@ -126,7 +131,7 @@ def _supervise(orders: HeadOrders, ready: int) -> int:
             os.write(ready, str(lost).encode())
         return 1
     finally:
-        _clear_away(orders, state)
+        clear_away(Path(orders.data_dir), state)
     return 0
 
 
@@ -134,7 +139,7 @@ def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Map
     """Back when the head is to end. If a vital process has ended, the agent gives the runs notice first."""
     lost, lost_at = "", math.inf
     while not (signals.stop or _is_idle(state, LOST_IDLE_SECONDS if lost else orders.idle_stop_seconds)):
-        gone = [vital[pid] for pid in _reap() if pid in vital]
+        gone = [vital[pid] for pid in reap() if pid in vital]
         if gone and not lost:
             lost, lost_at = gone[0], time.monotonic()
             print(
@@ -149,7 +154,7 @@ def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Map
         signals.wait()
 
 
-def _begin(orders: HeadOrders) -> HeadState:
+def begin(data_dir: Path) -> HeadState:
     """Write down which process this is; the service ends it if Ray does not come up. Raises OSError."""
     mine = process_id(os.getpid())
     ray, python = versions()
@@ -163,30 +168,36 @@ def _begin(orders: HeadOrders) -> HeadState:
         python=python,
     )
     try:
-        write_state(Path(orders.data_dir), state)
+        write_state(data_dir, state)
     except OSError:
         shutil.rmtree(state.temp_dir)
         raise
     return state
 
 
-def _start_ray(orders: HeadOrders, state: HeadState, signals: SignalPipe) -> dict[int, str]:
-    """Ray's vital processes by pid once Ray is up; empty if it does not come up. Raises HeadLost.
+def _head_of(orders: HeadOrders, state: HeadState) -> NodeToStart:
+    return NodeToStart(orders.object_store_bytes, state.ray_dir, dashboard=orders.dashboard)
 
-    Ray is imported in a child, which ends then: its modules take 60 MB. That child notices late or never that
-    a process has ended, so this one looks.
+
+def start_ray(
+    node: NodeToStart, state: HeadState, signals: SignalPipe, others: Container[int] = ()
+) -> dict[int, str]:
+    """A node's vital processes by pid once it is up; empty if it does not come up. Raises HeadLost.
+
+    `others`: vital processes that were there before. Ray is imported in a child, which ends then: its modules
+    take 60 MB. That child notices late or never that a process has ended, so this one looks.
     """
     starting = os.fork()
     if not starting:
         signals.close_in_child()
-        _start_ray_and_exit(orders, state)
+        _start_node_and_exit(node, state)
     seen: dict[ProcessId, str] = {}
     while not signals.stop:
         ended, status = os.waitpid(starting, os.WNOHANG)
-        seen |= _vital_processes()
+        seen |= _vital_processes(node, others)
         gone = {name for process, name in seen.items() if not is_alive(process)}
         if ended and status == 0:
-            gone |= VITAL.difference(seen.values())
+            gone |= node.vital.difference(seen.values())
         if gone:
             names = " and ".join(sorted(gone))
             raise HeadLost(f"{HEAD_LOST} {names} while it started; it was ended, and another one is started")
@@ -196,11 +207,12 @@ def _start_ray(orders: HeadOrders, state: HeadState, signals: SignalPipe) -> dic
     return {}
 
 
-def _start_ray_and_exit(orders: HeadOrders, state: HeadState) -> NoReturn:
+def _start_node_and_exit(node: NodeToStart, state: HeadState) -> NoReturn:
     try:
-        from gpubroker_server.adapters.ray.head.start import start_head
+        os.environ.update(node.env)
+        from gpubroker_server.adapters.ray.head.start import start_node
 
-        state.address_file.write_text(start_head(state.ray_dir, orders.object_store_bytes))
+        state.address_file.write_text("{}\n{}\n".format(*start_node(node)))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -208,10 +220,11 @@ def _start_ray_and_exit(orders: HeadOrders, state: HeadState) -> NoReturn:
     os._exit(0)
 
 
-def _vital_processes() -> dict[ProcessId, str]:
+def _vital_processes(node: NodeToStart, others: Container[int]) -> dict[ProcessId, str]:
     """Also those that have ended already, and that the child which started them has not reaped."""
     below = descendants(os.getpid(), process_table(with_ended=True))
-    return {process: name for process in below if (name := name_of(process.pid)) in VITAL}
+    named = ((process, name_of(process.pid)) for process in below if process.pid not in others)
+    return {process: name for process, name in named if name in node.vital}
 
 
 def _has_agent() -> bool:
@@ -219,7 +232,7 @@ def _has_agent() -> bool:
     return any(name_of(process.pid).startswith(AGENT) for process in below)
 
 
-def _reap() -> set[int]:
+def reap() -> set[int]:
     """Pids of children that have ended, adopted ones too. Raises ChildProcessError if there is no child."""
     ended = set()
     while pid := os.waitpid(-1, os.WNOHANG)[0]:
@@ -239,17 +252,17 @@ def _is_idle(state: HeadState, most_seconds: float) -> bool:
     return time.time() - useful_at > most_seconds
 
 
-def _clear_away(orders: HeadOrders, state: HeadState) -> None:
+def clear_away(data_dir: Path, state: HeadState) -> None:
     """Back when not even a zombie is left."""
     with contextlib.suppress(ChildProcessError):
         while True:
             kill_all(descendants(os.getpid(), process_table()))
-            _reap()
+            reap()
             time.sleep(0.01)
     shutil.rmtree(state.temp_dir, ignore_errors=True)
-    published = read_state(Path(orders.data_dir))
+    published = read_state(data_dir)
     if published is not None and published.pid == os.getpid():
-        state_file(Path(orders.data_dir)).unlink(missing_ok=True)
+        state_file(data_dir).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,20 @@
+#!/bin/sh
+# Have Slurm start a node for each GPU that waiting tasks lack, and end the nodes that nobody uses.
+# Run it each minute, by cron or scrontab, as the user of the nodes; docs/how-to/autoscale.md explains it.
+set -eu
+
+demand=$(gpubroker demand --waited "${WAITED:-30s}" -o json)
+read_demand() {
+    printf '%s' "$demand" | python3 -c "import json, sys; found = json.load(sys.stdin); print($1)"
+}
+
+lacking=$(read_demand 'found["unmet"]["gpus"]')
+coming=$(squeue --me --noheader --name=gpubroker-node --states=PENDING,CONFIGURING | wc -l)
+while [ "$coming" -lt "$lacking" ]; do
+    sbatch "${NODE:-gpubroker-node.sbatch}"
+    coming=$((coming + 1))
+done
+
+for node in $(read_demand '*(node["name"] for node in found["spare"]["nodes"])'); do
+    case $node in slurm-*) scancel "${node#slurm-}" ;; esac
+done

@@ -1,0 +1,1 @@
+"""A Ray cluster of several nodes on this machine, for `gpubroker cluster`."""

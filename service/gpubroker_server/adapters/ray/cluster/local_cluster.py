@@ -1,0 +1,209 @@
+"""A cluster on this machine as its commands see it: started, added to, looked at, stopped.
+
+Each has a folder, `<data_dir>/clusters/<name>`, with the state file and the token of a local head.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpubroker_server.adapters.ray.cluster.layout import ClusterLayout
+from gpubroker_server.adapters.ray.cluster.supervisor import CONTROL, LAYOUT
+from gpubroker_server.adapters.ray.head.head import (
+    LOG,
+    HeadState,
+    inherited,
+    read_state,
+    stop_head,
+    token_environment,
+)
+
+SUPERVISOR = "gpubroker_server.adapters.ray.cluster.supervisor"
+ANSWER_SECONDS = 120.0
+"""A worker starts within some seconds, on a busy machine within many."""
+END_SECONDS = 30.0
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+class ClusterRefused(Exception):
+    """The text says what was found and what to do."""
+
+
+def cluster_folder(data_dir: Path, name: str) -> Path:
+    return data_dir / "clusters" / name
+
+
+def run_cluster(data_dir: Path, layout: ClusterLayout, tell: Tell) -> str:
+    """Start it, and keep it until SIGINT or SIGTERM; nothing of it is left then. Why it ended, if not so.
+
+    `tell`: gets each node that runs, and at last `{"up": True}`. Raises ClusterRefused.
+    """
+    folder = cluster_folder(data_dir, layout.name)
+    if layout.lacking:
+        raise ClusterRefused(layout.lacking)
+    with _only_one(folder):
+        _check_gpus(data_dir, layout)
+        asyncio.run(stop_head(folder))  # what was left by one that was killed
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / LAYOUT).write_text(layout.to_json())
+        try:
+            fault = _supervise(folder, tell)
+        finally:
+            asyncio.run(stop_head(folder))
+            shutil.rmtree(folder, ignore_errors=True)
+        return fault
+
+
+def add_worker(data_dir: Path, name: str) -> Mapping[str, Any]:
+    """Back when its node runs. Raises ClusterRefused."""
+    answer = _ask(data_dir, name, "add-worker")
+    if "refused" in answer:
+        raise ClusterRefused(answer["refused"])
+    return answer
+
+
+def status(data_dir: Path, name: str) -> Mapping[str, Any]:
+    """Raises ClusterRefused."""
+    return _ask(data_dir, name, "status") | {"token_file": str(token_file_of(data_dir, name))}
+
+
+def stop_cluster(data_dir: Path, name: str) -> None:
+    """Back when nothing of it is left. Raises ClusterRefused."""
+    folder = cluster_folder(data_dir, name)
+    if read_state(folder) is None:
+        raise ClusterRefused(_not_running(data_dir, name))
+    asyncio.run(stop_head(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def token_file_of(data_dir: Path, name: str) -> Path:
+    return cluster_folder(data_dir, name) / "ray-token"
+
+
+def running_clusters(data_dir: Path) -> Iterator[tuple[str, HeadState]]:
+    for folder in sorted((data_dir / "clusters").glob("*/")):
+        state = read_state(folder)
+        if state is not None and state.is_running():
+            yield folder.name, state
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Raises ClusterRefused. The lock goes with the process, however it ends."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder.with_suffix(".lock")
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ClusterRefused(_running_already(folder)) from None
+        if not (path.exists() and path.samefile(f"/proc/self/fd/{lock.fileno()}")):
+            raise ClusterRefused(f"cluster {folder.name} ended at this moment; start it again")
+        try:
+            yield
+        finally:
+            path.unlink()
+
+
+def _running_already(folder: Path) -> str:
+    state = read_state(folder)
+    where = f" at {state.address}" if state is not None and state.address else ""
+    return (
+        f"cluster {folder.name} runs already{where}; add to it with `gpubroker cluster add-worker`, end it "
+        "with `gpubroker cluster stop`, or give this one another --name"
+    )
+
+
+def _check_gpus(data_dir: Path, layout: ClusterLayout) -> None:
+    """No two clusters may have one GPU. Raises ClusterRefused."""
+    wanted = {gpu.uuid: gpu.index for gpu in layout.gpus if not gpu.simulated_mb}
+    for name, _ in running_clusters(data_dir):
+        text = (cluster_folder(data_dir, name) / LAYOUT).read_text()
+        shared = sorted(wanted[gpu.uuid] for gpu in ClusterLayout.from_json(text).gpus if gpu.uuid in wanted)
+        if shared and name != layout.name:
+            raise ClusterRefused(
+                f"cluster {name} has GPU {', '.join(map(str, shared))} already; stop it, or give each "
+                "cluster GPUs of its own: CUDA_VISIBLE_DEVICES=2,3 gpubroker cluster start"
+            )
+
+
+def _supervise(folder: Path, tell: Tell) -> str:
+    """Why the cluster ended by itself; empty if it was told to end."""
+    saying, says = os.pipe()
+    living, life = os.pipe()
+    environment = inherited() | token_environment(folder) | {"PYTHONUNBUFFERED": "1"}
+    with (folder / LOG).open("wb") as output, os.fdopen(life, "wb", 0), os.fdopen(saying, "r") as told:
+        supervisor = subprocess.Popen(  # noqa: S603  # our own module
+            [sys.executable, "-m", SUPERVISOR, str(folder), str(says), str(living)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            pass_fds=(says, living),
+            start_new_session=True,
+        )
+        os.close(says)
+        os.close(living)
+        fault = ""
+        with _interruptible(supervisor):
+            for line in told:
+                said = json.loads(line)
+                fault = said.get("fault", "")
+                if not fault:
+                    tell(said)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            supervisor.wait(END_SECONDS)
+        if supervisor.returncode == 0:
+            return ""
+        tail = (folder / LOG).read_text(errors="replace")[-2000:]
+        return f"{fault or 'the process that watches the cluster was killed'}\n{tail}".rstrip()
+
+
+@contextmanager
+def _interruptible(supervisor: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """SIGINT and SIGTERM are passed on as SIGTERM; the lines of the supervisor end when it has ended."""
+
+    def pass_on(_number: int, _frame: Any) -> None:
+        supervisor.terminate()
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ask(data_dir: Path, name: str, what: str) -> dict[str, Any]:
+    state = read_state(cluster_folder(data_dir, name))
+    if state is None or not state.is_running():
+        raise ClusterRefused(_not_running(data_dir, name))
+    if not state.address:
+        raise ClusterRefused(f"cluster {name} is starting; try again when it is up")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(ANSWER_SECONDS)
+        try:
+            client.connect(str(Path(state.temp_dir) / CONTROL))
+            client.sendall(what.encode())
+            answer: dict[str, Any] = json.loads(b"".join(iter(lambda: client.recv(65536), b"")))
+        except (OSError, ValueError) as fault:
+            raise ClusterRefused(f"cluster {name} did not answer ({fault}); try again, or stop it") from None
+    return answer
+
+
+def _not_running(data_dir: Path, name: str) -> str:
+    others = [other for other, _ in running_clusters(data_dir)]
+    hint = f"; running are {', '.join(others)} (--name)" if others else ""
+    return f"no cluster {name} of {data_dir} runs{hint}; start one with `gpubroker cluster start`"

@@ -1,0 +1,182 @@
+"""The process around a cluster on this machine: starts its nodes, adds workers, and leaves nothing behind.
+
+Started as `python -m gpubroker_server.adapters.ray.cluster.supervisor FOLDER SAYING LIFE`, in a session of
+its own, so that Ctrl-C does not reach Ray. It writes a line of JSON to descriptor SAYING for each node that
+runs, and ends when LIFE closes, which is when the command that started it has ended, however that was.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpubroker.runtime.process import adopt_orphans
+
+from gpubroker_server.adapters.ray.cluster.layout import HEAD, ClusterLayout, worker_name
+from gpubroker_server.adapters.ray.head.head import HeadState, write_state
+from gpubroker_server.adapters.ray.head.supervisor import (
+    HeadLost,
+    SignalPipe,
+    begin,
+    clear_away,
+    reap,
+    start_ray,
+)
+from gpubroker_server.adapters.ray.processes import ProcessId, descendants, kill_all, process_table
+
+LAYOUT = "layout.json"
+CONTROL = "control"
+"""The socket, in a directory of mode 0700, at which workers are asked for."""
+LOOK_SECONDS = 60.0
+"""Signals and requests come sooner."""
+REQUEST_SECONDS = 5.0
+"""A client that has connected says what it wants within this time."""
+
+
+class ClusterEnded(Exception):
+    """A node that the cluster cannot do without is gone or did not start; the text says which."""
+
+
+def main() -> int:
+    folder, saying, life = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    signals = SignalPipe()
+    adopt_orphans()
+    with os.fdopen(saying, "w", buffering=1) as output, os.fdopen(life, "rb", 0) as lifeline:
+        state = begin(folder)
+        cluster = Supervisor(ClusterLayout.from_json((folder / LAYOUT).read_text()), state, signals)
+        try:
+            with _listening(Path(state.temp_dir) / CONTROL) as control:
+                for said in cluster.start(folder):
+                    output.write(json.dumps(said) + "\n")
+                cluster.watch(control, lifeline)
+        except (ClusterEnded, BrokenPipeError) as ended:
+            print(ended, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                output.write(json.dumps({"fault": str(ended)}) + "\n")
+            return 1
+        finally:
+            clear_away(folder, state)
+    return 0
+
+
+def _listening(path: Path) -> socket.socket:
+    control = socket.socket(socket.AF_UNIX)
+    control.bind(str(path))
+    control.listen()
+    return control
+
+
+class Supervisor:
+    def __init__(self, layout: ClusterLayout, state: HeadState, signals: SignalPipe) -> None:
+        self._layout = layout
+        self._state = state
+        self._signals = signals
+        self._head: dict[int, str] = {}
+        """Its vital processes, by pid."""
+        self._workers: dict[int, int] = {}
+        """Pid of the raylet, by the worker's number."""
+
+    def start(self, folder: Path) -> Iterable[Mapping[str, Any]]:
+        """All nodes, one after the other; what to say of each. Raises ClusterEnded."""
+        self._head = self._start(0)
+        self._state = replace(self._state, address=self._state.address_file.read_text().splitlines()[0])
+        write_state(folder, self._state)
+        yield self._described(0)
+        for number in range(1, self._layout.workers + 1):
+            if self._signals.stop:
+                return
+            self._workers[number] = next(iter(self._start(number)), 0)
+            yield self._described(number)
+        yield {"up": True}
+
+    def watch(self, control: socket.socket, lifeline: Any) -> None:
+        """Back when the cluster is to end. Raises ClusterEnded."""
+        while not self._signals.stop:
+            ready = self._signals.wait(LOOK_SECONDS, control.fileno(), lifeline.fileno())
+            self._note_ended(reap())
+            if lifeline.fileno() in ready:
+                return
+            if control.fileno() in ready:
+                self._answer(control)
+
+    def _start(self, number: int) -> dict[int, str]:
+        node = self._layout.node(number, self._state.address, None if number else self._state.ray_dir)
+        there = set(self._below())
+        try:
+            vital = start_ray(node, self._state, self._signals, {process.pid for process in there})
+        except HeadLost:
+            vital = {}
+        if not vital:
+            self._kill_all_but(there)
+            if not self._signals.stop:
+                raise ClusterEnded(f"node {node.name} did not start; the lines above say why")
+        return vital
+
+    def _below(self) -> list[ProcessId]:
+        return descendants(os.getpid(), process_table())
+
+    def _kill_all_but(self, there: set[ProcessId]) -> None:
+        """What a start has left. Ray starts processes in nodes that were there before meanwhile: those are
+        below a raylet."""
+        table = process_table()
+        kept = {found for raylet in self._workers.values() for found in descendants(raylet, table)}
+        kept |= {found for vital in self._head for found in descendants(vital, table)}
+        kill_all([found for found in self._below() if found not in there | kept])
+
+    def _note_ended(self, ended: set[int]) -> None:
+        for pid, name in self._head.items():
+            if pid in ended:
+                raise ClusterEnded(f"{name} of the head has ended, and with it the cluster")
+        for number, raylet in list(self._workers.items()):
+            if raylet in ended:
+                print(f"{worker_name(number)} has ended; its GPUs are free", file=sys.stderr, flush=True)
+                del self._workers[number]
+
+    def _answer(self, control: socket.socket) -> None:
+        with control.accept()[0] as client, contextlib.suppress(OSError):
+            client.settimeout(REQUEST_SECONDS)
+            asked = client.recv(64)
+            answer = self._add_worker() if asked == b"add-worker" else self._status()
+            client.sendall(json.dumps(answer).encode())
+
+    def _add_worker(self) -> Mapping[str, Any]:
+        number = self._layout.next_worker(self._workers.keys())
+        if isinstance(number, str):
+            return {"refused": number}
+        try:
+            vital = self._start(number)
+        except ClusterEnded as fault:
+            return {"refused": str(fault)}
+        if not vital:
+            return {"refused": f"the cluster is being stopped, so {worker_name(number)} was not added"}
+        self._workers[number] = next(iter(vital))
+        return self._described(number)
+
+    def _status(self) -> Mapping[str, Any]:
+        nodes = [self._described(number) for number in (0, *sorted(self._workers))]
+        free = len(self._layout.gpus) - len(nodes) * self._layout.gpus_per_node
+        return {
+            "address": self._state.address,
+            "nodes": nodes,
+            "gpus": len(self._layout.gpus),
+            "gpus_left": free,
+        }
+
+    def _described(self, number: int) -> Mapping[str, Any]:
+        gpus = self._layout.gpus_of(number)
+        return {
+            "node": worker_name(number) if number else HEAD,
+            "address": self._state.address,
+            "gpus": [gpu.index for gpu in gpus],
+            "cpus": self._layout.cpus_per_node,
+            "worker_units": self._layout.worker_units,
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

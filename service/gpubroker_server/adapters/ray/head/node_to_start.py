@@ -1,0 +1,32 @@
+"""What a node of Ray is started with. Apart from `start`, which loads Ray."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeToStart:
+    object_store_bytes: int
+    temp_dir: Path | None = None
+    """Of a head; the other nodes of its cluster share it."""
+    head: str = ""
+    """`host:port` of the head to join; empty: this node is the head."""
+    name: str = LOCALHOST
+    port: int = 0
+    """Of the head; 0: any free one."""
+    dashboard: bool = False
+    """Of the head."""
+    cpus: int | None = None
+    """None: all of this machine."""
+    gpus: int = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    """For its processes, besides what they inherit."""
+
+    @property
+    def vital(self) -> frozenset[str]:
+        """Processes without which the node is lost."""
+        return frozenset({"raylet"} if self.head else {"gcs_server", "raylet"})

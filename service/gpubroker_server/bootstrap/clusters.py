@@ -1,0 +1,129 @@
+"""What `gpubroker cluster` does, and its words."""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpubroker import units
+
+from gpubroker_server.adapters.nvml.probe import visible_gpus
+from gpubroker_server.adapters.ray.cluster import local_cluster
+from gpubroker_server.adapters.ray.cluster.layout import ClusterGpu, ClusterLayout
+from gpubroker_server.adapters.ray.cluster.local_cluster import ClusterRefused
+from gpubroker_server.adapters.ray.head.head import ON_LOOPBACK
+from gpubroker_server.adapters.ray.head.node_to_start import LOCALHOST
+from gpubroker_server.bootstrap.start_checks import StartRefused, listening_socket, prepare_data_dir
+
+__all__ = ["ClusterRefused", "StartRefused", "add", "keep", "layout_of", "lines_of", "look_at", "stop"]
+
+MIB_BYTES = 2**20
+
+_SIMULATED = re.compile(r"(\d+)x(.+)")
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
+_LOOPBACK = " ".join(f"{name}={value}" for name, value in ON_LOOPBACK.items())
+
+
+def layout_of(
+    name: str,
+    workers: int,
+    gpus_per_node: int,
+    simulated: str | None,
+    cpus_per_node: int,
+    worker_units: float,
+    object_store_mb: int,
+    port: int,
+) -> ClusterLayout:
+    """Raises ClusterRefused."""
+    if not _NAME.fullmatch(name):
+        raise ClusterRefused(f"--name {name!r}: use a to z, digits and -, at most 31 of them")
+    gpus = _simulated(simulated, name) if simulated else _real() if gpus_per_node else ()
+    store_bytes = object_store_mb * MIB_BYTES
+    return ClusterLayout(name, workers, gpus, gpus_per_node, cpus_per_node, worker_units, store_bytes, port)
+
+
+def keep(data_dir: Path, layout: ClusterLayout, say: Callable[[str], None]) -> str:
+    """Run the cluster until SIGINT or SIGTERM; why it ended, if by itself. Raises ClusterRefused,
+    StartRefused."""
+    prepare_data_dir(data_dir)
+    if layout.port:
+        listening_socket(LOCALHOST, layout.port).close()
+    token_file = local_cluster.token_file_of(data_dir, layout.name)
+    address = ""
+
+    def tell(said: Mapping[str, Any]) -> None:
+        nonlocal address
+        if "node" in said:
+            address = said["address"]
+            say(_in_words(said))
+        else:
+            say(f"{_how_to_join(address, token_file)}\nCtrl-C ends the cluster")
+
+    fault = local_cluster.run_cluster(data_dir, layout, tell)
+    if not fault:
+        say(f"cluster {layout.name} ended")
+    return fault
+
+
+def add(data_dir: Path, name: str) -> str:
+    """The worker that was added, in words. Raises ClusterRefused."""
+    return _in_words(local_cluster.add_worker(data_dir, name))
+
+
+def look_at(data_dir: Path, name: str) -> Mapping[str, Any]:
+    """Raises ClusterRefused."""
+    return local_cluster.status(data_dir, name)
+
+
+def stop(data_dir: Path, name: str) -> None:
+    """Raises ClusterRefused."""
+    local_cluster.stop_cluster(data_dir, name)
+
+
+def lines_of(seen: Mapping[str, Any]) -> Iterator[str]:
+    """For people: its nodes, and how to join it."""
+    yield f"{'NODE':12}{'GPUS':12}{'CPUS':6}WORKER UNITS"
+    for node in seen["nodes"]:
+        gpus = _listed(node["gpus"]) or "none"
+        yield f"{node['node']:12}{gpus:12}{node['cpus']:<6}{node['worker_units']:g}"
+    yield f"left for workers: {seen['gpus_left']} of {seen['gpus']} GPUs"
+    yield _how_to_join(seen["address"], Path(seen["token_file"]))
+
+
+def _simulated(given: str, name: str) -> tuple[ClusterGpu, ...]:
+    matched = _SIMULATED.fullmatch(given)
+    try:
+        size_mb = math.ceil(units.size_bytes(matched[2] if matched else "", plain=MIB_BYTES) / MIB_BYTES)
+    except ValueError:
+        raise ClusterRefused(
+            f"--simulated {given!r}: write how many and how large, such as 3x24GiB"
+        ) from None
+    count = int(matched[1]) if matched else 0
+    return tuple(ClusterGpu(index, f"GPU-sim-{name}-{index}", size_mb) for index in range(count))
+
+
+def _real() -> tuple[ClusterGpu, ...]:
+    try:
+        return tuple(ClusterGpu(*gpu) for gpu in visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    except (RuntimeError, ValueError) as fault:
+        raise ClusterRefused(str(fault)) from None
+
+
+def _in_words(node: Mapping[str, Any]) -> str:
+    gpus = f"GPU {_listed(node['gpus'])}" if node["gpus"] else "no GPU"
+    about = f"{gpus}, {node['cpus']} CPU, {node['worker_units']:g} worker_unit"
+    return f"{node['node']} runs: {about}" + (f", at {node['address']}" if node["node"] == "head" else "")
+
+
+def _listed(gpus: list[int]) -> str:
+    return ",".join(map(str, gpus))
+
+
+def _how_to_join(address: str, token_file: Path) -> str:
+    return (
+        f"join it with:\n  GPUBROKER_RAY__TOKEN_FILE={token_file} gpubroker serve --ray {address}\n"
+        f"  RAY_ADDRESS={address} RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token_file} {_LOOPBACK} \\\n"
+        "    python program.py"
+    )

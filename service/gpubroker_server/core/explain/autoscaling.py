@@ -1,0 +1,328 @@
+"""What waiting tasks lack, what all tasks together need, and which nodes nobody needs: for autoscalers."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil, floor, inf
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
+from gpubroker_server.core.domain.device import Device, is_of_kind
+from gpubroker_server.core.domain.policy import Policy, Pool
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.planning.nodes.draft import Draft
+from gpubroker_server.core.planning.tenants.quota import Quotas
+from gpubroker_server.core.world.ledger import DeviceLedger
+from gpubroker_server.core.world.queue import QueueGroup
+from gpubroker_server.core.world.world import World
+
+MIB_BYTES = 2**20
+DIGITS = 3
+"""Of CPUs."""
+
+
+class CapacityAmounts(NamedTuple):
+    gpus: int = 0
+    """Whole ones, and as many as parts of GPUs fill."""
+    gpu_mb: int = 0
+    cpu: float = 0.0
+    memory_mb: int = 0
+
+    def plus(self, other: "CapacityAmounts") -> "CapacityAmounts":
+        cpu = round(self.cpu + other.cpu, DIGITS)
+        gpus, gpu_mb = self.gpus + other.gpus, self.gpu_mb + other.gpu_mb
+        return CapacityAmounts(gpus, gpu_mb, cpu, self.memory_mb + other.memory_mb)
+
+
+@dataclass(frozen=True, slots=True)
+class UnmetGroup:
+    """Waiting tasks of one pool and one choice of kinds."""
+
+    pool: str
+    """Empty: none."""
+    kinds: tuple[str, ...]
+    """As the tasks name them; empty: any, or no GPU."""
+    tasks: int
+    waiting_seconds: Seconds
+    """Of the task that has waited longest."""
+    amounts: CapacityAmounts
+
+
+class SpareNode(NamedTuple):
+    """Nothing holds anything of it, and no waiting task could use it."""
+
+    name: NodeName
+    kinds: tuple[str, ...]
+    amounts: CapacityAmounts
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalingDemand:
+    unmet: tuple[UnmetGroup, ...]
+    """By pool and kinds. A gang whose ranks differ in these is in several."""
+    tasks: int
+    """That lack room."""
+    limited_tasks: int
+    """Tasks that wait for a quota or a limit, which no further node would raise."""
+    used: CapacityAmounts
+    """GPUs that are held in whole or in part, and what runs hold of nodes."""
+    spare: tuple[SpareNode, ...]
+    """In name order."""
+    bundles: Mapping[tuple[float, float, int], int]
+    """(GPUs, CPUs, MiB) of each run and of each waiting task or rank, and how many ask for this."""
+
+    @property
+    def lacking(self) -> CapacityAmounts:
+        total = CapacityAmounts()
+        for group in self.unmet:
+            total = total.plus(group.amounts)
+        return total
+
+
+MOST_BUNDLES = 1000
+"""An autoscaler plans for each of them. Those of the most tasks come first."""
+
+
+def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
+    """What Ray's autoscaler should have room for, in its words: a bundle for each run and each waiting task.
+
+    Ray takes parts of one GPU only, so parts of several count as whole ones.
+    """
+    bundles: list[dict[str, float]] = []
+    for (gpus, cpu, memory_mb), count in sorted(demand.bundles.items(), key=lambda item: (-item[1], item[0])):
+        amounts = {
+            "GPU": gpus if gpus <= 1 else float(ceil(gpus)),
+            "CPU": cpu,
+            "memory": memory_mb * MIB_BYTES,
+        }
+        bundle = {name: float(amount) for name, amount in amounts.items() if amount}
+        if bundle:
+            bundles += [bundle] * min(count, MOST_BUNDLES - len(bundles))
+    return bundles
+
+
+@dataclass(frozen=True, slots=True)
+class DemandScope:
+    """What an autoscaler asks about: its pool, its kind of GPU, and tasks that have waited for so long."""
+
+    pool: str | None = None
+    """None: all; empty: tasks without a pool."""
+    kind: str = ""
+    """Empty: all. A demand that may use several kinds counts for each of them."""
+    waited_seconds: Seconds = Seconds(0.0)
+
+
+EVERYTHING = DemandScope()
+
+
+def autoscaling_demand(
+    world: World, policy: Policy, now: Instant, scope: DemandScope = EVERYTHING
+) -> AutoscalingDemand:
+    """Held, delayed and dependent tasks do not count, nor do those for which memory is being freed.
+
+    Each task that waits counts in full: what is free is of no use to it. Costs one step per group of the
+    queue, and one per node and device.
+    """
+    draft = Draft(world)
+    waiting = _Waiting(draft, policy, now, scope)
+    for group in world.queue.groups.values():
+        waiting.count(group)
+    pool = next((known for known in policy.pools if known.name == scope.pool), None)
+    nodes = [name for name in sorted(world.nodes) if _is_in_pool(world, name, pool)]
+    used = CapacityAmounts()
+    bundles = Counter(waiting.bundles)
+    for name in nodes:
+        used = used.plus(_used_of(draft, name, scope.kind))
+        for run in draft.active_on(name):
+            for part in run.demand.bundles or (run.demand,):
+                bundles[waiting.bundle_of(part)] += 1
+    spare = tuple(
+        _spare(draft, name) for name in nodes if _is_spare(draft, name, scope.kind, waiting.demands)
+    )
+    return AutoscalingDemand(waiting.groups(), waiting.tasks, waiting.limited, used, spare, bundles)
+
+
+@dataclass(slots=True)
+class _Sum:
+    tasks: int = 0
+    since: float = inf
+    gpus: Fraction = Fraction(0)
+    amounts: CapacityAmounts = field(default_factory=CapacityAmounts)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    draft: Draft
+    policy: Policy
+    now: Instant
+    scope: DemandScope
+    tasks: int = 0
+    limited: int = 0
+    bundles: Counter[tuple[float, float, int]] = field(default_factory=Counter)
+    demands: list[Demand] = field(default_factory=list)
+    """Of tasks that lack room; of gangs, of their ranks."""
+    _sums: dict[tuple[str, tuple[str, ...]], _Sum] = field(default_factory=dict)
+    _taken: dict[str, float] = field(default_factory=dict)
+    """Of shared limits, by the tasks that were counted."""
+    _taken_mb: Counter[str] = field(default_factory=Counter)
+    """Of quotas, by tenant."""
+    _devices: list[Device] = field(default_factory=list)
+    _pledged: Counter[QueueGroup] = field(default_factory=Counter)
+    _quotas: Quotas = field(init=False)
+
+    def __post_init__(self) -> None:
+        world = self.draft.world
+        self._quotas = Quotas(self.draft, self.policy)
+        devices = (ledger.device for ledger in world.ledgers.values() if ledger.device.present)
+        self._devices = list({device.sort: device for device in devices}.values())
+        self._pledged = Counter(world.queue.group_of(name) for name in world.pledges if name in world.queue)
+
+    def count(self, group: QueueGroup) -> None:
+        demand = group.demand
+        if demand.answered_by or not self._is_in_scope(demand):
+            return
+        tasks = self._waited(group) - self._pledged[group]
+        allowed = self._allowed(group, tasks)
+        self.limited += max(0, tasks) - allowed
+        if allowed <= 0:
+            return
+        self.tasks += allowed
+        parts = demand.bundles[: demand.least_ranks] or (demand,)
+        since = group.member(0)[0]
+        for place, part in enumerate(parts):
+            found = self._sums.setdefault((demand.pool, part.where.kinds), _Sum())
+            first_there = all(part.where.kinds != other.where.kinds for other in parts[:place])
+            found.tasks += allowed if first_there else 0
+            found.since = min(found.since, since)
+            gpus, need = self._gpus_of(part)
+            found.gpus += allowed * gpus
+            amounts = CapacityAmounts(0, need, part.cpu, part.memory_mb)
+            found.amounts = found.amounts.plus(_times(amounts, allowed))
+            self.bundles[self.bundle_of(part)] += allowed
+            self.demands.append(part)
+
+    def groups(self) -> tuple[UnmetGroup, ...]:
+        return tuple(
+            UnmetGroup(
+                pool,
+                kinds,
+                found.tasks,
+                Seconds(max(0.0, self.now - found.since)),
+                found.amounts._replace(gpus=ceil(found.gpus)),
+            )
+            for (pool, kinds), found in sorted(self._sums.items())
+        )
+
+    def bundle_of(self, part: Demand) -> tuple[float, float, int]:
+        return round(float(self._gpus_of(part)[0]), DIGITS), part.cpu, part.memory_mb
+
+    def _is_in_scope(self, demand: Demand) -> bool:
+        if self.scope.pool is not None and demand.pool != self.scope.pool:
+            return False
+        parts = demand.bundles or (demand,)
+        return not self.scope.kind or any(_may_use_kind(part, self.scope.kind) for part in parts)
+
+    def _waited(self, group: QueueGroup) -> int:
+        """How many tasks have waited for long enough."""
+        latest = self.now - self.scope.waited_seconds
+        return bisect_right(range(len(group)), latest, key=lambda index: group.member(index)[0])
+
+    def _allowed(self, group: QueueGroup, tasks: int) -> int:
+        """How many of them quotas and limits let start, with all that were counted before. Notes them."""
+        demand, world = group.demand, self.draft.world
+        allowed: float = max(0, tasks)
+        if not allowed:
+            return 0
+        first = world.tasks[group.member(0)[1]]
+        left = self.draft.left_of(first, self.policy.custom_limits) if demand.counted else {}
+        for name, amount in demand.counted:
+            if amount and left[name] < inf:
+                allowed = min(
+                    allowed, max(0, floor(round((left[name] - self._taken.get(name, 0.0)) / amount, 6)))
+                )
+        need = self._quotas.need_mb(demand) if self.policy.has_quotas else 0
+        quota = self._quotas.of(group.tenant, group.priority) if need else None
+        if quota is not None:
+            allowed = min(allowed, max(0, (quota.left_mb - self._taken_mb[group.tenant]) // need))
+        for name, amount in demand.counted:
+            self._taken[name] = self._taken.get(name, 0.0) + allowed * amount
+        self._taken_mb[group.tenant] += int(allowed) * need
+        return int(allowed)
+
+    def _gpus_of(self, part: Demand) -> tuple[Fraction, int]:
+        """(how much of GPUs, MiB) on the kind where it takes the smallest share; whole ones where none is
+        known."""
+        if not part.gpus:
+            return Fraction(0), 0
+        kind = self.scope.kind
+        devices = [device for device in self._devices if not kind or is_of_kind(device.kind, kind)]
+        shares = [
+            (Fraction(1, device.allocatable_mb // need), int(need))
+            for device in devices
+            if (need := need_mb(part, device))
+        ]
+        share, mb = min(shares, default=(Fraction(1), int(part.gpu_mb or 0)))
+        return part.gpus * share, part.gpus * mb
+
+
+def _may_use_kind(part: Demand, kind: str) -> bool:
+    wanted = part.where.kinds
+    return part.gpus > 0 and (not wanted or any(is_of_kind(kind, name) for name in wanted))
+
+
+def _times(amounts: CapacityAmounts, count: int) -> CapacityAmounts:
+    gpus, gpu_mb, cpu, memory_mb = amounts
+    return CapacityAmounts(gpus * count, gpu_mb * count, round(cpu * count, DIGITS), memory_mb * count)
+
+
+def _is_in_pool(world: World, node: NodeName, pool: Pool | None) -> bool:
+    """A pool without kinds and nodes is everywhere."""
+    if pool is None:
+        return True
+    here = world.nodes[node]
+    labels = {**dict(here.labels), "node": here.name}
+    kinds = {world.ledgers[device].device.kind for device in world.by_node.get(node, ())}
+    return all(labels.get(label) in values for label, values in pool.nodes) and (
+        not pool.kinds or any(is_of_kind(kind, name) for kind in kinds for name in pool.kinds)
+    )
+
+
+def _present(draft: Draft, node: NodeName, kind: str = "") -> Iterator[DeviceLedger]:
+    """GPUs of this kind that the node has; of one that is split, its instances instead."""
+    for ledger in draft.ledgers_on(node):
+        device = ledger.device
+        if device.present and not device.split and (not kind or is_of_kind(device.kind, kind)):
+            yield ledger
+
+
+def _used_of(draft: Draft, node: NodeName, kind: str) -> CapacityAmounts:
+    held = [ledger.held_mb() for ledger in _present(draft, node, kind) if ledger.holdings]
+    use = draft.use(node)
+    return CapacityAmounts(len(held), sum(held), use.cpu, use.memory_mb)
+
+
+def _is_spare(draft: Draft, node: NodeName, kind: str, waiting: list[Demand]) -> bool:
+    here = draft.world.nodes[node]
+    ledgers = list(_present(draft, node))
+    if not here.ready or draft.use(node).runs or any(ledger.holdings for ledger in ledgers):
+        return False
+    if kind and not any(is_of_kind(ledger.device.kind, kind) for ledger in ledgers):
+        return False
+    return not any(_could_use(draft, node, ledgers, part) for part in waiting)
+
+
+def _could_use(draft: Draft, node: NodeName, ledgers: list[DeviceLedger], part: Demand) -> bool:
+    here = draft.world.nodes[node]
+    large = sum(need_mb(part, ledger.device) is not None for ledger in ledgers)
+    enough = here.cpu >= part.cpu and here.memory_mb >= part.memory_mb
+    return not here.cordoned and may_use_node(part, here) and enough and large >= part.gpus
+
+
+def _spare(draft: Draft, node: NodeName) -> SpareNode:
+    here = draft.world.nodes[node]
+    devices = [ledger.device for ledger in _present(draft, node)]
+    kinds = tuple(sorted({device.kind for device in devices}))
+    gpu_mb = sum(device.allocatable_mb for device in devices)
+    return SpareNode(node, kinds, CapacityAmounts(len(devices), gpu_mb, here.cpu, here.memory_mb))

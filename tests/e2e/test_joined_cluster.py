@@ -1,0 +1,106 @@
+"""A cluster that others run, joined with a token and TLS: its head is lost, and comes back."""
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from gpubroker_server.adapters.ray.head.head import token_environment
+from gpubroker_server.adapters.ray.options import RayTls
+
+from tests.authority import Authority
+from tests.e2e.ray_node import RayHead
+from tests.e2e.service_process import ServiceProcess, until
+
+REQUESTED = """
+import ray
+from ray.experimental.internal_kv import _internal_kv_get
+ray.init(address="{address}", log_to_driver=False)
+print((_internal_kv_get("autoscaler_resource_request") or b"").decode())
+"""
+
+
+@dataclass(frozen=True)
+class Site:
+    head: RayHead
+    address: str
+    token_file: Path
+    tls: RayTls
+    env: Mapping[str, str]
+    """What the processes of Ray there are started with."""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    authority = Authority(tmp_path / "lab")
+    tls = RayTls(*authority.signed("node"), authority.root)
+    env = token_environment(tmp_path) | {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(tls.certificate),
+        "RAY_TLS_SERVER_KEY": str(tls.key),
+        "RAY_TLS_CA_CERT": str(tls.ca),
+    }
+    temp_dir = Path(tempfile.mkdtemp(prefix="gpb-", dir="/tmp"))  # the paths of sockets are short
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    try:
+        with RayHead(port, "n1", env, temp_dir) as head:
+            yield Site(head, f"127.0.0.1:{port}", tmp_path / "ray-token", tls, env)
+    finally:
+        shutil.rmtree(temp_dir)
+
+
+def executor_of(service: ServiceProcess) -> str:
+    return str(httpx.get(f"{service.url}/readyz").json()["parts"]["executor"])
+
+
+@pytest.mark.evidence
+def test_a_cluster_with_token_and_tls_is_joined_and_its_head_may_start_again(
+    tmp_path: Path, site: Site
+) -> None:
+    host, port = site.address.split(":")
+    mine = ssl.create_default_context(cafile=site.tls.ca)
+    mine.load_cert_chain(site.tls.certificate, site.tls.key)
+    with mine.wrap_socket(socket.create_connection((host, int(port))), server_hostname=host) as secured:
+        assert secured.getpeercert()
+
+    tls = {name: str(getattr(site.tls, name)) for name in ("certificate", "key", "ca")}
+    ray = {"address": site.address, "token_file": str(site.token_file), "tls": tls, "autoscale": True}
+    settings = {"ray": {**ray, "cluster": "joined", "spares": 1, "warm_runners": 0}}
+    with ServiceProcess(tmp_path / "data", {"TMPDIR": str(tmp_path)}, **settings) as service:
+        assert f"tasks run on the Ray cluster at {site.address}, which was joined" in service.log()
+        broker, flag = service.broker, tmp_path / "flag"
+        assert broker.result(broker.submit("tests.e2e.work:add", 1, 2)) == 3
+        run = broker.submit("tests.e2e.work:hold", str(tmp_path / "witness"), str(flag), gpus=1, cpu=1.0)
+        until(lambda: broker.get(run).state == "running", "it runs")
+        waits = broker.submit(["true"], gpus=2, cpu=1.0)
+        until(lambda: requested(site) == [{"GPU": 1.0, "CPU": 1.0}, {"GPU": 2.0, "CPU": 1.0}], "it is asked")
+        broker.cancel(waits)
+
+        site.head.kill()
+        until(lambda: executor_of(service) != "ok", "the loss is said")
+        site.head.start()
+        until(lambda: executor_of(service) == "ok", "it is joined again")
+        until(lambda: broker.get(run).state == "running" and broker.get(run).attempt == 2, "it runs again")
+        flag.touch()
+        assert broker.result(run) == 2
+        assert broker.result(broker.submit("tests.e2e.work:add", 3, 4)) == 7
+        assert [gpu.leased_mb for gpu in broker.gpus()] == [0, 0]
+
+
+def requested(site: Site) -> list[dict[str, float]]:
+    """What Ray's autoscaler is asked for, as Ray has it."""
+    program = REQUESTED.format(address=site.address)
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=dict(site.env), capture_output=True, text=True, check=True)
+    found = json.loads(ended.stdout.strip() or "[]")
+    print(found)
+    return sorted(found, key=lambda bundle: bundle.get("GPU", 0.0))

@@ -1,0 +1,79 @@
+"""The demand that autoscalers read, and the bodies that docs/how-to/autoscale.md gives them."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from tests.architecture.source_tree import ROOT
+from tests.builders import GIB
+from tests.gateway.harness import Client, Gateway, problem
+
+PAGE = (ROOT / "docs/how-to/autoscale.md").read_text(encoding="utf-8")
+
+
+def documents() -> Iterator[dict[str, Any]]:
+    for block in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+        yield from yaml.safe_load_all(block)
+
+
+def only(kind: str) -> dict[str, Any]:
+    [found] = [document for document in documents() if document.get("kind") == kind]
+    return found
+
+
+async def test_what_waits_is_unmet_and_with_what_is_held_needed(gateway: Gateway, api: Client) -> None:
+    await gateway.admit(await api.submit(resources={"gpu_mb": 70 * GIB, "cpu": 2.0}))
+    for _ in range(3):
+        await api.submit(resources={"gpu_mb": 40 * GIB, "cpu": 1.0, "memory_mb": GIB})
+    gateway.clock.advance(90)
+    found = (await api.get("/autoscaling/demand")).json()
+    lacking = {"gpus": 2, "gpu_mb": 120 * GIB, "cpu": 3.0, "memory_mb": 3 * GIB}
+    waits = {"tasks": 3, "waiting_seconds": 90.0}
+    assert found["unmet"] == lacking | waits
+    assert found["groups"] == [lacking | waits | {"pool": "", "kinds": []}]
+    assert found["used"] == {"gpus": 1, "gpu_mb": 70 * GIB, "cpu": 2.0, "memory_mb": 0}
+    assert found["needed"] == {"gpus": 3, "gpu_mb": 190 * GIB, "cpu": 5.0, "memory_mb": 3 * GIB}
+    assert (found["limited_tasks"], found["spare"]["nodes"]) == (0, [])
+    assert (await api.get("/autoscaling/demand?waited_seconds=91")).json()["unmet"]["gpus"] == 0
+    assert (await api.get("/autoscaling/demand?pool=lab")).json()["unmet"]["gpus"] == 0
+    assert (await api.get("/autoscaling/demand?kind=H100")).json()["unmet"]["gpus"] == 2
+
+
+async def test_a_node_that_nobody_uses_can_be_given_back(api: Client) -> None:
+    spare = (await api.get("/autoscaling/demand")).json()["spare"]
+    [node] = spare["nodes"]
+    assert (node["name"], node["kinds"], node["gpus"]) == ("n1", ["H100"], 1)
+    assert {name: node[name] for name in ("gpus", "gpu_mb", "cpu", "memory_mb")} == {
+        name: spare[name] for name in ("gpus", "gpu_mb", "cpu", "memory_mb")
+    }
+
+
+async def test_only_tokens_that_may_read_the_cluster_see_it(gateway: Gateway) -> None:
+    user = await gateway.client("user", "tasks:read")
+    problem(await user.get("/autoscaling/demand"), 403, "forbidden")
+
+
+async def test_keda_finds_its_value_at_the_documented_place(api: Client) -> None:
+    [trigger] = only("ScaledObject")["spec"]["triggers"]
+    assert trigger["type"] == "metrics-api"
+    asked = urlsplit(trigger["metadata"]["url"])
+    value: Any = (await api.get(f"{asked.path}?{asked.query}")).json()
+    for name in trigger["metadata"]["valueLocation"].split("."):
+        value = value[name]
+    assert value == 0
+    assert trigger["authenticationRef"]["name"] == only("TriggerAuthentication")["metadata"]["name"]
+
+
+async def test_the_external_metric_of_the_hpa_is_one_of_ours(api: Client, gateway: Gateway) -> None:
+    [adapter] = [rule for document in documents() for rule in document.get("externalRules", ())]
+    [metric] = only("HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert metric["external"]["metric"]["name"] == adapter["name"]["as"]
+    await gateway.admit(await api.submit(resources={"gpu_mb": 70 * GIB}))
+    await api.submit(resources={"gpu_mb": 70 * GIB})
+    shown = (await api.get("/metrics")).text
+    assert f"\n{adapter['seriesQuery']} 2.0\n" in shown
+    assert '\ngpubroker_unmet_gpus{pool=""} 1.0\n' in shown
+    assert "\ngpubroker_spare_gpus 0.0\n" in shown
