@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -33,6 +34,7 @@ SUPERVISOR = "gpubroker_server.adapters.ray.cluster.supervisor"
 ANSWER_SECONDS = 120.0
 """A worker starts within some seconds, on a busy machine within many."""
 END_SECONDS = 30.0
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -42,6 +44,9 @@ class ClusterRefused(Exception):
 
 
 def cluster_folder(data_dir: Path, name: str) -> Path:
+    """Raises ClusterRefused: it is removed as a whole, so it must be one of a cluster."""
+    if not _NAME.fullmatch(name):
+        raise ClusterRefused(f"--name {name!r}: use a to z, digits and -, at most 31 of them")
     return data_dir / "clusters" / name
 
 
