@@ -347,6 +347,18 @@ def test_an_uploaded_object_is_listed_and_deleted(gpubroker: Run, tmp_path: Path
     assert "you have no object" in gpubroker("objects delete", id).err
 
 
+def test_a_map_is_submitted_looked_at_and_cancelled(gpubroker: Run, tmp_path: Path) -> None:
+    (tmp_path / "items").write_text("1\n2\n")
+    array = gpubroker(f"map {WORK} -d --gpus 2 --items", str(tmp_path / "items")).out.strip()
+    assert gpubroker(f"array {array} -o json").json["total"] == 2
+    assert gpubroker(f"array {array} --cancel").code == 0
+
+
+def test_a_process_that_is_not_there_is_not_healthy(gpubroker: Run, tmp_path: Path) -> None:
+    ended = gpubroker("health --data-dir", str(tmp_path))
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+
+
 def test_this_file_covers_every_command() -> None:
     group = get_command(app)
     assert isinstance(group, TyperGroup)
