@@ -163,3 +163,9 @@ def test_nodes_of_other_pools_are_not_asked_about() -> None:
     assert demand_of(world, policy, pool="zone").spare == ()
     assert demand_of(world, policy, pool="zone").used.gpus == 1
     assert demand_of(world, policy, pool="all") == demand_of(world, policy)
+
+
+def test_a_label_without_a_limit_limits_nothing() -> None:
+    wants = {"gpu_mb": 70 * GIB, "slots": (("label:team=a", 1.0),)}
+    found = demand_of(a_full_world(waiting("one", **wants), waiting("two", **wants)))
+    assert (found.tasks, found.limited_tasks) == (2, 0)
