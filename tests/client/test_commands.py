@@ -168,7 +168,7 @@ def test_the_demand_of_autoscalers_is_shown(gpubroker: Run, holder: str) -> None
     assert re.search(r"^unmet +1 GPUs \(24\.0 GiB\).* 1 tasks, up to", shown, re.MULTILINE)
     assert re.search(r"^needed +3 GPUs", shown, re.MULTILINE)
     assert re.search(r"^spare +nothing", shown, re.MULTILINE)
-    assert gpubroker("demand --pool lab --kind H100 --waited 1h -o json").json["unmet"]["gpus"] == 0
+    assert gpubroker("demand --kind H100 --waited 1h -o json").json["unmet"]["gpus"] == 0
     assert gpubroker("cancel", waiting).code == 0
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from tests.architecture.source_tree import ROOT
 from tests.builders import GIB
-from tests.gateway.harness import Client, Gateway, problem
+from tests.gateway.harness import Client, Gateway, fault, problem
 
 PAGE = (ROOT / "docs/how-to/autoscale.md").read_text(encoding="utf-8")
 
@@ -49,6 +49,11 @@ async def test_a_node_that_nobody_uses_can_be_given_back(api: Client) -> None:
     assert {name: node[name] for name in ("gpus", "gpu_mb", "cpu", "memory_mb")} == {
         name: spare[name] for name in ("gpus", "gpu_mb", "cpu", "memory_mb")
     }
+
+
+async def test_a_pool_that_does_not_exist_is_refused(api: Client) -> None:
+    answer = await api.get("/autoscaling/demand?pool=lav")
+    assert fault(answer, "query:pool") == "there is no pool 'lav'; configured are: lab"
 
 
 async def test_only_tokens_that_may_read_the_cluster_see_it(gateway: Gateway) -> None:
