@@ -19,7 +19,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.submission import ArrayTerms, array_terms_from
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, NodeName, TaskId
-from gpubroker_server.core.lifecycle.array_items import PAGE_BYTES, ArrayWork, ranges_of
+from gpubroker_server.core.lifecycle.array_items import MOST_WANTED, PAGE_BYTES, ArrayWork, ranges_of
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.lifecycle.stopping import requeued_fields
 from gpubroker_server.core.world.world import World
@@ -152,6 +152,16 @@ def test_shares_shrink_towards_the_end() -> None:
     assert sizes[1] == 100
     assert sizes[-6:-2] == sorted(sizes[-6:-2], reverse=True)
     assert 0 < sizes[-3] <= 20
+
+
+def test_no_run_gets_all_that_is_left() -> None:
+    """Whatever it wants: others would have nothing to do, and the leader looks at what each run holds."""
+    stage = Stage(ArrayWork(terms(60), (), 0))
+    first, second = stage.tell(reported("w0", 2**20), reported("w1", 2**20))
+    assert (len(numbers_in(first.held)), len(numbers_in(second.held))) == (30, 15)
+    large = Stage(ArrayWork(terms(100_000), (), 0))
+    [answer] = large.tell(reported("w0", 2**20))
+    assert len(numbers_in(answer.held)) == MOST_WANTED
 
 
 def test_only_the_items_of_the_array_are_given_and_accepted() -> None:

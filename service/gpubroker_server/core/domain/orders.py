@@ -28,6 +28,8 @@ from gpubroker_server.core.domain.values import value
 RunId = tuple[TaskId, Fence, int]
 ItemRange = tuple[int, int]
 """Numbers of items of an array: the first, and the one after the last."""
+MOST_HELD = 20_000
+"""Items of an array that one run holds."""
 
 
 class LogName(NamedTuple):
@@ -218,6 +220,7 @@ class ItemsReported(_RunReport):
     number: int
     results: tuple[ItemResult, ...]
     held: tuple[ItemRange, ...]
+    """In ascending order, without overlaps; at most MOST_HELD items."""
     wanted: int
     rank: int = 0
 

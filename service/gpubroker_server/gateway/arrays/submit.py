@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 from pydantic_core import PydanticCustomError, from_json, to_json
 
-from gpubroker_server.core.domain.orders import ItemRange
+from gpubroker_server.core.domain.orders import MOST_HELD, ItemRange
 from gpubroker_server.core.domain.submission import ARRAY_VARIABLE, ArrayTerms, RunSpec, bytes_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
@@ -26,6 +26,8 @@ from gpubroker_server.ports.store import Submission
 
 MAX_WORKERS = 256
 MAX_ITEMS = 10_000_000
+MAX_CHUNK = MOST_HELD // 2
+"""A worker gets its next chunk before it has finished the one before."""
 WORKER_RETRIES = 100
 """A crash costs its worker a retry; which item is at fault is found out long before."""
 LABEL = "array"
@@ -87,7 +89,7 @@ class SubmitArray(SubmitTask):
     chunk: Annotated[
         int | None,
         Field(
-            ge=1, le=MAX_ITEMS, description="How many items are handed out together; null: 100 ms of work."
+            ge=1, le=MAX_CHUNK, description="How many items are handed out together; null: 100 ms of work."
         ),
     ] = None
     item_timeout_seconds: Annotated[float | None, Field(gt=0, le=30 * 86_400)] = None
