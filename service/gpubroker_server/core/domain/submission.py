@@ -42,6 +42,8 @@ class RunSpec:
 
 ARRAY_VARIABLE = "GPUBROKER_ARRAY"
 """Of the workers of an array: its id, and the limits of an item."""
+ARRAY_LABEL = "array"
+"""The label of its workers; its value is the array's id."""
 
 
 @dataclass(frozen=True, slots=True)

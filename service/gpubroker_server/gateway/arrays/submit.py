@@ -12,7 +12,13 @@ from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 from pydantic_core import PydanticCustomError, from_json, to_json
 
 from gpubroker_server.core.domain.orders import MOST_HELD, ItemRange
-from gpubroker_server.core.domain.submission import ARRAY_VARIABLE, ArrayTerms, RunSpec, bytes_of
+from gpubroker_server.core.domain.submission import (
+    ARRAY_LABEL,
+    ARRAY_VARIABLE,
+    ArrayTerms,
+    RunSpec,
+    bytes_of,
+)
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import changed
@@ -30,8 +36,6 @@ MAX_CHUNK = MOST_HELD // 2
 """A worker gets its next chunk before it has finished the one before."""
 WORKER_RETRIES = 100
 """A crash costs its worker a retry; which item is at fault is found out long before."""
-LABEL = "array"
-"""The label of its workers; its value is the array's id."""
 _LENGTH_BYTES = 8
 """As `gpubroker.runtime.items` reads them."""
 
@@ -145,9 +149,9 @@ def check_worker(body: SubmitArray) -> None:
     if body.max_retries is not None:
         detail = "an array retries items, not its workers; set item_retries"
         faults.append(Fault(pointer="/max_retries", detail=detail, code="item-retries"))
-    if LABEL in body.labels:
+    if ARRAY_LABEL in body.labels:
         detail = "the service sets the label array; choose another name"
-        faults.append(Fault(pointer=f"/labels/{LABEL}", detail=detail, code="reserved"))
+        faults.append(Fault(pointer=f"/labels/{ARRAY_LABEL}", detail=detail, code="reserved"))
     if faults:
         raise invalid(*faults)
 
@@ -169,7 +173,7 @@ async def new_array(
         arguments=arguments,
         arguments_digest=None,
         env={**spec.env, ARRAY_VARIABLE: json.dumps(limits)},
-        labels={**spec.labels, LABEL: terms.id},
+        labels={**spec.labels, ARRAY_LABEL: terms.id},
     )
     worker = changed(task, id=ids[0], shareable=False, max_retries=WORKER_RETRIES)
     first = await submissions.with_object(submission_of(worker, spec))
