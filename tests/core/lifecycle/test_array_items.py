@@ -16,7 +16,11 @@ from gpubroker_server.core.domain.orders import (
     ItemsReported,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.submission import ArrayTerms, array_terms_from
+from gpubroker_server.core.domain.submission import (
+    ARRAY_IMPORT_FAILED,
+    ArrayTerms,
+    array_terms_from,
+)
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, NodeName, TaskId
 from gpubroker_server.core.lifecycle.array_items import MOST_WANTED, PAGE_BYTES, ArrayWork, ranges_of
@@ -211,6 +215,19 @@ def test_the_last_results_and_the_end_of_a_run_are_one_decision() -> None:
     stage.tell(reported("w0", 1, result(0)), end)
     assert stage.work.left == 0
     assert TaskId("w0") not in stage.world.tasks
+
+
+def test_a_worker_that_cannot_import_is_not_tried_again() -> None:
+    """Its retries are for crashes of items; it would fail as often."""
+    stage = Stage(ArrayWork(terms(), (), 0))
+    failures = {"w0": ARRAY_IMPORT_FAILED, "w1": "item_timeout"}
+    ends = [
+        Ended(TaskId(worker), Fence(1), NOW, Ending.FAILED, failure=Failure(kind, "no"))
+        for worker, kind in failures.items()
+    ]
+    stage.tell(*ends)
+    assert TaskId("w0") not in stage.world.tasks
+    assert stage.world.tasks[TaskId("w1")].state is TaskState.PENDING
 
 
 def test_an_item_that_crashes_its_process_is_found_and_fails_alone() -> None:
