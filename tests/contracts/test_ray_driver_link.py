@@ -17,7 +17,7 @@ from gpubroker_server.adapters.ray.driver.node_link import NodeLink
 from gpubroker_server.adapters.ray.driver.process import UNTAKEN_BYTES, Driver, Opening
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.adapters.ray.wire import frame, read_frame, unpack, write_reports
+from gpubroker_server.adapters.ray.wire import PROTOCOL, frame, read_frame, unpack, write_reports
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeReport, StartOrder
 from gpubroker_server.core.domain.units import (
@@ -67,8 +67,8 @@ class StandIn:
     def say(self, *parts: Any) -> None:
         self._writer.write(frame(*parts))
 
-    def send_reports(self, *reports: tuple[Any, ...]) -> None:
-        self.say("reports", write_reports("n1", 1.0, reports), boot_seconds(), 1)
+    def send_reports(self, *reports: tuple[Any, ...], protocol: int = PROTOCOL) -> None:
+        self.say("reports", write_reports("n1", 1.0, reports, protocol=protocol), boot_seconds(), 1)
 
     async def next(self, kind: str | tuple[str, ...]) -> tuple[Any, ...]:
         """The next message of this kind, or of one of these; pings are answered meanwhile."""
@@ -114,9 +114,9 @@ class Bench:
         """The next one that is started, connected."""
         return await (await self.started()).meet()
 
-    async def send(self, task: str, arguments: bytes = b"") -> None:
+    async def send(self, task: str, arguments: bytes = b"", **env: str) -> None:
         order = StartOrder(TaskId(task), Fence(1), NodeName("n1"), "i.1", (), shareable=False)
-        payload = RunPayload(RunSpec("entrypoint"), arguments, None, None, 1, "", "default", None)
+        payload = RunPayload(RunSpec("entrypoint", env=env), arguments, None, None, 1, "", "default", None)
         await self.executor.send([order], {order.task: payload})
 
     async def close(self) -> None:
@@ -187,6 +187,21 @@ async def test_send_never_waits_and_a_start_that_is_too_much_is_reported_as_neve
     await bench.send("third", b"x")
     _, _, packed, _ = await driver.next("orders")
     assert [order[3]["task"] for order in unpack(packed)] == ["third"]
+
+
+async def test_an_agent_of_an_earlier_release_gets_no_worker_of_an_array(bench: Bench) -> None:
+    """It would call the function once, without an item, and say that the worker has succeeded."""
+    driver = await bench.driver()
+    driver.send_reports(SEEN, protocol=8)
+    await bench.executor.reports()
+    await bench.send("worker", GPUBROKER_ARRAY="{}")
+    ended, gone = await bench.executor.reports()
+    assert isinstance(ended, Ended)
+    assert (ended.task, ended.ending) == ("worker", Ending.NEVER_STARTED)
+    assert isinstance(gone, Gone)
+    await bench.send("other")
+    _, _, packed, _ = await driver.next("orders")
+    assert [order[3]["task"] for order in unpack(packed)] == ["other"]
 
 
 async def test_a_run_with_a_malformed_report_has_failed_and_is_killed(bench: Bench) -> None:
