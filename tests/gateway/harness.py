@@ -38,7 +38,7 @@ from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import BlobMissing, CommitVerdict
+from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, CommitVerdict
 from jsonschema import Draft202012Validator
 
 from tests.builders import NOW, a_device, a_node, a_sample
@@ -69,6 +69,7 @@ class Blobs:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.corrupt: set[str] = set()
 
     async def put(self, data: bytes, *, owner: str) -> str:
         digest = hashlib.sha256(data).hexdigest()
@@ -76,6 +77,8 @@ class Blobs:
         return digest
 
     async def get(self, digest: str) -> bytes:
+        if digest in self.corrupt:
+            raise BlobCorrupt(digest)
         try:
             return self.objects[digest]
         except KeyError:
