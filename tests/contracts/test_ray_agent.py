@@ -11,16 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from gpubroker.runtime.messages import (
-    PROTOCOL,
-    RunKey,
-    RunOrder,
-    checkpointed,
-    ended,
-    failed,
-    printed,
-    started,
-)
+from gpubroker.runtime.messages import PROTOCOL, RunKey, RunOrder, checkpointed, ended, failed, started
 from gpubroker_server.adapters.ray.agent import node_agent, runner_pool
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord, UnreadableRecord
 from gpubroker_server.adapters.ray.options import AgentConfig
@@ -30,7 +21,6 @@ from ray.exceptions import RaySystemError
 from structlog.testing import capture_logs
 
 from tests.contracts.fake_runners import GPU, FakeRunners, Leader, Runner, a_leader
-from tests.full_disk import file_size_limit
 from tests.patience import PATIENCE_SECONDS
 
 OpenLeader = Callable[..., Leader]
@@ -176,28 +166,6 @@ async def test_a_malformed_report_of_one_run_does_not_affect_another(
     runner.report(ended(RunKey("b", 1, 0), failed("exception", "no"), b""))
     await leader.receive("gone", "b")
     assert leader.kinds_of("a") == []
-
-
-async def test_on_a_full_disk_runs_in_a_shared_process_lose_what_they_print_and_go_on(
-    runners: FakeRunners, open_leader: OpenLeader
-) -> None:
-    leader = open_leader(warm_runners=1)
-    await leader.announce()
-    for task in "ab":
-        await leader.start(task, shareable=True)
-    await leader.until(lambda: len(runners.started) == 2)
-    [runner] = runners.made
-    key = RunKey("a", 1, 0)
-    with capture_logs() as lines, file_size_limit(100):
-        runner.report(*[printed(key, b"x" * 200, b"") for _ in range(3)])
-        runner.report(checkpointed(key, 7, "abc", None, None))
-        await leader.receive("checkpointed", "a")
-    runner.report(printed(key, b"after\n", b""), ended(key, failed("exception", "no"), b""))
-    await leader.receive("gone", "a")
-    assert runner.process.poll() is None
-    assert leader.kinds_of("b") == []
-    assert [line["log_level"] for line in lines if "cannot be written" in line["event"]] == ["error"]
-    assert (files_of(leader.config) / "a-1-0.log").read_bytes() == b"x" * 100 + b"after\n"
 
 
 async def test_the_newest_of_the_unfetched_checkpoints_is_kept(open_leader: OpenLeader) -> None:

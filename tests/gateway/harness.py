@@ -69,7 +69,6 @@ class Blobs:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
-        self.corrupt: set[str] = set()
 
     async def put(self, data: bytes, *, owner: str) -> str:
         digest = hashlib.sha256(data).hexdigest()
@@ -77,12 +76,10 @@ class Blobs:
         return digest
 
     async def get(self, digest: str) -> bytes:
-        if digest in self.corrupt:
-            raise BlobCorrupt(digest)
-        try:
-            return self.objects[digest]
-        except KeyError:
-            raise BlobMissing(digest) from None
+        data = self.objects.get(digest)
+        if data is None or hashlib.sha256(data).hexdigest() != digest:
+            raise BlobMissing(digest) if data is None else BlobCorrupt(digest)
+        return data
 
     async def delete(self, digest: str) -> None:
         del self.objects[digest]
