@@ -191,9 +191,7 @@ async def test_an_agent_that_leaves_a_node_leaves_no_process_and_no_file(
     assert os.listdir(tmp_path) == []
 
 
-async def test_on_a_full_disk_runs_in_a_shared_process_lose_what_they_print_and_go_on(
-    scene: Scene, tmp_path: Path
-) -> None:
+async def test_on_a_full_disk_runs_in_a_shared_process_lose_what_they_print_and_go_on(scene: Scene) -> None:
     for task in "ab":
         scene.runs.start(RunOrder(task=task, fence=1, kind="entrypoint"), shareable=True)
     await scene.until(lambda: len(scene.runners.started) == 2)
@@ -209,5 +207,5 @@ async def test_on_a_full_disk_runs_in_a_shared_process_lose_what_they_print_and_
     assert runner.process.poll() is None
     assert [report for report in scene.reports if report[1] == "b"] == []
     assert [line["log_level"] for line in lines if "cannot be written" in line["event"]] == ["error"]
-    [log] = tmp_path.rglob("a-1-0.log")
-    assert log.read_bytes() == b"x" * 100 + b"after\n"
+    kept = scene.runs.logs._files.log_of(key)
+    assert kept.read_bytes() == b"x" * 100 + b"after\n"
