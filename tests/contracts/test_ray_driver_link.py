@@ -340,10 +340,14 @@ class Link:
         self.asked.append(("announce_again",))
 
 
-async def test_two_nodes_with_one_name_are_logged_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [(["n1", "n1"], "two nodes have one name"), (["n0", "n1/a"], "a --node-name without one")],
+)
+async def test_a_node_whose_name_is_of_no_use_is_left_out_and_logged_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: list[str], fault: str
 ) -> None:
-    looks = [[ray_node("a"), ray_node("b")]] * 3 + [[]]
+    looks = [[ray_node(f"id{n}", name) for n, name in enumerate(names)]] * 3 + [[]]
     monkeypatch.setattr(ray, "nodes", lambda: looks.pop(0))
     monkeypatch.setattr(NodeLink, "_find_agent", no_agent)
     ours, theirs = socket.socketpair()
@@ -354,14 +358,15 @@ async def test_two_nodes_with_one_name_are_logged_once(
             driver = Driver(Opening("", "", config, "", 0, 1), writer, tasks)
             while looks:
                 await driver._update_links(await driver._nodes())
+                assert [*driver._links] == names[:1] * bool(looks)
         writer.close()
-    assert [line["node"] for line in logs if "one name" in line["event"]] == ["n1"]
+    assert [line["node"] for line in logs if fault in line["event"]] == names[1:]
 
 
 def no_agent(_link: NodeLink) -> None:
     raise RayError("away")
 
 
-def ray_node(id: str) -> dict[str, Any]:
-    named = {"NodeID": id, "NodeName": "n1", "NodeManagerAddress": "127.0.0.1"}
+def ray_node(id: str, name: str) -> dict[str, Any]:
+    named = {"NodeID": id, "NodeName": name, "NodeManagerAddress": "127.0.0.1"}
     return {**named, "Alive": True, "Resources": {"CPU": 1.0}}
