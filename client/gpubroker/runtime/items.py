@@ -145,7 +145,9 @@ class ItemWorker:
         call = None if self._order.kind == "command" else opened(self._order)
         try:
             packed = self._packed_items
-            values = json.loads(packed) if packed[:1] == b"[" else cloudpickle.loads(packed)
+            # To unpickle runs code of the submitter, which only a function may.
+            is_pickled = self._order.kind == "function" and packed[:1] != b"["
+            values = cloudpickle.loads(packed) if is_pickled else json.loads(packed)
             return list(values), call
         except BaseException as fault:
             raise CannotOpen(

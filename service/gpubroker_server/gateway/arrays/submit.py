@@ -26,7 +26,7 @@ from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
-from gpubroker_server.gateway.submission.task_body import SubmitTask
+from gpubroker_server.gateway.submission.task_body import Function, SubmitTask
 from gpubroker_server.ports.objects import StoredObject
 from gpubroker_server.ports.store import Submission
 
@@ -114,6 +114,12 @@ class GivenItems(NamedTuple):
 
 async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> GivenItems:
     """Raises Problem for items that cannot be counted, and for none."""
+    is_pickled = isinstance(body.items, PickledItems) or (
+        isinstance(body.items, ObjectItems) and body.items.count is not None
+    )
+    if is_pickled and not isinstance(body.run, Function):
+        detail = "only a pickled function takes pickled items: to open them runs code; give a JSON array"
+        raise invalid(Fault(pointer="/items", detail=detail, code="pickled-items"))
     match body.items:
         case PickledItems():
             return GivenItems(body.items.pickled, body.items.count)
