@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "batch",
             "cancel",
             "cli",
+            "idle",
             "run",
             "pickup",
             "preempt",
