@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "cli",
             "idle",
             "run",
+            "nodes",
             "pickup",
             "preempt",
             "logs",
