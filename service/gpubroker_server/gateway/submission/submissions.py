@@ -23,6 +23,7 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.ids import Ids
+from gpubroker_server.gateway.http.leader_release import LeaderRelease
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call
 from gpubroker_server.gateway.status.records import TaskRecords
@@ -93,6 +94,7 @@ class Submissions:
     """Of one tenant."""
     most_pending_bytes: int
     """Kept by them for their runs."""
+    leader: LeaderRelease
 
     async def new_task(self, body: SubmitTask, tenant: str) -> PreparedTask:
         """The task that this body asks for. Raises Problem if the body is invalid; see also `check_allowed`
@@ -204,11 +206,13 @@ class Submissions:
         await self.check_secrets(identity, body.env, task.tenant)
 
     async def check_secrets(self, identity: Identity, env: Mapping[str, str], tenant: str) -> None:
-        """Raises Problem for a secret that the token may not use, or that the tenant does not have."""
+        """Raises Problem for a secret that the token may not use, that the tenant does not have, or that
+        the leader would not look up."""
         named = secrets_named(env)
         if not named:
             return
         identity.require(Scope.SECRETS_USE, "naming a secret in env")
+        self.leader.require("secret")
         known = await self.secrets.names(tenant)
         faults = [
             Fault(pointer=f"/env/{variable}", detail=_no_secret(name, tenant, known), code="unknown-secret")
