@@ -1,6 +1,6 @@
 """What becomes due with time: limits of runs and of waiting, kills, unconfirmed runs, late pledges."""
 
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass
 from math import inf
 
@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.decisions import (
 from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, quarantine
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import leaving_members
+from gpubroker_server.core.domain.ranks import leaving_members, unready_members
 from gpubroker_server.core.domain.task import (
     Member,
     MemberState,
@@ -87,7 +87,14 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
         ):
             kills = orders_to_leave(world, task, Seconds(0.0))
             decisions.append(Decision(task.id, "kill", orders=kills))
-    for task, late in _late_leavers(world, now, overdue):
+    for task, late in _late_members(world, now, overdue, unready_members):
+        write, orders = gang_runs.stop_ranks(
+            world, task, {member.rank for member in late}, None, now, Seconds(0.0)
+        )
+        decisions.append(Decision(task.id, "not_ready", tasks=(write,), orders=orders))
+        moved.add(task.id)
+    late_leavers = _late_members(world, now, overdue, leaving_members)
+    for task, late in (one for one in late_leavers if one[0].id not in moved):
         lost = [m for m in late if _is_over(m.stop_deadline_at, policy.kill_patience_seconds, since, now)]
         if lost:
             decisions.append(gang_runs.give_up(world, task, lost, now))
@@ -121,13 +128,16 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
     return decisions
 
 
-def _late_leavers(
-    world: World, now: Instant, but_not: Collection[Task]
+def _late_members(
+    world: World,
+    now: Instant,
+    but_not: Collection[Task],
+    moving: Callable[[Task], tuple[Member, ...]],
 ) -> Iterator[tuple[Task, list[Member]]]:
-    """Running gangs with ranks that should have left by now, and those ranks."""
+    """Running gangs with ranks that should have joined, or have left, by now, and those ranks."""
     for name in sorted(set(world.active.due(now)) - {task.id for task in but_not}):
         task = world.tasks[name]
-        late = [member for member in leaving_members(task) if now >= (member.stop_deadline_at or now)]
+        late = [member for member in moving(task) if now >= (member.stop_deadline_at or now)]
         if late:
             yield task, late
 
