@@ -67,9 +67,7 @@ def grow(naive: Any, gang: Task, bundles: Sequence[int], where: Places) -> tuple
         for rank, (bundle, (node, _)) in enumerate(zip(bundles, where, strict=False), start=first)
     ]
     naive.tasks[gang.id] = replace(gang, members=(*gang.members, *joining))
-    devices = tuple(
-        (rank, key, mb) for rank, (_, some) in enumerate(where, start=first) for key, mb in some
-    )
+    devices = tuple((rank, key, mb) for rank, (_, some) in enumerate(where, start=first) for key, mb in some)
     for rank, key, mb in devices:
         holder = (HolderKind.GANG_MEMBER, gang.id, gang.fence, key, mb)
         naive.leases.append(Lease(*holder, gang.tenant, gang.priority, since=naive.now, rank=rank))
