@@ -99,8 +99,10 @@ class OrderWriter:
                 return "start", order.incarnation, order.shareable, self._run_order(order, payload).to_wire()
             case GoOrder():
                 return "go", *run, order.rank_zero_address
-            case WorldOrder():
+            case WorldOrder(number=None):
                 return "world", *run, order.ranks
+            case WorldOrder():
+                return "resized", *run, order.ranks, order.number
             case WatchOrder():
                 return "watch", *run, order.pid, _by_uuid(order.devices)
             case ItemsOrder():

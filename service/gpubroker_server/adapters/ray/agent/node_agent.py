@@ -208,10 +208,8 @@ class NodeAgent:
                     runs.start(wanted, shareable=shareable)
             case ("go", task, fence, rank, rank_zero_address) if not is_over:
                 runs.go(RunKey(task, fence, rank), rank_zero_address)
-            case ("world", task, fence, rank, ranks) if not is_over:
-                runs.pass_on("world", RunKey(task, fence, rank), tuple(ranks))
-            case ("items", task, fence, rank, *answer) if not is_over:
-                runs.pass_on("items", RunKey(task, fence, rank), *answer)
+            case ("world" | "resized" | "items" as what, task, fence, rank, *values) if not is_over:
+                runs.pass_on(what, RunKey(task, fence, rank), *values)
             case ("watch", task, fence, rank, pid, leases) if not is_over:
                 runs.external.watch(RunKey(task, fence, rank), pid, leases)
             case ("stop", task, fence, rank, _reason, grace_seconds) if not is_over:
