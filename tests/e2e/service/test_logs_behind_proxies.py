@@ -1,5 +1,5 @@
-"""A followed log passes the proxies of deploy/proxy line by line while its run goes on, and an nginx that buffers
-other answers."""
+"""A followed log passes the proxies of deploy/proxy line by line while its run goes on, and an nginx that
+buffers other answers."""
 
 import ssl
 from collections.abc import Callable, Mapping
