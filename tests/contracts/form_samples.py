@@ -27,7 +27,9 @@ from gpubroker_server.core.domain.orders import (
     GoOrder,
     ItemsOrder,
     LogName,
+    ObjectOrder,
     Order,
+    PartOrder,
     StackOrder,
     StartOrder,
     StopOrder,
@@ -85,6 +87,8 @@ ORDERS: tuple[Order, ...] = (
     StackOrder(*AT, "r1", rank=1),
     ForgetOrder(*AT, rank=1),
     ItemsOrder(*AT, 4, ((0, 5), (7, 8)), is_over=False, rank=1),
+    ObjectOrder(*AT, "abc", 9, 5, b"data", "", rank=1),
+    PartOrder(*AT, "abc", 4, "", rank=1),
 )  # fmt: skip
 
 SAMPLES = [("GPU-a", 5, 1, {"t:3": 4}, 0.5)]
@@ -109,6 +113,8 @@ NEWS: tuple[tuple[Any, ...], ...] = (
     ("ended", "t", 3, 1, 1000.0, "failed", None, "json", ("exception", "no", "Trace"), b"log"),
 )
 """What a run's process says and its agent passes on."""
+WANTED = ("wanted", "t", 3, 1, 1000.0, "abc")
+PART = ("part", "t", 3, 1, 1000.0, "abc", 9, 5, b"data")
 PRINTED = ("printed", "t", 3, 1, 1000.0, b"out", b"err")
 LOGGED = ("logged", "t", 3, 1, 1000.0, "stdout", 5, b"line\n", True)
 LOG_ORDER = log_order(LogName(TaskId("t"), Fence(3), 1, "stdout"), 5)
@@ -119,6 +125,8 @@ OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
     ("beat", 1000.0),
     ("node_lost", 1000.0, "a.1", "dead"),
 )
+ASKED = (*WANTED, 5)
+"""The agent says from where on it lacks the object."""
 STACK = ("stack", "t", 3, 1, 1000.0, "r1", "Thread 1", "")
 RECORD = RunRecord("t", 3, 1, (("GPU-a", 100),), "runner/n1/x", 42, 4711, "ray-node", 5, 64)
 CONFIG = AgentConfig(
@@ -142,21 +150,26 @@ CONFIG = AgentConfig(
 
 
 def orders_in(agent: int) -> Sequence[Order]:
-    """Those of this form: the one before knew no arrays and no stacks."""
-    return [order for order in ORDERS if agent > 8 or not isinstance(order, ItemsOrder | StackOrder)]
+    """Those of this form: the one before knew no arrays, no stacks and no objects."""
+    new = ItemsOrder | StackOrder | ObjectOrder | PartOrder
+    return [order for order in ORDERS if agent > 8 or not isinstance(order, new)]
 
 
 def news_of(runner: int) -> tuple[tuple[Any, ...], ...]:
     if runner < TELLS_OUTPUT:
         return tuple(news for news in NEWS if news[0] != "items")
-    return (*NEWS, PRINTED)
+    return (*NEWS, PRINTED, WANTED, PART)
 
 
 def items(runner: int) -> Sequence[tuple[Any, ...]]:
     config = replace(CONFIG, instance="instance")
-    of_arrays = (("items", ("t", 3, 1), 4, ((0, 5), (7, 8)), False),) if runner > 5 else ()
+    new = (
+        ("items", ("t", 3, 1), 4, ((0, 5), (7, 8)), False),
+        ("object", ("t", 3, 1), "abc", None, ("object_missing", "no")),
+        ("part", ("t", 3, 1), "abc", 4, ""),
+    )
     return (
-        *of_arrays,
+        *(new if runner > 5 else ()),
         ("share", RUN.to_wire()),
         own_start(RUN, config, Path("/runs/t.log"), "10.0.0.1"),
         ("go", ("t", 3, 1), "10.0.0.1:4711"),
@@ -182,7 +195,7 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     yield f"agent-{agent}-orders.msgpack", pack(orders)
     first, *others = [news for news in NEWS if about_logs or news[0] != "items"]
     reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
-    reports += [LOGGED, STACK] if about_logs else []
+    reports += [LOGGED, STACK, ASKED, PART] if about_logs else []
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

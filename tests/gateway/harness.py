@@ -69,6 +69,7 @@ class Blobs:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self._uploads: dict[str, bytearray] = {}
 
     async def put(self, data: bytes, *, owner: str) -> str:
         digest = hashlib.sha256(data).hexdigest()
@@ -80,6 +81,18 @@ class Blobs:
             return self.objects[digest]
         except KeyError:
             raise BlobMissing(digest) from None
+
+    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
+        return (await self.get(digest))[first_byte : first_byte + most_bytes]
+
+    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
+        there = self._uploads.setdefault(upload, bytearray())
+        if len(there) == first_byte:
+            there += data
+        return len(there)
+
+    async def finish(self, upload: str) -> str:
+        return await self.put(bytes(self._uploads.pop(upload)), owner=upload)
 
     async def delete(self, digest: str) -> None:
         del self.objects[digest]

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.orders import Failure, ItemResult, ItemsReport
 from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.lifecycle.runs import apply_reports
 
-from tests.gateway.harness import Client, Gateway
+from tests.gateway.harness import PYTHON, Client, Gateway
 
 RUN = {"entrypoint": "myteam.checks:verify", "args": [3]}
 
@@ -84,9 +84,10 @@ async def test_large_items_are_one_object_of_all_workers(gateway: Gateway, api: 
 async def test_items_may_be_pickled_or_in_an_object(gateway: Gateway, api: Client) -> None:
     pickled = cloudpickle.dumps([{1}, {2}])
     given = {"pickled": base64.b64encode(pickled).decode(), "count": 2}
-    assert (await submitted(api, given))["total"] == 2
+    run = {"function": base64.b64encode(b"pickled").decode(), "python": PYTHON}
+    assert (await submitted(api, given, run=run))["total"] == 2
     packed = (await api.post("/objects", content=pickled)).json()["id"]
-    assert (await submitted(api, {"object": packed, "count": 2}))["total"] == 2
+    assert (await submitted(api, {"object": packed, "count": 2}, run=run))["total"] == 2
     listed = (await api.post("/objects", content=b"[1, 2, 3]")).json()["id"]
     assert (await submitted(api, {"object": listed}))["total"] == 3
     wrong = (await api.post("/objects", content=b"no list")).json()["id"]

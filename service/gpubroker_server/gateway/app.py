@@ -128,7 +128,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     submissions = Submissions(
         store, blobs, parts.secrets, world, parts.ids, clock, rules.defaults, parts.capacity,
         rules.permissions, records, limits.inline_bytes, limits.tenant_pending_tasks,
-        limits.tenant_pending_bytes,
+        limits.tenant_pending_bytes, limits.object_seconds,
     )  # fmt: skip
     requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds)
     storage = ObjectStorage(store, blobs, clock, limits)

@@ -375,6 +375,23 @@ class BlobStore(Protocol):
         """Raises BlobMissing, BlobCorrupt."""
         ...
 
+    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
+        """A part of it, which is not compared with the digest. Raises BlobMissing."""
+        ...
+
+    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
+        """A part of an object that comes in parts; `upload` names it, and is letters, digits, `-` and `_`.
+
+        Returns how many bytes there are by now: `data` is left out if it does not begin there. Forgotten if
+        nothing is appended for an hour. Raises BlobTooLarge.
+        """
+        ...
+
+    async def finish(self, upload: str) -> str:
+        """All parts are there: they are an object, durable when this returns its digest. Raises
+        BlobMissing."""
+        ...
+
     async def delete(self, digest: str) -> None: ...
 
 

@@ -49,6 +49,33 @@ class DirectoryBlobs:
         with self._reachable("read"):
             return await asyncio.to_thread(self.get_now, digest)
 
+    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
+        path = self._path(digest)
+
+        def read_now() -> bytes:
+            with path.open("rb") as file:
+                file.seek(first_byte)
+                return file.read(most_bytes)
+
+        with self._reachable("read"):
+            try:
+                return await asyncio.to_thread(read_now)
+            except FileNotFoundError:
+                raise BlobMissing(f"no object has the digest {digest}") from None
+
+    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
+        if first_byte + len(data) > self._max_bytes:
+            raise BlobTooLarge(f"an object has more than {self._max_bytes} bytes; no more are kept")
+        with self._reachable("written"):
+            return await asyncio.to_thread(self._append_now, self._upload(upload), first_byte, data)
+
+    async def finish(self, upload: str) -> str:
+        with self._reachable("written"):
+            try:
+                return await asyncio.to_thread(self._finish_now, self._upload(upload))
+            except FileNotFoundError:
+                raise BlobMissing(f"no upload has the name {upload}") from None
+
     async def delete(self, digest: str) -> None:
         """Nothing happens if it is not there."""
         path = self._path(digest)
@@ -110,7 +137,7 @@ class DirectoryBlobs:
         for path in self._root.glob("??/??/*"):
             with _skipping_faults(path.name):
                 if path.stat().st_mtime <= before:
-                    if len(path.name) == _DIGEST_LENGTH:
+                    if len(path.name) == _DIGEST_LENGTH and not path.name.startswith("."):
                         yield path.name
                     else:
                         path.unlink()  # of a write that was interrupted
@@ -135,13 +162,11 @@ class DirectoryBlobs:
         if not self._holds(path, data):
             self._write(path, data)
         # Also if it was there: the earlier write may not have come this far.
-        for folder in (path.parent, path.parent.parent, self._root, self._root.parent):
-            sync_folder(folder)
+        self._sync_folders(path)
         return digest
 
     def _write(self, path: Path, data: bytes) -> None:
-        for folder in (self._root, path.parent.parent, path.parent):
-            folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
+        self._make_folders(path)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -174,6 +199,38 @@ class DirectoryBlobs:
         if found != digest:
             raise BlobCorrupt(f"{path} holds bytes of the digest {found}; restore it from a backup")
         return data
+
+    def _append_now(self, path: Path, first_byte: int, data: bytes) -> int:
+        self._make_folders(path)
+        with path.open("ab") as file:
+            end_byte = file.tell()
+            if end_byte == first_byte:
+                file.write(data)
+                return end_byte + len(data)
+            return end_byte
+
+    def _finish_now(self, upload: Path) -> str:
+        with upload.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        path = self._path(digest)
+        self._make_folders(path)
+        os.replace(upload, path)
+        os.utime(path)
+        self._sync_folders(path)
+        return digest
+
+    def _upload(self, name: str) -> Path:
+        """Among objects, where sweeps find those that were left."""
+        return self._root / "up" / "lo" / f".new-{name}"
+
+    def _make_folders(self, path: Path) -> None:
+        for folder in (self._root, path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
+
+    def _sync_folders(self, path: Path) -> None:
+        for folder in (path.parent, path.parent.parent, self._root, self._root.parent):
+            sync_folder(folder)
 
     def _path(self, digest: str) -> Path:
         if len(digest) != _DIGEST_LENGTH or not set(digest) <= set("0123456789abcdef"):

@@ -20,7 +20,9 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     LogName,
     NodeReport,
+    ObjectOrder,
     Order,
+    PartOrder,
     Ready,
     Report,
     ReportedDevice,
@@ -156,7 +158,7 @@ class WaitingExecutor:
                 case StackOrder():
                     at, said = self._clock.now(), "a simulated run has no process"
                     self._report(Stacked(order.task, order.fence, at, order.request, "", said, order.rank))
-                case StartOrder() | StopOrder() | ForgetOrder() | WorldOrder():
+                case StartOrder() | StopOrder() | ForgetOrder() | WorldOrder() | ObjectOrder() | PartOrder():
                     pass
 
     def ask(self, nodes: Sequence[NodeName]) -> None:

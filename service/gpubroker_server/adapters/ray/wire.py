@@ -17,7 +17,9 @@ from gpubroker_server.core.domain.orders import (
     LogName,
     NodeLost,
     NodeReport,
+    ObjectOrder,
     Order,
+    PartOrder,
     Report,
     RunId,
     Sampled,
@@ -107,6 +109,18 @@ class OrderWriter:
                 return "stop", *run, order.reason.value, order.grace_seconds
             case StackOrder():
                 return "stack", *run, order.request
+            case ObjectOrder():
+                return (
+                    "object",
+                    *run,
+                    order.object,
+                    order.size_bytes,
+                    order.first_byte,
+                    order.data,
+                    order.failure,
+                )
+            case PartOrder():
+                return "part", *run, order.object, order.stored_bytes, order.failure
             case ForgetOrder():
                 return "forget", *run
 

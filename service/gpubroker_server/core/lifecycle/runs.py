@@ -20,6 +20,8 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     NodeLost,
     NodeReport,
+    ObjectPart,
+    ObjectWanted,
     Progressed,
     Ready,
     Report,
@@ -113,6 +115,8 @@ def apply_reports(
                 | Progressed()
                 | Stacked()
                 | Logged()
+                | ObjectWanted()
+                | ObjectPart()
             ):
                 pass
             case _:

@@ -24,14 +24,12 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
-from gpubroker_server.ports.objects import LEAST_BYTES, Counted, Quota, StoredObject
+from gpubroker_server.ports.objects import IDLE_SHARE, LEAST_BYTES, Counted, Quota, StoredObject
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Clock, TaskStore
 
 _ID: Final = re.compile("[0-9a-f]{64}")
 _INLINE_BYTES: Final = 64 * 1024
 """Larger objects are hashed on a thread."""
-_IDLE_SHARE: Final = 0.1
-"""A use is stored only once this share of the retention time has passed: each is a write."""
 
 
 def is_object_id(text: str) -> bool:
@@ -80,7 +78,7 @@ class ObjectStorage:
                 "disk that holds the blobs",
             ) from None
         expires_at = self._expires_at()
-        if expires_at - kept.expires_at > _IDLE_SHARE * self.limits.object_seconds:
+        if expires_at - kept.expires_at > IDLE_SHARE * self.limits.object_seconds:
             await self.store.extend_object(kept.tenant, kept.digest, expires_at)
         return data
 

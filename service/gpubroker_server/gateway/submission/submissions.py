@@ -29,6 +29,7 @@ from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.status.task_view import CONCURRENCY_VARIABLE, PROFILE_VARIABLE, ROLES_VARIABLE
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, demand_of, first, subject_of
+from gpubroker_server.gateway.submission.named_objects import check_objects
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
 from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
 from gpubroker_server.ports.secrets import SecretStore
@@ -93,6 +94,8 @@ class Submissions:
     """Of one tenant."""
     most_pending_bytes: int
     """Kept by them for their runs."""
+    object_seconds: Seconds
+    """An object is kept this long after its last use."""
 
     async def new_task(self, body: SubmitTask, tenant: str) -> PreparedTask:
         """The task that this body asks for. Raises Problem if the body is invalid; see also `check_allowed`
@@ -217,6 +220,10 @@ class Submissions:
         ]
         if faults:
             raise invalid(*faults)
+
+    async def check_objects(self, tenant: str, named: Mapping[str, str]) -> None:
+        """Raises Problem for those that the tenant does not have. `named`: id by place."""
+        await check_objects(self.store, tenant, named, self.clock.now(), self.object_seconds)
 
     def check_queue(self, tenant: str, tasks: int = 1, size_bytes: int = 0) -> None:
         """Raises Problem if so many more, or what they keep, would be too much. A bound, not a count:
