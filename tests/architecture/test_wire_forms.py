@@ -26,7 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "11c40376ba9d",
+    "agent-9": "fbfcb420583a",
     "runner-5": "159adbd1a83c",
     "runner-6": "6bae9049cffa",
 }

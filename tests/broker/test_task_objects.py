@@ -1,15 +1,20 @@
 """The leader sends nodes the objects that runs open, and makes objects of large results."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
 
 import pytest
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.broker import task_objects
 from gpubroker_server.broker.task_objects import TaskObjects
-from gpubroker_server.core.domain.orders import ObjectOrder, ObjectPart, ObjectWanted, Order, PartOrder
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.ports.objects import Quota, StoredObject
+from gpubroker_server.ports.task_objects import (
+    ObjectAnswer,
+    ObjectPart,
+    ObjectWanted,
+    PartAnswer,
+    WantedAnswer,
+)
 
 from tests.builders import NOW, a_task, a_world, holding
 from tests.gateway.harness import Blobs, ManualClock
@@ -24,7 +29,7 @@ class Stage:
     """Implements the part of `Executor` that is used."""
 
     def __init__(self, quota: Quota = ROOM) -> None:
-        self.sent: list[Order] = []
+        self.sent: list[ObjectAnswer] = []
         self.clock = ManualClock()
         self.store = MemoryStore(now=self.clock.now)
         self.blobs = Blobs()
@@ -32,30 +37,29 @@ class Stage:
         about = self.world, self.store, self.blobs, self, self.clock
         self.objects = TaskObjects(*about, DAY, quota, 100)  # type: ignore[arg-type]
 
-    async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, object]) -> None:
-        assert not payloads
-        self.sent += orders
+    def answer(self, answer: ObjectAnswer) -> None:
+        self.sent.append(answer)
 
     async def upload(self, tenant: str = "acme") -> None:
         await self.blobs.put(BYTES, owner=tenant)
         until = Instant(self.clock.now() + DAY)
         await self.store.keep_object(StoredObject(tenant, ID, len(BYTES), self.clock.now(), until), ROOM)
 
-    async def wanted(self, first_byte: int, task: str = "t1", fence: int = 1) -> tuple[int, int, bytes, str]:
-        """Size, first byte, what follows, failure."""
+    async def wanted(self, first_byte: int, task: str = "t1", fence: int = 1) -> tuple[int, bytes, str]:
+        """Size, what follows the first byte, failure."""
         self.sent.clear()
         await self.objects.answer(ObjectWanted(TaskId(task), Fence(fence), NOW, ID, first_byte))
         [order] = self.sent
-        assert isinstance(order, ObjectOrder)
-        assert (order.task, order.fence, order.object) == (task, fence, ID)
-        return order.size_bytes, order.first_byte, order.data, order.failure
+        assert isinstance(order, WantedAnswer)
+        assert order.node == "n1"
+        return order.size_bytes, order.data, order.failure
 
     async def part(self, first_byte: int, data: bytes, id: str = ID, size: int = 10) -> tuple[int, str]:
         """How much is stored, and the failure."""
         self.sent.clear()
         await self.objects.answer(ObjectPart(TaskId("t1"), Fence(1), NOW, id, size, first_byte, data))
         [order] = self.sent
-        assert isinstance(order, PartOrder)
+        assert isinstance(order, PartAnswer)
         return order.stored_bytes, order.failure
 
 
@@ -69,26 +73,26 @@ async def test_an_object_is_sent_part_by_part_to_the_node_of_the_run(
 ) -> None:
     monkeypatch.setattr(task_objects, "PART_BYTES", 6)
     await stage.upload()
-    assert await stage.wanted(0) == (10, 0, b"012345", "")
-    assert await stage.wanted(6) == (10, 6, b"6789", "")
-    assert await stage.wanted(10) == (10, 10, b"", "")
+    assert await stage.wanted(0) == (10, b"012345", "")
+    assert await stage.wanted(6) == (10, b"6789", "")
+    assert await stage.wanted(10) == (10, b"", "")
 
 
 async def test_an_object_that_was_deleted_or_expired_or_is_of_another_tenant_is_not_sent(
     stage: Stage,
 ) -> None:
     await stage.upload("zeta")
-    assert (await stage.wanted(0))[2:] == (b"", (await stage.wanted(0))[3])
-    assert 'tenant "acme" has no object' in (await stage.wanted(0))[3]
+    assert (await stage.wanted(0))[:2] == (0, b"")
+    assert 'tenant "acme" has no object' in (await stage.wanted(0))[2]
     await stage.upload()
     stage.clock.advance(DAY + 1)
-    assert "not used for 86400 seconds" in (await stage.wanted(10))[3]
+    assert "not used for 86400 seconds" in (await stage.wanted(10))[2]
     await stage.upload()
     await stage.store.drop_object("acme", ID)
-    assert "was deleted" in (await stage.wanted(10))[3]
+    assert "was deleted" in (await stage.wanted(10))[2]
     await stage.upload()
     await stage.blobs.delete(ID)
-    assert "bytes" in (await stage.wanted(0))[3]
+    assert "bytes" in (await stage.wanted(0))[2]
 
 
 async def test_to_open_an_object_is_a_use_of_it(stage: Stage) -> None:
@@ -118,7 +122,7 @@ async def test_a_large_result_becomes_an_object_of_the_tenant(stage: Stage) -> N
     kept = await stage.store.stored_object("acme", ID)
     assert kept is not None
     assert kept.size_bytes == 10
-    assert await stage.wanted(0) == (10, 0, BYTES, "")
+    assert await stage.wanted(0) == (10, BYTES, "")
 
 
 async def test_a_large_result_counts_in_the_quota_of_its_tenant() -> None:

@@ -19,6 +19,7 @@ from gpubroker_server.adapters.ray.wire import (
     TELLS_LOGS,
     OrderWriter,
     log_order,
+    object_order,
     pack,
     write_reports,
 )
@@ -27,9 +28,7 @@ from gpubroker_server.core.domain.orders import (
     GoOrder,
     ItemsOrder,
     LogName,
-    ObjectOrder,
     Order,
-    PartOrder,
     StackOrder,
     StartOrder,
     StopOrder,
@@ -37,12 +36,14 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.task import StopReason
-from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import RunSpec
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted, PartAnswer, WantedAnswer
 
 FORMS = Path(__file__).with_name("forms")
 
+NOW = Instant(1000.0)
 AT = TaskId("t"), Fence(3), NodeName("n1"), "a.1"
 GPU = DeviceKey("c/n1/GPU-a")
 RUN = RunOrder(
@@ -87,8 +88,6 @@ ORDERS: tuple[Order, ...] = (
     StackOrder(*AT, "r1", rank=1),
     ForgetOrder(*AT, rank=1),
     ItemsOrder(*AT, 4, ((0, 5), (7, 8)), is_over=False, rank=1),
-    ObjectOrder(*AT, "abc", 9, 5, b"data", "", rank=1),
-    PartOrder(*AT, "abc", 4, "", rank=1),
 )  # fmt: skip
 
 SAMPLES = [("GPU-a", 5, 1, {"t:3": 4}, 0.5)]
@@ -127,6 +126,12 @@ OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
 )
 ASKED = (*WANTED, 5)
 """The agent says from where on it lacks the object."""
+_WANTED, _PART = ObjectWanted(*AT[:2], NOW, "abc", 5, 1), ObjectPart(*AT[:2], NOW, "abc", 9, 5, b"data", 1)
+ANSWERS = (
+    object_order(WantedAnswer(AT[2], _WANTED, 9, b"data", "")),
+    object_order(PartAnswer(AT[2], _PART, 4, "")),
+)
+"""About objects."""
 STACK = ("stack", "t", 3, 1, 1000.0, "r1", "Thread 1", "")
 RECORD = RunRecord("t", 3, 1, (("GPU-a", 100),), "runner/n1/x", 42, 4711, "ray-node", 5, 64)
 CONFIG = AgentConfig(
@@ -150,9 +155,8 @@ CONFIG = AgentConfig(
 
 
 def orders_in(agent: int) -> Sequence[Order]:
-    """Those of this form: the one before knew no arrays, no stacks and no objects."""
-    new = ItemsOrder | StackOrder | ObjectOrder | PartOrder
-    return [order for order in ORDERS if agent > 8 or not isinstance(order, new)]
+    """Those of this form: the one before knew no arrays and no stacks."""
+    return [order for order in ORDERS if agent > 8 or not isinstance(order, ItemsOrder | StackOrder)]
 
 
 def news_of(runner: int) -> tuple[tuple[Any, ...], ...]:
@@ -189,7 +193,7 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     about_logs = agent >= TELLS_LOGS
     orders = [
         *(form.write(o, PAYLOAD) for o in orders_in(agent)),
-        *([LOG_ORDER] if about_logs else []),
+        *([LOG_ORDER, *ANSWERS] if about_logs else []),
         MEASURE,
     ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)

@@ -261,7 +261,7 @@ async def test_an_object_may_come_in_parts_and_be_read_in_parts(tmp_path: Path) 
 async def test_parts_that_nobody_goes_on_with_are_swept(tmp_path: Path) -> None:
     blobs = DirectoryBlobs(tmp_path)
     await blobs.append("up-1", 0, b"0123")
-    [left] = (path for path in tmp_path.rglob("*") if path.is_file())
+    [left] = files_below(tmp_path)
     os.utime(left, (0, 0))
 
     async def none(_digests: Sequence[str]) -> Collection[str]:

@@ -32,8 +32,6 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     NodeLost,
     NodeReport,
-    ObjectPart,
-    ObjectWanted,
     Progressed,
     Ready,
     ReportedDevice,
@@ -42,8 +40,10 @@ from gpubroker_server.core.domain.orders import (
     Started,
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted
 
 from tests.contracts.form_samples import (
+    ANSWERS,
     CONFIG,
     FORMS,
     LOG_ORDER,
@@ -90,7 +90,7 @@ def test_orders_are_read(agent: int) -> None:
     assert RunOrder.from_wire(start[3]) == RUN
     writer = wire.OrderWriter(1000, 500)
     about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in orders_in(agent)[1:]]
-    about_logs = [LOG_ORDER] if agent >= wire.TELLS_LOGS else []
+    about_logs = [LOG_ORDER, *ANSWERS] if agent >= wire.TELLS_LOGS else []
     assert others == [*about_runs, *about_logs, wire.MEASURE]
 
 

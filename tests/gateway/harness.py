@@ -4,7 +4,6 @@ Its events feed one World. Every answer is held against the OpenAPI document: st
 """
 
 import asyncio
-import hashlib
 import json
 import re
 import sys
@@ -38,7 +37,7 @@ from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import BlobMissing, CommitVerdict
+from gpubroker_server.ports.store import CommitVerdict
 from jsonschema import Draft202012Validator
 
 from tests.builders import NOW, a_device, a_node, a_sample
@@ -62,40 +61,6 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         self.at = Instant(self.at + seconds)
-
-
-class Blobs:
-    """Objects in memory, by digest."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self._uploads: dict[str, bytearray] = {}
-
-    async def put(self, data: bytes, *, owner: str) -> str:
-        digest = hashlib.sha256(data).hexdigest()
-        self.objects[digest] = data
-        return digest
-
-    async def get(self, digest: str) -> bytes:
-        try:
-            return self.objects[digest]
-        except KeyError:
-            raise BlobMissing(digest) from None
-
-    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
-        return (await self.get(digest))[first_byte : first_byte + most_bytes]
-
-    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
-        there = self._uploads.setdefault(upload, bytearray())
-        if len(there) == first_byte:
-            there += data
-        return len(there)
-
-    async def finish(self, upload: str) -> str:
-        return await self.put(bytes(self._uploads.pop(upload)), owner=upload)
-
-    async def delete(self, digest: str) -> None:
-        del self.objects[digest]
 
 
 class Gateway:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from random import Random
 from typing import Any
 
@@ -82,37 +81,6 @@ class SteadyLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         self._looks += 1
         return self._looks / 2000.0
-
-
-class Blobs:
-    """Checkpoints in memory, by digest."""
-
-    def __init__(self) -> None:
-        self._objects: dict[str, bytes] = {}
-        self._uploads: dict[str, bytearray] = {}
-
-    async def put(self, data: bytes, *, owner: str) -> str:
-        digest = sha256(data).hexdigest()
-        self._objects[digest] = data
-        return digest
-
-    async def get(self, digest: str) -> bytes:
-        return self._objects[digest]
-
-    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
-        return (await self.get(digest))[first_byte : first_byte + most_bytes]
-
-    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
-        there = self._uploads.setdefault(upload, bytearray())
-        if len(there) == first_byte:
-            there += data
-        return len(there)
-
-    async def finish(self, upload: str) -> str:
-        return await self.put(bytes(self._uploads.pop(upload)), owner=upload)
-
-    async def delete(self, digest: str) -> None:
-        del self._objects[digest]
 
 
 class FlakyStore(MemoryStore):

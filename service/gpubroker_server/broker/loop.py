@@ -18,7 +18,7 @@ from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.broker.task_objects import TaskObjects
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm, RefusedTerm, refused_term
-from gpubroker_server.core.domain.orders import Logged, ObjectPart, ObjectWanted, Report, TermRefused
+from gpubroker_server.core.domain.orders import Logged, Report, TermRefused
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
@@ -37,6 +37,7 @@ from gpubroker_server.ports.store import (
     StoreUnavailable,
     TaskStore,
 )
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted
 
 log = structlog.get_logger("gpubroker.broker")
 

@@ -8,13 +8,19 @@ from typing import Final
 
 import structlog
 
-from gpubroker_server.core.domain.orders import ObjectOrder, ObjectPart, ObjectWanted, Order, PartOrder
 from gpubroker_server.core.domain.ranks import node_of
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.objects import IDLE_SHARE, ObjectRows, Quota, StoredObject
 from gpubroker_server.ports.store import BlobMissing, BlobStore, Clock, StoreUnavailable
+from gpubroker_server.ports.task_objects import (
+    ObjectPart,
+    ObjectQuestion,
+    ObjectWanted,
+    PartAnswer,
+    WantedAnswer,
+)
 
 log = structlog.get_logger("gpubroker.objects")
 
@@ -47,9 +53,9 @@ class TaskObjects:
         self._object_seconds = object_seconds
         self._quota = quota
         self._object_bytes = object_bytes
-        self._asked: asyncio.Queue[ObjectWanted | ObjectPart] = asyncio.Queue()
+        self._asked: asyncio.Queue[ObjectQuestion] = asyncio.Queue()
 
-    def hear(self, asked: Sequence[ObjectWanted | ObjectPart]) -> None:
+    def hear(self, asked: Sequence[ObjectQuestion]) -> None:
         for one in asked:
             self._asked.put_nowait(one)
 
@@ -65,37 +71,33 @@ class TaskObjects:
                 self._asked.put_nowait(asked)
                 await asyncio.sleep(AGAIN_SECONDS)
 
-    async def answer(self, asked: ObjectWanted | ObjectPart) -> None:
+    async def answer(self, asked: ObjectQuestion) -> None:
         """Raises StoreUnavailable."""
         task = self._world.tasks.get(asked.task)
         if task is None or task.fence != asked.fence or not task.is_active:
             return  # it is over
         node = node_of(task, asked.rank)
-        if node not in self._world.nodes:
-            return  # it is lost, and its runs with it
-        about = task.id, task.fence, node, self._world.nodes[node].incarnation, asked.object
-        order: Order
         match asked:
             case ObjectWanted():
-                order = ObjectOrder(*about, *await self._read(task.tenant, asked), asked.rank)
+                read = await self._read(task.tenant, asked)
+                self._executor.answer(WantedAnswer(node, asked, *read))
             case ObjectPart():
-                order = PartOrder(*about, *await self._keep(task.tenant, asked), asked.rank)
-        await self._executor.send([order], {})
+                kept = await self._keep(task.tenant, asked)
+                self._executor.answer(PartAnswer(node, asked, *kept))
 
-    async def _read(self, tenant: str, asked: ObjectWanted) -> tuple[int, int, bytes, str]:
-        """Size, first byte, what follows it, and why the run does not get it."""
+    async def _read(self, tenant: str, asked: ObjectWanted) -> tuple[int, bytes, str]:
+        """Its size, what follows the first byte, and why the run does not get it."""
         kept = await self._find(tenant, asked.object)
         if kept is None:
-            return 0, asked.first_byte, b"", self._missing(tenant, asked.object)
+            return 0, b"", self._missing(tenant, asked.object)
         if asked.first_byte >= kept.size_bytes:
             await self._note_use(kept)
-            return kept.size_bytes, asked.first_byte, b"", ""
+            return kept.size_bytes, b"", ""
         try:
             data = await self._blobs.read(kept.digest, asked.first_byte, PART_BYTES)
         except BlobMissing:
-            failure = f"the bytes of object {kept.digest} are missing; upload them again"
-            return 0, asked.first_byte, b"", failure
-        return kept.size_bytes, asked.first_byte, data, ""
+            return 0, b"", f"the bytes of object {kept.digest} are missing; upload them again"
+        return kept.size_bytes, data, ""
 
     async def _keep(self, tenant: str, part: ObjectPart) -> tuple[int, str]:
         """How many bytes are stored, and why it cannot become an object."""

@@ -380,16 +380,11 @@ class BlobStore(Protocol):
         ...
 
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
-        """A part of an object that comes in parts; `upload` names it, and is letters, digits, `-` and `_`.
-
-        Returns how many bytes there are by now: `data` is left out if it does not begin there. Forgotten if
-        nothing is appended for an hour. Raises BlobTooLarge.
-        """
+        """Of a new object, in parts: how many bytes there are by now. Others than the next are left out."""
         ...
 
     async def finish(self, upload: str) -> str:
-        """All parts are there: they are an object, durable when this returns its digest. Raises
-        BlobMissing."""
+        """Make an object of its parts; the digest. Raises BlobMissing."""
         ...
 
     async def delete(self, digest: str) -> None: ...

@@ -20,9 +20,7 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     LogName,
     NodeReport,
-    ObjectOrder,
     Order,
-    PartOrder,
     Ready,
     Report,
     ReportedDevice,
@@ -52,6 +50,7 @@ from gpubroker_server.ports.store import (
     Clock,
     ReadTicks,
 )
+from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,7 @@ class WaitingExecutor:
                 case StackOrder():
                     at, said = self._clock.now(), "a simulated run has no process"
                     self._report(Stacked(order.task, order.fence, at, order.request, "", said, order.rank))
-                case StartOrder() | StopOrder() | ForgetOrder() | WorldOrder() | ObjectOrder() | PartOrder():
+                case StartOrder() | StopOrder() | ForgetOrder() | WorldOrder():
                     pass
 
     def ask(self, nodes: Sequence[NodeName]) -> None:
@@ -175,7 +174,10 @@ class WaitingExecutor:
             if node == self._node.name:
                 self._report(Logged(task, fence, self._clock.now(), stream, first_byte, b"", rank=rank))
 
-    async def reports(self) -> Sequence[Report | TermRefused]:
+    def answer(self, answer: ObjectAnswer) -> None:
+        """Tasks that wait open no objects."""
+
+    async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
         await self._arrived.wait()
         self._arrived.clear()
         reports, self._pending = self._pending, []

@@ -17,9 +17,7 @@ from gpubroker_server.core.domain.orders import (
     LogName,
     NodeLost,
     NodeReport,
-    ObjectOrder,
     Order,
-    PartOrder,
     Report,
     RunId,
     Sampled,
@@ -31,6 +29,7 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
+from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, PartAnswer
 
 PROTOCOL = 9
 """Number of the form in which driver and agent speak; first value of every message between them."""
@@ -51,6 +50,15 @@ MEASURE = ("measure",)
 def log_order(log: LogName, first_byte: int) -> tuple[Any, ...]:
     """The order to tell what a run has printed from there on."""
     return "log", *log, first_byte
+
+
+def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
+    """The order to give a run what it asked about an object."""
+    asked = answer.asked
+    run = asked.task, asked.fence, asked.rank, asked.object
+    if isinstance(answer, PartAnswer):
+        return "part", *run, answer.stored_bytes, answer.failure
+    return "object", *run, answer.size_bytes, answer.asked.first_byte, answer.data, answer.failure
 
 
 _LENGTH_BYTES = 4
@@ -109,18 +117,6 @@ class OrderWriter:
                 return "stop", *run, order.reason.value, order.grace_seconds
             case StackOrder():
                 return "stack", *run, order.request
-            case ObjectOrder():
-                return (
-                    "object",
-                    *run,
-                    order.object,
-                    order.size_bytes,
-                    order.first_byte,
-                    order.data,
-                    order.failure,
-                )
-            case PartOrder():
-                return "part", *run, order.object, order.stored_bytes, order.failure
             case ForgetOrder():
                 return "forget", *run
 
@@ -175,7 +171,7 @@ def _without_order_time(report: WireReport) -> WireReport:
     return report[:6] if report[0] == "started" else report
 
 
-def run_of(report: Report) -> RunId | None:
+def run_of(report: Report | ObjectQuestion) -> RunId | None:
     """The run that a report is about; None for one about a node or a server."""
     about_servers = ServerIndex | ServerGone | ModelsInUse
     if isinstance(report, NodeReport | NodeLost | Heartbeat | Sampled | about_servers):

@@ -123,50 +123,13 @@ class StackOrder(_RunOrder):
 
 
 @value
-class ObjectOrder(_RunOrder):
-    """Answers an ObjectWanted."""
-
-    object: str
-    size_bytes: int
-    first_byte: int
-    data: bytes
-    """From there on; empty if nothing follows."""
-    failure: str
-    """Why the run does not get it; empty if it does."""
-    rank: int = 0
-
-
-@value
-class PartOrder(_RunOrder):
-    """Answers an ObjectPart."""
-
-    object: str
-    stored_bytes: int
-    """So much of it is stored; all of it if it is an object of the tenant by now."""
-    failure: str
-    """Why it cannot become an object; empty if it can."""
-    rank: int = 0
-
-
-@value
 class ForgetOrder(_RunOrder):
     """The outcome of this run is durable: the agent may drop what it keeps of it."""
 
     rank: int = 0
 
 
-Order = (
-    StartOrder
-    | GoOrder
-    | WorldOrder
-    | WatchOrder
-    | ItemsOrder
-    | StopOrder
-    | StackOrder
-    | ObjectOrder
-    | PartOrder
-    | ForgetOrder
-)
+Order = StartOrder | GoOrder | WorldOrder | WatchOrder | ItemsOrder | StopOrder | StackOrder | ForgetOrder
 
 
 @value
@@ -266,8 +229,7 @@ class Ended(_RunReport):
     ending: Ending
     result: bytes | None = None
     result_format: str = "json"
-    """`json`, `cloudpickle`, or `object`: JSON that names the object which the result has become. Pickled
-    bytes are opened by the SDK only."""
+    """`json`, `cloudpickle` (opened by the SDK only), or `object`: JSON that names what it has become."""
     failure: Failure | None = None
     log_tail: bytes = b""
     rank: int = 0
@@ -305,29 +267,6 @@ class Logged(_RunReport):
     @property
     def end_byte(self) -> int:
         return self.first_byte + len(self.data)
-
-
-@value
-class ObjectWanted(_RunReport):
-    """The run opens an object, which its tenant must have. Its node has the bytes before `first_byte`, or all
-    of them. Asked until it is answered."""
-
-    object: str
-    first_byte: int
-    rank: int = 0
-
-
-@value
-class ObjectPart(_RunReport):
-    """A part of a result that is too large for an Ended and becomes an object. Sent until it is answered."""
-
-    object: str
-    """The digest of the whole."""
-    size_bytes: int
-    """Of the whole."""
-    first_byte: int
-    data: bytes
-    rank: int = 0
 
 
 @value
@@ -422,8 +361,6 @@ Report = (
     | Ended
     | Stacked
     | Logged
-    | ObjectWanted
-    | ObjectPart
     | Gone
     | NodeReport
     | NodeLost
@@ -433,4 +370,4 @@ Report = (
     | ServerGone
     | ModelsInUse
 )
-"""`task`, `fence` and `rank` of the first eleven name the run; a stale fence changes nothing."""
+"""`task`, `fence` and `rank` of the first eight name the run; a report with a stale fence changes nothing."""

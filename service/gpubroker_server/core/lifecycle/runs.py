@@ -20,8 +20,6 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     NodeLost,
     NodeReport,
-    ObjectPart,
-    ObjectWanted,
     Progressed,
     Ready,
     Report,
@@ -115,8 +113,6 @@ def apply_reports(
                 | Progressed()
                 | Stacked()
                 | Logged()
-                | ObjectWanted()
-                | ObjectPart()
             ):
                 pass
             case _:

@@ -14,7 +14,15 @@ from gpubroker_server.adapters.ray.driver.link import DriverKeeper
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED, AgentReports, ReportReader
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.adapters.ray.wire import MEASURE, TELLS_LOGS, OrderWriter, log_order, pack, run_of
+from gpubroker_server.adapters.ray.wire import (
+    MEASURE,
+    TELLS_LOGS,
+    OrderWriter,
+    log_order,
+    object_order,
+    pack,
+    run_of,
+)
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -36,6 +44,7 @@ from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, Seconds, TaskId, Term
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import Clock
+from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion
 
 log = structlog.get_logger("gpubroker.ray")
 
@@ -86,7 +95,7 @@ class RayExecutor:
         self._later: asyncio.TimerHandle | None = None
         self._unanswered: dict[RunId, UnansweredStart] = {}
         self._unanswered_bytes = 0
-        self._reports: list[Report | TermRefused] = []
+        self._reports: list[Report | TermRefused | ObjectQuestion] = []
         self._untaken_bytes = 0
         """Received and not fetched yet; beyond a bound the driver polls no agent."""
         self._arrived = asyncio.Event()
@@ -175,7 +184,12 @@ class RayExecutor:
             self._written.setdefault(node, []).extend(log_order(*log) for log in logs.items())
             self._dispatch(node)
 
-    async def reports(self) -> Sequence[Report | TermRefused]:
+    def answer(self, answer: ObjectAnswer) -> None:
+        if answer.node in self._agents:  # else its agent asks again
+            self._written.setdefault(answer.node, []).append(object_order(answer))
+            self._dispatch(answer.node)
+
+    async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
         while not self._reports:
             self._arrived.clear()
             await self._arrived.wait()
@@ -305,7 +319,7 @@ class RayExecutor:
     def _answering(self) -> str:
         return "1 node answers" if len(self._agents) == 1 else f"{len(self._agents)} nodes answer"
 
-    def _on_report(self, received: AgentReports, report: Report) -> None:
+    def _on_report(self, received: AgentReports, report: Report | ObjectQuestion) -> None:
         run = run_of(report)
         if run is not None:
             self._note_answer(run)
@@ -352,6 +366,6 @@ class RayExecutor:
         self._report(Ended(task, fence, at, Ending.NEVER_STARTED, rank=rank))
         self._report(Gone(task, fence, at, Proof.NEVER_STARTED, rank=rank))
 
-    def _report(self, report: Report | TermRefused) -> None:
+    def _report(self, report: Report | TermRefused | ObjectQuestion) -> None:
         self._reports.append(report)
         self._arrived.set()

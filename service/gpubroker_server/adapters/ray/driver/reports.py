@@ -22,8 +22,6 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     NodeLost,
     NodeReport,
-    ObjectPart,
-    ObjectWanted,
     Progressed,
     Ready,
     Report,
@@ -33,6 +31,7 @@ from gpubroker_server.core.domain.orders import (
     Started,
 )
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId, device_key
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectQuestion, ObjectWanted
 
 log = structlog.get_logger("gpubroker.ray")
 
@@ -61,7 +60,7 @@ class AgentReports(NamedTuple):
 
     node: NodeName
     protocol: int
-    reports: list[Report]
+    reports: list[Report | ObjectQuestion]
 
 
 class ReportReader:
@@ -237,7 +236,7 @@ _BY_USER_CODE = frozenset({"started", "ready", "progressed", "checkpointed", "it
 """Kinds that are written where user code runs."""
 
 
-def _read(source: Source, packed: msgspec.Raw) -> Report | None:
+def _read(source: Source, packed: msgspec.Raw) -> Report | ObjectQuestion | None:
     """A run has failed if its report cannot be read. None for anything else that cannot be read."""
     try:
         form = _REPORT.decode(packed)
@@ -252,7 +251,7 @@ def _read(source: Source, packed: msgspec.Raw) -> Report | None:
     return None
 
 
-def _of_run(source: Source, it: OfRun) -> Report:
+def _of_run(source: Source, it: OfRun) -> Report | ObjectQuestion:
     run = TaskId(it.task), Fence(it.fence), source.instant(it.at)
     match it:
         case StartedForm():

@@ -1,0 +1,39 @@
+"""A BlobStore in memory."""
+
+import hashlib
+
+from gpubroker_server.ports.store import BlobMissing
+
+
+class Blobs:
+    """Objects in memory, by digest."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self._uploads: dict[str, bytearray] = {}
+
+    async def put(self, data: bytes, *, owner: str) -> str:
+        digest = hashlib.sha256(data).hexdigest()
+        self.objects[digest] = data
+        return digest
+
+    async def get(self, digest: str) -> bytes:
+        try:
+            return self.objects[digest]
+        except KeyError:
+            raise BlobMissing(digest) from None
+
+    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
+        return (await self.get(digest))[first_byte : first_byte + most_bytes]
+
+    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
+        there = self._uploads.setdefault(upload, bytearray())
+        if len(there) == first_byte:
+            there += data
+        return len(there)
+
+    async def finish(self, upload: str) -> str:
+        return await self.put(bytes(self._uploads.pop(upload)), owner=upload)
+
+    async def delete(self, digest: str) -> None:
+        del self.objects[digest]
