@@ -17,7 +17,8 @@ from gpubroker_server.ports.task_objects import (
 )
 
 from tests.builders import NOW, a_task, a_world, holding
-from tests.gateway.harness import Blobs, ManualClock
+from tests.gateway.harness import ManualClock
+from tests.memory_blobs import Blobs
 
 BYTES = b"0123456789"
 ID = hashlib.sha256(BYTES).hexdigest()

@@ -42,6 +42,7 @@ from jsonschema import Draft202012Validator
 
 from tests.builders import NOW, a_device, a_node, a_sample
 from tests.contracts.scenes import next_term
+from tests.memory_blobs import Blobs
 from tests.patience import PATIENCE_SECONDS
 
 P = TypeVar("P")

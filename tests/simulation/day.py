@@ -35,6 +35,7 @@ from gpubroker_server.ports.store import CommitVerdict, RunSpec, StoreUnavailabl
 from structlog.testing import capture_logs
 
 from tests.contracts.scenes import next_term
+from tests.memory_blobs import Blobs
 from tests.simulation.auditor import Auditor, Violation, require
 from tests.simulation.cluster import Cluster, LeaderDied
 from tests.simulation.machine import CLUSTER, Machine, Program

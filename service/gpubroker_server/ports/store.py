@@ -381,11 +381,9 @@ class BlobStore(Protocol):
 
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
         """Of a new object, in parts: how many bytes there are by now. Others than the next are left out."""
-        ...
 
     async def finish(self, upload: str) -> str:
         """Make an object of its parts; the digest. Raises BlobMissing."""
-        ...
 
     async def delete(self, digest: str) -> None: ...
 
