@@ -10,7 +10,7 @@ class Blobs:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
-        self._uploads: dict[str, bytearray] = {}
+        self.uploads: dict[str, bytearray] = {}
 
     async def put(self, data: bytes, *, owner: str) -> str:
         digest = hashlib.sha256(data).hexdigest()
@@ -27,13 +27,13 @@ class Blobs:
         return (await self.get(digest))[first_byte : first_byte + most_bytes]
 
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
-        there = self._uploads.setdefault(upload, bytearray())
+        there = self.uploads.setdefault(upload, bytearray())
         if len(there) == first_byte:
             there += data
         return len(there)
 
     async def finish(self, upload: str) -> str:
-        return await self.put(bytes(self._uploads.pop(upload)), owner=upload)
+        return await self.put(bytes(self.uploads.pop(upload)), owner=upload)
 
     async def delete(self, digest: str) -> None:
         del self.objects[digest]

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from gpubroker.models.model import StoredObject
 from gpubroker.runtime.objects import ObjectRef, object_bytes, opened_object
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, operation, path_part
 
 _UPLOAD_SECONDS = 600.0
 
-NamedObject = ObjectRef | StoredObject | str
+NamedObject = ObjectRef | str
 """An object, or its id."""
 
 
@@ -26,10 +25,9 @@ class ObjectApi(Operations):
         copied, and bytes are a read-only memoryview. Only functions get pickled values, not entrypoints.
         Raises Refused, with the code `objects-full` if the tenant's limit is reached.
         """
-        call = Call(
-            "POST", "/objects", body=object_bytes(value), headers={"Content-Type": "application/octet-stream"},
-            patience_seconds=_UPLOAD_SECONDS,
-        )  # fmt: skip
+        headers = {"Content-Type": "application/octet-stream"}
+        body = object_bytes(value)
+        call = Call("POST", "/objects", body=body, headers=headers, patience_seconds=_UPLOAD_SECONDS)
         stored = (yield from self._send(call)).json()
         return ObjectRef(stored["id"], stored["size_bytes"])
 

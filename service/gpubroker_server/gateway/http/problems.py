@@ -147,6 +147,7 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "no-matching-device": ProblemKind(422, "There is no such GPU or node here"),
     "exceeds-maximum": ProblemKind(422, "The task asks for more than one task may have"),
     "exceeds-quota": ProblemKind(422, "The task asks for more than its tenant may have"),
+    "range-not-satisfiable": ProblemKind(416, "The object has no such bytes"),
     "objects-full": ProblemKind(422, "The tenant's objects exceed a limit"),
     "priority-too-low": ProblemKind(422, "What the task asks for is kept for higher priorities"),
     "pool-mismatch": ProblemKind(422, "The pool does not have what the task asks for"),

@@ -8,7 +8,7 @@ endpoint is called. That is about 40 % more requests per second, and a refusal h
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -59,6 +59,16 @@ class Call(Request):
                 raise ClientDisconnect
             self._whole_body = b"".join(chunks)
         return self._whole_body
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The body as it comes, which is not kept. Only for routes that do not ask for all of it."""
+        more = True
+        while more:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            yield message.get("body", b"")
+            more = message.get("more_body", False)
 
     @property
     def identity(self) -> Identity:
