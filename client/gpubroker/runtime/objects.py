@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from io import BytesIO
 from typing import Any
 
@@ -107,7 +108,7 @@ def opened_object(view: memoryview, *, unpickles: bool) -> Any:
 
 def _array(view: memoryview) -> Any:
     try:
-        import numpy
+        numpy = import_module("numpy")
     except ImportError:
         raise UnreadableObject("it is a numpy array, and this node has no numpy; install it there") from None
     try:
