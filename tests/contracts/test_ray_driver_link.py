@@ -99,7 +99,9 @@ class Bench:
             self._starting.cancel()
         self._starting = asyncio.create_task(self.executor.start(leader_term, Lineage(0)))
 
-    def start_driver(self, _options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":
+    def start_driver(
+        self, _options: RayOptions, _address: str, channel: socket.socket
+    ) -> "subprocess.Popen[bytes]":
         child = subprocess.Popen(["sleep", "60"])
         self._drivers.put_nowait(StandIn(child, channel.dup()))
         return child

@@ -11,6 +11,7 @@ from gpubroker_server.broker.arrays import Arrays, with_pages_stored
 from gpubroker_server.core.domain.orders import Failure, ItemResult, ItemsReported
 from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.lifecycle.runs import apply_reports
+from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 
 from tests.gateway.harness import PYTHON, Client, Gateway
 
@@ -65,6 +66,15 @@ async def test_an_array_is_a_batch_of_workers_that_get_all_items(gateway: Gatewa
     assert json.loads(items) == [{"a": 1}, "two", 3]
     listed = (await api.get("/tasks", params={"label.array": seen["id"]})).json()["items"]
     assert {task["id"] for task in listed} == set(workers)
+
+
+async def test_each_worker_has_the_profile_that_its_array_names(gateway: Gateway, api: Client) -> None:
+    gateway.change(defaults=Defaults(profiles={"scorer": NamedDefaults(cpu=1.0, gpus=0)}))
+    seen = await submitted(api, profile="scorer", resources={"memory_mb": 64}, max_parallel=2)
+    assert len(seen["workers"]) == 2
+    for worker in seen["workers"]:
+        demand = gateway.task(worker["id"]).demand
+        assert (demand.cpu, demand.gpus, demand.memory_mb) == (1.0, 0, 64)
 
 
 async def test_there_are_no_more_workers_than_chunks(api: Client) -> None:

@@ -207,7 +207,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class AutoscalingDemand:
-    """What waiting tasks lack (`unmet`), what all tasks need together (`needed`), and nodes that nobody uses
+    """What waiting tasks lack (`unmet`), what all tasks need together (`needed`), and idle nodes
     (`spare`): each with `gpus`, `gpu_mb`, `cpu` and `memory_mb`."""
 
     unmet: Mapping[str, Any] = field(default_factory=dict)

@@ -231,6 +231,8 @@ class ArrayApi(Operations):
                 seen = decode(Array, (yield from self._ask("GET", _path(array))))
                 page = yield from self._items_after(array, cursor, {"order": "completed"})
                 mapped.add(page)
+                if show is not None and page.items and not seen.is_finished:
+                    seen = decode(Array, (yield from self._ask("GET", _path(array))))  # they may be the last
                 if show is not None:
                     show(seen)
                 if page.items or seen.is_finished:
@@ -322,7 +324,8 @@ def progress_bar() -> Callable[[Array], None]:
         nonlocal shown
         out = sys.stderr
         steps = 100 if out.isatty() else 10
-        step = steps + 1 if array.is_finished else int(array.fraction * steps)
+        is_over = array.is_finished or array.done >= array.total
+        step = steps + 1 if is_over else int(array.fraction * steps)
         if step == shown:
             return
         shown = step

@@ -49,7 +49,7 @@ class ArrayWork:
         """What each run holds, and how often its task had failed when the run was first heard."""
         self._crashes: dict[int, int] = {}
         """Of each suspect: how many runs crashed since then that held nothing else."""
-        self._condemned: list[int] = []
+        self._crashed_too_often: list[int] = []
         """Items that crashed once too often, and are not recorded as failed yet."""
 
     def copy(self) -> "ArrayWork":
@@ -71,8 +71,8 @@ class ArrayWork:
             self._held[run] = mine, task.failures
         new = [it for it in report.results if self._is_left(it.number)]
         new = list({it.number: it for it in new}.values())
-        new += [self._killed(number) for number in self._condemned if self._is_left(number)]
-        self._condemned = []
+        new += [self._killed(number) for number in self._crashed_too_often if self._is_left(number)]
+        self._crashed_too_often = []
         for result in new:
             self._status[result.number] = _DONE
         self.left -= len(new)
@@ -138,7 +138,7 @@ class ArrayWork:
             self._crashes[number] = self._crashes.get(number, 0) + again_alone
             if self._crashes[number] > self.terms.item_retries:
                 self._status[number] = _HELD
-                self._condemned.append(number)
+                self._crashed_too_often.append(number)
 
     def _killed(self, number: int) -> ItemResult:
         tries = 1 + self._crashes.pop(number)

@@ -173,10 +173,10 @@ class RayExecutor:
                 self._written.setdefault(node, []).append(MEASURE)
                 self._dispatch(node)
 
-    def request_room(self, bundles: Sequence[Mapping[str, float]]) -> None:
+    def request_resources(self, bundles: Sequence[Mapping[str, float]]) -> None:
         """Have the autoscaler of a joined cluster keep room for these, used or not, and no more for those
         before."""
-        self._driver.send("room", list(bundles))
+        self._driver.send("resources", list(bundles))
 
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
         """An agent of an earlier release cannot tell them."""

@@ -114,9 +114,9 @@ class Driver:
         """By node name."""
         self._namesakes: set[str] = set()
         """Ray nodes with the name of another node, of which that was logged."""
-        self._room: list[dict[str, float]] = []
+        self._bundles: list[dict[str, float]] = []
         """What Ray's autoscaler is to have room for."""
-        self._room_changed = asyncio.Event()
+        self._bundles_changed = asyncio.Event()
         self._untaken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -135,7 +135,7 @@ class Driver:
         except Exception as fault:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
         await self.send("connected")
-        self._tasks.create_task(self._request_room())
+        self._tasks.create_task(self._request_resources())
         while True:
             asked_at = time.monotonic()
             nodes = await self._nodes()
@@ -162,9 +162,9 @@ class Driver:
                 self._lineage, self._term = lineage, term
                 for link in self._links.values():
                     link.change_term(lineage, term)
-            case ("room", bundles):
-                self._room = list(bundles)  # frames hold tuples
-                self._room_changed.set()
+            case ("resources", bundles):
+                self._bundles = list(bundles)  # frames hold tuples
+                self._bundles_changed.set()
             case ("flush",):
                 self._tasks.create_task(self._flush())
             case ("leave",):
@@ -196,13 +196,13 @@ class Driver:
         else:
             self._has_room.set()
 
-    async def _request_room(self) -> None:
+    async def _request_resources(self) -> None:
         """Only the newest request counts, so those that come while Ray does not answer are left out."""
         while True:
-            await self._room_changed.wait()
-            self._room_changed.clear()
+            await self._bundles_changed.wait()
+            self._bundles_changed.clear()
             try:
-                await asyncio.to_thread(_request_room, self._room)
+                await asyncio.to_thread(_request_resources, self._bundles)
             except Exception as fault:
                 log.warning("Ray's autoscaler could not be asked for room", fault=repr(fault))
 
@@ -261,7 +261,7 @@ def _connect(address: str) -> None:
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
 
-def _request_room(bundles: list[dict[str, float]]) -> None:
+def _request_resources(bundles: list[dict[str, float]]) -> None:
     from ray.autoscaler.sdk import request_resources  # its modules are large, and few clusters have one
 
     request_resources(bundles=bundles)
