@@ -104,8 +104,8 @@ async def test_a_cursor_is_valid_for_one_list_and_one_tenant(gateway: Gateway) -
     problem(await gateway.admin.get(f"/tasks?cursor={cursor}"), 400, "cursor-invalid")
 
 
-async def test_objects_need_the_scope_for_inferences(gateway: Gateway) -> None:
-    reader = await gateway.client("reader", "tasks:read", "tasks:write")
+async def test_objects_need_the_scope_for_inferences_or_for_tasks(gateway: Gateway) -> None:
+    reader = await gateway.client("reader", "tasks:read")
     problem(await reader.post("/objects", content=FLOATS), 403, "forbidden")
     problem(await reader.get("/objects/abc"), 403, "forbidden")
     problem(await reader.get("/objects"), 403, "forbidden")

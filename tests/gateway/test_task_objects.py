@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.harness import PYTHON, Client, Gateway, fault
+from tests.gateway.harness import PYTHON, Client, Gateway, fault, problem
 from tests.gateway.test_objects import DAY, upload
 
 OTHERS = "ab" * 32
@@ -88,3 +88,15 @@ async def test_only_a_function_gets_pickled_items(api: Client) -> None:
     refused = await api.post("/arrays", json={"run": RUN, "items": pickled})
     assert "function" in fault(refused, "/items/pickled")
     assert "function" in fault(await api.post("/arrays", json={"run": RUN, "items": stored}), "/items/object")
+
+
+async def test_a_token_that_submits_tasks_may_have_objects_and_one_that_reads_may_not(
+    gateway: Gateway,
+) -> None:
+    submits = await gateway.client("submits", "tasks:write")
+    mine = (await upload(submits))["id"]
+    assert (await submits.post("/tasks", json={"run": RUN | {"args": [{"object": mine}]}})).status_code == 202
+    assert (await submits.delete(f"/objects/{mine}")).status_code == 204
+    reads = await gateway.client("reads", "tasks:read")
+    refused = problem(await reads.post("/objects", content=b"x"), 403, "forbidden")
+    assert "models:infer or tasks:write" in refused["detail"]

@@ -149,7 +149,7 @@ class Resource:
         self,
         at: str,
         id: str,
-        scope: Scope | None,
+        scope: Scope | tuple[Scope, ...] | None,
         view: Any,
         problems: str = "",
         *,
@@ -159,16 +159,17 @@ class Resource:
     ) -> Callable[[Endpoint], Endpoint]:
         """Declares an endpoint at a method and path, as `GET /tasks`.
 
-        `scope` is checked before anything else; None: the route needs no token. `view`: schema of the answer.
-        `problems`: codes, separated by spaces, besides those of every route. `accepted`: what the answer 202
-        means, if it may come with the same schema. `options` are FastAPI's.
+        `scope` is checked before anything else: the token needs it, or one of several; None: it needs none.
+        `view`: schema of the answer. `problems`: codes, separated by spaces, besides those of every route.
+        `accepted`: what the answer 202 means, if it may come with the same schema. `options` are FastAPI's.
         """
         declared: dict[int | str, dict[str, Any]] = {**responses}
         if accepted:
             declared[202] = {"model": view, "description": accepted}
         codes = problems.split()
         if scope is not None:
-            options["dependencies"] = [Security(_BEARER, scopes=[scope.value])]
+            enough = scope if isinstance(scope, tuple) else (scope,)
+            options["dependencies"] = [Security(_BEARER, scopes=[each.value for each in enough])]
             codes = ["unauthenticated", "forbidden", *codes]
         if view is not None:
             options["response_model"] = view
@@ -198,13 +199,15 @@ class DirectRoute(APIRoute):
         super().__init__(path, endpoint, **options)
         needed = [need for need in self.dependencies if isinstance(need, params.Security)]
         self._scopes = [scope for need in needed for scope in need.scopes or ()]
+        """Any of them will do."""
         self._readers = _readers_of(endpoint, self.param_convertors)
         self.app = self.answer
 
     async def answer(self, scope: RequestScope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive)
-        for needed in self._scopes:
-            call.identity.require(needed, f"{scope['method']} {scope['path']}")
+        if self._scopes:
+            needed, *others = self._scopes
+            call.identity.require(needed, f"{scope['method']} {scope['path']}", *others)
         response = await self.endpoint(**await self._arguments(call))
         await response(scope, receive, send)
 

@@ -166,6 +166,9 @@ class ObjectStorage:
 
 resource = Resource("models")
 
+_SCOPES: Final = (Scope.MODELS_INFER, Scope.TASKS_WRITE)
+"""Objects are for inferences and for tasks: whoever may submit either may have some."""
+
 _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
@@ -207,7 +210,7 @@ class ObjectPage(TypedDict):
 @resource.route(
     "POST /objects",
     "objects_upload",
-    Scope.MODELS_INFER,
+    _SCOPES,
     ObjectView,
     "payload-too-large objects-full store-unavailable",
     status_code=201,
@@ -226,9 +229,7 @@ async def upload_object(call: Call, parts: Parts) -> Response:
     return answer(_view(kept), 201, {"Location": f"/objects/{kept.digest}"})
 
 
-@resource.route(
-    "GET /objects", "objects_list", Scope.MODELS_INFER, ObjectPage, "cursor-invalid validation-failed"
-)
+@resource.route("GET /objects", "objects_list", _SCOPES, ObjectPage, "cursor-invalid validation-failed")
 async def list_objects(call: Call, parts: Parts, query: Annotated[PageQuery, Query()]) -> Response:
     """List your tenant's objects, by id, and how many bytes count against its limit."""
     storage, tenant = parts.storage, call.identity.tenant
@@ -250,7 +251,7 @@ async def list_objects(call: Call, parts: Parts, query: Annotated[PageQuery, Que
     return answer(view)
 
 
-@resource.route("GET /objects/{object_id}", "objects_get", Scope.MODELS_INFER, ObjectView, "not-found")
+@resource.route("GET /objects/{object_id}", "objects_get", _SCOPES, ObjectView, "not-found")
 async def get_object(call: Call, parts: Parts, object_id: str) -> Response:
     """Read an object's size and until when it is kept. This does not count as a use."""
     return answer(_view(await parts.storage.find(call.identity.tenant, object_id)))
@@ -259,7 +260,7 @@ async def get_object(call: Call, parts: Parts, object_id: str) -> Response:
 @resource.route(
     "GET /objects/{object_id}/content",
     "objects_content",
-    Scope.MODELS_INFER,
+    _SCOPES,
     None,
     "not-found result-damaged range-not-satisfiable",
     response_class=Response,
@@ -292,11 +293,9 @@ async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
         yield part
 
 
-@resource.route(
-    "DELETE /objects/{object_id}", "objects_delete", Scope.MODELS_INFER, None, "not-found", status_code=204
-)
+@resource.route("DELETE /objects/{object_id}", "objects_delete", _SCOPES, None, "not-found", status_code=204)
 async def delete_object(call: Call, parts: Parts, object_id: str) -> Response:
-    """Delete an object. Accepted inferences already have its values."""
+    """Delete an object. Accepted inferences already have its values; tasks that name it fail when they start."""
     kept = await parts.storage.find(call.identity.tenant, object_id)
     await parts.storage.store.drop_object(kept.tenant, kept.digest)
     return Response(status_code=204)
