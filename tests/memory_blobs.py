@@ -2,7 +2,7 @@
 
 import hashlib
 
-from gpubroker_server.ports.store import BlobMissing
+from gpubroker_server.ports.store import BlobCorrupt, BlobMissing
 
 
 class Blobs:
@@ -28,12 +28,17 @@ class Blobs:
 
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
         there = self.uploads.setdefault(upload, bytearray())
+        if first_byte == 0:
+            there.clear()
         if len(there) == first_byte:
             there += data
         return len(there)
 
-    async def finish(self, upload: str) -> str:
-        return await self.put(bytes(self.uploads.pop(upload)), owner=upload)
+    async def finish(self, upload: str, digest: str) -> None:
+        data = bytes(self.uploads.pop(upload))
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise BlobCorrupt(digest)
+        await self.put(data, owner=upload)
 
     async def delete(self, digest: str) -> None:
         del self.objects[digest]

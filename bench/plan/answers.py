@@ -76,7 +76,7 @@ class NoBlobs:
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
         raise NotImplementedError
 
-    async def finish(self, upload: str) -> str:
+    async def finish(self, upload: str, digest: str) -> None:
         raise NotImplementedError
 
     async def delete(self, digest: str) -> None:

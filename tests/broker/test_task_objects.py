@@ -137,5 +137,11 @@ async def test_a_result_beyond_the_size_of_objects_is_refused_at_its_first_part(
 
 
 async def test_a_result_that_arrives_damaged_becomes_no_object(stage: Stage) -> None:
-    assert "another digest" in (await stage.part(0, b"9876543210"))[1]
+    assert "did not arrive" in (await stage.part(0, b"9876543210"))[1]
     assert await stage.store.stored_object("acme", ID) is None
+
+
+@pytest.mark.parametrize(("id", "size"), [("../../../etc/x", 10), ("A" * 64, 10), (ID, 5)])
+async def test_a_part_that_user_code_has_forged_writes_nothing(stage: Stage, id: str, size: int) -> None:
+    assert "is none" in (await stage.part(0, BYTES, id, size))[1]
+    assert (stage.blobs.uploads, stage.blobs.objects) == ({}, {})

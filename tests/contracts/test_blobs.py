@@ -249,11 +249,18 @@ async def test_an_object_may_come_in_parts_and_be_read_in_parts(tmp_path: Path) 
     assert await DirectoryBlobs(tmp_path, max_bytes=10).append("up-1", 4, b"456789") == 10
     with pytest.raises(BlobTooLarge):
         await blobs.append("up-1", 10, b"x")
-    digest = await blobs.finish("up-1")
+    digest = hashlib.sha256(b"0123456789").hexdigest()
+    await blobs.finish("up-1", digest)
     assert await blobs.get(digest) == b"0123456789"
     assert await blobs.read(digest, 3, 4) == b"3456"
     assert await blobs.read(digest, 10, 4) == b""
-    for missing in (blobs.finish("up-1"), blobs.read("ab" * 32, 0, 1)):
+    await blobs.append("up-1", 0, b"other")
+    await blobs.append("up-1", 0, b"others")
+    with pytest.raises(BlobCorrupt):
+        await blobs.finish("up-1", digest)
+    with pytest.raises(ValueError, match="cannot name a file"):
+        await blobs.append("../up-1", 0, b"x")
+    for missing in (blobs.finish("up-1", digest), blobs.read("ab" * 32, 0, 1)):
         with pytest.raises(BlobMissing):
             await missing
 

@@ -2,6 +2,7 @@
 and may have, and their bytes pass through it in parts."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
@@ -13,7 +14,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.objects import IDLE_SHARE, ObjectRows, Quota, StoredObject
-from gpubroker_server.ports.store import BlobMissing, BlobStore, Clock, StoreUnavailable
+from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Clock, StoreUnavailable
 from gpubroker_server.ports.task_objects import (
     ObjectPart,
     ObjectQuestion,
@@ -27,6 +28,7 @@ log = structlog.get_logger("gpubroker.objects")
 PART_BYTES: Final = 4 * 2**20
 """Sent at once. The agent asks for the next part when it has this one, so that nothing gathers on the way."""
 AGAIN_SECONDS: Final = 1.0
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 
 class TaskObjects:
@@ -101,6 +103,9 @@ class TaskObjects:
 
     async def _keep(self, tenant: str, part: ObjectPart) -> tuple[int, str]:
         """How many bytes are stored, and why it cannot become an object."""
+        # User code runs where this was written, and may have forged it.
+        if not _DIGEST.fullmatch(part.object) or part.first_byte + len(part.data) > part.size_bytes:
+            return 0, "its process wrote a part of a result that is none"
         if await self._find(tenant, part.object) is not None:
             return part.size_bytes, ""
         now = self._clock.now()
@@ -110,12 +115,14 @@ class TaskObjects:
             return 0, f"an object may have {self._object_bytes} bytes (limits.object_bytes)"
         if not self._quota.has_room(await self._store.counted_objects(tenant, now), given):
             return 0, _full(tenant)
-        upload = f"{part.task}-{part.fence}-{part.rank}-{part.object[:16]}"
+        upload = f"{part.task}-{part.fence}-{part.rank}"
         stored_bytes = await self._blobs.append(upload, part.first_byte, part.data)
         if stored_bytes < part.size_bytes:
             return stored_bytes, ""
-        if (found := await self._blobs.finish(upload)) != part.object:
-            return 0, f"its bytes have another digest here, {found}, than where it was made"
+        try:
+            await self._blobs.finish(upload, part.object)
+        except (BlobMissing, BlobCorrupt) as fault:
+            return 0, f"its bytes did not arrive as they were: {fault}"
         if await self._store.keep_object(given, self._quota) is None:
             return 0, _full(tenant)
         return part.size_bytes, ""

@@ -380,10 +380,11 @@ class BlobStore(Protocol):
         ...
 
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
-        """Of a new object, in parts: how many bytes there are by now. Others than the next are left out."""
+        """Of a new object, in parts: how many bytes there are by now. Others than the next are left out; the
+        first begins anew."""
 
-    async def finish(self, upload: str) -> str:
-        """Make an object of its parts; the digest. Raises BlobMissing."""
+    async def finish(self, upload: str, digest: str) -> None:
+        """Make an object of its parts. Raises BlobMissing; BlobCorrupt if they have another digest."""
 
     async def delete(self, digest: str) -> None: ...
 

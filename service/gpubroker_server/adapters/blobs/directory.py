@@ -4,6 +4,7 @@ import asyncio
 import errno
 import hashlib
 import os
+import re
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ log = structlog.get_logger("gpubroker.blobs")
 
 _DIGEST_LENGTH = 64
 _ASKED_AT_ONCE = 500
+_UPLOAD = re.compile("[A-Za-z0-9_-]{1,200}")
 
 Referenced = Callable[[Sequence[str]], Awaitable[Collection[str]]]
 """Of these digests, those that a row names."""
@@ -69,10 +71,10 @@ class DirectoryBlobs:
         with self._reachable("written"):
             return await asyncio.to_thread(self._append_now, self._upload(upload), first_byte, data)
 
-    async def finish(self, upload: str) -> str:
+    async def finish(self, upload: str, digest: str) -> None:
         with self._reachable("written"):
             try:
-                return await asyncio.to_thread(self._finish_now, self._upload(upload))
+                await asyncio.to_thread(self._finish_now, self._upload(upload), digest)
             except FileNotFoundError:
                 raise BlobMissing(f"no upload has the name {upload}") from None
 
@@ -202,26 +204,30 @@ class DirectoryBlobs:
 
     def _append_now(self, path: Path, first_byte: int, data: bytes) -> int:
         self._make_folders(path)
-        with path.open("ab") as file:
+        with path.open("ab" if first_byte else "wb") as file:
             end_byte = file.tell()
             if end_byte == first_byte:
                 file.write(data)
                 return end_byte + len(data)
             return end_byte
 
-    def _finish_now(self, upload: Path) -> str:
+    def _finish_now(self, upload: Path, digest: str) -> None:
         with upload.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
+        if found != digest:
+            upload.unlink()
+            raise BlobCorrupt(f"an object was to have the digest {digest}, and its bytes have {found}")
         path = self._path(digest)
         self._make_folders(path)
         os.replace(upload, path)
         os.utime(path)
         self._sync_folders(path)
-        return digest
 
     def _upload(self, name: str) -> Path:
         """Among objects, where sweeps find those that were left."""
+        if not _UPLOAD.fullmatch(name):
+            raise ValueError(f"{name!r} cannot name a file")
         return self._root / "up" / "lo" / f".new-{name}"
 
     def _make_folders(self, path: Path) -> None:

@@ -295,7 +295,7 @@ async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
 
 @resource.route("DELETE /objects/{object_id}", "objects_delete", _SCOPES, None, "not-found", status_code=204)
 async def delete_object(call: Call, parts: Parts, object_id: str) -> Response:
-    """Delete an object. Accepted inferences already have its values; tasks that name it fail when they start."""
+    """Delete an object. Accepted inferences already have its values; tasks that name it fail."""
     kept = await parts.storage.find(call.identity.tenant, object_id)
     await parts.storage.store.drop_object(kept.tenant, kept.digest)
     return Response(status_code=204)

@@ -56,7 +56,7 @@ class Upload:
         if self._blobs is None:
             return
         if self._passed_bytes:
-            await self._blobs.finish(self._name)
+            await self._blobs.finish(self._name, self._hash.hexdigest())
         else:
             await self._blobs.put(b"".join(self._gathered), owner=owner)
 
