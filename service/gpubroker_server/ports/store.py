@@ -380,8 +380,7 @@ class BlobStore(Protocol):
         ...
 
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
-        """Of a new object, in parts: how many bytes there are by now. Others than the next are left out; the
-        first begins anew."""
+        """The next part of a new object; one at 0 begins anew. How many bytes there are by now."""
 
     async def finish(self, upload: str, digest: str) -> None:
         """Make an object of its parts. Raises BlobMissing; BlobCorrupt if they have another digest."""
