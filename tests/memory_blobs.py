@@ -18,10 +18,10 @@ class Blobs:
         return digest
 
     async def get(self, digest: str) -> bytes:
-        try:
-            return self.objects[digest]
-        except KeyError:
-            raise BlobMissing(digest) from None
+        data = self.objects.get(digest)
+        if data is None or hashlib.sha256(data).hexdigest() != digest:
+            raise BlobMissing(digest) if data is None else BlobCorrupt(digest)
+        return data
 
     async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
         return (await self.get(digest))[first_byte : first_byte + most_bytes]

@@ -10,10 +10,12 @@ import cloudpickle
 import pytest
 from gpubroker import Stopped
 from gpubroker.runtime.host import RunHost
-from gpubroker.runtime.items import ARRAY_VARIABLE, joined
+from gpubroker.runtime.items import ARRAY_VARIABLE
 from gpubroker.runtime.journal import START_OVER, Journal
 from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
 from gpubroker.runtime.objects import ObjectRef
+from gpubroker_server.core.domain.submission import ARRAY_IMPORT_FAILED
+from gpubroker_server.gateway.arrays.submit import joined
 
 from tests.client import runtime_jobs as jobs
 
@@ -124,7 +126,7 @@ def test_pickled_items_and_an_item_that_is_not_there() -> None:
 def test_items_that_cannot_be_opened_end_the_run() -> None:
     worker = Worker(double, b"\x80nonsense")
     failure = worker.next("ended")[8]
-    assert failure[0] == "import_failed"
+    assert failure[0] == ARRAY_IMPORT_FAILED
     assert "the items cannot be opened" in failure[1]
 
 
@@ -185,6 +187,9 @@ def test_a_command_gets_the_item_as_a_word(tmp_path: Path) -> None:
     [placed] = Worker([sys.executable, "-c", script, "{}", "x"], [path]).until_done((0, 1))
     assert placed[4] is None
     assert Path(path).read_text() == "x"
+    [inside] = Worker([sys.executable, "-c", script, "{}.txt", "{}"], [path]).until_done((0, 1))
+    assert inside[4] is None
+    assert Path(f"{path}.txt").read_text() == path
     [absent] = Worker(["/no/such/program"], [1]).until_done((0, 1))
     assert "cannot start" in absent[4][1]
 
@@ -224,7 +229,7 @@ def test_items_are_unpickled_for_functions_only(tmp_path: Path) -> None:
 
     worker = Worker(["true"], cloudpickle.dumps([Item()]))
     failure = worker.next("ended")[8]
-    assert failure[0] == "import_failed"
+    assert failure[0] == ARRAY_IMPORT_FAILED
     assert not trace.exists()
 
 

@@ -90,6 +90,20 @@ async def test_results_go_with_the_first_worker(store: TaskStore) -> None:
     assert await store.item_counts(ARRAY) == ItemCounts()
 
 
+async def test_the_first_worker_stays_as_long_as_another_has_not_ended(store: TaskStore) -> None:
+    """It keeps the terms and the results of the array."""
+    task, other = a_task(ARRAY), a_task("t2")
+    term = await with_gpu(store)
+    first = a_submission(task, labels={"array": ARRAY})
+    others = replace(first, task=other, like=first)
+    await store.submit_batch(BatchSubmission([first, others], answer="the terms"))
+    for worker, is_kept in ((task, True), (other, False)):
+        write = write_move(worker, Move.CANCELLED, finished_at=NOW)
+        await store.commit(term, [Decision(worker.id, "cancel", tasks=(write,))])
+        await pruned(store, term, cutoffs())
+        assert bool(await store.batch_answer(ARRAY)) is is_kept
+
+
 async def test_the_terms_are_kept_without_a_key(store: TaskStore) -> None:
     await with_gpu(store)
     first = a_submission(a_task("a1"))

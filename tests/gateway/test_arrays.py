@@ -171,6 +171,21 @@ async def test_results_are_paged_filtered_and_lines(gateway: Gateway, api: Clien
     assert [json.loads(line)["number"] for line in lines.text.splitlines()] == [0, 1, 4, 5]
 
 
+async def test_an_answer_ends_with_the_page_that_makes_it_large(
+    gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpubroker_server.gateway.arrays.items.MOST_BYTES", 300)
+    seen = await submitted(api, tuple(range(3)), max_parallel=1)
+    await gateway.admit(seen["id"])
+    for number in range(3):
+        await done(gateway, seen["id"], result(number, b'"' + b"x" * 200 + b'"'), number=number + 1)
+    path = f"/arrays/{seen['id']}/items"
+    first = (await api.get(path)).json()
+    assert ([item["number"] for item in first["items"]], first["has_more"]) == ([0, 1], True)
+    rest = (await api.get(path, params={"after": first["next_after"]})).json()
+    assert ([item["number"] for item in rest["items"]], rest["has_more"]) == ([2], False)
+
+
 async def test_failed_and_missing_items_are_done_again_when_the_array_has_ended(
     gateway: Gateway, api: Client
 ) -> None:
@@ -225,6 +240,21 @@ async def test_damaged_results_are_told(gateway: Gateway, api: Client) -> None:
     gateway.blobs.objects.clear()
     told = await api.get(f"/arrays/{seen['id']}/items")
     assert (told.status_code, told.json()["code"]) == (500, "result-damaged")
+
+
+async def test_the_leader_forgets_an_array_whose_workers_have_ended(gateway: Gateway, api: Client) -> None:
+    """Items may be left: nobody works on them any more."""
+    seen = await submitted(api, (1, 2), max_parallel=1)
+    await gateway.admit(seen["id"])
+    task, arrays = gateway.task(seen["id"]), Arrays(gateway.store, gateway.world)
+    report = ItemsReported(task.id, task.fence, gateway.clock.now(), 1, (), (), 1)
+    await arrays.drafts([report])
+    arrays.committed()
+    assert (list(arrays._works), list(arrays._array_of)) == ([task.id], [task.id])
+    await gateway.end(seen["id"])
+    await arrays.drafts([])
+    arrays.committed()
+    assert (arrays._works, arrays._array_of) == ({}, {})
 
 
 async def test_a_report_of_a_task_that_is_no_worker_changes_nothing(gateway: Gateway, api: Client) -> None:

@@ -152,8 +152,9 @@ class ArrayApi(Operations):
             broker.submit_array("team.checks:verify", files, max_parallel=8, item_retries=2)
             broker.submit_array(["convert", "{}", "--small"], names)
 
-        A function gets the item as its first argument, before `args` and `kwargs`. In a command the word `{}`
-        is replaced by the item. The other options are those of `submit`, for each worker. Raises Refused.
+        A function gets the item as its first argument, before `args` and `kwargs`. In a command each `{}` is
+        replaced by the item, also inside a word. The other options are those of `submit`, for each worker.
+        Raises Refused.
         """
         return (yield from self._submit_array(target, items, args, options))
 

@@ -317,7 +317,7 @@ class TaskApi(ObjectApi):
         The options are those of `LogOptions`: attempt, stream (stdout or stderr), rank, offset (in bytes) and
         follow, which goes on until the task has ended. Of a long log the middle is not kept; a line says so.
         """
-        return LogReading(_path(task), lambda: self._get(task), wanted)
+        return LogReading(_path(task), lambda: self._get(task), wanted, self._retry_seconds)
 
     @operation
     def estimates(self, subject: str | None = None) -> Steps[Page[Estimate]]:

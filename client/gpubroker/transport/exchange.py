@@ -20,7 +20,7 @@ _MODEL_CODES = frozenset({"model-not-ready", "model-not-loaded", "model-queue-ti
 """Problem codes about one model: the service itself is well."""
 
 _FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 5.0
 _NOTHING_DONE = frozenset({429, 503})
 """Statuses which promise that nothing was done and that a retry may help."""
 _UNKNOWN_OUTCOME = frozenset({502, 504})
@@ -80,8 +80,7 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
     """
     give_up_at: float | None = None
     for attempt in itertools.count():
-        longest_pause = min(_FIRST_PAUSE_SECONDS * 2**attempt, _LONGEST_PAUSE_SECONDS)
-        pause = longest_pause * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
+        pause = pause_seconds(attempt)
         try:
             answer = yield call
         except Unreachable as error:
@@ -101,6 +100,12 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
             raise failure
         yield Pause(pause)
     raise AssertionError("unreachable: count() does not end")
+
+
+def pause_seconds(attempt: int) -> float:
+    """Before the next, of attempts counted from 0."""
+    longest = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(attempt, 16), LONGEST_PAUSE_SECONDS)
+    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
 
 
 def error_of(answer: Answer) -> BrokerError:

@@ -42,6 +42,8 @@ class RunSpec:
 
 ARRAY_VARIABLE = "GPUBROKER_ARRAY"
 """Of the workers of an array: its id, and the limits of an item."""
+ARRAY_LABEL = "array"
+"""The label of its workers; its value is the array's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,10 @@ SECRET_MISSING = "secret_missing"  # noqa: S105  # not a secret: it says that on
 """Failure kind of a task whose tenant has deleted a secret that it names."""
 OBJECT_MISSING = "object_missing"
 """Failure kind of a task that opens an object which its tenant does not have any more."""
-WITHDRAWN = frozenset({ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, OBJECT_MISSING})
+ARRAY_IMPORT_FAILED = "array_import_failed"
+"""Failure kind of a worker of an array that cannot open its function or its items; `max_retries` of workers
+is for crashes of items."""
+WITHDRAWN = frozenset({ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING})
 """Failure kinds of starts that would fail as often as they are tried."""
 
 EntrypointPatterns = tuple[str, ...]

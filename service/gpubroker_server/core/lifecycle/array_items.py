@@ -24,6 +24,8 @@ _ABSENT, _OPEN, _HELD, _SUSPECT, _DONE = range(5)
 
 CHUNKS_AHEAD = 10
 """A run wants to hold about a second of work; without a given chunk, it gets more in tenths of that."""
+MOST_WANTED = 1000
+"""What a report costs the leader grows with the items that its run holds."""
 PAGE_BYTES = 4 * 2**20
 """A page of results ends at this size."""
 
@@ -98,8 +100,9 @@ class ArrayWork:
         held, failures = self._held[run]
         mine = [number for number in held if self._status[number] == _HELD]
         if not any(number in self._crashes for number in mine):
-            chunk = self.terms.chunk or max(1, wanted // CHUNKS_AHEAD)
+            wanted = min(wanted, MOST_WANTED)
             share = -(-self.left // (2 * len(self._held)))
+            chunk = self.terms.chunk or max(1, min(wanted // CHUNKS_AHEAD, share))
             lacking = max(chunk, min(wanted, share)) - len(mine)
             if lacking > 0:
                 mine += self._next_open(-(-lacking // chunk) * chunk)

@@ -195,7 +195,9 @@ class ModelTypeView(TypeDefaultsView):
 
 class ProfileDefaultsView(TypeDefaultsView):
     gpus: int | None
-    max_concurrency: Annotated[int | None, Field(description="Calls at once to an actor of a worker set.")]
+    max_concurrency: Annotated[
+        int | None, Field(description="A task finds it in GPUBROKER_MAX_CONCURRENCY; no other effect.")
+    ]
 
 
 class ProfileView(ProfileDefaultsView):

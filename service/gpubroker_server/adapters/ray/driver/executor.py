@@ -15,6 +15,7 @@ from gpubroker_server.adapters.ray.driver.reports import MALFORMED, AgentReports
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import (
+    KNOWS_ARRAYS,
     MEASURE,
     TELLS_LOGS,
     OrderWriter,
@@ -40,6 +41,7 @@ from gpubroker_server.core.domain.orders import (
     StopOrder,
     TermRefused,
 )
+from gpubroker_server.core.domain.submission import ARRAY_VARIABLE
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, Seconds, TaskId, Term
 from gpubroker_server.ports.executor import RunPayload
@@ -130,7 +132,7 @@ class RayExecutor:
         urgent = set()
         for order in orders:
             payload = payloads.get(order.task)
-            if isinstance(order, StartOrder) and (payload is None or not self._has_room_for(order, payload)):
+            if isinstance(order, StartOrder) and (payload is None or not self._can_start(order, payload)):
                 continue
             self._agents.on_order(order)
             if not isinstance(order, ForgetOrder):
@@ -264,9 +266,13 @@ class RayExecutor:
         self._state, self._message = "reconnecting" if had_agents else "failed", fault
         return had_agents
 
-    def _has_room_for(self, order: StartOrder, payload: RunPayload) -> bool:
+    def _can_start(self, order: StartOrder, payload: RunPayload) -> bool:
         """Notes a start that is sent, and answers one that is not."""
         run = order.task, order.fence, order.rank
+        if ARRAY_VARIABLE in payload.spec.env and 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS:
+            log.warning("the agent is of a release without arrays; this start waits", task=order.task)
+            self._report_never_started(run, self._clock.now())
+            return False
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
         if self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
             log.warning("too much is on its way to the agents; this start waits", task=order.task)

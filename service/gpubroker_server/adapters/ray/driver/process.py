@@ -112,8 +112,8 @@ class Driver:
         self._lineage, self._term = opening.lineage, opening.term
         self._links: dict[str, NodeLink] = {}
         """By node name."""
-        self._namesakes: set[str] = set()
-        """Ray nodes with the name of another node, of which that was logged."""
+        self._left_out: set[str] = set()
+        """Ray nodes whose name is of no use, of which that was logged."""
         self._bundles: list[dict[str, float]] = []
         """What Ray's autoscaler is to have room for."""
         self._bundles_changed = asyncio.Event()
@@ -245,10 +245,15 @@ class Driver:
     def _link(self, ray_node: str, node: dict[str, Any]) -> None:
         local = self._opening.local_node
         name = local or _name_of(node)
-        if name in self._links:
-            if ray_node not in self._namesakes:
-                self._namesakes.add(ray_node)
-                log.error("two nodes have one name; start one with a --node-name of its own", node=name)
+        fault = ""
+        if "/" in name:  # it parts the keys of devices
+            fault = "a node's name has a slash and it is left out; start it with a --node-name without one"
+        elif name in self._links:
+            fault = "two nodes have one name; start one with a --node-name of its own"
+        if fault:
+            if ray_node not in self._left_out:
+                self._left_out.add(ray_node)
+                log.error(fault, node=name)
             return
         cpus = None if local else float(node["Resources"]["CPU"])
         config = AgentConfig.from_json(self._opening.agent_config).on_node(name, cpus)
