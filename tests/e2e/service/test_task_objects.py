@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from gpubroker import Broker, ObjectRef, Refused, TaskFailed
 
+from tests.e2e.service_process import OPEN, until
 from tests.e2e.work import where_it_lies
 
 
@@ -29,6 +30,7 @@ def test_arguments_and_items_of_an_array_are_objects(broker: Broker) -> None:
     assert list(found) == [0.0, 10.0, 20.0]
     named = [{"object": item.id} for item in items]
     assert list(broker.map("tests.e2e.work:size_of", named, cpu=0.1)) == [10, 10, 10]
+    until(lambda: not list(broker.list(state=OPEN)), "the workers end")
 
 
 def test_a_task_whose_object_was_deleted_fails_when_it_starts_and_is_not_retried(broker: Broker) -> None:
