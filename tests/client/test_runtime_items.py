@@ -130,6 +130,11 @@ def test_items_that_cannot_be_opened_end_the_run() -> None:
     assert "the items cannot be opened" in failure[1]
 
 
+def test_a_command_opens_no_pickled_items() -> None:
+    failure = Worker(["true", "{}"], cloudpickle.dumps([1])).next("ended")[8]
+    assert failure[0] == ARRAY_IMPORT_FAILED
+
+
 def test_a_notice_ends_it_after_its_item_and_it_gives_the_others_back() -> None:
     began = threading.Event()
 

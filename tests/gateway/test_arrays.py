@@ -18,6 +18,13 @@ from tests.gateway.harness import PYTHON, Client, Gateway
 RUN = {"entrypoint": "myteam.checks:verify", "args": [3]}
 
 
+FUNCTION = {
+    "function": base64.b64encode(cloudpickle.dumps((len, (), {}))).decode(),
+    "python": PYTHON,
+    "cloudpickle": cloudpickle.__version__,
+}
+
+
 async def submitted(api: Client, items: Any = (1, 2, 3), **fields: Any) -> dict[str, Any]:
     body = {"run": RUN, "items": list(items) if isinstance(items, tuple) else items, **fields}
     answer = await api.post("/arrays", json=body)
@@ -94,10 +101,13 @@ async def test_large_items_are_one_object_of_all_workers(gateway: Gateway, api: 
 async def test_items_may_be_pickled_or_in_an_object(gateway: Gateway, api: Client) -> None:
     pickled = cloudpickle.dumps([{1}, {2}])
     given = {"pickled": base64.b64encode(pickled).decode(), "count": 2}
-    run = {"function": base64.b64encode(b"pickled").decode(), "python": PYTHON}
-    assert (await submitted(api, given, run=run))["total"] == 2
+    assert (await submitted(api, given, run=FUNCTION))["total"] == 2
     packed = (await api.post("/objects", content=pickled)).json()["id"]
-    assert (await submitted(api, {"object": packed, "count": 2}, run=run))["total"] == 2
+    stored = {"object": packed, "count": 2}
+    assert (await submitted(api, stored, run=FUNCTION))["total"] == 2
+    for items in (given, stored):  # to open them runs code, for which an entrypoint needs no scope
+        refused = await api.post("/arrays", json={"run": RUN, "items": items})
+        assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "pickled-items")
     listed = (await api.post("/objects", content=b"[1, 2, 3]")).json()["id"]
     assert (await submitted(api, {"object": listed}))["total"] == 3
     wrong = (await api.post("/objects", content=b"no list")).json()["id"]

@@ -79,17 +79,6 @@ async def test_many_objects_are_looked_for_page_by_page(api: Client, monkeypatch
     fault(await api.post("/arrays", json={"run": RUN, "items": [*items, {"object": OTHERS}]}), "/items/5")
 
 
-async def test_only_a_function_gets_pickled_items(api: Client) -> None:
-    """To unpickle them runs code of the submitter, which a token for entrypoints does not allow."""
-    pickled = {"pickled": base64.b64encode(b"\x80pickle").decode(), "count": 2}
-    stored = {"object": (await upload(api, b"\x80pickle"))["id"], "count": 2}
-    for items in (pickled, stored):
-        assert (await api.post("/arrays", json={"run": a_function(), "items": items})).status_code == 202
-    refused = await api.post("/arrays", json={"run": RUN, "items": pickled})
-    assert "function" in fault(refused, "/items/pickled")
-    assert "function" in fault(await api.post("/arrays", json={"run": RUN, "items": stored}), "/items/object")
-
-
 async def test_a_token_that_submits_tasks_may_have_objects_and_one_that_reads_may_not(
     gateway: Gateway,
 ) -> None:

@@ -169,7 +169,7 @@ class ItemWorker:
             call = with_objects(opened(self._order), self._objects.fetch)
         try:
             packed = self._packed_items
-            # Only a function may run code of its submitter, as unpickling does.
+            # To unpickle runs code of the submitter, which only a function may.
             is_pickled = self._order.kind == "function" and packed[:1] != b"["
             values = cloudpickle.loads(packed) if is_pickled else json.loads(packed)
             return list(values), call

@@ -33,7 +33,7 @@ def test_a_paused_tenant_starts_nothing_until_it_is_resumed_also_after_kill_9(
     assert guest.result(waits.id, timeout_seconds=PATIENCE_SECONDS) == 5
     phases = guest.get(runs.id).phases
     assert phases is not None
-    assert 0.0 < phases.admitted_seconds < phases.admitted_seconds + phases.starting_seconds
+    assert phases.starting_seconds > 0.0
 
 
 def test_a_paused_stream_starts_nothing_until_it_is_resumed(service: ServiceProcess) -> None:

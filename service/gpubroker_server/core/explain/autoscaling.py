@@ -1,4 +1,4 @@
-"""What waiting tasks lack, what all tasks together need, and which nodes nobody needs: for autoscalers."""
+"""What waiting tasks lack, what all tasks together need, and which nodes are idle: for autoscalers."""
 
 from bisect import bisect_right
 from collections import Counter

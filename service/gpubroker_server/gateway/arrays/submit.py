@@ -117,16 +117,18 @@ class GivenItems(NamedTuple):
 
 async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> GivenItems:
     """Raises Problem for items that cannot be counted, and for none."""
-    is_function = isinstance(body.run, Function)
+    is_pickled = isinstance(body.items, PickledItems) or (
+        isinstance(body.items, ObjectItems) and body.items.count is not None
+    )
+    if is_pickled and not isinstance(body.run, Function):
+        detail = "only a pickled function takes pickled items: to open them runs code; give a JSON array"
+        raise invalid(Fault(pointer="/items", detail=detail, code="pickled-items"))
     match body.items:
         case PickledItems():
-            if not is_function:
-                detail = "only a function gets pickled items; give an entrypoint or a command a JSON array"
-                raise invalid(Fault(pointer="/items/pickled", detail=detail, code="not-a-function"))
             return GivenItems(body.items.pickled, body.items.count, {})
         case ObjectItems():
             packed = await objects.read(await objects.find(tenant, body.items.object))
-            if is_function and body.items.count is not None and packed[:1] != b"[":
+            if body.items.count is not None and packed[:1] != b"[":
                 return GivenItems(packed, body.items.count, {})
             count, named = await asyncio.to_thread(_found_in, packed)
         case _:
@@ -145,7 +147,7 @@ def _found_in(packed: bytes) -> tuple[int, dict[str, str]]:
         found = None
     if isinstance(found, list):
         return len(found), objects_among(enumerate(found), "/items")
-    detail = "the object is no JSON array; only for a function it may be a pickled list, with its count"
+    detail = "the object is neither a JSON array nor a pickled list with its count"
     raise invalid(Fault(pointer="/items/object", detail=detail, code="not-a-list"))
 
 
