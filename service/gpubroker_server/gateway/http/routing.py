@@ -168,8 +168,11 @@ class Resource:
             declared[202] = {"model": view, "description": accepted}
         codes = problems.split()
         if scope is not None:
-            enough = scope if isinstance(scope, tuple) else (scope,)
-            options["dependencies"] = [Security(_BEARER, scopes=[each.value for each in enough])]
+            first, *others = scope if isinstance(scope, tuple) else (scope,)
+            options["dependencies"] = [Security(_BEARER, scopes=[first.value])]
+            # FastAPI would write several as if all were needed; requirements in a list are alternatives.
+            instead = {"security": [{"token": [each.value]} for each in others]} if others else {}
+            options["openapi_extra"] = options.get("openapi_extra", {}) | instead
             codes = ["unauthenticated", "forbidden", *codes]
         if view is not None:
             options["response_model"] = view
@@ -198,7 +201,10 @@ class DirectRoute(APIRoute):
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
         needed = [need for need in self.dependencies if isinstance(need, params.Security)]
-        self._scopes = [scope for need in needed for scope in need.scopes or ()]
+        instead = [each["token"] for each in (self.openapi_extra or {}).get("security", ())]
+        self._scopes = [
+            scope for scopes in (*(need.scopes for need in needed), *instead) for scope in scopes or ()
+        ]
         """Any of them will do."""
         self._readers = _readers_of(endpoint, self.param_convertors)
         self.app = self.answer
