@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpubroker.runtime.messages import TELLS_OUTPUT, RunOrder
+from gpubroker.runtime.messages import RESIZES, TELLS_OUTPUT, RunOrder
 from gpubroker_server.adapters.ray.agent.run_files import RunRecord
 from gpubroker_server.adapters.ray.agent.runner_process import own_start
 from gpubroker_server.adapters.ray.options import AgentConfig
@@ -83,6 +83,7 @@ ORDERS: tuple[Order, ...] = (
     ),
     GoOrder(*AT, "10.0.0.1:4711", rank=1),
     WorldOrder(*AT, (0, 1), rank=1),
+    WorldOrder(*AT, (0, 1, 2), rank=1, number=1),
     WatchOrder(*AT, 42, ((GPU, Mib(100)),)),
     StopOrder(*AT, StopReason.PREEMPT, Seconds(2.5), rank=1),
     StackOrder(*AT, "r1", rank=1),
@@ -155,8 +156,11 @@ CONFIG = AgentConfig(
 
 
 def orders_in(agent: int) -> Sequence[Order]:
-    """Those of this form: the one before knew no arrays and no stacks."""
-    return [order for order in ORDERS if agent > 8 or not isinstance(order, ItemsOrder | StackOrder)]
+    """Those of this form: the one before knew no arrays, no stacks, and no ranks that join."""
+    if agent > 8:
+        return ORDERS
+    before = [order for order in ORDERS if not isinstance(order, ItemsOrder | StackOrder)]
+    return [order for order in before if not isinstance(order, WorldOrder) or order.number is None]
 
 
 def news_of(runner: int) -> tuple[tuple[Any, ...], ...]:
@@ -172,12 +176,14 @@ def items(runner: int) -> Sequence[tuple[Any, ...]]:
         ("object", ("t", 3, 1), "abc", None, ("object_missing", "no")),
         ("part", ("t", 3, 1), "abc", 4, ""),
     )
+    of_growth = (("resized", ("t", 3, 1), (0, 1, 2), 1),) if runner >= RESIZES else ()
     return (
         *(new if runner > 5 else ()),
         ("share", RUN.to_wire()),
         own_start(RUN, config, Path("/runs/t.log"), "10.0.0.1"),
         ("go", ("t", 3, 1), "10.0.0.1:4711"),
         ("world", ("t", 3, 1), (0, 1)),
+        *of_growth,
         ("retell", ("t", 3, 1)),
         ("stop", ("t", 3, 1)),
     )

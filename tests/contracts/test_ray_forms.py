@@ -171,6 +171,7 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
         ("start_alone", RUN, ProcessSetup("instance", "nobody", "10.0.0.1", "n1"), Path("/runs/t.log")),
         ("go", key, "10.0.0.1:4711"),
         ("change_world", key, (0, 1)),
+        *([("change_world", key, (0, 1, 2), 1)] if runner >= messages.RESIZES else []),
         ("report_again", key),
         ("stop", key),
     ]

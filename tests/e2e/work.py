@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpubroker import Broker, Stopped, current_task
+from gpubroker.runtime.task import Workers
 
 from examples.gang import all_reduce
 
@@ -158,16 +159,23 @@ def count_together(witness: str, enough: str) -> dict[str, int]:
     return {"begun_at": begun_at, "steps": step}
 
 
-def go_on_with_fewer(witness: str) -> list[int]:
-    """Every rank writes whom it has left to work with; those that are let alone go on until `enough`."""
+def go_on_with_those_at_work(witness: str) -> list[int]:
+    """Every rank writes whom it works with, at its checkpoints; those that are let alone go on until
+    `enough`."""
     task = current_task()
     note(witness, f"{task.rank} began")
+
+    def tell(workers: Workers) -> None:
+        note(witness, f"{task.rank} works with {workers.ranks} in {workers.number}")
+
+    task.on_resize(tell)
+    if task.rank > 3:
+        tell(task.workers)
     while "enough" not in lines_of(witness):
         if task.wait_for_stop(0.02):
             note(witness, f"{task.rank} left")
             raise Stopped
-        if task.world_changed:
-            note(witness, f"{task.rank} works with {task.accept_world()}")
+        task.checkpoint()
     return list(task.members)
 
 

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import httpx
+from gpubroker import __version__
 from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
@@ -93,7 +94,7 @@ class Gateway:
         )
         self.progress: dict[TaskId, Progress] = {}
         self.executor: dict[str, Any] = {"state": "connected", "address": "here", "message": ""}
-        self.age = 0.0
+        self.age, self.leader_release = 0.0, __version__
         self.shutdowns: list[bool] = []
         self.forecast_starts: list[Forecast] = []
         self.term, self.leads, self.has_leader = Term(0), True, True
@@ -132,12 +133,11 @@ class Gateway:
         return ""
 
     def leader(self) -> LeaderSeen | None:
-        if not self.has_leader:
-            return None
-        return LeaderSeen(
+        seen = LeaderSeen(
             self.term, "here:1", self.clock.now(), self.executor, paused=self.paused_nodes,
-            silent=self.silent, lease_seconds=Seconds(2.0),
+            silent=self.silent, lease_seconds=Seconds(2.0), release=self.leader_release,
         )  # fmt: skip
+        return seen if self.has_leader else None
 
     def executor_status(self) -> dict[str, Any]:
         return self.executor

@@ -88,11 +88,11 @@ class RunHost:
         if task is not None:
             task.go(rank_zero_address)
 
-    def change_world(self, key: RunKey, ranks: Iterable[int]) -> None:
-        """Ranks have left. Nothing happens if the run has ended."""
+    def change_world(self, key: RunKey, ranks: Iterable[int], number: int | None = None) -> None:
+        """Ranks have joined, or have left. Nothing happens if the run has ended."""
         task = self._tasks.get(key)
         if task is not None:
-            task.shrink_world(ranks)
+            task.resize(ranks, number)
 
     def answer_items(self, key: RunKey, number: int, held: Iterable[Sequence[int]], *, is_over: bool) -> None:
         """The answer to a report of items. Nothing happens if the run has ended."""

@@ -20,6 +20,9 @@ speaks the one before. Both sides take the newest that they share."""
 TELLS_OUTPUT = 6
 """From this form on, a shared process reports what its runs print."""
 
+RESIZES = 6
+"""From this form on, a process knows that ranks may join its task."""
+
 URI_CHARS = 2048
 ADDRESS_CHARS = 255
 PROGRESS_CHARS = 500

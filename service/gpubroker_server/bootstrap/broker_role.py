@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import random
 
+from gpubroker import __version__
+
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import WallClock, boot_seconds
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
@@ -134,7 +136,7 @@ class BrokerRole:
         status, leader = dict(self.executor.status()), self.candidate.leader
         seen = LeaderSeen(
             term, self._name, self._follower.clock.now(), status, slots=self._slots.divided,
-            lease_seconds=self.candidate.seconds_left(),
+            lease_seconds=self.candidate.seconds_left(), release=__version__,
         )  # fmt: skip
         return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
 

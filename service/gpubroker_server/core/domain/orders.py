@@ -77,11 +77,13 @@ class GoOrder(_RunOrder):
 
 @value
 class WorldOrder(_RunOrder):
-    """Ranks have left a gang that goes on. Ranks never come back, so of two orders the one with fewer ranks
-    is newer."""
+    """Ranks have joined a running gang, or have left it."""
 
     ranks: tuple[int, ...]
+    """The ranks at work."""
     rank: int = 0
+    number: int | None = None
+    """The higher of two orders is the newer. None while none has joined: then the one with fewer ranks is."""
 
 
 @value

@@ -99,7 +99,8 @@ _REFUSALS = (
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
     "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes not-found result-damaged store-unavailable"
+    "tenant-queue-bytes not-found result-damaged leader-outdated "
+    "store-unavailable"
 )
 
 
@@ -222,6 +223,7 @@ async def retry_array(
 async def _store(call: Call, parts: Parts, array: NewArray, key: str | None, purpose: str) -> Response:
     """One commit for all of it. Raises Problem."""
     submissions, terms = parts.submissions, array.terms
+    submissions.leader.require("array")
     size_bytes = sum(worker.task.queued_bytes for worker in array.workers)
     submissions.check_queue(terms.tenant, len(array.workers), size_bytes)
     key = None if key is None else key.strip('"')

@@ -123,6 +123,13 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "Detection is not paused",
         "the leader holds no silent node back, so there is nothing to resume; GET /stats has its state",
     ),
+    "leader-outdated": ProblemKind(
+        409,
+        "The leader is of an earlier release, which does not know this",
+        "{what} needs a leader of gpubroker {since} or later, and {holder}, which leads, is of {found}; "
+        "nothing was changed. Upgrade the brokers, then send the request again",
+        retryable=True,
+    ),
     "token-exists": ProblemKind(
         409,
         "A token of this name exists",

@@ -48,20 +48,13 @@ class Call(Request):
     _whole_body: bytes | None = None
 
     async def body(self) -> bytes:
-        """All of it. Most bodies come in one message, for which Starlette's own stream is slow."""
+        """All of it."""
         if self._whole_body is None:
-            message = await self.receive()
-            chunks = [message.get("body", b"")]
-            while message.get("more_body", False):
-                message = await self.receive()
-                chunks.append(message.get("body", b""))
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            self._whole_body = b"".join(chunks)
+            self._whole_body = b"".join([part async for part in self.parts()])
         return self._whole_body
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body as it comes, which is not kept. Only for routes that do not ask for all of it."""
+        """The body as it comes, which is not kept. Starlette's own stream is slow for one message."""
         more = True
         while more:
             message = await self.receive()
@@ -168,11 +161,8 @@ class Resource:
             declared[202] = {"model": view, "description": accepted}
         codes = problems.split()
         if scope is not None:
-            first, *others = scope if isinstance(scope, tuple) else (scope,)
-            options["dependencies"] = [Security(_BEARER, scopes=[first.value])]
-            # FastAPI would write several as if all were needed; requirements in a list are alternatives.
-            instead = {"security": [{"token": [each.value]} for each in others]} if others else {}
-            options["openapi_extra"] = options.get("openapi_extra", {}) | instead
+            enough = scope if isinstance(scope, tuple) else (scope,)
+            options["dependencies"] = [Security(_BEARER, scopes=[each.value for each in enough])]
             codes = ["unauthenticated", "forbidden", *codes]
         if view is not None:
             options["response_model"] = view
@@ -201,10 +191,7 @@ class DirectRoute(APIRoute):
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
         needed = [need for need in self.dependencies if isinstance(need, params.Security)]
-        instead = [each["token"] for each in (self.openapi_extra or {}).get("security", ())]
-        self._scopes = [
-            scope for scopes in (*(need.scopes for need in needed), *instead) for scope in scopes or ()
-        ]
+        self._scopes = [scope for need in needed for scope in need.scopes or ()]
         """Any of them will do."""
         self._readers = _readers_of(endpoint, self.param_convertors)
         self.app = self.answer

@@ -53,10 +53,7 @@ async def check_objects(
     rows: ObjectRows, tenant: str, named: Mapping[str, str], now: Instant, object_seconds: Seconds
 ) -> None:
     """Raises Problem for objects that the tenant does not have. To name one is a use of it."""
-    ids = set(named.values())
-    if not ids:
-        return
-    known = await _known(rows, tenant, ids, now)
+    known = await _known(rows, tenant, set(named.values()), now)
     missing = [(place, id) for place, id in named.items() if id not in known]
     if missing:
         faults = (

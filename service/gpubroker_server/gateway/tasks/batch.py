@@ -105,7 +105,8 @@ class BatchView(TypedDict):
     Scope.TASKS_WRITE,
     BatchView,
     "malformed-json payload-too-large unsupported-media-type validation-failed batch-refused "
-    "idempotency-key-reused tenant-queue-full tenant-queue-bytes too-many-requests store-unavailable",
+    "idempotency-key-reused tenant-queue-full tenant-queue-bytes too-many-requests leader-outdated "
+    "store-unavailable",
     accepted="`all_or_nothing`: all of them are on disk.",
     status_code=207,
     response_description="Tasks with status 202 are on disk, all in one commit; the others have a problem.",

@@ -72,7 +72,7 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGN
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
     "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes store-unavailable",
+    "tenant-queue-bytes leader-outdated store-unavailable",
     status_code=202,
     response_description="The task is on disk and will run as soon as there is room.",
     responses={

@@ -103,6 +103,8 @@ def _carry_out(host: RunHost, item: tuple[Any, ...], protocol: int) -> None:
             host.go(RunKey(*key), rank_zero_address)
         case ("world", key, ranks):
             host.change_world(RunKey(*key), ranks)
+        case ("resized", key, ranks, number):
+            host.change_world(RunKey(*key), ranks, number)
         case ("items", key, number, held, is_over):
             host.answer_items(RunKey(*key), number, held, is_over=is_over)
         case ("object", key, id, shared, failure):

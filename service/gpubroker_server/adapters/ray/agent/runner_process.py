@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 from gpubroker.runtime.journal import START_OVER
-from gpubroker.runtime.messages import SPOKEN, Report, RunKey, RunOrder, newest_shared
+from gpubroker.runtime.messages import RESIZES, SPOKEN, Report, RunKey, RunOrder, newest_shared
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS
 from ray.exceptions import OutOfMemoryError, RayError
 
@@ -98,7 +98,9 @@ class RunnerProcess:
         self._waiting: list[tuple[Any, ...]] = []
 
     def send(self, *items: tuple[Any, ...]) -> None:
-        """Send orders; those of one turn of the event loop travel together."""
+        """Send orders; those of one turn of the event loop travel together. A process of an earlier release
+        does not learn that ranks have joined."""
+        items = tuple(item for item in items if item[0] != "resized" or self.protocol >= RESIZES)
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send_waiting)
         self._waiting += items

@@ -15,11 +15,12 @@ from gpubroker_server.adapters.ray.driver.reports import MALFORMED, AgentReports
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import (
-    KNOWS_ARRAYS,
+    KNOWS_ARRAYS_AND_OBJECTS,
     MEASURE,
     TELLS_LOGS,
     OrderWriter,
     log_order,
+    needs_arrays_or_objects,
     object_order,
     pack,
     run_of,
@@ -41,7 +42,6 @@ from gpubroker_server.core.domain.orders import (
     StopOrder,
     TermRefused,
 )
-from gpubroker_server.core.domain.submission import ARRAY_VARIABLE
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, Seconds, TaskId, Term
 from gpubroker_server.ports.executor import RunPayload
@@ -269,8 +269,11 @@ class RayExecutor:
     def _can_start(self, order: StartOrder, payload: RunPayload) -> bool:
         """Notes a start that is sent, and answers one that is not."""
         run = order.task, order.fence, order.rank
-        if ARRAY_VARIABLE in payload.spec.env and 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS:
-            log.warning("the agent is of a release without arrays; this start waits", task=order.task)
+        is_earlier = 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS_AND_OBJECTS
+        if is_earlier and needs_arrays_or_objects(payload):
+            log.warning(
+                "the agent is of a release without arrays and objects; this start waits", task=order.task
+            )
             self._report_never_started(run, self._clock.now())
             return False
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
