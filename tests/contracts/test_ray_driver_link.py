@@ -207,7 +207,7 @@ NAMED = ObjectRef("0a" * 32)
 async def test_an_agent_of_an_earlier_release_gets_no_array_and_no_object(
     bench: Bench, arguments: bytes, env: dict[str, str]
 ) -> None:
-    """It would call the function without an item, or with the name of the object, and say that all is well."""
+    """It would call the function without an item, or with the name of the object, and say all is well."""
     driver = await bench.driver()
     driver.send_reports(SEEN, protocol=8)
     await bench.executor.reports()
