@@ -4,7 +4,6 @@ Its events feed one World. Every answer is held against the OpenAPI document: st
 """
 
 import asyncio
-import hashlib
 import json
 import re
 import sys
@@ -39,11 +38,12 @@ from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, CommitVerdict
+from gpubroker_server.ports.store import CommitVerdict
 from jsonschema import Draft202012Validator
 
 from tests.builders import NOW, a_device, a_node, a_sample
 from tests.contracts.scenes import next_term
+from tests.memory_blobs import Blobs
 from tests.patience import PATIENCE_SECONDS
 
 P = TypeVar("P")
@@ -63,27 +63,6 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         self.at = Instant(self.at + seconds)
-
-
-class Blobs:
-    """Objects in memory, by digest."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-
-    async def put(self, data: bytes, *, owner: str) -> str:
-        digest = hashlib.sha256(data).hexdigest()
-        self.objects[digest] = data
-        return digest
-
-    async def get(self, digest: str) -> bytes:
-        data = self.objects.get(digest)
-        if data is None or hashlib.sha256(data).hexdigest() != digest:
-            raise BlobMissing(digest) if data is None else BlobCorrupt(digest)
-        return data
-
-    async def delete(self, digest: str) -> None:
-        del self.objects[digest]
 
 
 class Gateway:

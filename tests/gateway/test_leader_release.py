@@ -6,6 +6,7 @@ from tests.gateway.harness import Gateway, a_body, problem
 
 OLD = ("", "0.2.9")
 ARRAY = {"run": {"entrypoint": "myteam.jobs:f"}, "items": [1, 2]}
+OBJECT = {"run": {"entrypoint": "myteam.jobs:f", "args": [{"object": "0a" * 32}]}}
 NAMED = {**a_body(), "env": {"SEED": "secret:WANDB"}}
 
 
@@ -19,6 +20,7 @@ async def test_what_an_earlier_leader_does_not_know_is_refused_and_nothing_is_st
     for path, body in (
         ("/arrays", ARRAY),
         ("/tasks", NAMED),
+        ("/tasks", OBJECT),
         ("/tenants/default/pause", {}),
         ("/streams/nightly/resume", {}),
         ("/nodes/n1/cordon", {}),

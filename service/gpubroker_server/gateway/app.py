@@ -130,7 +130,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     submissions = Submissions(
         store, blobs, parts.secrets, world, parts.ids, clock, rules.defaults, parts.capacity,
         rules.permissions, records, limits.inline_bytes, limits.tenant_pending_tasks,
-        limits.tenant_pending_bytes, release,
+        limits.tenant_pending_bytes, release, limits.object_seconds,
     )  # fmt: skip
     requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds, release)
     storage = ObjectStorage(store, blobs, clock, limits)

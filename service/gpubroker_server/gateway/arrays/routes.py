@@ -37,6 +37,7 @@ from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer,
 from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
 from gpubroker_server.gateway.http.waiters import LeaderRequests
 from gpubroker_server.gateway.submission.again import again
+from gpubroker_server.gateway.submission.named_objects import objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Submissions,
@@ -129,6 +130,8 @@ async def submit_array(
     await submissions.check_allowed(call.identity, body, task)
     submissions.check_possible(task)
     spec = submissions.run_spec(body, body.run, learned)
+    named = {**objects_in_run(body.run, spec.arguments), **given.objects}
+    await submissions.check_objects(tenant, named)
     terms = terms_of(tenant, body, [(0, given.total)], submissions.clock.now())
     array = await new_array(submissions, task, spec, terms, joined(spec.arguments, given.packed))
     return await _store(call, parts, array, idempotency_key, "array")

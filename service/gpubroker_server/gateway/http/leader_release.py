@@ -19,6 +19,7 @@ _PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and 
 
 KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "array": Since("0.3.0", "arrays"),
+    "object": Since("0.3.0", "an object as an argument"),
     "secret": Since("0.3.0", "secrets in env"),
     "stack": Since("0.3.0", "reading stacks"),
     "pause": _PAUSE,

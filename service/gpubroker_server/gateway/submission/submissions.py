@@ -30,6 +30,7 @@ from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.status.task_view import CONCURRENCY_VARIABLE, PROFILE_VARIABLE, ROLES_VARIABLE
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, demand_of, first, subject_of
+from gpubroker_server.gateway.submission.named_objects import check_objects
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
 from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
 from gpubroker_server.ports.secrets import SecretStore
@@ -95,6 +96,8 @@ class Submissions:
     most_pending_bytes: int
     """Kept by them for their runs."""
     leader: LeaderRelease
+    object_seconds: Seconds
+    """An object is kept this long after its last use."""
 
     async def new_task(self, body: SubmitTask, tenant: str) -> PreparedTask:
         """The task that this body asks for. Raises Problem if the body is invalid; see also `check_allowed`
@@ -221,6 +224,13 @@ class Submissions:
         ]
         if faults:
             raise invalid(*faults)
+
+    async def check_objects(self, tenant: str, named: Mapping[str, str]) -> None:
+        """Raises Problem for those that the tenant does not have, or if the leader would not open them.
+        `named`: id by place."""
+        if named:
+            self.leader.require("object")
+            await check_objects(self.store, tenant, named, self.clock.now(), self.object_seconds)
 
     def check_queue(self, tenant: str, tasks: int = 1, size_bytes: int = 0) -> None:
         """Raises Problem if so many more, or what they keep, would be too much. A bound, not a count:

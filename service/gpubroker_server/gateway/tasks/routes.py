@@ -26,6 +26,7 @@ from gpubroker_server.gateway.status.records import (
 )
 from gpubroker_server.gateway.status.task_view import error_view, task_view
 from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
+from gpubroker_server.gateway.submission.named_objects import objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Stored,
@@ -114,6 +115,8 @@ async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -
         await submissions.check_allowed(call.identity, body, task)
         submissions.check_possible(task)
         submission = submission_of(task, submissions.run_spec(body, body.run, learned))
+        named = objects_in_run(body.run, submission.spec.arguments)
+        await submissions.check_objects(task.tenant, named)
         submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
     except Problem:
         known = await submissions.sent_before(call, key, "task")

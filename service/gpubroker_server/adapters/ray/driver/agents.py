@@ -21,6 +21,7 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.units import NodeName, release_numbers
 from gpubroker_server.ports.store import ReadTicks
+from gpubroker_server.ports.task_objects import ObjectQuestion
 
 IDLE_SECONDS = 1.0
 """A node has been idle for so long before its agent is replaced: the end of one run often begins the next."""
@@ -102,7 +103,7 @@ class NodeAgents:
         elif isinstance(order, ForgetOrder):
             agent.note(run, _FORGOTTEN)
 
-    def on_report(self, node: NodeName, report: Report) -> None:
+    def on_report(self, node: NodeName, report: Report | ObjectQuestion) -> None:
         agent, run = self._answering.get(node), run_of(report)
         if agent is None or run is None:
             return
