@@ -8,6 +8,7 @@ from gpubroker_server.core.domain.device import Device, DeviceSample, Node
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
 from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
+from gpubroker_server.core.domain.node_sample import NodeSample
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks
 from gpubroker_server.core.domain.task import Task, TaskState, stop_notice, stop_notices
@@ -71,6 +72,8 @@ class World:
         """Nodes on which anything changed that a plan depends on, time apart."""
         self.nodes: dict[NodeName, Node] = {}
         self.ledgers: dict[DeviceKey, DeviceLedger] = {}
+        self.node_samples: dict[NodeName, NodeSample] = {}
+        """The newest of each node."""
         self.inventory_version = 0
         """Rises with every new or changed node or device row."""
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
