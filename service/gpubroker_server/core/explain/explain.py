@@ -277,6 +277,10 @@ def _why(finding: DeviceFinding, task: Task) -> str:
             return "its node does not answer"
         case Verdict.CORDONED:
             return "its node is cordoned"
+        case Verdict.DISK_FULL:
+            return "a disk of its node is too full"
+        case Verdict.HELD_BACK:
+            return "background work may take no more of its node now"
         case Verdict.STALE:
             return "its memory use has not been reported lately"
         case Verdict.FITS:

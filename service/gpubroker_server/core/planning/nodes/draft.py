@@ -73,9 +73,8 @@ class Draft:
 
     def usable_nodes(self) -> Iterator[NodeName]:
         """Nodes on which something may be placed, in no order."""
-        full = self.world.full_disks
         nodes = self.world.nodes.values()
-        return (node.name for node in nodes if node.ready and not node.cordoned and node.name not in full)
+        return (row.name for row in nodes if row.ready and not (row.cordoned or self.full_disk(row.name)))
 
     def usable_ledgers(self, node: NodeName, policy: Policy, now: Instant) -> Iterator[DeviceLedger]:
         """Devices whose last sample is fresh enough, in key order."""
@@ -125,6 +124,10 @@ class Draft:
         for other in self._respected(node, task, priority):
             room = room.with_room_of(other, sign=-1)
         return room
+
+    def full_disk(self, node: NodeName) -> str:
+        """Which disk is too full for anything to start there; empty if none is."""
+        return self.world.full_disks.get(node, "")
 
     def is_closed_to(self, priority: int, node: NodeName) -> bool:
         """Whether work of this priority is background work, which may take no more of the node's GPUs."""
