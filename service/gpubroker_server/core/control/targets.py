@@ -5,8 +5,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.device import Device, Node, is_of_kind
-from gpubroker_server.core.domain.node_sample import NodeSample
+from gpubroker_server.core.domain.demand import (
+    Demand,
+    Labels,
+    PlacementConstraints,
+    may_use_device,
+    may_use_node,
+)
+from gpubroker_server.core.domain.device import NodeSample
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.world.ledger import DeviceLedger
@@ -26,7 +32,7 @@ class Measure(StrEnum):
     """Of the fullest watched disk."""
 
 
-class Scope(NamedTuple):
+class FleetScope(NamedTuple):
     """A part of the fleet."""
 
     kind: str = "all"
@@ -37,31 +43,31 @@ class Scope(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}" if self.name else self.kind
 
-    def has_node(self, node: Node, policy: Policy) -> bool:
+    def selector(self, policy: Policy) -> Demand | None:
+        """A demand that may use just its nodes and devices; None for a pool that is no longer configured."""
         match self.kind:
             case "node":
-                return node.name == self.name
+                return _on((("node", (self.name,)),))
             case "label":
                 key, _, value = self.name.partition("=")
-                return (key, value) in node.labels
+                return _on(((key, (value,)),))
             case "pool":
                 pool = next((pool for pool in policy.pools if pool.name == self.name), None)
-                return pool is not None and set(pool.nodes) <= set(node.labels)
-        return True
-
-    def has_device(self, device: Device, policy: Policy) -> bool:
-        """Of a node that it has."""
-        pool = next((pool for pool in policy.pools if (self.kind, self.name) == ("pool", pool.name)), None)
-        return pool is None or not pool.kinds or any(is_of_kind(device.kind, kind) for kind in pool.kinds)
+                return None if pool is None else _on(pool.nodes, pool.kinds)
+        return _on(())
 
 
-class Target(NamedTuple):
+def _on(nodes: Labels, kinds: tuple[str, ...] = ()) -> Demand:
+    return Demand(gpus=1, where=PlacementConstraints(kinds=kinds, nodes=nodes))
+
+
+class FleetTarget(NamedTuple):
     """Where a measure shall be: from `least` to `most`, both included."""
 
     measure: Measure
     least: float
     most: float
-    scope: Scope = Scope()
+    scope: FleetScope = FleetScope()
 
     @property
     def set_point(self) -> float:
@@ -120,19 +126,19 @@ def _share(used: int, total: int) -> float | None:
 
 
 def measured(
-    world: World, scopes: Iterable[Scope], policy: Policy, now: Instant
-) -> dict[Scope, dict[Measure, float | None]]:
+    world: World, scopes: Iterable[FleetScope], policy: Policy, now: Instant
+) -> dict[FleetScope, dict[Measure, float | None]]:
     """What each scope shows now. What was not measured for three periods counts nowhere."""
-    found: dict[Scope, dict[Measure, float | None]] = {}
+    found: dict[FleetScope, dict[Measure, float | None]] = {}
     for scope in dict.fromkeys(scopes):
-        sums = _Sums()
+        sums, selector = _Sums(), scope.selector(policy)
         for node in world.nodes.values():
-            if scope.has_node(node, policy):
+            if selector is not None and may_use_node(selector, node):
                 sample = world.node_samples.get(node.name)
                 if sample is not None and now - sample.at <= 3 * policy.sample_period_seconds:
                     sums.add_node(sample)
                 for ledger in _fresh(world, node.name, policy, now):
-                    if scope.has_device(ledger.device, policy):
+                    if may_use_device(selector, ledger.device):
                         sums.add_device(ledger)
         found[scope] = sums.values()
     return found
@@ -147,11 +153,11 @@ def _fresh(world: World, node: NodeName, policy: Policy, now: Instant) -> Iterat
 
 
 def follow(
-    before: Mapping[Target, Standing],
-    targets: Iterable[Target],
-    values: Mapping[Scope, Mapping[Measure, float | None]],
+    before: Mapping[FleetTarget, Standing],
+    targets: Iterable[FleetTarget],
+    values: Mapping[FleetScope, Mapping[Measure, float | None]],
     now: Instant,
-) -> dict[Target, Standing]:
+) -> dict[FleetTarget, Standing]:
     """How all targets fare now. One that is not measured stays in, or out, as it was."""
     after = {}
     for target in targets:

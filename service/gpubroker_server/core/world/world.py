@@ -4,11 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from gpubroker_server.core.domain.decisions import QueuePause, Request
-from gpubroker_server.core.domain.device import Device, DeviceSample, Node
+from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
 from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
-from gpubroker_server.core.domain.node_sample import NodeSample
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks
 from gpubroker_server.core.domain.task import Task, TaskState, stop_notice, stop_notices
