@@ -38,6 +38,7 @@ class Naive(NaiveLeavers):
         self.leases: list[Lease] = [lease for run in world.leases.values() for lease in run.values()]
         self.pledges: list[Pledge] = [pledge for mine in world.pledges.values() for pledge in mine.values()]
         self.measure = learn(self, world.mix.edition)
+        self.stream_weights = world.queue.stream_weights
         self.weigh(world)
         self.background = dict(world.background.left_mb)
         self.scopes = dict(world.background.scopes)

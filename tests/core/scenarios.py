@@ -221,7 +221,8 @@ class Story:
                 elif run := self._over(pick):
                     let_go(self.world, run)
             case "control":
-                self.world.control(background(self.world, pick), {})
+                weights = {"light": 3.0} if pick % 2 else {}
+                self.world.control(background(self.world, pick), {}, weights)
             case _:
                 self._change(what, pick)
         while decisions := settle_dependencies(self.world.awaited, self.world.tasks, Instant(self.now)):
@@ -308,6 +309,6 @@ def twin(world: World, seed: int) -> World:
     other.accounts.half_life_seconds = world.accounts.half_life_seconds
     for usage in world.accounts.rows():
         other.accounts.restore(usage)
-    other.control(world.background.copy(), world.full_disks)
+    other.control(world.background.copy(), world.full_disks, world.queue.stream_weights)
     other.measure(ledger.sample for ledger in world.ledgers.values() if ledger.sample is not None)
     return other

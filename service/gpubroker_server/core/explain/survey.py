@@ -134,7 +134,7 @@ def _judge(
         draft.headroom(node.name, task=task.id, priority=task.priority),
         draft.full_disk(node.name),
     )
-    closed = _closed(node, full_disk, gives_gpus=room.gives_gpus)
+    closed = _closed(node, full_disk, gives_gpus=room.gives_gpus or not demand.gpus)
     devices = tuple(
         _judge_device(ledger, task, closed, needs, is_open=is_open, is_stale=ledger.is_stale(now, period))
         for ledger in draft.ledgers_on(node.name)

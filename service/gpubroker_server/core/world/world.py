@@ -139,8 +139,15 @@ class World:
                     self.marks.mark(ledger.device.node)
                 self.learned.measure(ledger.holdings)
 
-    def control(self, background: BackgroundRoom, full_disks: Mapping[NodeName, str]) -> None:
-        """Take over what fleet control lets start from now on."""
+    def control(
+        self,
+        background: BackgroundRoom,
+        full_disks: Mapping[NodeName, str],
+        stream_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take over what fleet control lets start from now on, and how much each work stream counts."""
+        if stream_weights is not None and stream_weights != self.queue.stream_weights:
+            self.queue.weigh(stream_weights)
         before = {*self.background.closed(), *self.full_disks}
         after = {*background.closed(), *full_disks}
         self.background, self.full_disks = background, dict(full_disks)
