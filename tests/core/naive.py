@@ -17,6 +17,7 @@ from gpubroker_server.core.world.world import World
 
 from tests.core.naive_backfill import beside, other_way, stands_behind
 from tests.core.naive_gangs import a_rank, gang_step, runs
+from tests.core.naive_growth import growth_steps
 from tests.core.naive_leavers import NaiveLeavers, leave
 from tests.core.naive_moves import is_moving, kept
 from tests.core.naive_worth import fullest, learn, score
@@ -314,7 +315,7 @@ class Naive(NaiveLeavers):
                 steps.append(self.admit(task, node, devices))
             elif not pledged and (way := other_way(self, task, best)) is not None:
                 steps.append(self.evict(task, [(*self.pledged(task, one), ()) for one in way[0]], way[1]))
-        return steps
+        return [*steps, *growth_steps(self)]
 
     def pledged(self, task: Task, one: Any) -> tuple[str, int]:
         """What is pledged of a device, or of a node to a task without GPUs."""

@@ -226,8 +226,10 @@ def _whereabouts(task: Task) -> str:
         ready = sum(member.state is MemberState.READY for member in task.members)
         return f"{names}, {ready} of its {len(task.members)} ranks ready"
     left = sum(not member.takes_part for member in task.members)
+    joining = sum(member.is_joining for member in task.members)
     stopped_early = f", {left} more stopped early" if left else ""
-    return f"{names}, {len(task.members) - left} ranks{stopped_early}"
+    more = f", {joining} more joining" if joining else ""
+    return f"{names}, {len(task.members) - left - joining} ranks{more}{stopped_early}"
 
 
 def _overuse(world: World, task: Task) -> str:

@@ -13,6 +13,7 @@ from gpubroker_server.core.planning.decisions import admit, evict, withdraw
 from gpubroker_server.core.planning.find_way import Evict, Start, View, Wait, WaitReason, Way, search_way
 from gpubroker_server.core.planning.forecasts.limits import LimitReservations
 from gpubroker_server.core.planning.forecasts.reservations import Forecast, Reservations
+from gpubroker_server.core.planning.growth import more_ranks
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import NodeRooms
 from gpubroker_server.core.planning.nodes.offers import Offers
@@ -178,7 +179,10 @@ class Slice:
         """Begin the search for the next task; False at the end of the cycle or of the turn."""
         head = self._order.next(self._refusals)
         if head is None:
-            self.is_last = self._order.is_done
+            if self._order.is_done and not self.is_last:
+                # 6. What no task could take goes to running gangs that lack ranks.
+                self._decisions += more_ranks(self._view)
+                self.is_last = True
             return False
         task = self._view.draft.world.tasks[head.task]
         self._under_way = head, task, self._way_of(task)

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
 from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
-from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks
+from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks, vacant_bundles
 from gpubroker_server.core.domain.task import Task, TaskState, stop_notice, stop_notices
 from gpubroker_server.core.domain.units import (
     DeviceKey,
@@ -93,6 +93,8 @@ class World:
         self.active = DueTimes()
         """Active tasks, with the earliest instant at which a limit of theirs, or of a rank, can pass."""
         self.runs: dict[NodeName, set[TaskId]] = {}
+        self.growable: set[TaskId] = set()
+        """Running elastic gangs that lack ranks."""
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many tasks ever ended so; survives pruning."""
         self.preempted: Counter[str] = Counter()
@@ -358,6 +360,8 @@ class World:
         elif task.is_active:
             self._count_active(task, +1, grows=grows)
             self.active[task.id] = may_be_late_at(task)
+            if task.members and vacant_bundles(task):
+                self.growable.add(task.id)
 
     def _count_out(self, task: Task, *, grows: bool) -> None:
         if task.state is TaskState.PENDING:
@@ -368,6 +372,7 @@ class World:
         else:  # active: what has ended changes no more
             self._count_active(task, -1, grows=grows)
             self.active.pop(task.id, None)
+            self.growable.discard(task.id)
 
     def _count_active(self, task: Task, sign: int, *, grows: bool) -> None:
         for node, part in rank_tasks(task):

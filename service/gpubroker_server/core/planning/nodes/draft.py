@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.errors import Overcommitted
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.node_capacity import NodeHeadroom, NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, wildcard_limit
-from gpubroker_server.core.domain.ranks import needs_gpus, rank_task, rank_tasks, rank_tasks_on
+from gpubroker_server.core.domain.ranks import needs_gpus, rank_task, rank_tasks, rank_tasks_on, ranks_of
 from gpubroker_server.core.domain.task import MemberState, Task, TaskState, stop_notice, stop_notices
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId, node_of
 from gpubroker_server.core.domain.values import changed
@@ -196,6 +196,16 @@ class Draft:
             for lease in self.world.leases_of(after):
                 freeing_for, stopping = stop_notice(after, lease.rank)
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
+
+    def add_ranks(self, before: Task, after: Task) -> None:
+        """Enter the ranks that were added to a running gang."""
+        self._tasks[after.id] = after
+        for rank, node in ranks_of(after):
+            if rank >= len(before.members):
+                self._own_use(node).count(rank_task(after, rank), +1)
+                self.changes.mark(node)
+                if after.id not in self.world.runs.get(node, ()):
+                    self._admitted.setdefault(node, set()).add(after.id)
 
     def assume_started(self, task: TaskId) -> None:
         """As if the processes of a task that this draft admitted were at work."""
