@@ -10,7 +10,7 @@ from gpubroker_server.core.control.disk_guard import (
     DiskRules,
     FileClass,
     FileSeen,
-    Kept,
+    KeptBecause,
     choose,
     level_of,
     needed_bytes,
@@ -30,7 +30,7 @@ def a_file(path: str, file_class: FileClass = FileClass.LOG, *, days: float = 8.
     return FileSeen("/scratch", path, file_class, 100, modified_at)._replace(**about)
 
 
-def why_kept(*files: FileSeen, live: tuple[str, ...] = ()) -> dict[Kept, int]:
+def why_kept(*files: FileSeen, live: tuple[str, ...] = ()) -> dict[KeptBecause, int]:
     return dict(choose(files, live, ALL, NOW, RULES).kept)
 
 
@@ -53,7 +53,7 @@ def test_classes_go_in_their_order_and_the_oldest_first() -> None:
     ]
     cleaning = choose(files, (), ALL, NOW, RULES)
     assert [one.path for one in cleaning.files] == ["old.log", "new.log", "runs.db", "step-1", "copy"]
-    assert cleaning.kept == {Kept.NEWEST_CHECKPOINT: 1}
+    assert cleaning.kept == {KeptBecause.NEWEST_CHECKPOINT: 1}
     assert cleaning.freed_bytes == 500
 
 
@@ -61,7 +61,7 @@ def test_no_more_goes_than_is_needed() -> None:
     files = [a_file("a", days=10), a_file("b", days=9), a_file("c", days=8)]
     cleaning = choose(files, (), 101, NOW, RULES)
     assert [one.path for one in cleaning.files] == ["a", "b"]
-    assert cleaning.kept == {Kept.NOT_NEEDED: 1}
+    assert cleaning.kept == {KeptBecause.NOT_NEEDED: 1}
     assert choose(files, (), 0, NOW, RULES).files == ()
 
 
@@ -71,13 +71,13 @@ def test_what_is_needed_brings_the_disk_down_to_the_first_threshold() -> None:
 
 
 def test_what_stays() -> None:
-    assert why_kept(a_file("a", is_open=True)) == {Kept.OPEN: 1}
-    assert why_kept(a_file("a", days=6.9)) == {Kept.YOUNG: 1}
+    assert why_kept(a_file("a", is_open=True)) == {KeptBecause.OPEN: 1}
+    assert why_kept(a_file("a", days=6.9)) == {KeptBecause.YOUNG: 1}
     assert why_kept(a_file("a", FileClass.EMPTY_DATABASE, has_journal=True, is_empty=True)) == {
-        Kept.HAS_JOURNAL: 1
+        KeptBecause.HAS_JOURNAL: 1
     }
-    assert why_kept(a_file("a", FileClass.EMPTY_DATABASE)) == {Kept.HAS_ROWS: 1}
-    assert why_kept(a_file("a", FileClass.REDUNDANT)) == {Kept.NOT_SYNCED: 1}
+    assert why_kept(a_file("a", FileClass.EMPTY_DATABASE)) == {KeptBecause.HAS_ROWS: 1}
+    assert why_kept(a_file("a", FileClass.REDUNDANT)) == {KeptBecause.NOT_SYNCED: 1}
 
 
 def test_the_newest_checkpoint_of_a_directory_and_that_of_a_live_task_stay() -> None:
@@ -88,7 +88,7 @@ def test_the_newest_checkpoint_of_a_directory_and_that_of_a_live_task_stay() -> 
     ]
     cleaning = choose(files, ["/scratch/x/step-1"], ALL, NOW, RULES)
     assert [one.path for one in cleaning.files] == ["y/step-1", "x/step-2", "y/step-2"]
-    assert cleaning.kept == {Kept.NEWEST_CHECKPOINT: 2, Kept.OF_LIVE_TASK: 1}
+    assert cleaning.kept == {KeptBecause.NEWEST_CHECKPOINT: 2, KeptBecause.OF_LIVE_TASK: 1}
 
 
 FILES = st.lists(

@@ -79,7 +79,7 @@ class FileSeen(NamedTuple):
         return f"{self.root}/{self.path}"
 
 
-class Kept(StrEnum):
+class KeptBecause(StrEnum):
     """Why a file is left where it is; the first that applies."""
 
     OPEN = "open"
@@ -98,7 +98,7 @@ class Cleaning:
     """What would go, in this order, and why the rest stays."""
 
     files: tuple[FileSeen, ...]
-    kept: Mapping[Kept, int]
+    kept: Mapping[KeptBecause, int]
     """How many files."""
 
     @property
@@ -120,7 +120,7 @@ def choose(
     """
     files, live = list(seen), frozenset(live_checkpoints)
     newest = _newest_checkpoints(files)
-    kept: Counter[Kept] = Counter()
+    kept: Counter[KeptBecause] = Counter()
     may_go = []
     for one in files:
         why = _why_kept(one, newest, live, now, rules)
@@ -132,7 +132,7 @@ def choose(
     chosen, freed_bytes = [], 0
     for one in may_go:
         if freed_bytes >= needed_bytes:
-            kept[Kept.NOT_NEEDED] += 1
+            kept[KeptBecause.NOT_NEEDED] += 1
             continue
         chosen.append(one)
         freed_bytes += one.size_bytes
@@ -159,20 +159,20 @@ def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
 
 def _why_kept(
     one: FileSeen, newest: frozenset[str], live: frozenset[str], now: Instant, rules: DiskRules
-) -> Kept | None:
+) -> KeptBecause | None:
     if one.is_open:
-        return Kept.OPEN
+        return KeptBecause.OPEN
     if now - one.modified_at < rules.old_seconds:
-        return Kept.YOUNG
+        return KeptBecause.YOUNG
     match one.file_class:
         case FileClass.EMPTY_DATABASE if one.has_journal:
-            return Kept.HAS_JOURNAL
+            return KeptBecause.HAS_JOURNAL
         case FileClass.EMPTY_DATABASE if not one.is_empty:
-            return Kept.HAS_ROWS
+            return KeptBecause.HAS_ROWS
         case FileClass.CHECKPOINT if one.whole_path in live:
-            return Kept.OF_LIVE_TASK
+            return KeptBecause.OF_LIVE_TASK
         case FileClass.CHECKPOINT if one.whole_path in newest:
-            return Kept.NEWEST_CHECKPOINT
+            return KeptBecause.NEWEST_CHECKPOINT
         case FileClass.REDUNDANT if not one.is_synced:
-            return Kept.NOT_SYNCED
+            return KeptBecause.NOT_SYNCED
     return None
