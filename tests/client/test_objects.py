@@ -30,10 +30,11 @@ def listed(*items: dict[str, Any], cursor: str | None = None) -> Reply:
 
 def test_all_objects_are_fetched_page_by_page(service: RecordedService, do: Do) -> None:
     service.reply_with(listed(stored(A), cursor="on"), listed(stored(B)))
-    first, second = do("objects")
+    first, second = do("objects", sort="-size")
     assert (first.id, second.id, first.size_bytes) == (A, B, 8)
     assert first.expires_at == datetime(2026, 11, 22, 10, 2, 11, tzinfo=UTC)
-    assert [dict(request.params).get("cursor") for request in service.requests] == [None, "on"]
+    asked = [dict(request.params) for request in service.requests]
+    assert [(params.get("cursor"), params["sort"]) for params in asked] == [(None, "-size"), ("on", "-size")]
 
 
 def test_object_usage_has_the_use_and_the_limit(service: RecordedService, do: Do) -> None:

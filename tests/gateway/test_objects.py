@@ -76,6 +76,22 @@ async def test_a_tenant_lists_its_objects_in_pages_with_count_and_limit(gateway:
     assert (await other.get("/objects")).json()["counted_bytes"] == 4096
 
 
+@pytest.mark.parametrize("sort", ["id", "-id", "created", "-created", "size", "-size"])
+async def test_objects_are_sorted_page_by_page_as_asked(gateway: Gateway, sort: str) -> None:
+    mine = []
+    for size in (3, 1, 2, 3):
+        gateway.clock.advance(0.25)
+        mine.append(await upload(gateway.admin, b"%d" % len(mine) * size))
+    field = {"id": "id", "created": "created_at", "size": "size_bytes"}[sort.strip("-")]
+    expected = sorted(mine, key=lambda one: (one[field], one["id"]), reverse=sort[0] == "-")
+    page = (await gateway.admin.get(f"/objects?limit=3&sort={sort}")).json()
+    cursor = page["next_cursor"]
+    rest = (await gateway.admin.get(f"/objects?limit=3&sort={sort}&cursor={cursor}")).json()
+    assert page["items"] + rest["items"] == expected
+    other = "size" if field == "created_at" else "created"
+    problem(await gateway.admin.get(f"/objects?sort={other}&cursor={cursor}"), 400, "cursor-invalid")
+
+
 async def test_an_expired_object_is_neither_listed_nor_counted(gateway: Gateway) -> None:
     await upload(gateway.admin)
     gateway.clock.advance(DAY / 2)

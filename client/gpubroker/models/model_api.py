@@ -212,14 +212,15 @@ class ModelApi(Operations):
         return decode(StoredObject, (yield from self._send(upload_call(body))).json(), **array)
 
     @listing
-    def objects(self) -> Pages[StoredObject]:
-        """All objects of your tenant, by id, fetched page by page as they are used.
+    def objects(self, *, sort: str | None = None) -> Pages[StoredObject]:
+        """All objects of your tenant, fetched page by page as they are used. `sort`: id (the default),
+        created or size; with a `-` before it, the latest or the largest first.
 
         Datatype and shape of an array are only in the answer of `upload`.
         """
 
         def fetch(cursor: str | None) -> Steps[Page[StoredObject]]:
-            raw = yield from self._ask("GET", "/objects", limit=_OBJECTS_PER_PAGE, cursor=cursor)
+            raw = yield from self._ask("GET", "/objects", limit=_OBJECTS_PER_PAGE, sort=sort, cursor=cursor)
             return page_of(StoredObject, raw)
 
         return Pages(fetch)

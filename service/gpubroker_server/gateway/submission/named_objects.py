@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.submission.task_body import Function
-from gpubroker_server.ports.objects import IDLE_SHARE, ObjectRows, StoredObject
+from gpubroker_server.ports.objects import IDLE_SHARE, ObjectOrder, ObjectRows, SortKey, StoredObject
 
 _ID: Final = re.compile("[0-9a-f]{64}")
 _MARK: Final = b'{"object":"'
@@ -73,10 +73,10 @@ async def _known(rows: ObjectRows, tenant: str, ids: set[str], now: Instant) -> 
         found = [await rows.stored_object(tenant, id) for id in sorted(ids)]
         return {kept.digest: kept for kept in found if kept is not None and kept.expires_at > now}
     known: dict[str, StoredObject] = {}
-    after = ""
-    while page := await rows.stored_objects(tenant, now, after=after, limit=_PAGE):
+    after: SortKey = ()
+    while page := await rows.stored_objects(tenant, now, ObjectOrder(), after=after, limit=_PAGE):
         known |= {kept.digest: kept for kept in page if kept.digest in ids}
-        after = page[-1].digest
+        after = (page[-1].digest,)
     return known
 
 
