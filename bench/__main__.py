@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "pickup",
             "preempt",
             "logs",
+            "objects",
             "queues",
             "restart",
             "soak",

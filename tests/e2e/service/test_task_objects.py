@@ -3,6 +3,7 @@
 import filecmp
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from gpubroker import Broker, ObjectRef, Refused, TaskFailed
 
+from bench import objects
 from tests.e2e.service_process import OPEN, ServiceProcess, environment, until
 from tests.e2e.work import where_it_lies
 
@@ -65,6 +67,15 @@ def test_a_result_beyond_the_limit_becomes_an_object_that_the_next_task_reads(
     stored = ObjectRef(outcome.value["object"])
     assert broker.result(broker.submit(len, stored, cpu=1)) >= size
     broker.delete_object(stored.id)
+
+
+def test_a_small_form_of_the_benchmark_compares_with_plain_ray(broker: Broker) -> None:
+    """Each side checks what its tasks have read."""
+    small = Namespace(mb=1, reads=3, rounds=1)
+    stored, read = objects.against_ray(broker, "sqlite", small, "")
+    assert [stored.figure, read.figure] == ["objects.stored_1mb", "objects.read_1mb"]
+    assert [stored.n, read.n] == [1, 3]
+    assert all(figure.baseline and figure.ratio for figure in (stored, read))
 
 
 SIZE_MB, MOST_MB = 128, 48
