@@ -230,12 +230,16 @@ async def test_an_unknown_or_unfitting_object_is_refused(
     assert gateway.world.tasks == {}
 
 
-async def test_the_objects_of_one_inference_have_a_limit_in_bytes() -> None:
-    async with a_gateway(serving=OPEN, inference_object_bytes=15) as gateway:
+async def test_objects_that_a_request_copies_have_a_limit_in_bytes() -> None:
+    async with a_gateway(serving=OPEN, copied_object_bytes=15) as gateway:
         body = naming((await upload(gateway.admin))["id"])
         body["inputs"].append({**body["inputs"][0], "name": "y"})
         refused = await gateway.admin.post("/inferences", json=body)
-        assert "may have 15 bytes, and these have 16" in fault(refused, "/inputs")
+        assert "may have 15 bytes, and here they have 16" in fault(refused, "/inputs")
+        items = {"object": (await upload(gateway.admin, b"[1, 2, 3, 4, 5, 6]"))["id"]}
+        run = {"entrypoint": "myteam.jobs:f"}
+        refused = await gateway.admin.post("/arrays", json={"run": run, "items": items})
+        assert "limits.copied_object_bytes" in fault(refused, "/items/object")
 
 
 async def test_lost_bytes_of_an_object_are_reported(gateway: Gateway) -> None:

@@ -1,12 +1,14 @@
 """Objects as arguments on real Ray: one copy per node, which no run can change; large results."""
 
 import filecmp
+import json
 import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from gpubroker import Broker, ObjectRef, Refused, TaskFailed
@@ -36,6 +38,12 @@ def test_arguments_and_items_of_an_array_are_objects(broker: Broker) -> None:
     assert list(found) == [0.0, 10.0, 20.0]
     named = [{"object": item.id} for item in items]
     assert list(broker.map("tests.e2e.work:size_of", named, cpu=0.1)) == [10, 10, 10]
+    listed = {"object": broker.upload(json.dumps(named).encode()).id}
+    body = {"run": {"entrypoint": "tests.e2e.work:size_of"}, "items": listed, "resources": {"cpu": 0.1}}
+    headers = {"Authorization": f"Bearer {broker.connection.token}"}
+    array = httpx.post(f"{broker.connection.url}/arrays", json=body, headers=headers).json()
+    until(lambda: broker.array(array["id"]).state == "succeeded", "items that an object lists are done")
+    assert [item.value for item in broker.array_items(array["id"])] == [10, 10, 10]
     until(lambda: not list(broker.list(state=OPEN)), "the workers end")
 
 

@@ -22,8 +22,8 @@ class RequestLimits:
     batch_body_bytes: int = 16 * 1024 * 1024
     object_bytes: int = 1024**3
     """The largest object that may be uploaded."""
-    inference_object_bytes: int = 16 * 1024 * 1024
-    """The most that all objects of one inference may have."""
+    copied_object_bytes: int = 16 * 1024 * 1024
+    """The most that the objects have of which one request takes a copy."""
     tenant_object_bytes: int = 4 * 1024**3
     tenant_objects: int = 10_000
     """Both limits are for all objects of a tenant."""

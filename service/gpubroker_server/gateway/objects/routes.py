@@ -117,14 +117,23 @@ class ObjectStorage:
         if faults:
             raise invalid(*faults)
         kept = {object_id: row for object_id, row in found.items() if row is not None}
-        total, most = sum(kept[it].size_bytes for it in named.values()), self.limits.inference_object_bytes
-        if total > most:
-            detail = (
-                f"the objects of one inference may have {most} bytes, and these have {total}; split the "
-                "inference, or raise limits.inference_object_bytes"
-            )
-            raise invalid(Fault(pointer="/inputs", detail=detail, code="objects-too-large"))
+        self._check_copied(sum(kept[it].size_bytes for it in named.values()), "/inputs")
         return {object_id: await self.read(row) for object_id, row in kept.items()}
+
+    async def copied(self, tenant: str, object_id: str, at: str) -> bytes:
+        """The bytes of an object that a request takes a copy of; `at` points to it. Raises Problem."""
+        kept = await self.find(tenant, object_id)
+        self._check_copied(kept.size_bytes, at)
+        return await self.read(kept)
+
+    def _check_copied(self, size_bytes: int, at: str) -> None:
+        most = self.limits.copied_object_bytes
+        if size_bytes > most:
+            detail = (
+                f"the objects that one request copies may have {most} bytes, and here they have "
+                f"{size_bytes}; split the request, or raise limits.copied_object_bytes"
+            )
+            raise invalid(Fault(pointer=at, detail=detail, code="objects-too-large"))
 
     async def _kept(self, tenant: str, object_id: str) -> StoredObject | None:
         if not is_object_id(object_id):
