@@ -5,16 +5,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
 
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.units import Instant, Seconds
 
 LEAST_BYTES: Final = 4096
 """The least that an object counts in a quota, as on a disk."""
 
 
-IDLE_SHARE: Final = 0.1
+_IDLE_SHARE: Final = 0.1
 """A use is stored only once this share of the retention time has passed: each is a write."""
-
-
 SortKey = tuple[float | str, ...]
 """A row's place in a sorted list: numbers, and its id."""
 
@@ -31,6 +29,11 @@ class StoredObject:
     @property
     def counted_bytes(self) -> int:
         return max(self.size_bytes, LEAST_BYTES)
+
+    def end_after_use(self, now: Instant, object_seconds: Seconds) -> Instant | None:
+        """Until when a use keeps it, if that has to be stored."""
+        expires_at = Instant(now + object_seconds)
+        return expires_at if expires_at - self.expires_at > _IDLE_SHARE * object_seconds else None
 
 
 class ObjectSort(StrEnum):

@@ -26,8 +26,8 @@ from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.objects.transfer import PART_BYTES, Span, Upload, span_of
+from gpubroker_server.gateway.submission.named_objects import unknown_object
 from gpubroker_server.ports.objects import (
-    IDLE_SHARE,
     LEAST_BYTES,
     Counted,
     ObjectOrder,
@@ -142,8 +142,8 @@ class ObjectStorage:
         return row if row is not None and row.expires_at > self.clock.now() else None
 
     async def _note_use(self, kept: StoredObject) -> None:
-        expires_at = self._expires_at()
-        if expires_at - kept.expires_at > IDLE_SHARE * self.limits.object_seconds:
+        expires_at = kept.end_after_use(self.clock.now(), self.limits.object_seconds)
+        if expires_at is not None:
             await self.store.extend_object(kept.tenant, kept.digest, expires_at)
 
     def _damaged(self, kept: StoredObject) -> Problem:
@@ -157,10 +157,7 @@ class ObjectStorage:
         return Instant(self.clock.now() + self.limits.object_seconds)
 
     def _unknown(self, object_id: str) -> str:
-        return (
-            f'you have no object "{object_id[:100]}"; objects are kept for {self.limits.object_seconds:g} '
-            "seconds after their last use: upload it with POST /objects"
-        )
+        return unknown_object(object_id, self.limits.object_seconds)
 
     def _full(self, given: StoredObject, counted: Counted) -> Problem:
         limits = self.limits

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.submission.task_body import Function
-from gpubroker_server.ports.objects import IDLE_SHARE, ObjectOrder, ObjectRows, SortKey, StoredObject
+from gpubroker_server.ports.objects import ObjectOrder, ObjectRows, SortKey, StoredObject
 
 _ID: Final = re.compile("[0-9a-f]{64}")
 _MARK: Final = b'{"object":"'
@@ -57,13 +57,13 @@ async def check_objects(
     missing = [(place, id) for place, id in named.items() if id not in known]
     if missing:
         faults = (
-            Fault(pointer=place, detail=_unknown(id, object_seconds), code="unknown-object")
+            Fault(pointer=place, detail=unknown_object(id, object_seconds), code="unknown-object")
             for place, id in missing[:_MOST_NAMED]
         )
         raise invalid(*faults)
-    expires_at = Instant(now + object_seconds)
     for kept in known.values():
-        if expires_at - kept.expires_at > IDLE_SHARE * object_seconds:
+        expires_at = kept.end_after_use(now, object_seconds)
+        if expires_at is not None:
             await rows.extend_object(tenant, kept.digest, expires_at)
 
 
@@ -80,8 +80,8 @@ async def _known(rows: ObjectRows, tenant: str, ids: set[str], now: Instant) -> 
     return known
 
 
-def _unknown(id: str, object_seconds: Seconds) -> str:
+def unknown_object(id: str, object_seconds: Seconds) -> str:
     return (
-        f'you have no object "{id}"; objects are kept for {object_seconds:g} seconds after their last use: '
-        "upload it with POST /objects"
+        f'you have no object "{id[:100]}"; objects are kept for {object_seconds:g} seconds after their last '
+        "use: upload it with POST /objects"
     )
