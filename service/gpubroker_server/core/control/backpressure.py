@@ -22,7 +22,9 @@ class Pressure(NamedTuple):
     value: float | None
     high: float
     closed_below: int
-    """Tasks with a priority below it are refused."""
+    """Tasks with a priority below it are refused ..."""
+    retry_after_seconds: Seconds
+    """... and their clients asked to try again so much later."""
 
 
 def follow(

@@ -35,6 +35,7 @@ class FleetRules:
     thresholds: Mapping[str, Threshold] = field(default_factory=dict)
     """Of backpressure, by name; `queue:*` is for each tenant by itself."""
     next_band_seconds: Seconds = Seconds(60.0)
+    retry_after_seconds: Seconds = Seconds(30.0)
 
 
 class TargetSeen(NamedTuple):
@@ -77,15 +78,14 @@ class FleetControl:
         self._stepped_at: Instant | None = None
 
     def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
-        """Look at everything once, and let the World know what may start from now on. Returns what the log is
-        to say of it. `pressures`: what backpressure looks at, by name."""
+        """Look at everything once; returns what the log is to say of it. `pressures`: what backpressure looks
+        at, by name."""
         rules = self._rules
         scopes = [target.scope for target in rules.targets]
         values = measured(world, scopes, self._policy, now)
         before, self._standings = self._standings, follow_targets(self._standings, rules.targets, values, now)
         notices = [*self._constraints(before)]
         background_mb = self._follow_controls(world, now)
-        world.control(background_room(world, self._policy, background_mb), world.full_disks)
         notices += self._follow_idle(world, now)
         notices += self._follow_pressures(pressures, now)
         self._stepped_at = now
@@ -143,7 +143,7 @@ class FleetControl:
             if one.name not in known:
                 about: dict[str, Any] = {
                     "utilization": one.utilization,
-                    "idle_seconds": one.idle_seconds,
+                    "idle_seconds": now - one.since,
                     "threshold": rules.below,
                 }
                 yield Notice("fleet.IDLE_RESOURCE_DETECTED", one.name, about)
@@ -165,7 +165,8 @@ class FleetControl:
             if alarm.is_on:
                 below = closed_below(alarm, now, self._rules.next_band_seconds)
                 high = thresholds[threshold_name(name, thresholds)].high
-                yield Pressure(name, alarm.since, values.get(name), high, below)
+                again = self._rules.retry_after_seconds
+                yield Pressure(name, alarm.since, values.get(name), high, below, again)
 
 
 def background_room(world: World, policy: Policy, left_mb: Mapping[str, int]) -> BackgroundRoom:
