@@ -67,7 +67,7 @@ async def test_what_it_finds_is_in_the_log_and_published(tmp_path: Path) -> None
 
 async def test_how_long_admissions_take_is_what_the_last_one_had_waited(tmp_path: Path) -> None:
     async with a_stage(tmp_path) as stage:
-        stage.fleet_rules = FleetRules(thresholds={"admission_seconds": Threshold(1.5, 0.5)})
+        stage.fleet_rules = FleetRules(thresholds={"admission_seconds": Threshold(2.5, 0.5)})
         await stage.lead()
         for name in ("first", "second"):
             await stage.submit(name, seconds=1.0, gpu_mb=20 * GIB)

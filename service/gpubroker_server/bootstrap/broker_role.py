@@ -14,6 +14,8 @@ from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.adapters.triton.server_process import is_gone
 from gpubroker_server.bootstrap.compose import (
+    fleet_rules_of,
+    host_use,
     hosts_of,
     inventory_rules_of,
     leader_term_rules_of,
@@ -21,7 +23,6 @@ from gpubroker_server.bootstrap.compose import (
     policy_of,
     retention_of,
 )
-from gpubroker_server.bootstrap.fleet import fleet_rules_of, host_use
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.bootstrap.model_servers import inference_clients_of, inference_desk_of
 from gpubroker_server.bootstrap.run_access import RunAccess, secrets_of
