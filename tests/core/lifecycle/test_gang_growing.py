@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.orders import Ending, GoOrder, StopOrder, WorldOrder
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.ranks import MOST_FAILED_JOINS, MOST_RANKS, vacant_bundles, world_number
-from gpubroker_server.core.domain.task import Member, MemberState, Task, TaskState
+from gpubroker_server.core.domain.task import Member, MemberState, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
@@ -17,21 +17,21 @@ from gpubroker_server.core.world.event_codec import members_fields, members_from
 from gpubroker_server.core.world.events import events_of
 
 from tests.builders import GIB, a_device, a_node, a_task, a_world, check_ledger, commit, submit
-from tests.core.elastic import BIG, LATER, comes, elastic, orders_of, plan, seen, state_of, wait
+from tests.core.elastic import (
+    BIG,
+    LATER,
+    comes,
+    elastic,
+    on_one_node,
+    orders_of,
+    plan,
+    seen,
+    state_of,
+    wait,
+)
 from tests.core.gangs import Agents, a_gang, admit_all, bundles, leases, states, stopped
 
 READY, PLACED, LEAVING, LEFT, SUCCEEDED = "ready", "placed", "leaving", "left", "succeeded"
-
-
-def on_one_node(gang: Task | None = None, *parts: Any) -> Agents:
-    """Ranks 0 and 1 of four on n1, which is full, for ten seconds."""
-    devices = [a_device(f"gpu{index}", "n1") for index in (0, 1)]
-    world = a_world(*devices, gang or elastic(), *parts)
-    admit_all(world)
-    agents = Agents(world)
-    agents.run()
-    agents.now = LATER
-    return agents
 
 
 def arrives(gang: Agents, node: str = "n2", gpus: int = 2) -> list[Decision]:
