@@ -271,6 +271,8 @@ def test_after_so_many_failures_no_rank_is_added() -> None:
         plan(gang)
     assert len(gang.task.members) == 2 + MOST_FAILED_JOINS
     assert vacant_bundles(gang.task) == ()
+    told = explain(gang.world, gang.id, gang.policy, gang.now).message
+    assert "2 of its 4 ranks are missing until its next start: 3 that joined failed (at most 3)" in told
 
 
 def test_a_lost_node_is_no_failure_of_a_rank_that_joined() -> None:
@@ -387,4 +389,5 @@ def test_a_release_that_does_not_know_late_ranks_does_not_read_on() -> None:
 
 def test_an_explanation_counts_the_ranks_that_are_joining() -> None:
     gang = growing()
-    assert "2 ranks, 2 more joining" in explain(gang.world, gang.id, gang.policy, gang.now).message
+    told = explain(gang.world, gang.id, gang.policy, gang.now).message
+    assert told == "running on n1, n2, 2 ranks, 2 more joining for 10 s"
