@@ -106,6 +106,7 @@ class RunOutcome:
     """succeeded, failed or stopped; an agent also writes lost and never_started."""
     result: bytes | None = None
     result_format: str = "json"
+    """json, cloudpickle or object: JSON with `object`, the id of the object that the result has become."""
     fault: RunFault | None = None
 
 
@@ -154,6 +155,16 @@ def items(
     wanted: int,
 ) -> Report:
     return ("items", *key, time.time(), number, tuple(results), tuple(held), wanted)
+
+
+def wanted(key: RunKey, id: str) -> Report:
+    """The run opens the object with this id, and waits for it."""
+    return ("wanted", *key, time.time(), id)
+
+
+def part(key: RunKey, digest: str, size_bytes: int, first_byte: int, data: bytes) -> Report:
+    """Of a result that becomes an object with this digest and size."""
+    return ("part", *key, time.time(), digest, size_bytes, first_byte, data)
 
 
 def printed(key: RunKey, output: bytes, errors: bytes) -> Report:
@@ -206,6 +217,10 @@ def _is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**31
 
 
+def _is_position(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
 def _is_finite(value: Any) -> bool:
     return type(value) is float and math.isfinite(value)
 
@@ -223,7 +238,7 @@ def _is_ending(value: Any) -> bool:
 
 
 def _is_format(value: Any) -> bool:
-    return type(value) is str and value in ("json", "cloudpickle")
+    return type(value) is str and value in ("json", "cloudpickle", "object")
 
 
 def _is_text(limit: int) -> Fits:
@@ -270,6 +285,8 @@ _FIELDS: Mapping[str, tuple[Fits, ...]] = {
     "progressed": (_or_none(_is_fraction), _is_text(PROGRESS_CHARS)),
     "checkpointed": (_is_number, _is_text(64), _or_none(_is_bytes), _or_none(_is_text(URI_CHARS))),
     "items": (_is_number, _are_items, _are_ranges, _is_number),
+    "wanted": (_is_text(64),),
+    "part": (_is_text(64), _is_position, _is_position, _is_bytes),
     "printed": (_is_bytes, _is_bytes),
     "ended": (_is_ending, _or_none(_is_bytes), _is_format, _or_none(_is_failure), _is_bytes),
 }

@@ -375,6 +375,16 @@ class BlobStore(Protocol):
         """Raises BlobMissing, BlobCorrupt."""
         ...
 
+    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
+        """A part of it, which is not compared with the digest. Raises BlobMissing."""
+        ...
+
+    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
+        """The next part of a new object; one at 0 begins anew. How many bytes there are by now."""
+
+    async def finish(self, upload: str, digest: str) -> None:
+        """Make an object of its parts. Raises BlobMissing; BlobCorrupt if they have another digest."""
+
     async def delete(self, digest: str) -> None: ...
 
 

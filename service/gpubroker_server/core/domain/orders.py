@@ -163,8 +163,8 @@ class Failure:
     kind: str
     """Stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
     out_of_memory, host_memory_exceeded, over_use, stopped_unasked, corrupt_order, malformed_report, timeout,
-    start_timeout, dependency, entrypoint_not_allowed, secret_missing,
-    array_import_failed."""
+    start_timeout, dependency, entrypoint_not_allowed, secret_missing, array_import_failed, object_missing,
+    object_unreadable."""
     message: str
     traceback: str = ""
 
@@ -235,7 +235,7 @@ class Ended(_RunReport):
     ending: Ending
     result: bytes | None = None
     result_format: str = "json"
-    """`json` or `cloudpickle`; pickled bytes are opened by the SDK only."""
+    """`json`, `cloudpickle` (opened by the SDK only), or `object`: JSON that names what it has become."""
     failure: Failure | None = None
     log_tail: bytes = b""
     rank: int = 0

@@ -229,9 +229,11 @@ class Slice:
 
     def _admit(self, task: Task, way: Start) -> Decision:
         node = way.places[0].node
-        since = self._cache.revisions.changes.at(node)
-        decision = admit(self._view.draft, task, way.places, self._now)
-        if not (task.demand.bundles or decision.pledges):
+        since, draft = self._cache.revisions.changes.at(node), self._view.draft
+        was_closed = draft.background.is_closed(node)
+        decision = admit(draft, task, way.places, self._now)
+        has_closed = draft.background.is_closed(node) is not was_closed
+        if not (task.demand.bundles or decision.pledges or has_closed):
             self._rooms.took(node, since, task, way.places[0])
             self._view.reservations.on_placement(node, since, decision.tasks[0].task, way.places[0])
         self._view.reservations.on_start(task.id)

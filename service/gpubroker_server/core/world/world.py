@@ -1,10 +1,10 @@
 """Everything that decisions depend on, built from the event log alone."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from gpubroker_server.core.domain.decisions import QueuePause, Request
-from gpubroker_server.core.domain.device import Device, DeviceSample, Node
+from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
 from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
@@ -22,6 +22,7 @@ from gpubroker_server.core.domain.units import (
     TaskId,
     node_of,
 )
+from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.dependencies import DependencyIndex
 from gpubroker_server.core.world.due_times import DueTimes
 from gpubroker_server.core.world.event_codec import (
@@ -50,7 +51,8 @@ Claim = tuple[str, int]
 
 
 class World:
-    """Mutable, owned by one loop, changed by `apply` (committed events) and `measure` (samples) only.
+    """Mutable, owned by one loop, changed by `apply` (committed events), and by `measure` and `control` (what
+    was last measured, and what fleet control makes of it) only.
 
     `tasks` holds every task that is not terminal, and terminal ones until their last lease is released. From
     a database snapshot, rows are added in this order: nodes, devices, tasks, leases, usage, pledges,
@@ -71,6 +73,11 @@ class World:
         """Nodes on which anything changed that a plan depends on, time apart."""
         self.nodes: dict[NodeName, Node] = {}
         self.ledgers: dict[DeviceKey, DeviceLedger] = {}
+        self.node_samples: dict[NodeName, NodeSample] = {}
+        """The newest of each node."""
+        self.background = BackgroundRoom()
+        self.full_disks: dict[NodeName, str] = {}
+        """Nodes on which nothing starts because a disk is too full, and which one."""
         self.inventory_version = 0
         """Rises with every new or changed node or device row."""
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
@@ -134,6 +141,21 @@ class World:
                     self.marks.mark(ledger.device.node)
                 self.learned.measure(ledger.holdings)
 
+    def control(
+        self,
+        background: BackgroundRoom,
+        full_disks: Mapping[NodeName, str],
+        stream_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take over what fleet control lets start from now on, and how much each work stream counts."""
+        if stream_weights is not None and stream_weights != self.queue.stream_weights:
+            self.queue.weigh(stream_weights)
+        before = {*self.background.closed(), *self.full_disks}
+        after = {*background.closed(), *full_disks}
+        self.background, self.full_disks = background, dict(full_disks)
+        for node in sorted(before ^ after):
+            self.marks.mark(node, grows=node in before)
+
     def add_task(self, task: Task) -> None:
         """Add a task row, from a database snapshot or from its first event."""
         self.tasks[task.id] = task
@@ -147,6 +169,8 @@ class World:
         self.leases.setdefault((lease.holder, lease.fence), {})[lease.key] = lease
         self.unconfirmed.note(lease, self.as_of)
         self.accounts.change(lease.tenant, lease.mb, self.as_of)
+        for node in self.background.take(lease):
+            self.marks.mark(node, grows=False)
 
     def add_pledge(self, pledge: Pledge) -> None:
         self.pledges.setdefault(pledge.preemptor, {})[pledge.device] = pledge
@@ -203,6 +227,7 @@ class World:
         twin.position, twin.as_of = self.position, self.as_of
         twin.inventory_version = self.inventory_version
         twin.nodes, twin.tasks = dict(self.nodes), dict(self.tasks)
+        twin.background, twin.full_disks = self.background.copy(), dict(self.full_disks)
         twin.active, twin.custom_use = self.active.copy(), dict(self.custom_use)
         twin.by_node = {node: list(keys) for node, keys in self.by_node.items()}
         twin.ledgers = {key: ledger.copy() for key, ledger in self.ledgers.items()}

@@ -173,7 +173,7 @@ class Run:
     process: RunnerProcess | None = None
     """None while it waits for a process, and once that process is gone."""
     reports: dict[str, Report] = field(default_factory=dict)
-    """Its newest started, ready, checkpointed, items, ended and gone report, by kind."""
+    """Its newest started, ready, checkpointed, items, part, ended and gone report, by kind."""
     forgotten: bool = False
     go: str = ""
     """Rank 0's address, once all ranks are ready; passed on to the process that it gets."""
@@ -235,6 +235,18 @@ class RunTable:
             self._gone.append(run.reports["gone"])
 
     @property
+    def is_idle(self) -> bool:
+        return all(run.has_ended or run.is_gone for run in self.runs.values())
+
+    def alive_with_leases(self) -> dict[str, tuple[ProcessId, tuple[tuple[str, int], ...]]]:
+        """Process and leases of the runs that hold device memory."""
+        return {
+            str(run.key): (run.process.watched.id, run.order.leases)
+            for run in self.runs.values()
+            if run.order.leases and run.process is not None and not run.process.watched.ended
+        }
+
+    @property
     def keeps_outcomes(self) -> bool:
         """Only this agent knows how some run has ended: its process is gone, or soon will be."""
         return any(run.has_ended and not run.forgotten for run in self.runs.values())
@@ -256,7 +268,7 @@ class RunTable:
         """For a leader that may have received none of them: per run in the order of its states."""
         yield from self._gone
         for run in self.runs.values():
-            for kind in ("started", "ready", "checkpointed", "items", "ended", "gone"):
+            for kind in ("started", "ready", "checkpointed", "items", "part", "ended", "gone"):
                 if kind in run.reports:
                     yield run.reports[kind]
 
