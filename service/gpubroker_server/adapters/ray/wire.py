@@ -18,6 +18,7 @@ from gpubroker_server.core.domain.orders import (
     LogName,
     NodeLost,
     NodeReport,
+    NodesListed,
     Order,
     Report,
     RunId,
@@ -188,6 +189,6 @@ def _without_order_time(report: WireReport) -> WireReport:
 def run_of(report: Report | ObjectQuestion) -> RunId | None:
     """The run that a report is about; None for one about a node or a server."""
     about_servers = ServerIndex | ServerGone | ModelsInUse
-    if isinstance(report, NodeReport | NodeLost | Heartbeat | Sampled | about_servers):
+    if isinstance(report, NodeReport | NodeLost | NodesListed | Heartbeat | Sampled | about_servers):
         return None
     return report.task, report.fence, report.rank

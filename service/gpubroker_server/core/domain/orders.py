@@ -332,6 +332,14 @@ class NodeLost:
 
 
 @value
+class NodesListed:
+    """The cluster's own control service answers, and has these nodes. Kept in memory; not an event."""
+
+    nodes: frozenset[NodeName]
+    at: Instant
+
+
+@value
 class TermRefused:
     """An agent takes no orders of this term, because it knows a later one: another leader's, or one that the
     database has lost."""
@@ -370,6 +378,7 @@ Report = (
     | Gone
     | NodeReport
     | NodeLost
+    | NodesListed
     | Heartbeat
     | Sampled
     | ServerIndex

@@ -20,6 +20,7 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     NodeLost,
     NodeReport,
+    NodesListed,
     Progressed,
     Ready,
     Report,
@@ -108,6 +109,7 @@ def apply_reports(
                 | ServerIndex()
                 | ServerGone()
                 | ModelsInUse()
+                | NodesListed()
                 | Heartbeat()
                 | Sampled()
                 | Progressed()

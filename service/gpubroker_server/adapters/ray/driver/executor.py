@@ -35,6 +35,7 @@ from gpubroker_server.core.domain.orders import (
     LogName,
     NodeLost,
     NodeReport,
+    NodesListed,
     Order,
     Report,
     RunId,
@@ -243,6 +244,9 @@ class RayExecutor:
                 self._agents.lose(node)
                 now = Instant(self._clock.now())
                 self._report(NodeLost(NodeName(node), incarnation, now, RAY_SAYS_SO, confirmed=True))
+            case ("nodes", names) if self._term:
+                now = Instant(self._clock.now())
+                self._report(NodesListed(frozenset(map(NodeName, names)), now))
             case ("head", fault):
                 self._head_fault = fault
             case ("trouble", what):
