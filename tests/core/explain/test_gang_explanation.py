@@ -11,6 +11,7 @@ from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.explain import Explanation, explain
 from gpubroker_server.core.explain.pools import apply_pool
+from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -25,7 +26,7 @@ from tests.builders import (
     holding,
     submit,
 )
-from tests.core.elastic import on_one_node
+from tests.core.elastic import on_one_node, plan
 from tests.core.gangs import Agents, a_cluster, a_gang, admit_all, bundles
 
 BIG = 60 * GIB
@@ -236,6 +237,10 @@ def test_a_running_elastic_gang_says_why_ranks_are_missing_and_what_would_let_th
     gang.world.add_node(a_node("n2"))
     gang.world.add_device(a_device("gpu0", "n2"))
     assert told().startswith(f"{lack}; there is some now")
+    gang.world.control(BackgroundRoom({"all": 0}, dict.fromkeys(gang.world.nodes, ("all",))), {})
+    assert "background and idle work may take no more GPU memory now on n1, n2" in told()
+    assert plan(gang) == []
+    gang.world.control(BackgroundRoom(), {})
     gang.world.pause(QueuePause("tenant:default", gang.now, "ops", "a rest"))
     assert told() == f"{lack}; tenant default was paused 0 s ago (a rest); it starts nothing until resumed"
     gang.tell(gang.ended(1))

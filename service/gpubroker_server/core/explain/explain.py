@@ -15,7 +15,6 @@ from gpubroker_server.core.domain.ranks import (
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import MemberState, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib, in_time
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.explain.admission import constraints_text
 from gpubroker_server.core.explain.blockers import (
     Blocker,
@@ -29,6 +28,7 @@ from gpubroker_server.core.explain.diagnosis import Diagnosis, RankVerdict, diag
 from gpubroker_server.core.explain.survey import DeviceFinding, Survey, Verdict, survey_nodes
 from gpubroker_server.core.explain.what_if import reservation_blockers
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.growth import as_pending
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.dependencies import Inherited
@@ -268,14 +268,13 @@ def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> st
 def _why_none_joins(world: World, gang: Task, bundle: int, policy: Policy, now: Instant) -> str:
     if (pause := world.queue.pause_of(gang)) is not None:
         return _paused(pause, now)
-    rank = changed(gang, demand=gang.demand.bundles[bundle], members=(), state=TaskState.PENDING)
-    survey = survey_nodes(Draft(world), rank, policy, now)
+    survey = survey_nodes(Draft(world), as_pending(gang, gang.demand.bundles[bundle]), policy, now)
     quota = quota_of(survey)
     if quota is not None and quota.is_short:
         return f"bundle {bundle} {quota.message}"
     if blockers := room_blockers(survey, of_rank=True):
         return f"bundle {bundle}: {blockers[0].message}"
-    return "there is some now, which is reserved, forbidden by its strategy, or taken in the next cycle"
+    return "there is some now: it is reserved, forbidden by the strategy, or taken in the next cycle"
 
 
 def _overuse(world: World, task: Task) -> str:

@@ -16,7 +16,8 @@ from gpubroker_server.core.planning.places import CLOSE_LOOK
 from gpubroker_server.core.planning.refusal_cache import RefusalCache
 
 BEHIND_ALL = -1
-"""Priority of a rank that is added: it takes nothing that is pledged to any task."""
+"""Priority of a rank that is added: it takes nothing that is pledged to any task, or closed to background
+work."""
 
 
 def more_ranks(view: View, refusals: RefusalCache) -> Iterator[Decision]:
@@ -37,10 +38,10 @@ def _more_ranks_of(
     missing = tuple(gang.demand.bundles[bundle] for bundle in bundles)
     # What counts for the whole gang is counted already.
     demand = changed(gang.demand, bundles=missing, min_ranks=1, custom=(), slots=())
-    wanted = _as_pending(gang, demand)
+    wanted = as_pending(gang, demand)
     if view.quotas.is_short(wanted):
         return None
-    ranks = (_as_pending(gang, demand) for demand in dict.fromkeys(missing))
+    ranks = (as_pending(gang, demand) for demand in dict.fromkeys(missing))
     nodes = {node for rank in ranks for node in refusals.nodes_to_join(rank)}
     if gang.demand.strategy.startswith("strict"):
         here = {gang.members[rank].node for rank in workers(gang)}
@@ -57,6 +58,6 @@ def _more_ranks_of(
     return grow(view.draft, gang, joining, view.now, ready_by)
 
 
-def _as_pending(gang: Task, demand: Demand) -> Task:
+def as_pending(gang: Task, demand: Demand) -> Task:
     """What is missing of it, as a task of its own."""
     return changed(gang, demand=demand, members=(), state=TaskState.PENDING, priority=BEHIND_ALL)
