@@ -95,6 +95,12 @@ def test_waiting_tasks_come_first_whatever_their_priority() -> None:
     assert states(gang.task) == [READY, READY, PLACED]
 
 
+def test_missing_ranks_join_in_order() -> None:
+    wide = bundles(1, gpus=2, gpu_mb=BIG, cpu=1.0)
+    gang = on_one_node(a_gang("gang", *bundles(2, gpu_mb=BIG), *wide, *bundles(1, gpu_mb=BIG), min_ranks=2))
+    assert arrives(gang, gpus=1) == []
+
+
 def test_a_gang_gets_no_room_that_is_pledged() -> None:
     gang = on_one_node()
     submit(gang.world, a_task("wide", gpus=3, gpu_mb=BIG, priority=0))
