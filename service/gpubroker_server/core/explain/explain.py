@@ -246,7 +246,8 @@ def _whereabouts(task: Task) -> str:
     joining = sum(member.is_joining for member in task.members)
     stopped_early = f", {left} more stopped early" if left else ""
     more = f", {joining} more joining" if joining else ""
-    return f"{names}, {len(task.members) - left - joining} ranks{more}{stopped_early}"
+    ranks = len(task.members) - left - joining
+    return f"{names}, {ranks} {'rank' if ranks == 1 else 'ranks'}{more}{stopped_early}"
 
 
 def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> str:
