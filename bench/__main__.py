@@ -25,6 +25,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "pickup",
             "preempt",
             "logs",
+            "objects",
             "queues",
             "restart",
             "soak",

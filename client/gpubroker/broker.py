@@ -45,8 +45,8 @@ class Broker(SyncHttp, TaskApi, ArrayApi, LeaseApi, ModelApi, ClusterApi, AdminA
 class AsyncBroker(AsyncHttp, TaskApi, ArrayApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
     """`Broker` for asyncio: same arguments, same methods, same exceptions. Close it, or use `async with`.
 
-    `list`, `events`, `leases`, `objects`, `map`, `array_items`, `array_progress` and `infer_stream` are
-    asynchronous iterators; everything else is awaited.
+    `list`, `events`, `leases`, `logs`, `objects`, `download`, `map`, `array_items`, `array_progress` and
+    `infer_stream` are asynchronous iterators; everything else is awaited.
     """
 
     def lease(
