@@ -71,7 +71,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "0d04ccacc2ae"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "cc0df736fcd1"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "5f969b2c73e5"),
     ],
     ids=["driver and agent", "agent and run process"],

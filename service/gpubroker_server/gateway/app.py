@@ -21,6 +21,7 @@ from gpubroker_server.gateway.arrays.routes import ArrayParts
 from gpubroker_server.gateway.cluster import (
     autoscaling,
     devices,
+    diagnostics,
     nodes,
     pauses,
     policy,
@@ -80,6 +81,7 @@ _RESOURCES = (
         devices,
         nodes,
         targets,
+        diagnostics,
         models,
         measure,
         quarantine,

@@ -11,6 +11,7 @@ from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
 from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
+from gpubroker_server.core.control.memory_failures import MemoryFailureCount, MemoryFailures
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure, Standing, measured
 from gpubroker_server.core.control.targets import follow as follow_targets
 from gpubroker_server.core.domain.decisions import Notice
@@ -62,6 +63,8 @@ class FleetSeen:
     idle: tuple[Idle, ...] = ()
     """Devices by key, and nodes by name."""
     pressures: tuple[Pressure, ...] = ()
+    memory_failures: tuple[MemoryFailures, ...] = ()
+    """Of tasks that failed so again and again."""
 
 
 class FleetControl:
@@ -76,6 +79,7 @@ class FleetControl:
         self._idle_pace = Interval(rules.idle_check_seconds)
         self._alarms: dict[str, Alarm] = {}
         self._stepped_at: Instant | None = None
+        self.memory_failures = MemoryFailureCount()
 
     def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
         """Look at everything once; returns what the log is to say of it. `pressures`: what backpressure looks
@@ -94,6 +98,7 @@ class FleetControl:
             background_mb,
             tuple(self._idle),
             tuple(self._pressures_seen(pressures, now)),
+            self.memory_failures.often(now),
         )
         return notices
 

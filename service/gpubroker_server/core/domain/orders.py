@@ -304,6 +304,8 @@ class NodeReport:
     complete: bool = True
     """A device that is not named is removed or lost: no process uses it. False while the agent does not know
     each of its GPUs."""
+    versions: tuple[tuple[str, str], ...] = ()
+    """Of `python` and `ray` there; empty if unknown."""
 
 
 @value

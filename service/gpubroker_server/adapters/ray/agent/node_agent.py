@@ -25,7 +25,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import retry_until_done
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
 from gpubroker_server.adapters.ray.head.head import lost_file
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.processes import boot_id
+from gpubroker_server.adapters.ray.processes import boot_id, versions
 from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, TELLS_LOGS, WireSample, unpack, write_reports
 from gpubroker_server.telemetry.logs import configure_logs
 
@@ -303,18 +303,14 @@ class NodeAgent:
             "release": __version__,
             "faults": dict(inventory.faults),
             "complete": inventory.complete,
+            "versions": versions(),
         }
         devices = [
             (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent, d.split)
             for d in inventory.devices
         ]
-        return (
-            "node_seen",
-            time.time(),
-            node,
-            devices,
-            [tuple(key) for key in (*runs.table.runs, *runs.external)],
-        )
+        there = [tuple(key) for key in (*runs.table.runs, *runs.external)]
+        return "node_seen", time.time(), node, devices, there
 
     async def _sampled(self, runs: NodeRuns, timeout_seconds: float) -> list[WireSample] | None:
         """None if the devices cannot be measured."""
