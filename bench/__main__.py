@@ -30,7 +30,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "restart",
             "soak",
         ),
-        *("openb", "plan", "evict", "turns", "churn", "simulate", "proxy", "inferences"),
+        *("openb", "plan", "evict", "turns", "churn", "simulate", "control", "proxy", "inferences"),
     )
 }
 
