@@ -17,6 +17,7 @@ from gpubroker_server.core.domain.submission import RunSpec as RunSpec
 from gpubroker_server.core.domain.submission import Submission as Submission
 from gpubroker_server.core.domain.submission import SubmitOutcome as SubmitOutcome
 from gpubroker_server.core.domain.submission import SubmitVerdict as SubmitVerdict
+from gpubroker_server.core.domain.submission import WorkerSet as WorkerSet
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import (
     Instant,
@@ -211,6 +212,7 @@ class Snapshot:
     nodes: Sequence[Node]
     requests: Sequence[Request]
     pauses: Sequence[QueuePause]
+    worker_sets: Sequence[WorkerSet]
     finished: Mapping[tuple[str, TaskState], int]
     estimates: Sequence[tuple[SketchKey, Sketch]]
     """In the order of learning."""

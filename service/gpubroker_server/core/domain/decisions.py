@@ -9,6 +9,7 @@ from gpubroker_server.core.domain.estimates import Observation, SketchKey
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge, PledgeEnd
 from gpubroker_server.core.domain.model_orders import InferenceOrder, ModelOrder
 from gpubroker_server.core.domain.orders import Checkpointed, Failure, Order
+from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
 from gpubroker_server.core.domain.values import value
@@ -151,6 +152,10 @@ class Decision:
     notices: tuple[Notice, ...] = ()
     paused: tuple[QueuePause, ...] = ()
     resumed: tuple[QueuePause, ...] = ()
+    worker_sets: tuple[WorkerSet, ...] = ()
+    """New or changed."""
+    sets_over: tuple[WorkerSet, ...] = ()
+    """Nothing is left of them."""
 
     def is_empty(self) -> bool:
         return not (
@@ -163,6 +168,8 @@ class Decision:
             or self.notices
             or self.paused
             or self.resumed
+            or self.worker_sets
+            or self.sets_over
         )
 
 
@@ -178,6 +185,7 @@ class Request:
     - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,
       uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
     - of operators for no task: pause and unpause (queue, by, reason)
+    - of a worker set, whose id is in `task`: form (its fields), scale (least, most, count), signal (value)
     """
 
     id: str

@@ -20,6 +20,7 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     NodeLost,
     NodeReport,
+    Loaded,
     Progressed,
     Ready,
     Report,
@@ -111,6 +112,7 @@ def apply_reports(
                 | Heartbeat()
                 | Sampled()
                 | Progressed()
+                | Loaded()
                 | Stacked()
                 | Logged()
             ):

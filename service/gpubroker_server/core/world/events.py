@@ -1,7 +1,7 @@
 """The events of the log, and how a decision becomes events."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import field
+from dataclasses import asdict, field
 from itertools import groupby
 
 from gpubroker_server.core.domain.decisions import Decision, Fields, Request
@@ -106,7 +106,7 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
 
 def events_of(decision: Decision) -> Iterator[NewEvent]:
     """The events of a decision, in this order: nodes, devices, tasks, leases, pledges, requests,
-    notices, pauses, estimates."""
+    notices, worker sets, pauses, estimates."""
     for node in decision.nodes:
         yield NewEvent("node.seen", node.name, node.version, "", node_fields(node))
     for device in decision.devices:
@@ -126,6 +126,9 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         yield NewEvent("request.done", request, 1, "", {"task": decision.subject, **answer})
     for notice in decision.notices:
         yield NewEvent(notice.kind, notice.key, 1, "", notice.fields)
+    for sets, what in ((decision.worker_sets, "changed"), (decision.sets_over, "over")):
+        for workers in sets:
+            yield NewEvent(f"worker_set.{what}", workers.id, 1, workers.tenant, asdict(workers))
     for pauses, what in ((decision.paused, "paused"), (decision.resumed, "resumed")):
         for pause in pauses:
             fields = pause_fields(pause)

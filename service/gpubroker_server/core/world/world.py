@@ -10,6 +10,7 @@ from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseSta
 from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks
+from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import Task, TaskState, stop_notice, stop_notices
 from gpubroker_server.core.domain.units import (
     DeviceKey,
@@ -81,6 +82,7 @@ class World:
         """Devices that give nothing before a sample shows that memory released there is free."""
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
+        self.worker_sets: dict[TaskId, WorkerSet] = {}
         self.use: dict[NodeName, NodeUsage] = {}
         self.custom_use: dict[str, float] = {}
         self.active = DueTimes()
@@ -236,6 +238,10 @@ class World:
                 self.requests.pop(event.key, None)
             case "estimate":
                 self.learned.apply(event, what)
+            case "worker_set" if what == "changed":
+                self.worker_sets[TaskId(event.key)] = worker_set_from(event.fields)
+            case "worker_set":
+                self.worker_sets.pop(TaskId(event.key), None)
             case "queue" if what == "paused":
                 self.pause(pause_from(event.fields))
             case "queue":

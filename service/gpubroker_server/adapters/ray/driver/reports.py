@@ -19,6 +19,7 @@ from gpubroker_server.core.domain.orders import (
     Heartbeat,
     ItemResult,
     ItemsReported,
+    Loaded,
     Logged,
     NodeLost,
     NodeReport,
@@ -159,6 +160,12 @@ class ProgressedForm(RunForm, tag="progressed"):
     message: Text
 
 
+class LoadedForm(RunForm, tag="loaded"):
+    running: Count
+    waiting: Count
+    cpu_percent: Number
+
+
 class CheckpointedForm(RunForm, tag="checkpointed"):
     sequence: Count
     digest: Name
@@ -204,6 +211,7 @@ OfRun = (
     StartedForm
     | ReadyForm
     | ProgressedForm
+    | LoadedForm
     | CheckpointedForm
     | ItemsForm
     | EndedForm
@@ -215,7 +223,7 @@ OfNode = BeatForm | SampledForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
 _REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
-_BY_USER_CODE = frozenset({"started", "ready", "progressed", "checkpointed", "items", "ended"})
+_BY_USER_CODE = frozenset({"started", "ready", "progressed", "loaded", "checkpointed", "items", "ended"})
 """Kinds that are written where user code runs."""
 
 
@@ -244,6 +252,8 @@ def _of_run(source: Source, it: OfRun) -> Report:
             return Ready(*run, it.address, it.rank)
         case ProgressedForm():
             return Progressed(*run, it.fraction, it.message, it.rank)
+        case LoadedForm():
+            return Loaded(*run, it.running, it.waiting, it.cpu_percent, it.rank)
         case CheckpointedForm():
             if (it.data is None) == (it.uri is None):
                 raise MalformedReport("a checkpoint has either data or a uri")
