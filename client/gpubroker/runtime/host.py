@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import current_thread
 
+from gpubroker.runtime.calls import CallWorker, is_worker
 from gpubroker.runtime.invoke import CannotOpen, called, opened, run_command
 from gpubroker.runtime.items import ItemWorker, is_array
 from gpubroker.runtime.journal import SOON, Journal
@@ -42,6 +43,8 @@ class RunHost:
         self._tasks: dict[RunKey, RunningTask] = {}
         self._workers: dict[RunKey, ItemWorker] = {}
         """Of arrays."""
+        self.callees: dict[RunKey, CallWorker] = {}
+        """Of worker sets."""
         self._rendezvous: RendezvousPort | None = None
         """Of a run with several ranks; such a run has the process to itself."""
         self._offer = ""
@@ -110,6 +113,8 @@ class RunHost:
         self._tasks[order.key] = task
         if is_array(order):
             self._workers[order.key] = ItemWorker(order, self._journal, task, output)
+        if is_worker(order):
+            self.callees[order.key] = CallWorker(order, self._journal, task)
         self._threads.submit(self._run, order, task, output)
 
     def _run(self, order: RunOrder, task: RunningTask, output: Output) -> None:
@@ -126,12 +131,15 @@ class RunHost:
         # Reported before it is removed: a reader that sees no run left has every end.
         self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
         self._workers.pop(key, None)
+        self.callees.pop(key, None)
         del self.orders[key], self._tasks[key]
 
     def _outcome_of(self, order: RunOrder, task: RunningTask) -> RunOutcome:
         try:
             if (worker := self._workers.get(order.key)) is not None:
                 return worker.work()
+            if (callee := self.callees.get(order.key)) is not None:
+                return callee.work()
             call = None if order.kind == "command" else opened(order)
             if order.barrier and not self._wait_for_all(task, order.key):
                 return RunOutcome("stopped")
