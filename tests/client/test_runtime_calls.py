@@ -137,9 +137,7 @@ def test_pickled_arguments_get_a_pickled_result() -> None:
         ("__class__", (), "no_such_method", "Counter has no public method '__class__'"),
     ],
 )
-def test_a_failed_call_says_why_and_the_worker_goes_on(
-    method: str, args: Any, kind: str, said: str
-) -> None:
+def test_a_failed_call_says_why_and_the_worker_goes_on(method: str, args: Any, kind: str, said: str) -> None:
     worker = Worker()
     how, found, message, _ = worker.call(method, *args)
     assert (how, found) == ("failed", kind)

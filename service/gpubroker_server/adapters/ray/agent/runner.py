@@ -92,7 +92,9 @@ class Runner:
         if worker is None:
             return _packed((REFUSED, f"run {RunKey(*key)} is not here"))
         try:
-            return _packed(await asyncio.wrap_future(worker.submit(*msgpack.unpackb(packed), seconds)))
+            role, method, form, arguments = msgpack.unpackb(packed)
+            call = worker.submit(role, method, form, arguments, seconds)
+            return _packed(await asyncio.wrap_future(call))
         except asyncio.CancelledError:
             return _packed((REFUSED, "the worker is leaving"))
 

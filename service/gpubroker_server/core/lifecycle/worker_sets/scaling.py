@@ -9,8 +9,8 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 
 DOWN_SHARE = 0.8
-"""Fewer workers are wanted when they would be at this share of the target: at the target itself, the next call
-would bring the worker back."""
+"""Fewer workers are wanted when they would be at this share of the target: at the target itself, the next
+call would bring the worker back."""
 
 
 class Autoscaler:
