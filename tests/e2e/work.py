@@ -211,3 +211,20 @@ def note_item(item: int, witness: str, pause_seconds: float = 0.0, bad: str = ""
                 time.sleep(600)
     time.sleep(pause_seconds)
     return item * item
+
+
+class Counter:
+    """What workers of a set are made of."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, number: int) -> int:
+        self.value += number
+        return self.value
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def crash(self) -> None:
+        os._exit(1)

@@ -1,6 +1,7 @@
 """Calls to workers of sets, in the driver process: from its service straight to the actor of a run."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -38,14 +39,15 @@ class ActorCalls:
             return pack(("refused", f"its process cannot take the call: {fault.cause!r}"))
         except RayError as fault:
             self._actors.pop(key, None)
-            return pack(("lost", str(fault)))
+            return pack(("lost", str(fault).partition("\n")[0]))
         return answer
 
     def _find(self, node: str, key: Key) -> Any:
         """Blocks. Raises ValueError, RayError."""
         agent = ray.get_actor(f"agent/{node}", self._namespace)
-        asked: Any = agent.runner_of.remote(*key)
-        return ray.get_actor(str(ray.get(asked)), self._namespace)  # ValueError for an empty name
+        get: Callable[[Any], str] = ray.get
+        name = get(agent.runner_of.remote(*key))
+        return ray.get_actor(name, self._namespace)  # ValueError for an empty name
 
     def _drop_some(self) -> None:
         """The oldest first. A process that is called again is found again."""
