@@ -26,6 +26,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "queues",
             "restart",
             "soak",
+            "worker_call",
         ),
         *("openb", "plan", "evict", "turns", "churn", "simulate", "proxy", "inferences"),
     )

@@ -6,6 +6,12 @@ from pathlib import Path
 from gpubroker import Stopped, current_task
 
 
+class Worker:
+    """What workers of a set are made of."""
+
+    def noop(self) -> None: ...
+
+
 def noop() -> None:
     """Takes no time: the overhead is what is measured."""
 

@@ -44,7 +44,7 @@ class ActorCalls:
 
     def _find(self, node: str, key: Key) -> Any:
         """Blocks. Raises ValueError, RayError."""
-        agent = ray.get_actor(f"agent/{node}", self._namespace)
+        agent: Any = ray.get_actor(f"agent/{node}", self._namespace)
         get: Callable[[Any], str] = ray.get
         name = get(agent.runner_of.remote(*key))
         return ray.get_actor(name, self._namespace)  # ValueError for an empty name
