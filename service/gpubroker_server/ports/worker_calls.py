@@ -33,7 +33,7 @@ class Called:
 
 
 @dataclass(frozen=True, slots=True)
-class CallFailed:
+class MethodFailed:
     """The method raised, or could not be called."""
 
     kind: str
@@ -56,7 +56,7 @@ class WorkerLost:
     why: str
 
 
-CallAnswer = Called | CallFailed | NotBegun | WorkerLost
+CallAnswer = Called | MethodFailed | NotBegun | WorkerLost
 
 
 class WorkerCalls(Protocol):

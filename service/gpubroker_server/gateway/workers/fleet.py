@@ -14,7 +14,7 @@ from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.ports.worker_calls import (
     CallAnswer,
     Called,
-    CallFailed,
+    MethodFailed,
     NotBegun,
     WorkerCall,
     WorkerCalls,
@@ -69,7 +69,7 @@ class Fleets:
                     raise Problem("call-timeout", detail)
                 case NotBegun():
                     fleet.lose(run)
-                case CallFailed():
+                case MethodFailed():
                     raise _failed(run, call, answer)
                 case WorkerLost():
                     fleet.lose(run)
@@ -93,7 +93,7 @@ def states_of(workers: WorkerSet, world: World) -> Mapping[str, int]:
     )
 
 
-def _failed(run: WorkerRun, call: WorkerCall, failure: CallFailed) -> Problem:
+def _failed(run: WorkerRun, call: WorkerCall, failure: MethodFailed) -> Problem:
     detail = f"{call.method} failed in worker {run.task}: {failure.message}"
     trace = Fault(pointer="", detail=failure.traceback or failure.message, code=failure.kind)
     return Problem("call-failed", detail, errors=[trace])
@@ -139,7 +139,7 @@ class _Fleet:
                 del self._open[run]
 
     def lose(self, run: WorkerRun) -> None:
-        """Ask it anew before it gets another call."""
+        """Ask it again before it gets another call."""
         if self._ready.get(run.task) == run:
             del self._ready[run.task]
             self._seen = None

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.ports.worker_calls import (
     CallAnswer,
     Called,
-    CallFailed,
+    MethodFailed,
     NotBegun,
     WorkerCall,
     WorkerLost,
@@ -46,7 +46,7 @@ class RayWorkerCalls:
             self._open.pop(number, None)
 
     def on_answer(self, number: int, packed: bytes) -> None:
-        """Nothing happens if nobody waits for it any more."""
+        """Nothing happens if no request waits for it any more."""
         answered = self._open.get(number)
         if answered is not None and not answered.done():
             answered.set_result(answer_of(unpack(packed)))
@@ -64,13 +64,13 @@ def answer_of(answer: tuple[Any, ...]) -> CallAnswer:
         case ("done", bytes(result), float(seconds)):
             return Called(result, seconds)
         case ("failed", str(kind), str(message), str(traceback)):
-            return CallFailed(kind, message, traceback)
+            return MethodFailed(kind, message, traceback)
         case ("refused" | "late" as what, str(why)):
             return NotBegun(why, is_late=what == "late")
         case ("lost", str(why)):
             return WorkerLost(why)
         case _:
-            return CallFailed("malformed_answer", "its process wrote something that is no answer")
+            return MethodFailed("malformed_answer", "its process wrote something that is no answer")
 
 
 class CallingDriver:

@@ -14,7 +14,7 @@ call would bring the worker back."""
 
 
 class Autoscaler:
-    """In one leader's memory: the next leader waits anew before it takes workers away."""
+    """In one leader's memory: the next leader waits again before it takes workers away."""
 
     def __init__(self) -> None:
         self._low_since: dict[TaskId, Instant] = {}
