@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -195,7 +196,8 @@ class GatewayRole:
         if self._broker is not None:
             executor = self._broker.executor
             return executor.calls if isinstance(executor, RayExecutor) else None
-        if self._settings.engine == "simulated" or not self._settings.ray.address:
+        has_ray = self._settings.engine == "ray" and find_spec("ray") is not None
+        if not has_ray or not self._settings.ray.address:
             return None
         self._driver = CallingDriver(ray_options_of(self._settings))
         return self._driver
