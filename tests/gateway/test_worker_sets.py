@@ -352,6 +352,15 @@ async def test_a_set_is_scaled_within_its_places(gateway: Gateway, api: Client) 
     assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "contradiction")
 
 
+async def test_a_place_that_is_not_wanted_says_so(gateway: Gateway, api: Client) -> None:
+    seen = await formed(gateway, api, count=1, max_count=2)
+    told = (await api.get(f"/tasks/{seen['workers'][1]['id']}/explain")).json()
+    assert (told["reason"], seen["id"] in told["message"]) == ("Held", True)
+    assert "wants 1 of 2 workers" in told["message"]
+    alone = await api.submit({"entrypoint": "myteam.solvers:Solver"}, held=True)
+    assert "held in the queue" in (await api.get(f"/tasks/{alone}/explain")).json()["message"]
+
+
 async def test_a_signal_is_for_sets_that_follow_one(gateway: Gateway, api: Client) -> None:
     scale = {"by": "signal", "target": 10.0}
     seen = await formed(gateway, api, count=0, max_count=3, scale=scale)

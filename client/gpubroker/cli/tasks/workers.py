@@ -36,7 +36,7 @@ workers = typer.Typer(
 )
 
 SetWord = Annotated[str, typer.Argument(metavar="SET", help="Id of the set, as `create` prints it.")]
-Count = Annotated[int | None, typer.Option("--count", "-n", help="How many workers are wanted.")]
+Count = Annotated[int | None, typer.Option("--count", "-j", help="How many workers are wanted.")]
 Min = Annotated[int | None, typer.Option("--min", help="At least so many.")]
 Max = Annotated[int | None, typer.Option("--max", help="At most so many.")]
 _SECONDS = {"parser": parsing.seconds, "metavar": "DURATION"}
@@ -69,10 +69,10 @@ def create(
 ) -> None:
     """Keep workers running that each make one object.
 
-    gpubroker workers create team.solvers:Solver -n 2 --max 8 --scale calls=4 --gpu-memory 20GiB
+    gpubroker workers create team.solvers:Solver -j 2 --max 8 --scale calls=4 --gpu-memory 20GiB
     """
     given = dict(locals())
-    options: dict[str, Any] = read_options(given)
+    options = dict(read_options(given))
     for option in ("count", "min_count", "max_count", "profile", "max_concurrency"):
         if given[option] is not None:
             options[option] = given[option]
