@@ -1,6 +1,6 @@
 """Time of one command of the command line, from its start to its end, beside a Python that does nothing.
 
-`version` asks nobody; `ps` and `submit` ask a service on this machine. The commands are started in turn. On a
+`version` asks none; `ps` and `submit` ask a service on this machine. The commands are started in turn. On a
 machine that does other things too, CPU time says more.
 """
 

@@ -1,14 +1,12 @@
 """The baselines of `bench array`: maps on a Ray of their own, without the service."""
 
-import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
-from bench.child_process import answer_commands
+from bench.plain_ray import answer_on_plain_ray
 from bench.tasks import spin
 
 POOLS: dict[int, Any] = {}
@@ -64,22 +62,5 @@ def carry_out(how: str, items: int, ms: float, processes: int, chunk: int) -> fl
     return seconds
 
 
-def main() -> None:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=128 * 2**20,
-        _node_ip_address="127.0.0.1",
-    )
-    try:
-        answer_commands(carry_out)
-    finally:
-        ray.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    answer_on_plain_ray(carry_out, num_cpus=8)

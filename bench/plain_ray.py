@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -44,7 +45,8 @@ def carry_out(processes: int, in_flight: int, seconds: float) -> dict[str, float
     return asyncio.run(call_for(seconds, in_flight))
 
 
-def main() -> None:
+def answer_on_plain_ray(carry_out: Callable[..., Any], **options: Any) -> None:
+    """Carry out the benchmark's commands on a local Ray, started with these options and ended afterwards."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         address="local",
@@ -53,6 +55,7 @@ def main() -> None:
         logging_level=logging.ERROR,
         object_store_memory=128 * 2**20,
         _node_ip_address="127.0.0.1",
+        **options,
     )
     try:
         answer_commands(carry_out)
@@ -61,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_on_plain_ray(carry_out)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Have Slurm start a node for each GPU that waiting tasks lack, and end the nodes that nobody uses.
+# Have Slurm start a node for each GPU that waiting tasks lack, and end idle nodes.
 # Run it each minute, by cron or scrontab, as the user of the nodes; docs/how-to/autoscale.md explains it.
 set -eu
 

@@ -1,10 +1,13 @@
 """Which GPUs each node of a cluster on one machine gets, and what is said when there are too few."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from gpubroker_server.adapters.ray.cluster.layout import ClusterGpu, ClusterLayout
-from gpubroker_server.bootstrap.clusters import ClusterRefused, layout_of
+from gpubroker_server.adapters.ray.head.head import HeadState, write_state
+from gpubroker_server.bootstrap.clusters import ClusterRefused, add, keep, layout_of, look_at, stop
 
 REAL = tuple(ClusterGpu(index, f"GPU-{index}") for index in range(4))
 
@@ -63,7 +66,20 @@ def test_a_wrong_count_of_simulated_gpus_is_refused(given: str) -> None:
         asked(simulated=given)
 
 
-@pytest.mark.parametrize("name", ["", "../x", "A", "a" * 32])
-def test_a_name_that_is_no_folder_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "..", "../x", "A", "a" * 32])
+@pytest.mark.parametrize("command", ["start", "add-worker", "status", "stop"])
+def test_a_name_that_is_no_folder_of_a_cluster_is_refused(tmp_path: Path, command: str, name: str) -> None:
+    """`stop` would remove what else has a state file there: the data directory of a service."""
+    kept = tmp_path / "gpubroker.db"
+    kept.write_text("tasks")
+    (tmp_path / "clusters").mkdir()
+    write_state(tmp_path, HeadState(2**22 + 1, 0, "", "127.0.0.1:1", str(tmp_path / "ray"), "", ""))
+    commands: dict[str, Callable[[], object]] = {
+        "start": lambda: keep(tmp_path, asked(name=name), str),
+        "add-worker": lambda: add(tmp_path, name),
+        "status": lambda: look_at(tmp_path, name),
+        "stop": lambda: stop(tmp_path, name),
+    }
     with pytest.raises(ClusterRefused, match="use a to z, digits and -"):
-        asked(name=name)
+        commands[command]()
+    assert kept.exists()

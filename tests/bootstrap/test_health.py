@@ -111,7 +111,7 @@ def hangs_and_goes_on(broker: ForkedBroker) -> None:
 
 
 def test_the_file_of_a_broker_that_was_killed_counts_for_nothing_and_stays(tmp_path: Path) -> None:
-    """Who removes it could remove that of a broker which is just starting under the same number."""
+    """To remove it could remove that of a broker that is just starting under the same number."""
     left = tmp_path / "broker-1.lock"
     left.touch()
     assert list(ages_of_brokers(tmp_path)) == []

@@ -1,4 +1,4 @@
-"""While an equal waits for a model's memory, the leader makes a cycle only if it is somebody else's turn."""
+"""While an equal waits for a model's memory, the leader makes a cycle only if it is another's turn."""
 
 import asyncio
 from collections.abc import Sequence

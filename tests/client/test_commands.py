@@ -168,7 +168,7 @@ def test_the_demand_of_autoscalers_is_shown(gpubroker: Run, holder: str) -> None
     assert re.search(r"^unmet +1 GPUs \(24\.0 GiB\).* 1 tasks, up to", shown, re.MULTILINE)
     assert re.search(r"^needed +3 GPUs", shown, re.MULTILINE)
     assert re.search(r"^spare +nothing", shown, re.MULTILINE)
-    assert gpubroker("demand --pool lab --kind H100 --waited 1h -o json").json["unmet"]["gpus"] == 0
+    assert gpubroker("demand --kind H100 --waited 1h -o json").json["unmet"]["gpus"] == 0
     assert gpubroker("cancel", waiting).code == 0
 
 
@@ -354,6 +354,18 @@ def test_a_worker_set_is_created_listed_scaled_and_ended(gpubroker: Run) -> None
     assert gpubroker("workers list -o json").json[0]["id"] == id
     assert gpubroker(f"workers scale {id} 2 -o json").json["count"] == 2
     assert id in gpubroker("workers end", id).err
+
+
+def test_a_map_is_submitted_looked_at_and_cancelled(gpubroker: Run, tmp_path: Path) -> None:
+    (tmp_path / "items").write_text("1\n2\n")
+    array = gpubroker(f"map {WORK} -d --gpus 2 --items", str(tmp_path / "items")).out.strip()
+    assert gpubroker(f"array {array} -o json").json["total"] == 2
+    assert gpubroker(f"array {array} --cancel").code == 0
+
+
+def test_a_process_that_is_not_there_is_not_healthy(gpubroker: Run, tmp_path: Path) -> None:
+    ended = gpubroker("health --data-dir", str(tmp_path))
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
 
 
 def test_this_file_covers_every_command() -> None:

@@ -1,7 +1,8 @@
 """`broker.logs`: line by line, through lost connections and from one attempt to the next."""
 
 import pytest
-from gpubroker.errors import Refused
+from gpubroker import Broker
+from gpubroker.errors import Refused, Unreachable
 
 from tests.client.command_line import Run
 from tests.client.conftest import Do
@@ -68,6 +69,28 @@ def test_a_log_that_is_not_followed_is_read_on_too(service: RecordedService, do:
     service.reply_with(printed("one\ntw", **LONGER), at(1), printed("two\n"))
     assert do("logs", FULL_ID) == ["one\n", "two\n"]
     assert asked(service) == [{}, {"attempt": "1", "offset": "4"}]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_answers_that_break_off_at_once_are_asked_for_with_pauses_and_not_for_ever(
+    service: RecordedService, follow: bool
+) -> None:
+    service.always = at(1)
+    service.always_at = {"/logs": printed("half a line", **LONGER)}
+    with (
+        Broker(service.url, "gpb_secret", retry_seconds=0.5) as broker,
+        pytest.raises(Unreachable, match="from byte 0"),
+    ):
+        list(broker.logs(FULL_ID, follow=follow))
+    assert 2 <= len(asked(service)) <= 8
+
+
+def test_answers_that_break_off_after_a_line_are_read_on_without_end(service: RecordedService) -> None:
+    service.reply_with(*(at(1), printed("one\n", **LONGER)) * 9)
+    service.always = at(1, "succeeded")
+    service.always_at = {"/logs": printed("end")}
+    with Broker(service.url, "gpb_secret", retry_seconds=0) as broker:
+        assert list(broker.logs(FULL_ID, follow=True)) == ["one\n"] * 9 + ["end"]
 
 
 def test_a_refusal_is_raised(service: RecordedService, do: Do) -> None:

@@ -14,7 +14,7 @@ from gpubroker import current_task
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.journal import START_OVER, Journal
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
-from gpubroker.runtime.output import FileOutput, sort_output_by_run
+from gpubroker.runtime.output import FileOutput, sort_output_by_run, tail_of_files
 
 from tests.client.runtime_jobs import COMPANY
 
@@ -171,3 +171,10 @@ def sort_output(streams: pytest.MonkeyPatch) -> None:
     streams.setattr(sys, "stdout", sys.stdout)
     streams.setattr(sys, "stderr", sys.stderr)
     sort_output_by_run()
+
+
+def test_the_tail_of_a_run_is_without_the_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a.log").mkdir()
+    (tmp_path / "a.err").write_text("why")
+    assert tail_of_files(tmp_path / "a.log") == b"why"
+    assert tail_of_files(tmp_path / "none.log") == b""

@@ -10,9 +10,11 @@ import cloudpickle
 import pytest
 from gpubroker import Stopped
 from gpubroker.runtime.host import RunHost
-from gpubroker.runtime.items import ARRAY_VARIABLE, joined
+from gpubroker.runtime.items import ARRAY_VARIABLE
 from gpubroker.runtime.journal import START_OVER, Journal
 from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
+from gpubroker_server.core.domain.submission import ARRAY_IMPORT_FAILED
+from gpubroker_server.gateway.arrays.submit import joined
 
 from tests.client import runtime_jobs as jobs
 
@@ -115,8 +117,13 @@ def test_pickled_items_and_an_item_that_is_not_there() -> None:
 def test_items_that_cannot_be_opened_end_the_run() -> None:
     worker = Worker(double, b"\x80nonsense")
     failure = worker.next("ended")[8]
-    assert failure[0] == "import_failed"
+    assert failure[0] == ARRAY_IMPORT_FAILED
     assert "the items cannot be opened" in failure[1]
+
+
+def test_a_command_opens_no_pickled_items() -> None:
+    failure = Worker(["true", "{}"], cloudpickle.dumps([1])).next("ended")[8]
+    assert failure[0] == ARRAY_IMPORT_FAILED
 
 
 def test_a_notice_ends_it_after_its_item_and_it_gives_the_others_back() -> None:
@@ -176,6 +183,9 @@ def test_a_command_gets_the_item_as_a_word(tmp_path: Path) -> None:
     [placed] = Worker([sys.executable, "-c", script, "{}", "x"], [path]).until_done((0, 1))
     assert placed[4] is None
     assert Path(path).read_text() == "x"
+    [inside] = Worker([sys.executable, "-c", script, "{}.txt", "{}"], [path]).until_done((0, 1))
+    assert inside[4] is None
+    assert Path(f"{path}.txt").read_text() == path
     [absent] = Worker(["/no/such/program"], [1]).until_done((0, 1))
     assert "cannot start" in absent[4][1]
 

@@ -1,6 +1,7 @@
 """What the command line prints for people, from recorded answers."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,7 +357,7 @@ def test_watch_in_a_pipe_prints_every_answer(
         if (trouble := next(naps)) is not None:
             raise trouble
 
-    monkeypatch.setattr("gpubroker.cli.printing.time.sleep", sleep)
+    monkeypatch.setattr("gpubroker.cli.printing.time", SimpleNamespace(sleep=sleep))
     service.reply_with(
         Reply(200, {"items": [{**GPU, "free_mb": 1}]}), Reply(200, {"items": [{**GPU, "free_mb": 2}]})
     )

@@ -17,7 +17,7 @@ from gpubroker_server.adapters.ray.driver.node_link import NodeLink
 from gpubroker_server.adapters.ray.driver.process import UNTAKEN_BYTES, Driver, Opening
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.adapters.ray.wire import frame, read_frame, unpack, write_reports
+from gpubroker_server.adapters.ray.wire import PROTOCOL, frame, read_frame, unpack, write_reports
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeReport, StartOrder
 from gpubroker_server.core.domain.units import (
@@ -67,8 +67,8 @@ class StandIn:
     def say(self, *parts: Any) -> None:
         self._writer.write(frame(*parts))
 
-    def send_reports(self, *reports: tuple[Any, ...]) -> None:
-        self.say("reports", write_reports("n1", 1.0, reports), boot_seconds(), 1)
+    def send_reports(self, *reports: tuple[Any, ...], protocol: int = PROTOCOL) -> None:
+        self.say("reports", write_reports("n1", 1.0, reports, protocol=protocol), boot_seconds(), 1)
 
     async def next(self, kind: str | tuple[str, ...]) -> tuple[Any, ...]:
         """The next message of this kind, or of one of these; pings are answered meanwhile."""
@@ -99,7 +99,9 @@ class Bench:
             self._starting.cancel()
         self._starting = asyncio.create_task(self.executor.start(leader_term, Lineage(0)))
 
-    def start_driver(self, _options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":
+    def start_driver(
+        self, _options: RayOptions, _address: str, channel: socket.socket
+    ) -> "subprocess.Popen[bytes]":
         child = subprocess.Popen(["sleep", "60"])
         self._drivers.put_nowait(StandIn(child, channel.dup()))
         return child
@@ -112,9 +114,9 @@ class Bench:
         """The next one that is started, connected."""
         return await (await self.started()).meet()
 
-    async def send(self, task: str, arguments: bytes = b"") -> None:
+    async def send(self, task: str, arguments: bytes = b"", **env: str) -> None:
         order = StartOrder(TaskId(task), Fence(1), NodeName("n1"), "i.1", (), shareable=False)
-        payload = RunPayload(RunSpec("entrypoint"), arguments, None, None, 1, "", "default", None)
+        payload = RunPayload(RunSpec("entrypoint", env=env), arguments, None, None, 1, "", "default", None)
         await self.executor.send([order], {order.task: payload})
 
     async def close(self) -> None:
@@ -185,6 +187,21 @@ async def test_send_never_waits_and_a_start_that_is_too_much_is_reported_as_neve
     await bench.send("third", b"x")
     _, _, packed, _ = await driver.next("orders")
     assert [order[3]["task"] for order in unpack(packed)] == ["third"]
+
+
+async def test_an_agent_of_an_earlier_release_gets_no_worker_of_an_array(bench: Bench) -> None:
+    """It would call the function once, without an item, and say that the worker has succeeded."""
+    driver = await bench.driver()
+    driver.send_reports(SEEN, protocol=8)
+    await bench.executor.reports()
+    await bench.send("worker", GPUBROKER_ARRAY="{}")
+    ended, gone = await bench.executor.reports()
+    assert isinstance(ended, Ended)
+    assert (ended.task, ended.ending) == ("worker", Ending.NEVER_STARTED)
+    assert isinstance(gone, Gone)
+    await bench.send("other")
+    _, _, packed, _ = await driver.next("orders")
+    assert [order[3]["task"] for order in unpack(packed)] == ["other"]
 
 
 async def test_a_run_with_a_malformed_report_has_failed_and_is_killed(bench: Bench) -> None:
@@ -323,10 +340,14 @@ class Link:
         self.asked.append(("announce_again",))
 
 
-async def test_two_nodes_with_one_name_are_logged_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [(["n1", "n1"], "two nodes have one name"), (["n0", "n1/a"], "a --node-name without one")],
+)
+async def test_a_node_whose_name_is_of_no_use_is_left_out_and_logged_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: list[str], fault: str
 ) -> None:
-    looks = [[ray_node("a"), ray_node("b")]] * 3 + [[]]
+    looks = [[ray_node(f"id{n}", name) for n, name in enumerate(names)]] * 3 + [[]]
     monkeypatch.setattr(ray, "nodes", lambda: looks.pop(0))
     monkeypatch.setattr(NodeLink, "_find_agent", no_agent)
     ours, theirs = socket.socketpair()
@@ -337,14 +358,15 @@ async def test_two_nodes_with_one_name_are_logged_once(
             driver = Driver(Opening("", "", config, "", 0, 1), writer, tasks)
             while looks:
                 await driver._update_links(await driver._nodes())
+                assert [*driver._links] == names[:1] * bool(looks)
         writer.close()
-    assert [line["node"] for line in logs if "one name" in line["event"]] == ["n1"]
+    assert [line["node"] for line in logs if fault in line["event"]] == names[1:]
 
 
 def no_agent(_link: NodeLink) -> None:
     raise RayError("away")
 
 
-def ray_node(id: str) -> dict[str, Any]:
-    named = {"NodeID": id, "NodeName": "n1", "NodeManagerAddress": "127.0.0.1"}
+def ray_node(id: str, name: str) -> dict[str, Any]:
+    named = {"NodeID": id, "NodeName": name, "NodeManagerAddress": "127.0.0.1"}
     return {**named, "Alive": True, "Resources": {"CPU": 1.0}}

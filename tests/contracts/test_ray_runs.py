@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 from gpubroker.runtime.journal import AT_ONCE
-from gpubroker.runtime.messages import Report, RunKey, RunOrder
+from gpubroker.runtime.messages import Report, RunKey, RunOrder, checkpointed, ended, failed, printed
 from gpubroker_server.adapters.nvml.meter import DeviceMeter
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
 from gpubroker_server.adapters.ray.processes import has_stopped
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import DeviceReading, MeasuredDevice, ProcessGroup
+from structlog.testing import capture_logs
 
 from tests.contracts.fake_runners import GPU, FakeRunners, an_agent_config
+from tests.full_disk import file_size_limit
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -53,7 +55,7 @@ class Scene:
         self.runners = FakeRunners()
         self.probe = Probe()
         self.reports: list[Report] = []
-        self.config = an_agent_config(run_dir)
+        self.config = an_agent_config(run_dir, warm_runners=1)
         self.runs = NodeRuns(self.config, self.report, DeviceMeter([self.probe]), self.runners)
 
     def report(self, report: Report, _delay_seconds: float = AT_ONCE) -> None:
@@ -187,3 +189,23 @@ async def test_an_agent_that_leaves_a_node_leaves_no_process_and_no_file(
     await scene.runs.close()
     assert scene.runners.names() == []
     assert os.listdir(tmp_path) == []
+
+
+async def test_on_a_full_disk_runs_in_a_shared_process_lose_what_they_print_and_go_on(scene: Scene) -> None:
+    for task in "ab":
+        scene.runs.start(RunOrder(task=task, fence=1, kind="entrypoint"), shareable=True)
+    await scene.until(lambda: len(scene.runners.started) == 2)
+    runner = scene.runners.runner_of("a")
+    assert scene.runners.runner_of("b") is runner
+    key = RunKey("a", 1, 0)
+    with capture_logs() as lines, file_size_limit(100):
+        runner.report(*[printed(key, b"x" * 200, b"") for _ in range(3)])
+        runner.report(checkpointed(key, 7, "abc", None, None))
+        await scene.until(lambda: "checkpointed" in [report[0] for report in scene.reports])
+    runner.report(printed(key, b"after\n", b""), ended(key, failed("exception", "no"), b""))
+    await scene.until(scene.gone)
+    assert runner.process.poll() is None
+    assert [report for report in scene.reports if report[1] == "b"] == []
+    assert [line["log_level"] for line in lines if "cannot be written" in line["event"]] == ["error"]
+    kept = scene.runs.logs._files.log_of(key)
+    assert kept.read_bytes() == b"x" * 100 + b"after\n"

@@ -1,11 +1,12 @@
 """Orders and reports arrive as they were sent."""
 
 import pytest
-from gpubroker.runtime.messages import RunOrder
+from gpubroker.runtime.messages import RunOrder, is_report
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED, ReportReader
 from gpubroker_server.adapters.ray.wire import PROTOCOL, OrderWriter, pack, unpack, write_reports
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.orders import (
+    MOST_HELD,
     Checkpointed,
     Ended,
     Ending,
@@ -13,6 +14,7 @@ from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     Gone,
     GoOrder,
+    ItemsReported,
     NodeLost,
     NodeReport,
     Progressed,
@@ -124,7 +126,10 @@ STARTED = ("started", "t", 3, 0, 1000.0, 42)
 PROGRESSED = ("progressed", "t", 3, 0, 1000.0, 0.5, "hm")
 CHECKPOINTED = ("checkpointed", "t", 3, 0, 1000.0, 7, "abc", b"state", None)
 ENDED = ("ended", "t", 3, 0, 1000.0, "succeeded", b"{}", "json", None, b"")
+ITEMS = ("items", "t", 3, 0, 1000.0, 1, (), ((0, 2), (2, 5), (7, 8)), 10)
 NAN = float("nan")
+NO_RANGES = (((0, 2**31 - 1),), ((0, 2), (1, 3)), ((5, 6), (0, 1)), ((0, 0),), ((3, 2),), ((0, 5),) * 9)
+"""Of items that a worker says it holds: too many, some twice, out of order, empty."""
 
 
 def swapped(report: tuple[object, ...], place: int, value: object) -> tuple[object, ...]:
@@ -149,6 +154,7 @@ def swapped(report: tuple[object, ...], place: int, value: object) -> tuple[obje
         *(swapped(ENDED, 7, form) for form in ("yaml", None, {})),
         *(swapped(ENDED, 8, failure) for failure in ("no", ("exception", "no"), ("exception", 5, ""))),
         *(swapped(ENDED, 9, tail) for tail in (None, "text", b"x" * 2_000_000)),
+        *(swapped(ITEMS, 7, ranges) for ranges in NO_RANGES),
         STARTED[:5],
         (*ENDED, "more"),
     ],
@@ -185,6 +191,14 @@ def test_a_malformed_report_fails_its_run_and_no_other(told: tuple[object, ...])
 )
 def test_a_malformed_report_that_names_no_run_is_dropped(told: object) -> None:
     assert carried(told, STARTED) == [Started(T, F, AT, 42)]
+
+
+def test_both_sides_know_how_many_items_a_worker_holds() -> None:
+    assert carried(ITEMS) == [ItemsReported(T, F, AT, 1, (), ((0, 2), (2, 5), (7, 8)), 10)]
+    for ranges in (((0, MOST_HELD),), *NO_RANGES):
+        told = ("items", "t", 3, 0, 1000.0, 1, (), ranges, 10)
+        assert is_report(told) is (ranges not in NO_RANGES)
+        assert isinstance(carried(told)[0], ItemsReported) is (ranges not in NO_RANGES)
 
 
 def test_messages_of_users_may_hold_any_character() -> None:

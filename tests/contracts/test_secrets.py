@@ -1,5 +1,6 @@
 """Where the secrets of tenants are kept."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -49,3 +50,25 @@ async def test_a_directory_that_cannot_be_used_says_where_it_is_and_not_what_it_
     with pytest.raises(StoreUnavailable, match=str(tmp_path / "secrets")) as refused:
         await SecretFiles(tmp_path / "secrets").put("acme", "A", "plain-text")
     assert "plain-text" not in str(refused.value)
+
+
+async def test_every_character_of_a_secret_is_kept(secrets: SecretStore) -> None:
+    text = "-----BEGIN KEY-----\r\nabc\r\n\r tail\n\x00\u2028\U0001f511"
+    await secrets.put("acme", "KEY", text)
+    assert (await secrets.read("acme", ["KEY"]))["KEY"] == text
+
+
+async def test_a_damaged_secret_says_which_and_how_to_mend_it_and_not_what_it_keeps(tmp_path: Path) -> None:
+    secrets = SecretFiles(tmp_path)
+    await secrets.put("acme", "KEY", "x")
+    (tmp_path / "acme" / "KEY").write_bytes(b"plain-text \xff")
+    with pytest.raises(StoreUnavailable, match=r"acme/KEY.*secrets set KEY") as refused:
+        await secrets.read("acme", ["KEY"])
+    assert "plain-text" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("tenant", "name"), [("acme", "../zeta/KEY"), ("..", "KEY"), ("acme", "")])
+async def test_no_name_leads_out_of_the_directory(tmp_path: Path, tenant: str, name: str) -> None:
+    with pytest.raises(ValueError, match="no name of a secret"):
+        await SecretFiles(tmp_path / "secrets").put(tenant, name, "text")
+    assert os.listdir(tmp_path) == []

@@ -61,6 +61,22 @@ async def test_an_item_is_stored_once_and_nothing_else_of_that_decision(store: T
     assert await store.items_done(ARRAY) == [(0, 2)]
 
 
+async def test_a_hundred_thousand_items_are_a_few_pages_and_one_hot_row(store: TaskStore) -> None:
+    task = a_task(ARRAY)
+    term = await with_gpu(store, task)
+    await store.commit(term, [admission(task)])
+    run, head = claimed(task), await store.head()
+    for ten in range(10):
+        decision = stored(run, *(a_page(10_000 * ten + 1000 * n, 10 * ten + n + 1, 1000) for n in range(10)))
+        assert await store.commit(term, [decision]) == [CommitVerdict.COMMITTED]
+        run = decision.tasks[0].task
+    snapshot = await store.snapshot()
+    assert [row.id for row in snapshot.tasks] == [ARRAY]
+    assert await store.head() - head == 10, "one event for each report"
+    assert (await store.item_counts(ARRAY)).done == 100_000
+    assert len(await store.item_pages(PageFilter(ARRAY, limit=1000))) == 100
+
+
 async def test_results_go_with_the_first_worker(store: TaskStore) -> None:
     task = a_task(ARRAY)
     term = await with_gpu(store, task)
@@ -72,6 +88,20 @@ async def test_results_go_with_the_first_worker(store: TaskStore) -> None:
     await pruned(store, term, cutoffs())
     assert await store.record(ARRAY) is None
     assert await store.item_counts(ARRAY) == ItemCounts()
+
+
+async def test_the_first_worker_stays_as_long_as_another_has_not_ended(store: TaskStore) -> None:
+    """It keeps the terms and the results of the array."""
+    task, other = a_task(ARRAY), a_task("t2")
+    term = await with_gpu(store)
+    first = a_submission(task, labels={"array": ARRAY})
+    others = replace(first, task=other, like=first)
+    await store.submit_batch(BatchSubmission([first, others], answer="the terms"))
+    for worker, is_kept in ((task, True), (other, False)):
+        write = write_move(worker, Move.CANCELLED, finished_at=NOW)
+        await store.commit(term, [Decision(worker.id, "cancel", tasks=(write,))])
+        await pruned(store, term, cutoffs())
+        assert bool(await store.batch_answer(ARRAY)) is is_kept
 
 
 async def test_the_terms_are_kept_without_a_key(store: TaskStore) -> None:

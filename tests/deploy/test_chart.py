@@ -263,4 +263,8 @@ def test_the_example_of_a_ray_cluster_fits_the_chart() -> None:
         assert [
             found for pod in pods if (found := fault(version, {"kind": "Pod", "apiVersion": "v1", **pod}))
         ] == []
-    assert workers["template"]["spec"]["hostPID"]
+    spec = workers["template"]["spec"]
+    [container] = spec["containers"]
+    assert spec["hostPID"]
+    assert "nvidia.com/gpu" in container["resources"]["limits"]
+    assert "/dev/shm" in [mount["mountPath"] for mount in container["volumeMounts"]]

@@ -1,5 +1,6 @@
 """Both distributions as users get them: installed somewhere else, and used there."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -11,8 +12,15 @@ import pytest
 from gpubroker import Broker
 
 from tests.deploy.wheels import Place, build, sizes
+from tests.e2e.released import WHEELS
 from tests.e2e.service_process import environment, until
 from tests.patience import PATIENCE_SECONDS
+
+RELEASED = {
+    "gpubroker": "e5149795cf015f9f1bf24677f712f55b43c7f8bb72586029648e8164bb25c0df",
+    "gpubroker_server": "7f8da18cf7b30ba8a727a83379b82c49626a28883edfddeb00c3ef9d1ee22826",
+}
+"""SHA-256 of the wheels of 0.2.0."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +50,12 @@ def serving(
         if process.poll() is None:
             process.terminate()
         process.wait(PATIENCE_SECONDS)
+
+
+def test_the_wheels_of_the_last_release_are_those_that_were_cut() -> None:
+    """What is upgraded from them is what users have."""
+    found = {wheel.name.partition("-")[0]: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in WHEELS}
+    assert found == RELEASED
 
 
 def test_the_demo_runs_from_what_pip_installs_and_without_any_file(

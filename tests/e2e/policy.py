@@ -6,6 +6,7 @@ POLICY = {
     "consolidation": 10,
     "learned_least_runs": 3,
     "overuse": "stop",
+    "streams": {"release": 1, "nightly": 1},
     "tenants": {
         "owner": {"cohort": "lab", "guaranteed_mb": 24_000},
         "guest": {"cohort": "lab", "guaranteed_mb": 10_000},

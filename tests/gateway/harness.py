@@ -38,7 +38,7 @@ from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import BlobMissing, CommitVerdict
+from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, CommitVerdict
 from jsonschema import Draft202012Validator
 
 from tests.builders import NOW, a_device, a_node, a_sample
@@ -76,10 +76,10 @@ class Blobs:
         return digest
 
     async def get(self, digest: str) -> bytes:
-        try:
-            return self.objects[digest]
-        except KeyError:
-            raise BlobMissing(digest) from None
+        data = self.objects.get(digest)
+        if data is None or hashlib.sha256(data).hexdigest() != digest:
+            raise BlobMissing(digest) if data is None else BlobCorrupt(digest)
+        return data
 
     async def delete(self, digest: str) -> None:
         del self.objects[digest]

@@ -11,10 +11,18 @@ from gpubroker_server.broker.arrays import Arrays, with_pages_stored
 from gpubroker_server.core.domain.orders import Failure, ItemResult, ItemsReported
 from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.core.lifecycle.runs import apply_reports
+from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 
-from tests.gateway.harness import Client, Gateway
+from tests.gateway.harness import PYTHON, Client, Gateway
 
 RUN = {"entrypoint": "myteam.checks:verify", "args": [3]}
+
+
+FUNCTION = {
+    "function": base64.b64encode(cloudpickle.dumps((len, (), {}))).decode(),
+    "python": PYTHON,
+    "cloudpickle": cloudpickle.__version__,
+}
 
 
 async def submitted(api: Client, items: Any = (1, 2, 3), **fields: Any) -> dict[str, Any]:
@@ -67,6 +75,15 @@ async def test_an_array_is_a_batch_of_workers_that_get_all_items(gateway: Gatewa
     assert {task["id"] for task in listed} == set(workers)
 
 
+async def test_each_worker_has_the_profile_that_its_array_names(gateway: Gateway, api: Client) -> None:
+    gateway.change(defaults=Defaults(profiles={"scorer": NamedDefaults(cpu=1.0, gpus=0)}))
+    seen = await submitted(api, profile="scorer", resources={"memory_mb": 64}, max_parallel=2)
+    assert len(seen["workers"]) == 2
+    for worker in seen["workers"]:
+        demand = gateway.task(worker["id"]).demand
+        assert (demand.cpu, demand.gpus, demand.memory_mb) == (1.0, 0, 64)
+
+
 async def test_there_are_no_more_workers_than_chunks(api: Client) -> None:
     assert len((await submitted(api, (1, 2, 3), max_parallel=9))["workers"]) == 3
     assert len((await submitted(api, (1, 2, 3), max_parallel=9, chunk=2))["workers"]) == 2
@@ -84,9 +101,13 @@ async def test_large_items_are_one_object_of_all_workers(gateway: Gateway, api: 
 async def test_items_may_be_pickled_or_in_an_object(gateway: Gateway, api: Client) -> None:
     pickled = cloudpickle.dumps([{1}, {2}])
     given = {"pickled": base64.b64encode(pickled).decode(), "count": 2}
-    assert (await submitted(api, given))["total"] == 2
+    assert (await submitted(api, given, run=FUNCTION))["total"] == 2
     packed = (await api.post("/objects", content=pickled)).json()["id"]
-    assert (await submitted(api, {"object": packed, "count": 2}))["total"] == 2
+    stored = {"object": packed, "count": 2}
+    assert (await submitted(api, stored, run=FUNCTION))["total"] == 2
+    for items in (given, stored):  # to open them runs code, for which an entrypoint needs no scope
+        refused = await api.post("/arrays", json={"run": RUN, "items": items})
+        assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "pickled-items")
     listed = (await api.post("/objects", content=b"[1, 2, 3]")).json()["id"]
     assert (await submitted(api, {"object": listed}))["total"] == 3
     wrong = (await api.post("/objects", content=b"no list")).json()["id"]
@@ -160,6 +181,21 @@ async def test_results_are_paged_filtered_and_lines(gateway: Gateway, api: Clien
     assert [json.loads(line)["number"] for line in lines.text.splitlines()] == [0, 1, 4, 5]
 
 
+async def test_an_answer_ends_with_the_page_that_makes_it_large(
+    gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpubroker_server.gateway.arrays.items.MOST_BYTES", 300)
+    seen = await submitted(api, tuple(range(3)), max_parallel=1)
+    await gateway.admit(seen["id"])
+    for number in range(3):
+        await done(gateway, seen["id"], result(number, b'"' + b"x" * 200 + b'"'), number=number + 1)
+    path = f"/arrays/{seen['id']}/items"
+    first = (await api.get(path)).json()
+    assert ([item["number"] for item in first["items"]], first["has_more"]) == ([0, 1], True)
+    rest = (await api.get(path, params={"after": first["next_after"]})).json()
+    assert ([item["number"] for item in rest["items"]], rest["has_more"]) == ([2], False)
+
+
 async def test_failed_and_missing_items_are_done_again_when_the_array_has_ended(
     gateway: Gateway, api: Client
 ) -> None:
@@ -214,6 +250,21 @@ async def test_damaged_results_are_told(gateway: Gateway, api: Client) -> None:
     gateway.blobs.objects.clear()
     told = await api.get(f"/arrays/{seen['id']}/items")
     assert (told.status_code, told.json()["code"]) == (500, "result-damaged")
+
+
+async def test_the_leader_forgets_an_array_whose_workers_have_ended(gateway: Gateway, api: Client) -> None:
+    """Items may be left: nobody works on them any more."""
+    seen = await submitted(api, (1, 2), max_parallel=1)
+    await gateway.admit(seen["id"])
+    task, arrays = gateway.task(seen["id"]), Arrays(gateway.store, gateway.world)
+    report = ItemsReported(task.id, task.fence, gateway.clock.now(), 1, (), (), 1)
+    await arrays.drafts([report])
+    arrays.committed()
+    assert (list(arrays._works), list(arrays._array_of)) == ([task.id], [task.id])
+    await gateway.end(seen["id"])
+    await arrays.drafts([])
+    arrays.committed()
+    assert (arrays._works, arrays._array_of) == ({}, {})
 
 
 async def test_a_report_of_a_task_that_is_no_worker_changes_nothing(gateway: Gateway, api: Client) -> None:

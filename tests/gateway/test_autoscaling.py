@@ -9,7 +9,7 @@ import yaml
 
 from tests.architecture.source_tree import ROOT
 from tests.builders import GIB
-from tests.gateway.harness import Client, Gateway, problem
+from tests.gateway.harness import Client, Gateway, fault, problem
 
 PAGE = (ROOT / "docs/how-to/autoscale.md").read_text(encoding="utf-8")
 
@@ -51,19 +51,28 @@ async def test_a_node_that_nobody_uses_can_be_given_back(api: Client) -> None:
     }
 
 
+async def test_a_pool_that_does_not_exist_is_refused(api: Client) -> None:
+    answer = await api.get("/autoscaling/demand?pool=lav")
+    assert fault(answer, "query:pool") == "there is no pool 'lav'; configured are: lab"
+
+
 async def test_only_tokens_that_may_read_the_cluster_see_it(gateway: Gateway) -> None:
     user = await gateway.client("user", "tasks:read")
     problem(await user.get("/autoscaling/demand"), 403, "forbidden")
 
 
-async def test_keda_finds_its_value_at_the_documented_place(api: Client) -> None:
+async def test_keda_finds_its_value_at_the_documented_place(api: Client, gateway: Gateway) -> None:
+    await gateway.admit(await api.submit(resources={"gpu_mb": 70 * GIB}))
+    for _ in range(2):
+        await api.submit(resources={"gpu_mb": 70 * GIB})
+    gateway.clock.advance(60.0)
     [trigger] = only("ScaledObject")["spec"]["triggers"]
     assert trigger["type"] == "metrics-api"
     asked = urlsplit(trigger["metadata"]["url"])
     value: Any = (await api.get(f"{asked.path}?{asked.query}")).json()
     for name in trigger["metadata"]["valueLocation"].split("."):
         value = value[name]
-    assert value == 0
+    assert value == 3, "one in use, two that are missing"
     assert trigger["authenticationRef"]["name"] == only("TriggerAuthentication")["metadata"]["name"]
 
 

@@ -3,11 +3,13 @@
 import asyncio
 from typing import Any
 
+import pytest
 from gpubroker_server.core.domain.orders import LogName
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle.run_logs import FOLLOWED_SECONDS
 from gpubroker_server.gateway.status.log_readers import LOOK_SECONDS, LOOKS_PER_SECOND, LogReaders
 from gpubroker_server.ports.run_logs import LogChanges, LogPart
+from gpubroker_server.ports.store import BlobMissing
 
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, before, fault, problem, until
 
@@ -52,6 +54,42 @@ async def test_a_log_without_its_middle_says_so_and_goes_on_with_a_whole_line(
     expected = "one\n\n[... bytes 4 to 112 were not kept ...]\nlast\n"
     assert (await api.get(f"/tasks/{task}/logs")).text == expected
     assert (await api.get(f"/tasks/{task}/logs?offset=112")).text == "last\n"
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+async def test_parts_whose_objects_are_lost_are_left_out_and_the_log_comes_to_its_end(
+    gateway: Gateway, api: Client, damage: str
+) -> None:
+    task = await api.submit()
+    await say(gateway, task, (0, b"one\n"), *((4 + 2000 * n, b"%d" % n * 2000) for n in range(9)))
+    await say(gateway, task, (18004, b"half a line\nlast\n"), (18021, b"z" * 2000))
+    await gateway.end(task)
+    if damage == "missing":
+        gateway.blobs.objects.clear()
+    else:
+        gateway.blobs.objects.update(dict.fromkeys(gateway.blobs.objects, b"other bytes"))
+    assert (await before(PATIENCE_SECONDS, api.get(f"/tasks/{task}/logs?follow=true"))).text == (
+        "one\n\n[... bytes 4 to 14004 were not kept ...]\n"
+        "\n[... bytes 14004 to 18016 were not kept ...]\nlast\n"
+        "\n[... bytes 18021 to 20021 were not kept ...]\n"
+    )
+
+
+async def test_a_part_that_is_replaced_while_it_is_read_is_read_again(
+    gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = await api.submit()
+    await say(gateway, task, (0, b"x" * 2000))
+    await gateway.end(task)
+    get = gateway.blobs.get
+
+    async def replaced(digest: str) -> bytes:
+        monkeypatch.setattr(gateway.blobs, "get", get)
+        await say(gateway, task, (0, b"y" * 3000))
+        raise BlobMissing(digest)
+
+    monkeypatch.setattr(gateway.blobs, "get", replaced)
+    assert (await before(PATIENCE_SECONDS, api.get(f"/tasks/{task}/logs"))).text == "y" * 3000
 
 
 async def test_a_followed_log_comes_to_its_end_with_the_attempt(gateway: Gateway, api: Client) -> None:

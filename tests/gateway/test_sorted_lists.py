@@ -56,12 +56,12 @@ async def test_filters_hold_in_every_order(tasks: list[str], api: Client) -> Non
 
 async def test_by_their_ends_only_ended_tasks_can_be_listed(tasks: list[str], api: Client) -> None:
     refused = await api.get("/tasks", params={"sort": "finished", "state": "pending"})
-    assert "state=pending asks for others" in fault(refused, "/sort")
+    assert "state=pending asks for others" in fault(refused, "query:sort")
 
 
 async def test_a_list_by_turn_has_its_own_order(api: Client) -> None:
     refused = await api.get("/tasks", params={"sort": "priority", "order": "turn"})
-    assert "its own order" in fault(refused, "/sort")
+    assert "its own order" in fault(refused, "query:sort")
     problem(await api.get("/tasks", params={"sort": "name"}), 422, "validation-failed")
 
 

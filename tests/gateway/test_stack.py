@@ -43,7 +43,7 @@ async def test_a_task_without_a_process_has_no_stack(gateway: Gateway, api: Clie
     task_id = await api.submit(resources={"gpu_mb": 8 * GIB})
     assert "pending" in problem(await api.get(f"/tasks/{task_id}/stack"), 409, "task-not-running")["detail"]
     await gateway.admit(task_id)
-    fault(await api.get(f"/tasks/{task_id}/stack?rank=1"), "/rank")
+    fault(await api.get(f"/tasks/{task_id}/stack?rank=1"), "query:rank")
     await gateway.end(task_id)
     problem(await api.get(f"/tasks/{task_id}/stack"), 409, "task-not-running")
     problem(await api.get("/tasks/nobody/stack"), 404, "not-found")

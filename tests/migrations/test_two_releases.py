@@ -86,7 +86,7 @@ def test_a_service_goes_on_under_a_migration_that_adds_and_ends_under_one_that_t
 
 def test_no_downgrade_under_a_running_service(service: ServiceProcess, empty_postgres_url: str) -> None:
     for revision in ("0003", "base"):
-        with pytest.raises(DatabaseRefused, match=r"in use: gpubroker, process \d+ on .*so stop them"):
+        with pytest.raises(DatabaseRefused, match=r"in use: gpubroker 0\.\S+, pid \d+ on .*so stop them"):
             migrate(empty_postgres_url, revision, drop_everything=True)
     task = service.broker.submit("tests.e2e.work:add", cpu=0.5)
     assert service.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"

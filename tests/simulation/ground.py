@@ -33,7 +33,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, node_of
 from gpubroker_server.core.explain.admission import check, check_priority
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import ObservationWindow, due, extend_window
@@ -239,7 +239,7 @@ class Ground:
                 naive = Naive(self.world, self.policy, self.now, self._forecasts)
                 if decision.why == "admit" and not freed & nodes_of(decision.tasks[0].task):
                     passed += passings(self.world, naive, decision, ahead)
-                freed |= {self.world.ledgers[w.pledge.device].device.node for w in decision.pledges if w.end}
+                freed |= {node_of(w.pledge.device) for w in decision.pledges if w.end}
                 self._check_victims(naive, decision)
                 self._carry([decision])
             cursor = plan.cursor

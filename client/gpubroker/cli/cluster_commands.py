@@ -52,10 +52,12 @@ def demand(
     context: typer.Context,
     pool: Annotated[str | None, typer.Option(help="This pool alone; empty: tasks without one.")] = None,
     kind: Annotated[str | None, typer.Option(help="This kind of GPU, and demands that may use it.")] = None,
-    waited: Annotated[str, typer.Option(help="Tasks that have waited for so long, such as 30s.")] = "0",
+    waited: Annotated[
+        str, typer.Option(help="Count only tasks that have waited at least this long, such as 30s.")
+    ] = "0",
     output: Output = Format.TABLE,
 ) -> None:
-    """Show what waiting tasks lack, and which nodes nobody uses: for autoscalers."""
+    """Show what waiting tasks lack, and idle nodes: for autoscalers."""
     with connect(context) as broker:
         found = broker.autoscaling_demand(pool=pool, kind=kind, waited_seconds=parsed_seconds(waited))
         emit(output, found, lambda found: details(_demand_rows(found)))

@@ -44,7 +44,7 @@ def drain(
         typer.Option(
             parser=parsing.seconds,
             metavar="TIME",
-            help="Then what is left is ended, whatever its priority: 10m.",
+            help="Time after which remaining runs are stopped, whatever their priority, such as 10m.",
         ),
     ] = None,
     because: Because = "",
@@ -104,7 +104,7 @@ def _notes(node: Node) -> Iterator[str]:
         ends = f", ended at {timestamp(datetime.fromisoformat(until))}" if until else ""
         yield f"{node.drain['left']} still there{ends}"
     if node.cordon_reason:
-        yield f"closed because {node.cordon_reason!r}"
+        yield f"cordoned because {node.cordon_reason!r}"
     agent = node.agent or {}
     if agent.get("message"):
         yield agent["message"]

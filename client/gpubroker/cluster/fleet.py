@@ -172,7 +172,7 @@ class Profile:
     gpu_mb: int | str | None = None
     memory_mb: int | None = None
     max_concurrency: int | None = None
-    """Calls at once to an actor of a worker set."""
+    """A task finds it in GPUBROKER_MAX_CONCURRENCY; no other effect."""
     priority: int | None = None
     timeout_seconds: float | None = None
     max_retries: int | None = None
@@ -207,7 +207,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class AutoscalingDemand:
-    """What waiting tasks lack (`unmet`), what all tasks need together (`needed`), and nodes that nobody uses
+    """What waiting tasks lack (`unmet`), what all tasks need together (`needed`), and idle nodes
     (`spare`): each with `gpus`, `gpu_mb`, `cpu` and `memory_mb`."""
 
     unmet: Mapping[str, Any] = field(default_factory=dict)

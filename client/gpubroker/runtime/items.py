@@ -46,7 +46,9 @@ TRACEBACK_CHARS = 4096
 STUCK_SECONDS = 2.0
 """An item that does not end after its time limit, because it is not in Python code, ends with its process."""
 PLACEHOLDER = "{}"
-"""The word of a command that an item takes the place of; without it, the item is the last word."""
+"""In the words of a command, an item takes its place; without it, the item is the last word."""
+IMPORT_FAILED = "array_import_failed"
+"""Failure kind of a worker that would fail as often as it is tried."""
 _LENGTH_BYTES = 8
 
 
@@ -62,12 +64,8 @@ def is_array(order: RunOrder) -> bool:
     return ARRAY_VARIABLE in order.env
 
 
-def joined(arguments: bytes, given: bytes) -> bytes:
-    """The arguments of a worker: those of the function, and all items, as a JSON list or a pickled one."""
-    return len(arguments).to_bytes(_LENGTH_BYTES, "big") + arguments + given
-
-
 def parted(packed: bytes) -> tuple[bytes, bytes]:
+    """The arguments of a worker: those of the function, and all items, as a JSON list or a pickled one."""
     begin = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "big")
     return packed[_LENGTH_BYTES:begin], packed[begin:]
 
@@ -132,7 +130,8 @@ class ItemWorker:
                 elif (result := self._result_of(number, values, call)) is not None:
                     self._keep(result)
         except CannotOpen as refusal:
-            return refusal.outcome
+            fault = refusal.outcome.fault
+            return failed(IMPORT_FAILED, str(refusal), fault.traceback if fault else "")
         except _Stuck:
             return failed("item_timeout", "an item did not end when its time was over")
         if self._is_over:
@@ -146,7 +145,9 @@ class ItemWorker:
         call = None if self._order.kind == "command" else opened(self._order)
         try:
             packed = self._packed_items
-            values = json.loads(packed) if packed[:1] == b"[" else cloudpickle.loads(packed)
+            # To unpickle runs code of the submitter, which only a function may.
+            is_pickled = self._order.kind == "function" and packed[:1] != b"["
+            values = cloudpickle.loads(packed) if is_pickled else json.loads(packed)
             return list(values), call
         except BaseException as fault:
             raise CannotOpen(
@@ -242,8 +243,8 @@ class ItemWorker:
     def _run_command(self, value: Any) -> RunOutcome:
         word = value if isinstance(value, str) else json.dumps(value)
         command = list(self._order.command)
-        words = [word if part == PLACEHOLDER else part for part in command]
-        if PLACEHOLDER not in command:
+        words = [part.replace(PLACEHOLDER, word) for part in command]
+        if not any(PLACEHOLDER in part for part in command):
             words.append(word)
         try:
             child = self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0)  # noqa: S603  # its purpose

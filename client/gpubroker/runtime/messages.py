@@ -25,6 +25,8 @@ ADDRESS_CHARS = 255
 PROGRESS_CHARS = 500
 MESSAGE_CHARS = 4096
 TRACEBACK_BYTES = 64 * 1024
+MOST_HELD = 20_000
+"""Items of an array that one run holds."""
 
 Report = tuple[Any, ...]
 ItemResult = tuple[int, float, int, bytes | None, tuple[str, str, str] | None]
@@ -255,9 +257,13 @@ def _are_items(value: Any) -> bool:
 
 
 def _are_ranges(value: Any) -> bool:
-    return type(value) is tuple and all(
+    if type(value) is not tuple or not all(
         type(it) is tuple and len(it) == 2 and all(map(_is_number, it)) for it in value
-    )
+    ):
+        return False
+    edges = [edge for it in value for edge in it]
+    is_ascending = edges == sorted(edges) and all(first < behind for first, behind in value)
+    return is_ascending and sum(behind - first for first, behind in value) <= MOST_HELD
 
 
 _FIELDS: Mapping[str, tuple[Fits, ...]] = {

@@ -39,10 +39,7 @@ class FileOutput:
         sys.stdout, sys.stderr = _stream(1), _stream(2)
 
     def tail(self) -> bytes:
-        # User code may have closed every descriptor.
-        with contextlib.suppress(OSError):
-            return _tail_of(*self._descriptors)
-        return b""
+        return _tail_of(*self._descriptors)
 
 
 def file_of(path: Path, stream: Stream) -> Path:
@@ -51,13 +48,12 @@ def file_of(path: Path, stream: Stream) -> Path:
 
 
 def tail_of_files(path: Path) -> bytes:
-    """The newest bytes of a run's files; empty if there are none."""
+    """The newest bytes of a run's files; without those that cannot be read."""
     with contextlib.ExitStack() as files:
-        opened = [
-            files.enter_context(file.open("rb")).fileno()
-            for file in (file_of(path, stream) for stream in STREAMS)
-            if file.exists()
-        ]
+        opened = []
+        for stream in STREAMS:
+            with contextlib.suppress(OSError):
+                opened.append(files.enter_context(file_of(path, stream).open("rb")).fileno())
         return _tail_of(*opened)
 
 
@@ -66,13 +62,15 @@ def _opened(path: Path) -> int:
 
 
 def _tail_of(*descriptors: int) -> bytes:
-    """Of the last file at most half, as what went wrong often stands there; the others get the rest."""
+    """Of the last file at most half, as what went wrong often stands there; the others get the rest.
+    Nothing of one that cannot be read: user code may have closed it, or the disk may be damaged."""
     tails: list[bytes] = []
     for descriptor in reversed(descriptors):
         room = TAIL_BYTES - sum(map(len, tails))
         most = room // 2 if not tails and len(descriptors) > 1 else room
-        size = os.fstat(descriptor).st_size
-        tails.insert(0, os.pread(descriptor, most, max(0, size - most)))
+        with contextlib.suppress(OSError):
+            size = os.fstat(descriptor).st_size
+            tails.insert(0, os.pread(descriptor, most, max(0, size - most)))
     return b"".join(tails)
 
 

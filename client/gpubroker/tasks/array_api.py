@@ -152,8 +152,9 @@ class ArrayApi(Operations):
             broker.submit_array("team.checks:verify", files, max_parallel=8, item_retries=2)
             broker.submit_array(["convert", "{}", "--small"], names)
 
-        A function gets the item as its first argument, before `args` and `kwargs`. In a command the word `{}`
-        is replaced by the item. The other options are those of `submit`, for each worker. Raises Refused.
+        A function gets the item as its first argument, before `args` and `kwargs`. In a command each `{}` is
+        replaced by the item, also inside a word. The other options are those of `submit`, for each worker.
+        Raises Refused.
         """
         return (yield from self._submit_array(target, items, args, options))
 
@@ -231,6 +232,8 @@ class ArrayApi(Operations):
                 seen = decode(Array, (yield from self._ask("GET", _path(array))))
                 page = yield from self._items_after(array, cursor, {"order": "completed"})
                 mapped.add(page)
+                if show is not None and page.items and not seen.is_finished:
+                    seen = decode(Array, (yield from self._ask("GET", _path(array))))  # they may be the last
                 if show is not None:
                     show(seen)
                 if page.items or seen.is_finished:
@@ -319,7 +322,8 @@ def progress_bar() -> Callable[[Array], None]:
         nonlocal shown
         out = sys.stderr
         steps = 100 if out.isatty() else 10
-        step = steps + 1 if array.is_finished else int(array.fraction * steps)
+        is_over = array.is_finished or array.done >= array.total
+        step = steps + 1 if is_over else int(array.fraction * steps)
         if step == shown:
             return
         shown = step

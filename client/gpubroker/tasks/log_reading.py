@@ -1,12 +1,14 @@
 """Reads the output of a task line by line, through lost connections and from one attempt to the next."""
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypedDict
 
+from gpubroker.errors import Unreachable
 from gpubroker.runtime.output import Stream
 from gpubroker.tasks.task import Task
-from gpubroker.transport.exchange import Call, Steps
+from gpubroker.transport.exchange import LONGEST_PAUSE_SECONDS, Call, Pause, Steps, pause_seconds
 from gpubroker.transport.operations import Reading
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!$))")
@@ -31,9 +33,14 @@ class LogOptions(TypedDict, total=False):
 
 
 class LogReading(Reading[str]):
-    def __init__(self, path: str, get: Callable[[], Steps[Task]], wanted: LogOptions) -> None:
+    """Raises Unreachable if for `retry_seconds` each answer breaks off at once, without a line."""
+
+    def __init__(
+        self, path: str, get: Callable[[], Steps[Task]], wanted: LogOptions, retry_seconds: float
+    ) -> None:
         self._path = path
         self._get = get
+        self._retry_seconds = retry_seconds
         self._follows = wanted.get("follow", False)
         self._only = wanted.get("attempt")
         self._params = {name: wanted[name] for name in ("stream", "rank") if name in wanted}
@@ -43,6 +50,9 @@ class LogReading(Reading[str]):
         """Of a line that has not ended."""
         self._called = self._was_over = self._ended_well = False
         """Whether the attempt was over before the last call, and whether the answer came to its end."""
+        self._called_at, self._called_for = 0.0, 0
+        self._breaks, self._give_up_at = 0, 0.0
+        """Answers, one after the other, that broke off at once."""
 
     def next_call(self) -> Steps[Call | None]:
         if not self._follows and not self._called:
@@ -50,6 +60,8 @@ class LogReading(Reading[str]):
             return self._call(self._only)
         if not self._follows and self._ended_well:
             return None
+        if self._breaks:
+            yield from self._pause()
         task = yield from self._get()
         if not self._attempt:
             self._attempt = self._only or max(1, task.attempt)
@@ -60,7 +72,17 @@ class LogReading(Reading[str]):
         self._was_over = task.is_finished or task.attempt > self._attempt or _waits_again(task, self._attempt)
         return self._call(self._attempt)
 
+    def _pause(self) -> Steps[None]:
+        pause = pause_seconds(self._breaks - 1)
+        if time.monotonic() + pause > self._give_up_at:
+            raise Unreachable(
+                f"the log cannot be read on from byte {self._offset}: each answer has broken off there for "
+                f"{self._retry_seconds:g} s; the service's own log says why"
+            )
+        yield Pause(pause)
+
     def _call(self, attempt: int | None) -> Call:
+        self._called_at, self._called_for = time.monotonic(), self._offset
         params = {"attempt": attempt, "offset": self._offset or None, "follow": self._follows or None}
         given = {name: value for name, value in params.items() if value is not None}
         return Call("GET", f"{self._path}/logs", self._params | given)
@@ -75,10 +97,22 @@ class LogReading(Reading[str]):
     def end(self, *, broken: bool) -> Iterable[str]:
         """A line that was broken off is read again."""
         self._ended_well = not broken
+        self._note_break(broken)
         line, self._begun = self._begun, b""
         if broken or not line:
             return ()
         return (self._counted(line),)
+
+    def _note_break(self, broken: bool) -> None:
+        """One that stayed open for long and had nothing to tell may have been ended by a proxy."""
+        now = time.monotonic()
+        at_once = self._offset == self._called_for and now - self._called_at < LONGEST_PAUSE_SECONDS
+        if not broken or not at_once:
+            self._breaks = 0
+            return
+        if self._breaks == 0:
+            self._give_up_at = now + self._retry_seconds
+        self._breaks += 1
 
     def _counted(self, line: bytes) -> str:
         cut = _CUT.fullmatch(line)

@@ -73,8 +73,7 @@ class SubmitOptions(TypedDict, total=False):
     profile: str
     """The role whose sizes and limits hold for what is left out: `broker.profiles()`."""
     max_concurrency: int
-    """Calls at once to an actor of a worker set. A task makes one call; it finds the number in its
-    environment."""
+    """For the task's own code, which finds it in GPUBROKER_MAX_CONCURRENCY; it has no other effect."""
     stream: str
     """The operator's work stream; its weight orders tasks of equal priority and age."""
     labels: Mapping[str, str]

@@ -188,7 +188,7 @@ class Task:
     model_type: str | None = None
     profile: str | None = None
     max_concurrency: int | None = None
-    """For actors of worker sets; a task makes one call."""
+    """Its process finds it in GPUBROKER_MAX_CONCURRENCY; no other effect."""
     stream: str | None = None
     result_format: str = "json"
     held: bool = False

@@ -116,12 +116,13 @@ class TaskApi(Operations):
         or a function, which is pickled and needs the scope `tasks:code`; the modules that it imports must be
         importable where it runs. Raises Refused, also for a task that can never fit.
 
-        The options are those of `SubmitOptions`: kwargs (the task's own), name, priority, labels, model_type,
-        stream; gpu_mb (MiB per GPU, or "learned"), gpus, gpu_fraction, exclusive, placement, cpu, memory_mb,
-        custom; kinds, prefer_kinds, min_power, min_device_mb, nodes, prefer_nodes, pool, roles; bundles,
-        strategy, min_ranks; max_retries, timeout_seconds, grace_seconds; after, held, not_before,
-        queue_ttl_seconds, deadline_at or deadline_seconds, expected_seconds; env, working_directory (of
-        commands), result_format, idempotency_key.
+        The options are those of `SubmitOptions`: kwargs (the task's own), name, priority, labels,
+        model_type, profile, max_concurrency, stream; gpu_mb (MiB per GPU, or "learned"), gpus,
+        gpu_fraction, exclusive, placement, cpu, memory_mb, custom; kinds, prefer_kinds, min_power,
+        min_device_mb, nodes, prefer_nodes, pool, roles; bundles, strategy, min_ranks; max_retries,
+        timeout_seconds, grace_seconds; after, held, not_before, queue_ttl_seconds, deadline_at or
+        deadline_seconds, expected_seconds; env, working_directory (of commands), result_format,
+        idempotency_key.
         """
         key = options.get("idempotency_key") or uuid.uuid4().hex
         body = submission_body(target, args, options)
@@ -308,7 +309,7 @@ class TaskApi(Operations):
         The options are those of `LogOptions`: attempt, stream (stdout or stderr), rank, offset (in bytes) and
         follow, which goes on until the task has ended. Of a long log the middle is not kept; a line says so.
         """
-        return LogReading(_path(task), lambda: self._get(task), wanted)
+        return LogReading(_path(task), lambda: self._get(task), wanted, self._retry_seconds)
 
     @operation
     def estimates(self, subject: str | None = None) -> Steps[Page[Estimate]]:

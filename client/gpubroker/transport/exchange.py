@@ -23,7 +23,7 @@ _CALL_CODES = frozenset({"call-failed", "call-timeout", "worker-lost"})
 """Problem codes about one call of a worker's method."""
 
 _FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 5.0
 _NOTHING_DONE = frozenset({429, 503})
 """Statuses which promise that nothing was done and that a retry may help."""
 _UNKNOWN_OUTCOME = frozenset({502, 504})
@@ -83,8 +83,7 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
     """
     give_up_at: float | None = None
     for attempt in itertools.count():
-        longest_pause = min(_FIRST_PAUSE_SECONDS * 2**attempt, _LONGEST_PAUSE_SECONDS)
-        pause = longest_pause * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
+        pause = pause_seconds(attempt)
         try:
             answer = yield call
         except Unreachable as error:
@@ -104,6 +103,12 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
             raise failure
         yield Pause(pause)
     raise AssertionError("unreachable: count() does not end")
+
+
+def pause_seconds(attempt: int) -> float:
+    """Before the next, of attempts counted from 0."""
+    longest = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(attempt, 16), LONGEST_PAUSE_SECONDS)
+    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
 
 
 def error_of(answer: Answer) -> BrokerError:

@@ -30,7 +30,7 @@ class SecretFiles:
 
     async def read(self, tenant: str, names: Iterable[str]) -> Mapping[str, str]:
         return await self._run(
-            lambda: {name: self._path(tenant, name).read_text() for name in {*names} & {*self._names(tenant)}}
+            lambda: {name: self._text(tenant, name) for name in {*names} & {*self._names(tenant)}}
         )
 
     async def drop(self, tenant: str, name: str) -> bool:
@@ -51,14 +51,24 @@ class SecretFiles:
         draft = path.with_name(f".{token_hex(8)}")
         try:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
         _sync(path.parent)
+
+    def _text(self, tenant: str, name: str) -> str:
+        path = self._path(tenant, name)
+        try:
+            return path.read_bytes().decode()
+        except UnicodeDecodeError as fault:
+            raise StoreUnavailable(
+                f"the secret in {path} cannot be used: its bytes are no UTF-8; set it again with "
+                f"`gpubroker secrets set {name}`"
+            ) from fault
 
     def _names(self, tenant: str) -> Sequence[str]:
         folder = self._root / tenant
@@ -75,7 +85,9 @@ class SecretFiles:
         return True
 
     def _path(self, tenant: str, name: str) -> Path:
-        assert all(map(_NAME.fullmatch, (tenant, name))), "checked where they come in"
+        for part in (tenant, name):
+            if _NAME.fullmatch(part) is None:  # a mistake: names are checked where they come in
+                raise ValueError(f"{part!r} is no name of a secret's file, or leads out of its directory")
         return self._root / tenant / name
 
 

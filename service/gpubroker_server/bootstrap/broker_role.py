@@ -25,7 +25,7 @@ from gpubroker_server.bootstrap.start_checks import StartRefused, other_ray
 from gpubroker_server.broker.background import (
     Pruner,
     Publisher,
-    RoomRequests,
+    ResourceRequests,
     SlotDivider,
     gateways_have_let_go,
     models_in_use,
@@ -102,8 +102,8 @@ class BrokerRole:
             jobs.append(("slots of models", self._slots.keep(self.term, publish_seconds(self._policy))))
         if self._settings.ray.autoscale and isinstance(self.executor, RayExecutor):
             follower, ray = self._follower, self.executor
-            room = RoomRequests(follower.world, self._policy, follower.clock, ray.request_room)
-            jobs.append(("room for the autoscaler", room.keep(self.term)))
+            requests = ResourceRequests(follower.world, self._policy, follower.clock, ray.request_resources)
+            jobs.append(("requests to the autoscaler", requests.keep(self.term)))
         return jobs
 
     async def _run_candidate(self) -> None:

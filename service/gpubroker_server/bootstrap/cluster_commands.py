@@ -12,7 +12,7 @@ from gpubroker.cli.printing import Format, Output
 from gpubroker_server.settings.loading import default_data_dir
 
 Name = Annotated[str, typer.Option(help="Name of the cluster: several may run side by side.")]
-DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Where clusters note what runs.")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Directory of the clusters' state.")]
 
 cluster = typer.Typer(
     no_args_is_help=True, help="Start a Ray cluster of several nodes on this machine, and add workers to it."
@@ -56,7 +56,7 @@ def start(
 
 @cluster.command("add-worker")
 def add_worker(name: Name = "local", data_dir: DataDir = None) -> None:
-    """Add a worker with the next GPUs. Back when its node runs."""
+    """Add a worker with the next GPUs. Returns when the node runs."""
     from gpubroker_server.bootstrap import clusters
 
     with _refusals():

@@ -22,7 +22,6 @@ __all__ = ["ClusterRefused", "StartRefused", "add", "keep", "layout_of", "lines_
 MIB_BYTES = 2**20
 
 _SIMULATED = re.compile(r"(\d+)x(.+)")
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 _LOOPBACK = " ".join(f"{name}={value}" for name, value in ON_LOOPBACK.items())
 
 
@@ -37,8 +36,6 @@ def layout_of(
     port: int,
 ) -> ClusterLayout:
     """Raises ClusterRefused."""
-    if not _NAME.fullmatch(name):
-        raise ClusterRefused(f"--name {name!r}: use a to z, digits and -, at most 31 of them")
     gpus = _simulated(simulated, name) if simulated else _real() if gpus_per_node else ()
     store_bytes = object_store_mb * MIB_BYTES
     return ClusterLayout(name, workers, gpus, gpus_per_node, cpus_per_node, worker_units, store_bytes, port)
@@ -47,10 +44,10 @@ def layout_of(
 def keep(data_dir: Path, layout: ClusterLayout, say: Callable[[str], None]) -> str:
     """Run the cluster until SIGINT or SIGTERM; why it ended, if by itself. Raises ClusterRefused,
     StartRefused."""
+    token_file = local_cluster.token_file_of(data_dir, layout.name)
     prepare_data_dir(data_dir)
     if layout.port:
         listening_socket(LOCALHOST, layout.port).close()
-    token_file = local_cluster.token_file_of(data_dir, layout.name)
     address = ""
 
     def tell(said: Mapping[str, Any]) -> None:

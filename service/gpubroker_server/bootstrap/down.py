@@ -14,7 +14,6 @@ from gpubroker import Broker, BrokerError, Unreachable
 
 from gpubroker_server.adapters.ray.driver.leave import CannotLeave, leave_cluster
 from gpubroker_server.adapters.ray.head.head import HeadRefused, reach, read_state, stop_head
-from gpubroker_server.adapters.ray.options import RayOptions, RayTls
 from gpubroker_server.bootstrap.broker_file import brokers_of
 from gpubroker_server.settings.loading import Settings
 
@@ -47,17 +46,11 @@ def _leave_cluster(settings: Settings) -> str:
     ray = settings.ray
     if (other := _other_leader(settings.database)) is not None:
         return f"{other} leads on this database; its node agents and runs on {ray.address} go on"
-    tls = None if ray.tls is None else RayTls(**ray.tls.model_dump())
-    options = RayOptions(
-        data_dir=settings.data_dir,
-        address=ray.address,
-        cluster=ray.cluster,
-        token_file=ray.token_file,
-        tls=tls,
-    )
+    from gpubroker_server.bootstrap.compose import ray_options_of  # it imports the whole service
+
     try:
         asyncio.run(reach(ray.address))
-        agents = leave_cluster(options)
+        agents = leave_cluster(ray_options_of(settings))
     except HeadRefused:
         return f"nothing answers at {ray.address}, so what ran there could not be asked to end"
     except CannotLeave as fault:

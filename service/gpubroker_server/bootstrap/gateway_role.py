@@ -142,7 +142,7 @@ class GatewayRole:
 
     def jobs(self) -> list[Job]:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
-        jobs.append(("logs that are read", self._parts.log_readers.keep_telling()))
+        jobs.append(("logs that are read", self._parts.log_readers.keep()))
         if self._parts.residencies is not None:
             jobs.append(("use of models", self._parts.residencies.keep_reporting()))
             jobs.append(("models of inferences", QueuedModels(self._parts.residencies).keep()))

@@ -39,13 +39,15 @@ class Arrays:
             self._works.pop(array, None)
 
     def committed(self) -> None:
-        """All that was decided from the drafts is so. Arrays without work left are forgotten."""
-        self._works |= {array: work for array, work in self._drafts.items() if work.left}
-        for work in self._drafts.values():
-            if not work.left:
-                for worker in work.terms.workers:
-                    self._array_of.pop(worker, None)
+        """All that was decided from the drafts is so. Arrays without work left are forgotten, and those whose
+        workers have ended."""
+        works = {**self._works, **self._drafts}
+        self._works = {array: work for array, work in works.items() if work.left and self._is_at_work(work)}
+        self._array_of = {worker: of for worker, of in self._array_of.items() if worker in self._world.tasks}
         self._drafts = {}
+
+    def _is_at_work(self, work: ArrayWork) -> bool:
+        return any(worker in self._world.tasks for worker in work.terms.workers)
 
     async def _find(self, worker: TaskId) -> ArrayWork | None:
         if worker not in self._array_of:

@@ -35,13 +35,13 @@ PRUNE_SECONDS = Seconds(60.0)
 PRUNE_PAUSE_SECONDS = Seconds(0.1)
 """Between two steps, each of which blocks other writes for some milliseconds."""
 
-ROOM_SECONDS = Seconds(5.0)
+REQUEST_SECONDS = Seconds(5.0)
 
 ReadTerm = Callable[[], Term | None]
 """The term of this process; None while it does not lead."""
 
 
-class RoomRequests:
+class ResourceRequests:
     """Asks an autoscaler for room for everything that runs or waits."""
 
     def __init__(
@@ -57,7 +57,7 @@ class RoomRequests:
         self._clock = clock
         self._request = request
 
-    async def keep(self, term: ReadTerm, every_seconds: Seconds = ROOM_SECONDS) -> None:
+    async def keep(self, term: ReadTerm, every_seconds: Seconds = REQUEST_SECONDS) -> None:
         """Until cancelled. Repeats itself, because the autoscaler may have been started again."""
         while True:
             if term() is not None:

@@ -1,5 +1,5 @@
-"""Looks whether the processes of servers are gone that left models in quarantine: nobody asks such a server
-any more if it is no longer in the settings."""
+"""Looks whether the processes of servers are gone that left models in quarantine: a server that is no
+longer in the settings is not asked."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -45,6 +45,15 @@ class RaySettings(Section):
     dashboard: bool = False
     inherit_env: Words = Field(default_factory=list)
 
+    @field_validator("cluster", "node_name")
+    @classmethod
+    def _name_has_no_slash(cls, name: str) -> str:
+        if "/" in name:
+            raise ValueError(
+                f"{name!r} has a slash, which parts the keys of devices (cluster/node/uuid); leave it out"
+            )
+        return name
+
     @field_validator("address")
     @classmethod
     def _address_is_of_a_head(cls, address: str) -> str:

@@ -144,7 +144,8 @@ def test_nodes_that_nobody_uses_or_waits_for_can_be_given_back() -> None:
     [spare] = found.spare
     assert (spare.name, spare.kinds, spare.amounts[:3]) == ("n2", ("L4",), (1, 24 * GIB, 4.0))
     assert demand_of(a_full_world(*free), kind="H100").spare == ()
-    assert demand_of(a_full_world(*free), kind="L4").used == CapacityAmounts(0, 0, 2.0, 0)
+    assert demand_of(a_full_world(*free), kind="L4").used == CapacityAmounts(), "the run is on another kind"
+    assert demand_of(a_full_world(*free), kind="H100").used == CapacityAmounts(1, 80 * GIB, 2.0, 0)
 
     gang = waiting("gang", bundles=bundles(2, gpu_mb=20 * GIB))
     assert demand_of(a_full_world(*free, gang)).spare == (), "a rank of it could go there"
@@ -162,3 +163,9 @@ def test_nodes_of_other_pools_are_not_asked_about() -> None:
     assert demand_of(world, policy, pool="zone").spare == ()
     assert demand_of(world, policy, pool="zone").used.gpus == 1
     assert demand_of(world, policy, pool="all") == demand_of(world, policy)
+
+
+def test_a_label_without_a_limit_limits_nothing() -> None:
+    wants = {"gpu_mb": 70 * GIB, "slots": (("label:team=a", 1.0),)}
+    found = demand_of(a_full_world(waiting("one", **wants), waiting("two", **wants)))
+    assert (found.tasks, found.limited_tasks) == (2, 0)

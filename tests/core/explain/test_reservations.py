@@ -80,6 +80,8 @@ def test_a_short_task_beyond_the_backfill_depth_is_promised_no_place_on_a_reserv
     assert [one.change for one in advice(world, policy=shallow).remedies] == [{"priority": 51}]
     found = explain(world, TaskId("new"), shallow, NOW, forecasts_of(world))
     assert found.reason is Reason.BEHIND_HIGHER_PRIORITY
+    unknown = a_queue(*ahead, a_task("new", gpu_mb=10 * GIB))
+    assert [one.change for one in advice(unknown, policy=shallow).remedies] == [{"priority": 51}]
 
 
 def test_a_run_time_that_would_not_do_is_not_advised():

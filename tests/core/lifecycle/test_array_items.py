@@ -16,10 +16,14 @@ from gpubroker_server.core.domain.orders import (
     ItemsReported,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.submission import ArrayTerms, array_terms_from
+from gpubroker_server.core.domain.submission import (
+    ARRAY_IMPORT_FAILED,
+    ArrayTerms,
+    array_terms_from,
+)
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, NodeName, TaskId
-from gpubroker_server.core.lifecycle.array_items import PAGE_BYTES, ArrayWork, ranges_of
+from gpubroker_server.core.lifecycle.array_items import MOST_WANTED, PAGE_BYTES, ArrayWork, ranges_of
 from gpubroker_server.core.lifecycle.runs import apply_reports
 from gpubroker_server.core.lifecycle.stopping import requeued_fields
 from gpubroker_server.core.world.world import World
@@ -154,6 +158,16 @@ def test_shares_shrink_towards_the_end() -> None:
     assert 0 < sizes[-3] <= 20
 
 
+def test_no_run_gets_all_that_is_left() -> None:
+    """Whatever it wants: others would have nothing to do, and the leader looks at what each run holds."""
+    stage = Stage(ArrayWork(terms(60), (), 0))
+    first, second = stage.tell(reported("w0", 2**20), reported("w1", 2**20))
+    assert (len(numbers_in(first.held)), len(numbers_in(second.held))) == (30, 15)
+    large = Stage(ArrayWork(terms(100_000), (), 0))
+    [answer] = large.tell(reported("w0", 2**20))
+    assert len(numbers_in(answer.held)) == MOST_WANTED
+
+
 def test_only_the_items_of_the_array_are_given_and_accepted() -> None:
     stage = Stage(ArrayWork(terms(numbers=((3, 4), (7, 9))), (), 0))
     [answer] = stage.tell(reported("w0", 10, result(0), result(5), result(99), result(7)))
@@ -201,6 +215,19 @@ def test_the_last_results_and_the_end_of_a_run_are_one_decision() -> None:
     stage.tell(reported("w0", 1, result(0)), end)
     assert stage.work.left == 0
     assert TaskId("w0") not in stage.world.tasks
+
+
+def test_a_worker_that_cannot_import_is_not_tried_again() -> None:
+    """Its retries are for crashes of items; it would fail as often."""
+    stage = Stage(ArrayWork(terms(), (), 0))
+    failures = {"w0": ARRAY_IMPORT_FAILED, "w1": "item_timeout"}
+    ends = [
+        Ended(TaskId(worker), Fence(1), NOW, Ending.FAILED, failure=Failure(kind, "no"))
+        for worker, kind in failures.items()
+    ]
+    stage.tell(*ends)
+    assert TaskId("w0") not in stage.world.tasks
+    assert stage.world.tasks[TaskId("w1")].state is TaskState.PENDING
 
 
 def test_an_item_that_crashes_its_process_is_found_and_fails_alone() -> None:

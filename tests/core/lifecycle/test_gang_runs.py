@@ -17,12 +17,13 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import MemberState, StopReason, TaskState
-from gpubroker_server.core.domain.units import Fence
+from gpubroker_server.core.domain.units import Fence, Instant
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.runs import apply_reports
 
-from tests.builders import GIB, NOW, a_task, a_world, commit
+from tests.builders import GIB, NOW, a_device, a_task, a_world, commit
 from tests.core.gangs import (
+    Agents,
     a_cluster,
     a_gang,
     admit_all,
@@ -283,3 +284,14 @@ def test_a_cancelled_rank_that_never_started_leaves_nothing_behind() -> None:
     )
     assert outcome_of(gang, gang.ended(0, Ending.NEVER_STARTED)) is None
     assert gang.task.state is TaskState.STOPPING
+
+
+def test_a_gang_had_its_orders_when_the_last_agent_had_them() -> None:
+    world = a_world(a_device(), a_gang("gang", *bundles(2, gpu_mb=GIB)))
+    admit_all(world)
+    agents = Agents(world)
+    for rank, seconds in ((0, 2.0), (1, 1.0)):
+        agents.now = Instant(NOW + 3.0)
+        agents.tell(replace(agents.started(rank), ordered_at=Instant(NOW + seconds)))
+        assert agents.task.ordered_at == NOW + 2.0
+    assert agents.task.state is TaskState.ADMITTED

@@ -90,3 +90,8 @@ def test_of_a_long_log_the_first_and_the_last_half_of_the_limit_are_kept() -> No
     assert cut_between(told(b"x" * 40, 60), 100) is None
     assert cut_between(told(b"x" * 40, 61), 100) == (50, 51)
     assert cut_between(told(b"x" * 40, 960), 100) == (50, 950)
+
+
+def test_a_part_knows_its_log_and_its_end():
+    part = told(b"four", first_byte=3)
+    assert (part.log, part.end_byte) == (LOG, 7)

@@ -1,5 +1,6 @@
 """What the reports of agents do to tasks and leases."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,12 @@ def test_a_start_makes_the_task_run_and_its_memory_held() -> None:
     assert task_of(decisions).state is TaskState.RUNNING
     assert task_of(decisions).started_at == NOW - 3.0
     assert lease_states(world) == [LeaseState.HELD]
+
+
+def test_a_start_says_when_the_agent_had_the_order() -> None:
+    world = a_world(a_run(TaskState.ADMITTED))
+    first = replace(started(), ordered_at=Instant(NOW - 3.5))
+    assert task_of(tell(world, first)).ordered_at == NOW - 3.5
 
 
 def test_a_task_whose_entrypoint_was_withdrawn_fails_although_retries_are_left() -> None:

@@ -182,3 +182,10 @@ def test_the_run_of_which_least_is_lost_gives_the_licence_back():
 def test_no_run_is_stopped_for_a_custom_resource_that_it_would_not_get(task: dict[str, Any]):
     policy = Policy(custom_limits=(*LICENCES.custom_limits, CustomLimit("tenant:*", 0.0)))
     assert cycle(licensed(a_task("high", cpu=1.0, **task)), policy=policy) == []
+
+
+def test_what_a_run_uses_of_another_resource_does_not_count():
+    fpga = a_run("other", "n0", custom={"fpga": 9.0})
+    policy = Policy(custom_limits=(*LICENCES.custom_limits, CustomLimit("fpga", 9.0)))
+    world = licensed(fpga, a_task("high", priority=95, cpu=1.0, custom={"licence": 1.0}))
+    assert stopped(cycle(world, policy=policy)) == ["low0"]

@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.orders import StopOrder, WorldOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import MemberState, StopReason, TaskState
-from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId, node_key
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.planning.cycle import plan_cycle
@@ -121,6 +121,14 @@ def test_pledges_on_a_node_that_is_closed_are_dissolved_and_on_one_that_is_opene
     world = pledged()
     ask(world, "uncordon")
     assert list(world.pledges) == ["waiting"]
+
+
+@pytest.mark.parametrize("what", ["cordon", "drain"])
+def test_what_is_kept_of_a_closed_node_itself_is_given_back(what: str) -> None:
+    waiting = a_task("waiting", priority=95, cpu=8.0)
+    world = a_world(a_node("n1", cpu=8.0), waiting, a_pledge(waiting, node_key(N1), 0))
+    ask(world, what)
+    assert world.pledges == {}
 
 
 def test_a_request_about_an_unknown_node_changes_nothing() -> None:

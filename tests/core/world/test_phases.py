@@ -103,3 +103,15 @@ def test_clocks_that_disagree_make_no_negative_phase():
 def test_a_log_that_does_not_go_back_to_the_submit_says_nothing():
     assert course_of_events([an_event("started", "running", 12.0)]) is None
     assert course_of_events([]) is None
+
+
+def test_what_an_agent_does_not_start_is_starting_from_its_admission():
+    course = course_of_events(
+        [
+            SUBMITTED,
+            an_event("admitted", "admitted", 1.0, admitted_at=NOW + 1.0),
+            an_event("started", "running", 4.0, started_at=NOW + 4.0),
+        ],
+        is_run=False,
+    )
+    assert seconds(course, 5.0) == [1.0, 0.0, 3.0, 1.0, 0.0]

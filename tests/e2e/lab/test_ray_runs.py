@@ -72,10 +72,10 @@ async def test_a_run_inherits_of_the_services_environment_what_the_operator_name
     monkeypatch.setenv("DATABASE_PASSWORD", "of the service")
     monkeypatch.setenv("PROXY_OF_THE_SITE", "for all")
     lab = await open_lab(inherit_env=("PROXY_OF_THE_SITE",), warm_runners=1)
-    names = ["DATABASE_PASSWORD", "PROXY_OF_THE_SITE"]
+    names = ["DATABASE_PASSWORD", "PROXY_OF_THE_SITE", "LAUNCH_MODE", "RAY_ADDRESS"]
     own = await lab.start("variables", names)
     shared = await lab.start("variables", names, shareable=True)
-    assert [await own.result(), await shared.result()] == [[None, "for all"]] * 2
+    assert [await own.result(), await shared.result()] == [[None, "for all", "local", lab.head.address]] * 2
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ async def test_a_command_gets_the_notice_as_sigterm(lab: Lab, tmp_path: Path) ->
     await run.stop(grace_seconds=20)
     ended = await run.first(Ended)
     assert ended.ending is Ending.STOPPED
-    assert ended.log_tail.endswith(b"going\n")
+    assert ended.log_tail.startswith(b"going\n"), "standard error follows"
 
 
 async def test_a_command_that_ignores_sigterm_is_killed_with_its_children(lab: Lab) -> None:

@@ -41,6 +41,8 @@ def test_a_map_of_a_function_returns_its_results_in_order(
     found = list(broker.map(lambda x, by: {x * by + offset}, range(200), 3, max_parallel=2, progress=True))
     assert found == [{x * 3 + offset} for x in range(200)]
     assert "200/200" in capsys.readouterr().err
+    as_completed = broker.map("tests.e2e.work:add", range(50), 1, ordered=False, max_parallel=2, cpu=0.1)
+    assert sorted(as_completed) == [number + 1 for number in range(50)]
 
 
 def test_an_item_that_fails_has_its_error_and_is_done_again_alone(broker: Broker, tmp_path: Path) -> None:

@@ -16,6 +16,13 @@ def lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
+def is_dead(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def assert_ledger_is_empty(service: ServiceProcess) -> None:
     until(lambda: all(gpu.leased_mb == 0 for gpu in service.broker.gpus()), "every lease is released")
 
@@ -52,7 +59,7 @@ def test_a_run_survives_kill_9_of_the_ray_driver(service: ServiceProcess, tmp_pa
 
     driver = service.driver()
     driver.kill()
-    until(lambda: not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE, "the driver is dead")
+    until(lambda: is_dead(driver), "the driver is dead")
     flag.touch()
 
     assert broker.result(running.id, timeout_seconds=PATIENCE_SECONDS) == 1

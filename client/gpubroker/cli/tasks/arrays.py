@@ -80,7 +80,7 @@ def map_(
     output: Output = Format.TABLE,
 ) -> None:
     """Run a function, or a command after --, for each line of a file. A function gets the item as its first
-    argument; in a command, {} is replaced by it.
+    argument; in a command each {} is replaced by it, also inside a word.
 
     \b
     gpubroker map team.checks:verify --items proofs.jsonl -j 8 --item-retries 2

@@ -22,6 +22,7 @@ from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
+from gpubroker_server.core.domain.submission import ARRAY_LABEL
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import (
@@ -288,10 +289,10 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMem
 
     async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
         self._require(term)
-        waiting = (task for task in self._tasks.values() if task.awaits and not task.is_terminal)
-        awaited = {dependency.task for task in waiting for dependency in task.after}
-        rows = (task for task in self._tasks.values() if task.id not in awaited)
-        over = [task for task in rows if self._is_over(task, cutoffs)]
+        left = [task for task in self._tasks.values() if not task.is_terminal]
+        awaited = {dependency.task for task in left if task.awaits for dependency in task.after}
+        awaited |= {TaskId(self._specs[task.id].labels.get(ARRAY_LABEL, "")) for task in left}
+        over = [it for it in self._tasks.values() if it.id not in awaited and self._is_over(it, cutoffs)]
         for task in over:
             del self._tasks[task.id], self._specs[task.id]
             self._outcomes.pop(task.id, None)

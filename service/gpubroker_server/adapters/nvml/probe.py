@@ -37,13 +37,13 @@ def find_probes(simulated: Sequence[ReportedDevice] | None, own: str | None = No
     if own is not None:
         given = json.loads(own)
         indexes = [gpu for gpu in given if isinstance(gpu, int)]
-        made_up = [
+        own_simulated = [
             ReportedDevice(gpu[0], "simulated", gpu[1], Mib(gpu[2]), True)
             for gpu in given
             if isinstance(gpu, list)
         ]
-        if made_up or not indexes:
-            return [SimulatedProbe(made_up)]
+        if own_simulated or not indexes:
+            return [SimulatedProbe(own_simulated)]
     elif simulated is not None:
         return [SimulatedProbe(simulated)]
     import pynvml  # the only import of it

@@ -38,6 +38,8 @@ release that changes the form also speaks the one before. Both sides take the ne
 
 TELLS_LOGS = 9
 """From this form on, agents report the output of runs."""
+KNOWS_ARRAYS = 9
+"""From this form on. An earlier agent would run a worker's function or command once, without an item."""
 
 WireSample = tuple[Any, ...]
 """(uuid, used_mb, foreign_mb or None, by_holder, utilization or None)"""

@@ -19,6 +19,7 @@ from math import inf
 from typing import Any, Literal
 
 import psycopg
+from gpubroker import __version__
 from psycopg import errors
 from psycopg.abc import PQGen
 from psycopg.generators import send
@@ -99,7 +100,8 @@ _CONNECTION: Mapping[str, Any] = {
     "keepalives_idle": 1,
     "keepalives_interval": 1,
     "keepalives_count": 2,
-    "application_name": f"gpubroker, process {os.getpid()} on {socket.gethostname()}",
+    # The server keeps 63 bytes of it. Releases before 0.3.0 do not say theirs.
+    "application_name": f"gpubroker {__version__}, pid {os.getpid()} on {socket.gethostname()}",
 }
 _WAITS_FOR_STANDBY = (
     "SELECT current_setting('synchronous_standby_names'), current_setting('synchronous_commit')"

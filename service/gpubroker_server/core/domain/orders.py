@@ -28,6 +28,8 @@ from gpubroker_server.core.domain.values import value
 RunId = tuple[TaskId, Fence, int]
 ItemRange = tuple[int, int]
 """Numbers of items of an array: the first, and the one after the last."""
+MOST_HELD = 20_000
+"""Items of an array that one run holds."""
 
 
 class LogName(NamedTuple):
@@ -159,7 +161,8 @@ class Failure:
     kind: str
     """Stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
     out_of_memory, host_memory_exceeded, over_use, stopped_unasked, corrupt_order, malformed_report, timeout,
-    start_timeout, dependency, entrypoint_not_allowed, secret_missing."""
+    start_timeout, dependency, entrypoint_not_allowed, secret_missing,
+    array_import_failed."""
     message: str
     traceback: str = ""
 
@@ -228,6 +231,7 @@ class ItemsReported(_RunReport):
     number: int
     results: tuple[ItemResult, ...]
     held: tuple[ItemRange, ...]
+    """In ascending order, without overlaps; at most MOST_HELD items."""
     wanted: int
     rank: int = 0
 

@@ -42,6 +42,8 @@ class RunSpec:
 
 ARRAY_VARIABLE = "GPUBROKER_ARRAY"
 """Of the workers of an array: its id, and the limits of an item."""
+ARRAY_LABEL = "array"
+"""The label of its workers; its value is the array's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,10 @@ ENTRYPOINT_NOT_ALLOWED = "entrypoint_not_allowed"
 """Failure kind of a task whose entrypoint was withdrawn before its run started."""
 SECRET_MISSING = "secret_missing"  # noqa: S105  # not a secret: it says that one is not there
 """Failure kind of a task whose tenant has deleted a secret that it names."""
-WITHDRAWN = frozenset({ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING})
+ARRAY_IMPORT_FAILED = "array_import_failed"
+"""Failure kind of a worker of an array that cannot open its function or its items; `max_retries` of workers
+is for crashes of items."""
+WITHDRAWN = frozenset({ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED})
 """Failure kinds of starts that would fail as often as they are tried."""
 
 EntrypointPatterns = tuple[str, ...]

@@ -1,8 +1,8 @@
-"""What waiting tasks lack, what all tasks together need, and which nodes nobody needs: for autoscalers."""
+"""What waiting tasks lack, what all tasks together need, and which nodes are idle: for autoscalers."""
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil, floor, inf
@@ -110,7 +110,7 @@ class DemandScope:
     pool: str | None = None
     """None: all; empty: tasks without a pool."""
     kind: str = ""
-    """Empty: all. A demand that may use several kinds counts for each of them."""
+    """Empty: all. A demand that may use several kinds counts for each of them; other nodes do not count."""
     waited_seconds: Seconds = Seconds(0.0)
 
 
@@ -123,14 +123,19 @@ def autoscaling_demand(
     """Held, delayed and dependent tasks do not count, nor do those for which memory is being freed.
 
     Each task that waits counts in full: what is free is of no use to it. Costs one step per group of the
-    queue, and one per node and device.
+    queue, one per node and device, and for each idle node one per different demand.
     """
     draft = Draft(world)
     waiting = _Waiting(draft, policy, now, scope)
     for group in world.queue.groups.values():
         waiting.count(group)
     pool = next((known for known in policy.pools if known.name == scope.pool), None)
-    nodes = [name for name in sorted(world.nodes) if _is_in_pool(world, name, pool)]
+    nodes = [
+        name
+        for name in sorted(world.nodes)
+        if _is_in_pool(world, name, pool)
+        and (not scope.kind or any(True for _ in _present(draft, name, scope.kind)))
+    ]
     used = CapacityAmounts()
     bundles = Counter(waiting.bundles)
     for name in nodes:
@@ -138,9 +143,7 @@ def autoscaling_demand(
         for run in draft.active_on(name):
             for part in run.demand.bundles or (run.demand,):
                 bundles[waiting.bundle_of(part)] += 1
-    spare = tuple(
-        _spare(draft, name) for name in nodes if _is_spare(draft, name, scope.kind, waiting.demands)
-    )
+    spare = tuple(_spare(draft, name) for name in nodes if _is_spare(draft, name, waiting.demands))
     return AutoscalingDemand(waiting.groups(), waiting.tasks, waiting.limited, used, spare, bundles)
 
 
@@ -161,7 +164,7 @@ class _Waiting:
     tasks: int = 0
     limited: int = 0
     bundles: Counter[tuple[float, float, int]] = field(default_factory=Counter)
-    demands: list[Demand] = field(default_factory=list)
+    demands: set[Demand] = field(default_factory=set)
     """Of tasks that lack room; of gangs, of their ranks."""
     _sums: dict[tuple[str, tuple[str, ...]], _Sum] = field(default_factory=dict)
     _taken: dict[str, float] = field(default_factory=dict)
@@ -201,7 +204,7 @@ class _Waiting:
             amounts = CapacityAmounts(0, need, part.cpu, part.memory_mb)
             found.amounts = found.amounts.plus(_times(amounts, allowed))
             self.bundles[self.bundle_of(part)] += allowed
-            self.demands.append(part)
+            self.demands.add(part)
 
     def groups(self) -> tuple[UnmetGroup, ...]:
         return tuple(
@@ -303,12 +306,10 @@ def _used_of(draft: Draft, node: NodeName, kind: str) -> CapacityAmounts:
     return CapacityAmounts(len(held), sum(held), use.cpu, use.memory_mb)
 
 
-def _is_spare(draft: Draft, node: NodeName, kind: str, waiting: list[Demand]) -> bool:
+def _is_spare(draft: Draft, node: NodeName, waiting: Set[Demand]) -> bool:
     here = draft.world.nodes[node]
     ledgers = list(_present(draft, node))
     if not here.ready or draft.use(node).runs or any(ledger.holdings for ledger in ledgers):
-        return False
-    if kind and not any(is_of_kind(ledger.device.kind, kind) for ledger in ledgers):
         return False
     return not any(_could_use(draft, node, ledgers, part) for part in waiting)
 

@@ -24,6 +24,8 @@ _ABSENT, _OPEN, _HELD, _SUSPECT, _DONE = range(5)
 
 CHUNKS_AHEAD = 10
 """A run wants to hold about a second of work; without a given chunk, it gets more in tenths of that."""
+MOST_WANTED = 1000
+"""What a report costs the leader grows with the items that its run holds."""
 PAGE_BYTES = 4 * 2**20
 """A page of results ends at this size."""
 
@@ -49,7 +51,7 @@ class ArrayWork:
         """What each run holds, and how often its task had failed when the run was first heard."""
         self._crashes: dict[int, int] = {}
         """Of each suspect: how many runs crashed since then that held nothing else."""
-        self._condemned: list[int] = []
+        self._crashed_too_often: list[int] = []
         """Items that crashed once too often, and are not recorded as failed yet."""
 
     def copy(self) -> "ArrayWork":
@@ -71,8 +73,8 @@ class ArrayWork:
             self._held[run] = mine, task.failures
         new = [it for it in report.results if self._is_left(it.number)]
         new = list({it.number: it for it in new}.values())
-        new += [self._killed(number) for number in self._condemned if self._is_left(number)]
-        self._condemned = []
+        new += [self._killed(number) for number in self._crashed_too_often if self._is_left(number)]
+        self._crashed_too_often = []
         for result in new:
             self._status[result.number] = _DONE
         self.left -= len(new)
@@ -98,8 +100,9 @@ class ArrayWork:
         held, failures = self._held[run]
         mine = [number for number in held if self._status[number] == _HELD]
         if not any(number in self._crashes for number in mine):
-            chunk = self.terms.chunk or max(1, wanted // CHUNKS_AHEAD)
+            wanted = min(wanted, MOST_WANTED)
             share = -(-self.left // (2 * len(self._held)))
+            chunk = self.terms.chunk or max(1, min(wanted // CHUNKS_AHEAD, share))
             lacking = max(chunk, min(wanted, share)) - len(mine)
             if lacking > 0:
                 mine += self._next_open(-(-lacking // chunk) * chunk)
@@ -138,7 +141,7 @@ class ArrayWork:
             self._crashes[number] = self._crashes.get(number, 0) + again_alone
             if self._crashes[number] > self.terms.item_retries:
                 self._status[number] = _HELD
-                self._condemned.append(number)
+                self._crashed_too_often.append(number)
 
     def _killed(self, number: int) -> ItemResult:
         tries = 1 + self._crashes.pop(number)

@@ -68,7 +68,7 @@ class InventoryRules:
 
 
 def never_joined(world: World, rules: InventoryRules) -> list[str]:
-    """Nodes that the operator's rules name, and that nobody has seen; sorted."""
+    """Nodes that the operator's rules name, and that have not been seen; sorted."""
     return sorted(rules.nodes.keys() - world.nodes.keys())
 
 

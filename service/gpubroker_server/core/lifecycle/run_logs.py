@@ -53,7 +53,7 @@ def wanted_logs(world: World, followed: Iterable[FollowedLogs], now: Instant) ->
 
 
 def is_kept(told: Logged, known: KnownLog, wanted: WantedLog | None) -> bool:
-    """False for what was told before, and for an empty answer that nobody waits for."""
+    """False for what was told before, and for an empty answer that no reader waits for."""
     if told.is_final:
         return True
     if told.first_byte < known.end_byte:

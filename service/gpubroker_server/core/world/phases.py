@@ -70,7 +70,7 @@ def course_of_events(events: Iterable[Event], *, is_run: bool = True) -> Course 
 
 
 def _begin(course: list[tuple[Phase | None, Instant]], at: Instant, ordered_at: Instant | None) -> None:
-    """It runs from now on. If nobody said when the agent had the order, it counts as given at once."""
+    """It runs from now on. If it is not known when the agent had the order, it counts as given at once."""
     phase, since = course[-1]
     if phase is Phase.ADMITTED:
         if ordered_at is None:

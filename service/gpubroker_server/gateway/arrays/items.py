@@ -1,5 +1,7 @@
 """Results of the items of an array: pages of them, and what has none."""
 
+import asyncio
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -9,7 +11,6 @@ from gpubroker_server.core.domain.decisions import ItemPage
 from gpubroker_server.core.domain.orders import ItemRange
 from gpubroker_server.core.domain.submission import ArrayTerms
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.core.lifecycle.array_items import ranges_of
 from gpubroker_server.gateway.http.bodies import Query
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.ports.arrays import PageFilter
@@ -18,6 +19,8 @@ from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Ta
 PAGES_AT_ONCE = 50
 """Pages of results that are read in one query."""
 MOST_LINES = 10_000
+MOST_BYTES = 16 * 2**20
+"""No further page of results is added to an answer of this size."""
 
 
 class ItemErrorView(TypedDict):
@@ -64,21 +67,25 @@ class ItemQuery(Query):
 async def lines_of_items(
     store: TaskStore, blobs: BlobStore, array: TaskId, query: ItemQuery
 ) -> tuple[list[bytes], int, bool]:
-    """Lines of whole pages until there are enough; where the next ones begin; whether more are there now."""
+    """Lines of whole pages until there are enough, or too many bytes; where the next ones begin; whether more
+    are there now."""
     by_commit = query.order == "completed"
     after = (0 if by_commit else -1) if query.after is None else query.after
     failed = None if query.state is None else query.state == "failed"
     lines: list[bytes] = []
-    while len(lines) < query.limit:
+    size_bytes = 0
+    while len(lines) < query.limit and size_bytes < MOST_BYTES:
         wanted = PageFilter(array, by_commit, after, failed, PAGES_AT_ONCE)
         pages = await store.item_pages(wanted)
         for page in pages:
             text = await _lines_of(blobs, page)
             skipped = 0 if by_commit else max(0, after + 1 - page.first)
             found = text.splitlines(keepends=True)[skipped:]
-            lines += found if failed is None else [one for one in found if _has_failed(one) is failed]
+            found = [one for one in found if failed in (None, _has_failed(one))]
+            lines += found
+            size_bytes += sum(map(len, found))
             after = page.page if by_commit else page.first + page.count - 1
-            if len(lines) >= query.limit:
+            if len(lines) >= query.limit or size_bytes >= MOST_BYTES:
                 break
         if len(pages) < PAGES_AT_ONCE:
             break
@@ -107,12 +114,24 @@ async def _lines_of(blobs: BlobStore, page: ItemPage) -> bytes:
 
 async def items_without_success(store: TaskStore, blobs: BlobStore, terms: ArrayTerms) -> list[ItemRange]:
     """The items that have failed or are not done."""
-    left = {number for first, behind in terms.numbers for number in range(first, behind)}
+    is_left = bytearray(max(behind for _, behind in terms.numbers))
+    for first, behind in terms.numbers:
+        is_left[first:behind] = b"\1" * (behind - first)
     after = -1
     while pages := await store.item_pages(PageFilter(terms.id, False, after, None, PAGES_AT_ONCE)):
         for page in pages:
-            numbers = range(page.first, page.first + page.count)
-            lines = (await _lines_of(blobs, page)).splitlines() if page.failed else [b""] * page.count
-            left -= {number for number, line in zip(numbers, lines, strict=True) if not _has_failed(line)}
+            failed = bytes(page.count)
+            if page.failed:
+                lines = (await _lines_of(blobs, page)).splitlines()
+                failed = bytes(map(_has_failed, lines))
+            is_left[page.first : page.first + page.count] = failed
         after = pages[-1].first + pages[-1].count - 1
-    return list(ranges_of(sorted(left)))
+    return await asyncio.to_thread(lambda: list(_ranges_in(is_left)))
+
+
+def _ranges_in(is_left: bytearray) -> Iterator[ItemRange]:
+    behind = 0
+    while (first := is_left.find(1, behind)) >= 0:
+        found = is_left.find(0, first)
+        behind = found if found >= 0 else len(is_left)
+        yield first, behind

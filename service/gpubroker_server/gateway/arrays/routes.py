@@ -32,7 +32,6 @@ from gpubroker_server.gateway.arrays.submit import (
     terms_text,
 )
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.http.ids import is_task_id
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer, json_answer
 from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
@@ -254,20 +253,17 @@ async def _replayed(call: Call, parts: Parts, array: TaskId) -> Response:
 
 async def _find(call: Call, parts: Parts, array_id: str) -> ArrayTerms:
     """Raises Problem not-found, also for an array that the token may not see."""
-    text = ""
-    if is_task_id(array_id):
-        text = await parts.submissions.store.batch_answer(TaskId(array_id))
+    first = await parts.submissions.records.find(call.identity, array_id)
+    text = await parts.submissions.store.batch_answer(first.task.id)
     fields = json.loads(text) if text else {}
-    if "numbers" not in fields or not call.identity.may_see(fields["tenant"]):
-        raise Problem("not-found", f'there is no array "{array_id[:100]}"')
+    if "numbers" not in fields:
+        raise Problem("not-found", f"task {first.task.id} is not the first worker of an array")
     return array_terms_from(fields)
 
 
 async def _find_to_change(call: Call, parts: Parts, array_id: str, action: str) -> ArrayTerms:
     terms = await _find(call, parts, array_id)
-    if terms.tenant != call.identity.tenant:
-        about = {"tenant": terms.tenant, "action": action, "subject": terms.id}
-        await parts.submissions.store.audit(by=call.identity.name, **about)
+    await parts.submissions.records.find_to_change(call.identity, terms.id, action)
     return terms
 
 

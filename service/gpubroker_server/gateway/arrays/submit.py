@@ -11,8 +11,14 @@ from typing import Annotated, Any, NamedTuple, Protocol
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 from pydantic_core import PydanticCustomError, from_json, to_json
 
-from gpubroker_server.core.domain.orders import ItemRange
-from gpubroker_server.core.domain.submission import ARRAY_VARIABLE, ArrayTerms, RunSpec, bytes_of
+from gpubroker_server.core.domain.orders import MOST_HELD, ItemRange
+from gpubroker_server.core.domain.submission import (
+    ARRAY_LABEL,
+    ARRAY_VARIABLE,
+    ArrayTerms,
+    RunSpec,
+    bytes_of,
+)
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import changed
@@ -20,16 +26,16 @@ from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
-from gpubroker_server.gateway.submission.task_body import SubmitTask
+from gpubroker_server.gateway.submission.task_body import Function, SubmitTask
 from gpubroker_server.ports.objects import StoredObject
 from gpubroker_server.ports.store import Submission
 
 MAX_WORKERS = 256
 MAX_ITEMS = 10_000_000
+MAX_CHUNK = MOST_HELD // 2
+"""A worker gets its next chunk before it has finished the one before."""
 WORKER_RETRIES = 100
 """A crash costs its worker a retry; which item is at fault is found out long before."""
-LABEL = "array"
-"""The label of its workers; its value is the array's id."""
 _LENGTH_BYTES = 8
 """As `gpubroker.runtime.items` reads them."""
 
@@ -74,8 +80,8 @@ class PickledItems(Body):
 class SubmitArray(SubmitTask):
     """One function or command for many items, and what each of its workers needs.
 
-    A function gets the item as its first argument, before `args`. In a command the word `{}` is replaced by
-    the item; without it, the item is the last word.
+    A function gets the item as its first argument, before `args`. In a command each `{}` is replaced by the
+    item, also inside a word; without any, the item is the last word.
     """
 
     items: Annotated[
@@ -87,7 +93,7 @@ class SubmitArray(SubmitTask):
     chunk: Annotated[
         int | None,
         Field(
-            ge=1, le=MAX_ITEMS, description="How many items are handed out together; null: 100 ms of work."
+            ge=1, le=MAX_CHUNK, description="How many items are handed out together; null: 100 ms of work."
         ),
     ] = None
     item_timeout_seconds: Annotated[float | None, Field(gt=0, le=30 * 86_400)] = None
@@ -108,6 +114,12 @@ class GivenItems(NamedTuple):
 
 async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> GivenItems:
     """Raises Problem for items that cannot be counted, and for none."""
+    is_pickled = isinstance(body.items, PickledItems) or (
+        isinstance(body.items, ObjectItems) and body.items.count is not None
+    )
+    if is_pickled and not isinstance(body.run, Function):
+        detail = "only a pickled function takes pickled items: to open them runs code; give a JSON array"
+        raise invalid(Fault(pointer="/items", detail=detail, code="pickled-items"))
     match body.items:
         case PickledItems():
             return GivenItems(body.items.pickled, body.items.count)
@@ -143,9 +155,9 @@ def check_worker(body: SubmitArray) -> None:
     if body.max_retries is not None:
         detail = "an array retries items, not its workers; set item_retries"
         faults.append(Fault(pointer="/max_retries", detail=detail, code="item-retries"))
-    if LABEL in body.labels:
+    if ARRAY_LABEL in body.labels:
         detail = "the service sets the label array; choose another name"
-        faults.append(Fault(pointer=f"/labels/{LABEL}", detail=detail, code="reserved"))
+        faults.append(Fault(pointer=f"/labels/{ARRAY_LABEL}", detail=detail, code="reserved"))
     if faults:
         raise invalid(*faults)
 
@@ -167,7 +179,7 @@ async def new_array(
         arguments=arguments,
         arguments_digest=None,
         env={**spec.env, ARRAY_VARIABLE: json.dumps(limits)},
-        labels={**spec.labels, LABEL: terms.id},
+        labels={**spec.labels, ARRAY_LABEL: terms.id},
     )
     worker = changed(task, id=ids[0], shareable=False, max_retries=WORKER_RETRIES)
     first = await submissions.with_object(submission_of(worker, spec))

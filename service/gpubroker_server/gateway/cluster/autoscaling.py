@@ -10,7 +10,9 @@ from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.explain.autoscaling import CapacityAmounts, DemandScope, autoscaling_demand
 from gpubroker_server.gateway.cluster.parts import Parts
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
+from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.http.routing import Resource, answer
 from gpubroker_server.gateway.http.times import AsOf
 
@@ -61,7 +63,7 @@ class AutoscalingQuery(QueryModel):
         str | None, Field(max_length=200, description="This pool alone; empty: tasks without one.")
     ] = None
     kind: Annotated[
-        str, Field(max_length=200, description="GPUs of this kind, and demands that may use it.")
+        str, Field(max_length=200, description="Nodes and GPUs of this kind, and demands that may use it.")
     ] = ""
     waited_seconds: Annotated[
         float, Field(ge=0, description="Tasks that have waited for at least so long.")
@@ -82,6 +84,10 @@ async def get_demand(parts: Parts, query: Annotated[AutoscalingQuery, Query()]) 
     Tasks that are held, wait for others, or have memory being freed for them, lack nothing. `gpus` counts
     parts of GPUs by how many fit on one of the kind that suits them best.
     """
+    pools = [known.name for known in parts.policy.pools]
+    if query.pool and query.pool not in pools:
+        detail = f"there is no pool {query.pool!r}; configured are: {', '.join(pools) or 'none'}"
+        raise invalid(Fault(pointer="query:pool", detail=detail, code="unknown-pool"))
     scope = DemandScope(query.pool, query.kind, Seconds(query.waited_seconds))
     found = autoscaling_demand(parts.world, parts.policy, parts.clock.now(), scope)
     spare = CapacityAmounts()

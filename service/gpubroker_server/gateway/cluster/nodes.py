@@ -3,7 +3,7 @@
 from typing import Annotated, Any, NotRequired
 
 from fastapi import Response
-from pydantic import Field, StringConstraints
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.device import Node
@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.planning.draining import still_on
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
-from gpubroker_server.gateway.http.bodies import Body
+from gpubroker_server.gateway.http.bodies import Because, Body
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
@@ -22,12 +22,6 @@ resource = Resource("cluster")
 
 MOST_SECONDS = 30 * 86_400.0
 MOST_NAMED = 20
-
-Because = Annotated[
-    str,
-    StringConstraints(max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$"),
-    Field(description="Why, in your own words.", examples=["a fan is broken"]),
-]
 
 
 class Amount(TypedDict):

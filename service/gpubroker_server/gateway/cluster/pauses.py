@@ -8,10 +8,9 @@ from fastapi import Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
-from gpubroker_server.gateway.http.bodies import Body, line
+from gpubroker_server.gateway.http.bodies import Because, Body
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
@@ -39,7 +38,9 @@ class QueueView(TypedDict):
 
 
 class ChangePause(Body):
-    reason: Annotated[str, line(500), Field(description="Shown to those who wait, and recorded.")] = ""
+    """`reason` is shown to those who wait, and recorded with the name of your token."""
+
+    reason: Because = ""
 
 
 _PROBLEMS = "malformed-json not-found validation-failed"
@@ -103,30 +104,26 @@ def _check_stream(parts: Parts, name: str) -> None:
 
 
 async def _changed(call: Call, parts: Parts, queue: str, body: ChangePause, *, pauses: bool) -> Response:
-    pause = parts.world.queue.pauses.get(queue)
-    is_settled = pauses is (pause is not None)
-    if not is_settled:
-        fields = {"queue": queue, "by": call.identity.name, "reason": body.reason}
-        what = "pause" if pauses else "unpause"
-        await parts.requests.ask(SUBJECT, call.identity.tenant, what, fields)
-        pause = parts.world.queue.pauses.get(queue)
-        is_settled = pauses is (pause is not None)
-    view: QueueView = {"queue": queue, "paused": None if pause is None else paused_view(pause, parts.world)}
-    return answer(view, 200 if is_settled else 202)
+    """The leader ignores what is so already. Not decided here: another gateway may just have changed it."""
+    fields = {"queue": queue, "by": call.identity.name, "reason": body.reason}
+    settled = await parts.requests.ask(
+        SUBJECT, call.identity.tenant, "pause" if pauses else "unpause", fields
+    )
+    paused = [view for view in paused_views(parts.world) if view["queue"] == queue]
+    view: QueueView = {"queue": queue, "paused": paused[0] if paused else None}
+    return answer(view, 200 if settled else 202)
 
 
 def paused_views(world: World) -> list[PausedView]:
-    """All, by name."""
-    pauses = world.queue.pauses
-    return [paused_view(pauses[queue], world) for queue in sorted(pauses)]
-
-
-def paused_view(pause: QueuePause, world: World) -> PausedView:
+    """All, by name. Goes once through all paused tasks."""
     waiting = Counter(world.queue.pause_of(world.tasks[task]) for task in world.queue.paused)
-    return {
-        "queue": pause.queue,
-        "since": rfc3339(pause.at),
-        "by": pause.actor,
-        "reason": pause.reason,
-        "waiting": waiting[pause],
-    }
+    return [
+        {
+            "queue": pause.queue,
+            "since": rfc3339(pause.at),
+            "by": pause.actor,
+            "reason": pause.reason,
+            "waiting": waiting[pause],
+        }
+        for _, pause in sorted(world.queue.pauses.items())
+    ]

@@ -13,7 +13,7 @@ from gpubroker_server.core.planning.tenants.fair_share import FairShareLevels
 from gpubroker_server.core.planning.tenants.quota import cohort_holdings
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
-from gpubroker_server.gateway.cluster.pauses import PausedView, paused_view
+from gpubroker_server.gateway.cluster.pauses import PausedView, paused_views
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf
@@ -90,13 +90,14 @@ def _views(parts: Parts, viewer: Identity) -> Iterator[TenantView]:
     levels = FairShareLevels(world, policy, now)
     configured = {tenant.name for tenant in policy.tenants} - {"*"}
     pending, active = _pending(world), Counter(world.tasks[task].tenant for task in world.active)
-    paused = {pause.tenant for pause in world.queue.pauses.values()} - {""}
-    known = configured | levels.tenants | set(pending) | set(active) | paused
+    paused = {view["queue"]: view for view in paused_views(world)}
+    paused_tenants = {pause.tenant for pause in world.queue.pauses.values()} - {""}
+    known = configured | levels.tenants | set(pending) | set(active) | paused_tenants
     shown = known if viewer.may(Scope.CLUSTER_READ) else {viewer.tenant}
     weights = sum(policy.tenant(name).weight for name in sorted(known | shown))
     for name in sorted(shown):
         rule = policy.tenant(name)
-        held_mb, pause = world.accounts.held_mb(name), world.queue.pauses.get(f"tenant:{name}")
+        held_mb = world.accounts.held_mb(name)
         yield {
             "name": name,
             "cohort": rule.cohort or None,
@@ -112,7 +113,7 @@ def _views(parts: Parts, viewer: Identity) -> Iterator[TenantView]:
             "max_priority": rule.max_priority,
             "pending": pending[name],
             "active": active[name],
-            "paused": None if pause is None else paused_view(pause, world),
+            "paused": paused.get(f"tenant:{name}"),
         }
 
 
@@ -194,7 +195,9 @@ class ModelTypeView(TypeDefaultsView):
 
 class ProfileDefaultsView(TypeDefaultsView):
     gpus: int | None
-    max_concurrency: Annotated[int | None, Field(description="Calls at once to an actor of a worker set.")]
+    max_concurrency: Annotated[
+        int | None, Field(description="A task finds it in GPUBROKER_MAX_CONCURRENCY; no other effect.")
+    ]
 
 
 class ProfileView(ProfileDefaultsView):

@@ -67,6 +67,9 @@ def line(max_length: int, min_length: int = 0) -> StringConstraints:
 
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 Name = Annotated[str, line(200)]
+Because = Annotated[
+    str, line(500), Field(description="Why, in your own words.", examples=["planned maintenance"])
+]
 LabelKey = Annotated[str, StringConstraints(pattern=f"^{LABEL_KEY}$")]
 LabelValue = Annotated[str, line(255)]
 Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]

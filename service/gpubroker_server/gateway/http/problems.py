@@ -236,7 +236,7 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "follower-stale": ProblemKind(503, "The overview is too old to be trusted", retryable=True),
     "stack-unavailable": ProblemKind(
         503,
-        "Nobody answered for the process",
+        "The node agent sent no stack in time",
         "the agent of node {node} said nothing of task {task} within {seconds} s, or the task has just "
         "ended; ask again",
         retryable=True,

@@ -38,7 +38,7 @@ class LogReaders:
     def seconds_between_looks(self) -> float:
         return max(LOOK_SECONDS, len(self._since) / LOOKS_PER_SECOND)
 
-    async def keep_telling(self) -> None:
+    async def keep(self) -> None:
         """Until cancelled."""
         while True:
             await asyncio.sleep(REPEAT_SECONDS)

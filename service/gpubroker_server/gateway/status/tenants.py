@@ -1,4 +1,4 @@
-"""Which tenants there are, as far as a name can be a slip."""
+"""Find misspelled tenant names."""
 
 from difflib import get_close_matches
 

@@ -210,7 +210,7 @@ class TaskView(ResultFields):
     model_type: str
     profile: str
     max_concurrency: Annotated[
-        int | None, Field(description="For actors of worker sets: how many calls at once. A task makes one.")
+        int | None, Field(description="Its process finds it in GPUBROKER_MAX_CONCURRENCY; no other effect.")
     ]
     stream: str
     result_format: str

@@ -204,9 +204,8 @@ class SubmitTask(Timed):
         int | None,
         Field(ge=1, le=100_000),
         Field(
-            description="Calls at once to an actor of a worker set; left out: the profile's. A task makes "
-            "one call, whatever this says; the number is shown, and its process finds it in "
-            "GPUBROKER_MAX_CONCURRENCY."
+            description="For the task's own code: its process finds it in GPUBROKER_MAX_CONCURRENCY. The "
+            "number is shown and has no other effect. Left out: the profile's."
         ),
     ] = None
     stream: StreamName = ""

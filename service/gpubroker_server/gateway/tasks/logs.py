@@ -19,7 +19,7 @@ from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource
 from gpubroker_server.gateway.status.log_readers import LogReaders
 from gpubroker_server.gateway.status.records import TaskRecords
-from gpubroker_server.ports.store import BlobMissing, TaskRecord
+from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, TaskRecord
 
 resource = Resource("tasks")
 
@@ -146,15 +146,20 @@ class LogReading:
         return is_behind and asyncio.get_running_loop().time() < until
 
     async def _kept(self) -> AsyncIterator[bytes]:
-        """A page of what is there from the byte on."""
+        """A page of what is there from the byte on, without objects that are missing or damaged."""
+        lost_to = 0
         for part in await self._records.store.log_parts(self._log, self._at_byte, PARTS_AT_ONCE):
             data = part.data
             if data is None:
                 assert part.digest is not None, "a part has its bytes or an object that has them"
                 try:
                     data = await self._records.blobs.get(part.digest)
-                except BlobMissing:
-                    return  # another part replaces this one
+                except (BlobMissing, BlobCorrupt):
+                    if part in await self._records.store.log_parts(self._log, part.first_byte, 1):
+                        lost_to = part.end_byte
+                        continue
+                    yield b""  # another part has replaced it: there is more to read
+                    return
             begin = max(self._at_byte, part.first_byte)
             data = data[begin - part.first_byte :]
             if begin > self._at_byte:
@@ -164,6 +169,9 @@ class LogReading:
             self._at_byte = part.end_byte
             if data:
                 yield data
+        if lost_to > self._at_byte:
+            yield cut_mark(self._at_byte, lost_to)
+            self._at_byte = lost_to
 
     async def _tail(self) -> bytes:
         """Of a run by an agent of an earlier release, which tells the end of the log alone."""

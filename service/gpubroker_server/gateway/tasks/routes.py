@@ -177,7 +177,7 @@ async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query
     if query.order == "turn":
         if "sort" in query.model_fields_set:
             detail = "a list by turn has its own order; leave sort out, or order=turn"
-            raise invalid(Fault(pointer="/sort", detail=detail, code="not-by-turn"))
+            raise invalid(Fault(pointer="query:sort", detail=detail, code="not-by-turn"))
         if query.cursor is not None:
             raise Problem("cursor-invalid", "a list by turn is one page; send no cursor")
         return await parts.records.in_turn(query.limit, task_view, labels=query.labels, **filters)
@@ -195,7 +195,7 @@ def _ends(states: Sequence[TaskState]) -> Sequence[TaskState]:
         detail = (
             f"sort=finished lists tasks that have ended, and state={named} asks for others; leave one out"
         )
-        raise invalid(Fault(pointer="/sort", detail=detail, code="not-ended"))
+        raise invalid(Fault(pointer="query:sort", detail=detail, code="not-ended"))
     return ends
 
 

@@ -63,7 +63,7 @@ async def get_stack(
     ranks = max(1, len(task.members))
     if rank >= ranks:
         detail = f"it has {ranks} {'rank' if ranks == 1 else 'ranks'}, counted from 0"
-        raise invalid(Fault(pointer="/rank", detail=detail, code="no-such-rank"))
+        raise invalid(Fault(pointer="query:rank", detail=detail, code="no-such-rank"))
     digest = await parts.requests.ask_for(task.id, task.tenant, "stack", {"rank": rank}, WAIT_SECONDS)
     if not digest:
         raise Problem(

@@ -29,7 +29,14 @@ CLUSTER: dict[str, Any] = {
     "kinds": {"sim-small": {"power": 1}, "sim-big": {"power": 5, "context_mb": 512}},
     "entrypoints": ["tests.e2e.work:*", "tests.e2e.late:*"],
     "task_env": {"EXPERIMENT_PATH": "/mnt/experiments", "WANDB_HOST": "https://wandb.lab"},
-    "nodes": {"n2": {"labels": {"disk": "fast"}}},
+    "nodes": {
+        "n2": {
+            "labels": {"disk": "fast"},
+            "memory_mb": 8192,
+            "reserve_memory_mb": 4096,
+            "reserve_mb": {"1": 2048},
+        }
+    },
     "pools": {
         "fast": {"nodes": {"disk": ["fast"]}, "kinds": ["sim-big"]},
         "narrow": {"gpu_mb": 12_000},

@@ -39,9 +39,10 @@ def test_a_pool_without_fractions_gives_whole_gpus_only(hands: Hands) -> None:
     ("low", "high"),
     [
         ({"cpu": 4, "memory_mb": 64}, {"cpu": 2}),
+        ({"memory_mb": 3000}, {"memory_mb": 2000}),
         ({"cpu": 1, "custom": {"licence": 2}}, {"custom": {"licence": 1}}),
     ],
-    ids=["cpu", "a custom resource"],
+    ids=["cpu", "host memory", "a custom resource"],
 )
 def test_a_critical_task_without_gpus_preempts_too(
     hands: Hands, low: dict[str, Any], high: dict[str, Any]

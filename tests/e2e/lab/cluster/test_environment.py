@@ -4,12 +4,27 @@ from typing import Any
 
 import pytest
 from gpubroker import Broker
-from gpubroker.runtime.process import is_kept
 
 from tests.e2e.hands import PATIENCE_SECONDS
 from tests.e2e.lab.cluster.conftest import ENV_OF_N2
+from tests.e2e.ray_lab import Lab
 
 ON_N2 = {"nodes": {"node": ["n2"]}}
+OF_THE_NODE = {
+    "HOME",
+    "LANG",
+    "LD_LIBRARY_PATH",
+    "LOGNAME",
+    "PATH",
+    "PYTHONPATH",
+    "SHELL",
+    "TERM",
+    "TMPDIR",
+} | {
+    "TZ",
+    "USER",
+    "VIRTUAL_ENV",
+}
 OF_RAY = {"RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}
 OF_THE_BROKER = {"LAUNCH_MODE", "LOG_LEVEL", "RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"}
 OF_ITS_OWN_PROCESS = {"GPUBROKER_RUN", "GPUBROKER_INSTANCE", "GPUBROKER_NODE", "GPUBROKER_TASK"} | {
@@ -25,7 +40,7 @@ def seen_on_n2(cluster: Broker, **options: Any) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("cpu", [0.1, 1])
 def test_a_run_sees_nothing_of_a_node_that_was_started_with_five_thousand_variables_and_a_secret(
-    cluster: Broker, cpu: float
+    cluster: Broker, shared_lab: Lab, cpu: float
 ) -> None:
     seen = seen_on_n2(cluster, cpu=cpu)
     assert seen["used"]["PROXY_OF_THE_SITE"] == "for all"
@@ -34,6 +49,7 @@ def test_a_run_sees_nothing_of_a_node_that_was_started_with_five_thousand_variab
         assert ENV_OF_N2["DATABASE_PASSWORD"] not in str(env), place
     assert seen["used"].items() >= {
         ("LAUNCH_MODE", "cluster"),
+        ("RAY_ADDRESS", shared_lab.head.address),
         ("LOG_LEVEL", "INFO"),
         ("RANK", "0"),
         ("WORLD_SIZE", "1"),
@@ -41,9 +57,9 @@ def test_a_run_sees_nothing_of_a_node_that_was_started_with_five_thousand_variab
         ("EXPERIMENT_PATH", "/mnt/experiments"),
         ("WANDB_HOST", "https://wandb.lab"),
     }
-    known = OF_RAY | OF_THE_BROKER | OF_ITS_OWN_PROCESS | {"EXPERIMENT_PATH", "WANDB_HOST"}
-    strange = {name for name in seen["of a child"] if not is_kept(name, {"PROXY_OF_THE_SITE"})} - known
-    assert not strange
+    named = {"EXPERIMENT_PATH", "WANDB_HOST", "PROXY_OF_THE_SITE"}
+    known = OF_THE_NODE | OF_RAY | OF_THE_BROKER | OF_ITS_OWN_PROCESS | named
+    assert not {name for name in seen["of a child"] if not name.startswith("LC_")} - known
 
 
 def test_the_env_of_a_task_overrides_what_every_task_gets(cluster: Broker) -> None:

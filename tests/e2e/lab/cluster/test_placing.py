@@ -45,6 +45,22 @@ def test_tasks_run_on_the_kinds_sizes_and_nodes_that_they_ask_for(cluster: Broke
             small(broker, **impossible)
 
 
+def test_a_node_with_settings_of_its_own_offers_what_they_say(cluster: Broker) -> None:
+    nodes = {node.name: node for node in cluster.nodes()}
+    reserves = {
+        (gpu.node == "n2", gpu.kind): gpu.reserve_mb
+        for gpu in cluster.gpus()
+        if gpu.kind in ("sim-small", "sim-big")
+    }
+    assert nodes["n2"].memory_mb["total"] == 4096
+    assert reserves == {(True, "sim-small"): 0, (True, "sim-big"): 2048} | {
+        (False, "sim-small"): 0,
+        (False, "sim-big"): 0,
+    }
+    with pytest.raises(Refused):
+        cluster.submit("tests.e2e.work:add", 1, 2, gpu_mb=79 * GIB, nodes={"node": ["n2"]})
+
+
 def test_a_wish_gives_way_and_a_requirement_waits(cluster: Broker, tmp_path: Path) -> None:
     broker, flag, there = cluster, tmp_path / "flag", {"node": ["n2"]}
     wait = ["sh", "-c", f"until [ -e {flag} ]; do sleep 0.02; done"]

@@ -89,18 +89,29 @@ class RunFiles:
         # As the kernel spells it, because leftovers are found by the log that they have open.
         self._directory = directory.resolve()
         self._ending = f"@{boot_id}.json"
+        self._adds = True
+        """Whether what was printed last could be written."""
 
     def log_of(self, key: RunKey, stream: Stream = "stdout") -> Path:
         """An earlier release wrote both streams into the file of `stdout`."""
         return file_of(self._directory / f"{_stem(key)}.log", stream)
 
     def add_to_log(self, key: RunKey, *printed: bytes) -> None:
-        """What a run in a shared process printed, by stream. Raises OSError."""
-        for stream, data in zip(STREAMS, printed, strict=True):
-            if data:
-                descriptor = os.open(self.log_of(key, stream), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(data)
+        """What a run in a shared process printed, by stream. On a full disk it is dropped: the runs go on."""
+        try:
+            for stream, data in zip(STREAMS, printed, strict=True):
+                if data:
+                    path = self.log_of(key, stream)
+                    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                    with os.fdopen(descriptor, "wb") as file:
+                        file.write(data)
+        except OSError as fault:
+            if self._adds:
+                what = "the logs of runs in shared processes cannot be written; what they print is dropped"
+                log_lines.error(what, path=str(self._directory), fault=str(fault))
+            self._adds = False
+        else:
+            self._adds = True
 
     def key_of_log(self, path: str) -> RunKey | None:
         """The run that writes this log; None if it is no log of this node. The file may be deleted."""

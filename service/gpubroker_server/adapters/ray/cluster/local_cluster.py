@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -33,6 +34,7 @@ SUPERVISOR = "gpubroker_server.adapters.ray.cluster.supervisor"
 ANSWER_SECONDS = 120.0
 """A worker starts within some seconds, on a busy machine within many."""
 END_SECONDS = 30.0
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -42,6 +44,9 @@ class ClusterRefused(Exception):
 
 
 def cluster_folder(data_dir: Path, name: str) -> Path:
+    """Raises ClusterRefused: it is removed as a whole, so it must be one of a cluster."""
+    if not _NAME.fullmatch(name):
+        raise ClusterRefused(f"--name {name!r}: use a to z, digits and -, at most 31 of them")
     return data_dir / "clusters" / name
 
 
@@ -67,7 +72,7 @@ def run_cluster(data_dir: Path, layout: ClusterLayout, tell: Tell) -> str:
 
 
 def add_worker(data_dir: Path, name: str) -> Mapping[str, Any]:
-    """Back when its node runs. Raises ClusterRefused."""
+    """Returns when its node runs. Raises ClusterRefused."""
     answer = _ask(data_dir, name, "add-worker")
     if "refused" in answer:
         raise ClusterRefused(answer["refused"])
@@ -80,7 +85,7 @@ def status(data_dir: Path, name: str) -> Mapping[str, Any]:
 
 
 def stop_cluster(data_dir: Path, name: str) -> None:
-    """Back when nothing of it is left. Raises ClusterRefused."""
+    """Returns when nothing of it is left. Raises ClusterRefused."""
     folder = cluster_folder(data_dir, name)
     if read_state(folder) is None:
         raise ClusterRefused(_not_running(data_dir, name))

@@ -15,7 +15,15 @@ from gpubroker_server.adapters.ray.driver.reports import MALFORMED, AgentReports
 from gpubroker_server.adapters.ray.driver.worker_calls import RayWorkerCalls
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.adapters.ray.wire import MEASURE, TELLS_LOGS, OrderWriter, log_order, pack, run_of
+from gpubroker_server.adapters.ray.wire import (
+    KNOWS_ARRAYS,
+    MEASURE,
+    TELLS_LOGS,
+    OrderWriter,
+    log_order,
+    pack,
+    run_of,
+)
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -33,6 +41,7 @@ from gpubroker_server.core.domain.orders import (
     StopOrder,
     TermRefused,
 )
+from gpubroker_server.core.domain.submission import ARRAY_VARIABLE
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, Seconds, TaskId, Term
 from gpubroker_server.ports.executor import RunPayload
@@ -123,7 +132,7 @@ class RayExecutor:
         urgent = set()
         for order in orders:
             payload = payloads.get(order.task)
-            if isinstance(order, StartOrder) and (payload is None or not self._has_room_for(order, payload)):
+            if isinstance(order, StartOrder) and (payload is None or not self._can_start(order, payload)):
                 continue
             self._agents.on_order(order)
             if not isinstance(order, ForgetOrder):
@@ -166,10 +175,10 @@ class RayExecutor:
                 self._written.setdefault(node, []).append(MEASURE)
                 self._dispatch(node)
 
-    def request_room(self, bundles: Sequence[Mapping[str, float]]) -> None:
+    def request_resources(self, bundles: Sequence[Mapping[str, float]]) -> None:
         """Have the autoscaler of a joined cluster keep room for these, used or not, and no more for those
         before."""
-        self._driver.send("room", list(bundles))
+        self._driver.send("resources", list(bundles))
 
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
         """An agent of an earlier release cannot tell them."""
@@ -256,9 +265,13 @@ class RayExecutor:
         self._state, self._message = "reconnecting" if had_agents else "failed", fault
         return had_agents
 
-    def _has_room_for(self, order: StartOrder, payload: RunPayload) -> bool:
+    def _can_start(self, order: StartOrder, payload: RunPayload) -> bool:
         """Notes a start that is sent, and answers one that is not."""
         run = order.task, order.fence, order.rank
+        if ARRAY_VARIABLE in payload.spec.env and 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS:
+            log.warning("the agent is of a release without arrays; this start waits", task=order.task)
+            self._report_never_started(run, self._clock.now())
+            return False
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
         if self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
             log.warning("too much is on its way to the agents; this start waits", task=order.task)

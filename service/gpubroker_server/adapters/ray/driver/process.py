@@ -114,11 +114,11 @@ class Driver:
         self._calls = ActorCalls(AgentConfig.from_json(opening.agent_config).namespace)
         self._links: dict[str, NodeLink] = {}
         """By node name."""
-        self._namesakes: set[str] = set()
-        """Ray nodes with the name of another node, of which that was logged."""
-        self._room: list[dict[str, float]] = []
+        self._left_out: set[str] = set()
+        """Ray nodes whose name is of no use, of which that was logged."""
+        self._bundles: list[dict[str, float]] = []
         """What Ray's autoscaler is to have room for."""
-        self._room_changed = asyncio.Event()
+        self._bundles_changed = asyncio.Event()
         self._untaken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -137,7 +137,7 @@ class Driver:
         except Exception as fault:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
         await self.send("connected")
-        self._tasks.create_task(self._request_room())
+        self._tasks.create_task(self._request_resources())
         while True:
             asked_at = time.monotonic()
             nodes = await self._nodes()
@@ -166,9 +166,9 @@ class Driver:
                 self._lineage, self._term = lineage, term
                 for link in self._links.values():
                     link.change_term(lineage, term)
-            case ("room", bundles):
-                self._room = list(bundles)  # frames hold tuples
-                self._room_changed.set()
+            case ("resources", bundles):
+                self._bundles = list(bundles)  # frames hold tuples
+                self._bundles_changed.set()
             case ("flush",):
                 self._tasks.create_task(self._flush())
             case ("leave",):
@@ -200,13 +200,13 @@ class Driver:
         else:
             self._has_room.set()
 
-    async def _request_room(self) -> None:
+    async def _request_resources(self) -> None:
         """Only the newest request counts, so those that come while Ray does not answer are left out."""
         while True:
-            await self._room_changed.wait()
-            self._room_changed.clear()
+            await self._bundles_changed.wait()
+            self._bundles_changed.clear()
             try:
-                await asyncio.to_thread(_request_room, self._room)
+                await asyncio.to_thread(_request_resources, self._bundles)
             except Exception as fault:
                 log.warning("Ray's autoscaler could not be asked for room", fault=repr(fault))
 
@@ -252,10 +252,15 @@ class Driver:
     def _link(self, ray_node: str, node: dict[str, Any]) -> None:
         local = self._opening.local_node
         name = local or _name_of(node)
-        if name in self._links:
-            if ray_node not in self._namesakes:
-                self._namesakes.add(ray_node)
-                log.error("two nodes have one name; start one with a --node-name of its own", node=name)
+        fault = ""
+        if "/" in name:  # it parts the keys of devices
+            fault = "a node's name has a slash and it is left out; start it with a --node-name without one"
+        elif name in self._links:
+            fault = "two nodes have one name; start one with a --node-name of its own"
+        if fault:
+            if ray_node not in self._left_out:
+                self._left_out.add(ray_node)
+                log.error(fault, node=name)
             return
         cpus = None if local else float(node["Resources"]["CPU"])
         config = AgentConfig.from_json(self._opening.agent_config).on_node(name, cpus)
@@ -268,7 +273,7 @@ def _connect(address: str) -> None:
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
 
-def _request_room(bundles: list[dict[str, float]]) -> None:
+def _request_resources(bundles: list[dict[str, float]]) -> None:
     from ray.autoscaler.sdk import request_resources  # its modules are large, and few clusters have one
 
     request_resources(bundles=bundles)

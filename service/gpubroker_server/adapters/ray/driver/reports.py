@@ -11,12 +11,14 @@ from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
+    MOST_HELD,
     Checkpointed,
     Ended,
     Ending,
     Failure,
     Gone,
     Heartbeat,
+    ItemRange,
     ItemResult,
     ItemsReported,
     Loaded,
@@ -262,7 +264,7 @@ def _of_run(source: Source, it: OfRun) -> Report:
             results = tuple(
                 ItemResult(*one[:4], None if one[4] is None else Failure(*one[4])) for one in it.results
             )
-            return ItemsReported(*run, it.number, results, it.held, it.wanted, it.rank)
+            return ItemsReported(*run, it.number, results, _held(it.held), it.wanted, it.rank)
         case EndedForm():
             if it.result is None and it.ending is Ending.SUCCEEDED:
                 raise MalformedReport("a run that succeeded has a result")
@@ -276,6 +278,18 @@ def _of_run(source: Source, it: OfRun) -> Report:
             return Gone(*run, _proof(it.proof), _samples(source, run[2], it.samples), it.rank)
         case _:
             assert_never(it)
+
+
+def _held(ranges: tuple[ItemRange, ...]) -> tuple[ItemRange, ...]:
+    """The leader looks at each of these items."""
+    last = count = 0
+    for first, behind in ranges:
+        if not last <= first < behind:
+            raise MalformedReport("the items that a worker holds are ranges in ascending order, none twice")
+        last, count = behind, count + behind - first
+    if count > MOST_HELD:
+        raise MalformedReport(f"a worker holds at most {MOST_HELD} items, this one says {count}")
+    return ranges
 
 
 def _proof(text: str) -> Proof:
