@@ -55,11 +55,18 @@ def stopping(name: str, gpu: str, why: StopReason) -> Holding:
 
 
 def step(world: World, loads: dict[str, Loaded] | None = None, at: float = 0.0, by: Any = None) -> Any:
-    """What is decided by then, committed."""
+    """What is decided by then, committed, without what only says which workers have joined or left."""
     known = {TaskId(task): load for task, load in (loads or {}).items()}
+    before = {workers.id: workers.count for workers in world.worker_sets.values()}
     decisions = due(world, known, by or Autoscaler(), Instant(NOW + at))
     commit(world, decisions)
-    return decisions
+    return [
+        decision
+        for decision in decisions
+        if decision.tasks
+        or decision.sets_over
+        or any(workers.count != before[workers.id] for workers in decision.worker_sets)
+    ]
 
 
 def busy(world: World, **running: int) -> dict[str, Loaded]:
@@ -218,3 +225,26 @@ def test_workers_follow_a_posted_signal() -> None:
     ask(world, "a", "signal", {"value": 11})
     step(world)
     assert held(world) == {"c"}
+
+
+def said(decisions: list[Decision]) -> list[tuple[str, str, dict[str, Any]]]:
+    """What the log says of workers, in no certain order between two of one kind."""
+    return [(notice.kind, notice.key, dict(notice.fields)) for one in decisions for notice in one.notices]
+
+
+def test_the_log_says_once_that_a_worker_has_joined_and_that_it_has_left() -> None:
+    world = of(a_set("a", "b", count=2), a_device("gpu0"), running("a", "gpu0"), a_task("b"))
+    joined, again = due(world, {}, Autoscaler(), NOW), due(world, {}, Autoscaler(), NOW)
+    assert said(joined) == [("worker.joined", "a", {"set": "a", "attempt": 1, "node": "n1"})]
+    assert again == joined, "not before it is committed"
+    commit(world, joined)
+    assert due(world, {}, Autoscaler(), NOW) == []
+    other = changed(world.tasks[TaskId("a")], fence=Fence(2))
+    world.tasks[TaskId("a")] = other
+    assert [(kind, fields["attempt"]) for kind, _, fields in said(due(world, {}, Autoscaler(), NOW))] == [
+        ("worker.left", 1), ("worker.joined", 2),
+    ]  # fmt: skip
+    commit(world, due(world, {}, Autoscaler(), NOW))
+    world.tasks.clear()
+    [over] = step(world)
+    assert (said([over]), over.sets_over[0].id) == ([("worker.left", "a", {"set": "a", "attempt": 2})], "a")

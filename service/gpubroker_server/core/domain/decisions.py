@@ -96,12 +96,13 @@ class AuditNote:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What the log says of the cluster in no row's event."""
+    """What the log says in no row's event."""
 
     kind: str
-    """`memory.fragmented`, `cordon.changed`, ..."""
+    """`memory.fragmented`, `cordon.changed`, `worker.joined`, ..."""
     key: str
     fields: Fields
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

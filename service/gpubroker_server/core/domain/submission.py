@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import value
 
 EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND = "external", "model", "inference"
@@ -112,6 +112,8 @@ class WorkerSet:
     scaling: Scaling | None = None
     signal: float | None = None
     """The number that was last posted."""
+    joined: Mapping[TaskId, Fence] = field(default_factory=dict)
+    """The workers that run, as the log has said, and their attempts."""
 
 
 def worker_set_from(fields: Mapping[str, Any]) -> WorkerSet:

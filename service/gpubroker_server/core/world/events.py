@@ -23,8 +23,9 @@ from gpubroker_server.core.world.event_codec import (
 )
 
 SUBMITTED = "task.submitted"
-_FORM_OF_PAUSES = 4
-"""A leader that does not know them would start what is paused."""
+_FORM_OF_STANDING = 4
+"""Of pauses and worker sets: a leader that does not know them would start what is paused, and scale
+nothing."""
 
 
 @value
@@ -98,6 +99,8 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
             return TaskId(event.fields["preemptor"])
         case "request":
             return TaskId(event.fields["task"])
+        case "worker":
+            return TaskId(event.key)
         case "lease":
             kind, holder, _rest = event.key.split(":", 2)
             return TaskId(holder) if kind in HOLDERS_OF_TASKS else None
@@ -125,14 +128,17 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         answer = {"answer": decision.answer} if decision.answer else {}
         yield NewEvent("request.done", request, 1, "", {"task": decision.subject, **answer})
     for notice in decision.notices:
-        yield NewEvent(notice.kind, notice.key, 1, "", notice.fields)
+        yield NewEvent(notice.kind, notice.key, 1, notice.tenant, notice.fields)
     for sets, what in ((decision.worker_sets, "changed"), (decision.sets_over, "over")):
         for workers in sets:
-            yield NewEvent(f"worker_set.{what}", workers.id, 1, workers.tenant, asdict(workers))
+            fields = asdict(workers)
+            yield NewEvent(
+                f"worker_set.{what}", workers.id, 1, workers.tenant, fields, reader=_FORM_OF_STANDING
+            )
     for pauses, what in ((decision.paused, "paused"), (decision.resumed, "resumed")):
         for pause in pauses:
             fields = pause_fields(pause)
-            yield NewEvent(f"queue.{what}", pause.queue, 1, pause.tenant, fields, reader=_FORM_OF_PAUSES)
+            yield NewEvent(f"queue.{what}", pause.queue, 1, pause.tenant, fields, reader=_FORM_OF_STANDING)
     yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
     yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
 

@@ -75,7 +75,7 @@ class Fleets:
                     fleet.lose(run)
                     raise Problem("worker-lost", worker=run.task, attempt=run.fence, why=answer.why)
         states = ", ".join(f"{count} {state}" for state, count in states_of(workers, self._world).items())
-        states = states or "none is left"
+        states = (states or "none is left") + (f" ({fleet.refusal})" if fleet.refusal else "")
         raise Problem("no-worker", set=workers.id, task=workers.id, states=states, seconds=f"{seconds:g}")
 
     def _drop_what_is_over(self) -> None:
@@ -113,6 +113,8 @@ class _Fleet:
         """Calls under way from here."""
         self._turn = 0
         self._came = asyncio.Event()
+        self.refusal = ""
+        """Why a worker that runs was last not to be reached, until one is ready."""
 
     async def choose(self, workers: WorkerSet, routing: str, until: float) -> WorkerRun | None:
         """The worker whose turn it is; None if none is ready in time. Raises Problem worker-queue-full."""
@@ -181,9 +183,13 @@ class _Fleet:
 
     async def _ask(self, run: WorkerRun) -> None:
         try:
-            if isinstance(await self._calls.call(run, MADE, MADE_SECONDS), Called):
-                self._ready[run.task] = run
-                self._came.set()
+            match await self._calls.call(run, MADE, MADE_SECONDS):
+                case Called():
+                    self._ready[run.task] = run
+                    self.refusal = ""
+                    self._came.set()
+                case NotBegun(why) | WorkerLost(why):
+                    self.refusal = why
         except TimeoutError:
             pass
         finally:

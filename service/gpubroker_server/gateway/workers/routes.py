@@ -32,6 +32,7 @@ from gpubroker_server.gateway.submission.submissions import (
 from gpubroker_server.gateway.submission.task_body import decoded
 from gpubroker_server.gateway.workers.fleet import Fleets, states_of
 from gpubroker_server.gateway.workers.submit import (
+    NEEDS_ONE,
     MethodName,
     ScaleBy,
     SubmitWorkerSet,
@@ -229,11 +230,15 @@ async def scale_worker_set(call: Call, parts: Parts, set_id: str, body: ChangeWo
         most = max(first(most, workers.most), count)
     least, most = first(least, workers.least), first(most, workers.most)
     count = first(count, min(max(workers.count, least), most))
+    detail = ""
     if not (least <= count <= most <= len(workers.workers)):
         detail = (
             f"min_count {least}, count {count} and max_count {most} must rise, and the set has "
             f"{len(workers.workers)} places; form a new set for more"
         )
+    elif least == 0 and workers.scaling is not None and workers.scaling.by != "signal":
+        detail = NEEDS_ONE
+    if detail:
         raise invalid(Fault(pointer="", detail=detail, code="contradiction"))
     fields = {"least": least, "most": most, "count": count}
     done = await parts.requests.ask(workers.id, workers.tenant, "scale", fields)

@@ -27,10 +27,13 @@ from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, P
 from gpubroker_server.ports.store import Submission
 
 MAX_WORKERS = 256
+MOST_AT_ONCE = 1000
 UNLIMITED_RESTARTS = 2**31 - 1
 LABEL = "worker_set"
 """The label of its workers; its value is the set's id."""
 OWN_ROLE = "self"
+NEEDS_ONE = "workers report their calls and their CPU, so at least one is needed; set min_count"
+_ENDS = ("timeout_seconds", "queue_ttl_seconds", "deadline_at", "deadline_seconds")
 _SIZES = ("gpus", "gpu_mb", "gpu_fraction", "cpu", "memory_mb")
 
 MethodName = Annotated[str, StringConstraints(max_length=200, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
@@ -87,6 +90,12 @@ class SubmitWorkerSet(SubmitTask):
         int | None,
         Field(ge=0, le=UNLIMITED_RESTARTS, description="Of one worker, after failures; null: no limit."),
     ] = None
+    max_concurrency: Annotated[
+        int | None,
+        Field(
+            ge=1, le=MOST_AT_ONCE, description="Calls at once to one worker. Left out: the profile's, or 1."
+        ),
+    ] = None
     colocate_with: Annotated[
         dict[MethodName, ColocatedRole],
         Field(max_length=16, description="Further roles in the same process; a call names one."),
@@ -102,10 +111,7 @@ class SubmitWorkerSet(SubmitTask):
             about = {"least": least, "count": self.count, "most": most}
             raise PydanticCustomError("contradiction", text, about)
         if self.scale is not None and self.scale.by != "signal" and least == 0:
-            raise PydanticCustomError(
-                "contradiction",
-                "workers report their calls and their CPU, so at least one is needed; set min_count",
-            )
+            raise PydanticCustomError("contradiction", NEEDS_ONE)
         return self
 
     @property
@@ -130,6 +136,10 @@ def check_worker(body: SubmitWorkerSet) -> None:
     if body.max_retries is not None:
         detail = "workers are restarted; set max_restarts"
         faults.append(Fault(pointer="/max_retries", detail=detail, code="max-restarts"))
+    for field in _ENDS:
+        if getattr(body, field) is not None:
+            detail = f"a worker stays until its set is ended; leave {field} out"
+            faults.append(Fault(pointer=f"/{field}", detail=detail, code="no-end"))
     if body.colocate_with and body.resources.roles:
         detail = "colocate_with names the roles; give the sizes of the set's own role in resources"
         faults.append(Fault(pointer="/resources/roles", detail=detail, code="contradiction"))
@@ -177,7 +187,7 @@ async def new_worker_set(
     now = submissions.clock.now()
     ids = submissions.ids.tasks(now, most)
     usual = submissions.defaults.named(body.model_type, body.profile).max_concurrency
-    concurrency = first(body.max_concurrency, usual, 1)
+    concurrency = min(first(body.max_concurrency, usual, 1), MOST_AT_ONCE)
     scaling = None
     if body.scale is not None:
         given = body.scale
@@ -206,7 +216,8 @@ async def new_worker_set(
         labels={**spec.labels, LABEL: workers.id},
     )
     restarts = UNLIMITED_RESTARTS if body.max_restarts is None else body.max_restarts
-    worker = changed(task, id=ids[0], shareable=False, max_retries=restarts, held=True)
+    own = {"shareable": False, "max_retries": restarts, "timeout_seconds": None, "held": True}
+    worker = changed(task, id=ids[0], **own)
     one = await submissions.with_object(submission_of(worker, spec))
     own_bytes = bytes_of(one.spec)
     others = (changed(one.task, id=id, queued_bytes=own_bytes) for id in ids[1:])

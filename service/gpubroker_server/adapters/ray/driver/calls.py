@@ -1,12 +1,12 @@
 """Calls to workers of sets, in the driver process: from its service straight to the actor of a run."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import pack
 
 MOST_ACTORS = 4096
@@ -17,8 +17,8 @@ Key = tuple[str, int, int]
 class ActorCalls:
     """Keeps the handles of the actors that were called."""
 
-    def __init__(self, namespace: str) -> None:
-        self._namespace = namespace
+    def __init__(self, agent_config: str) -> None:
+        self._agent_config = agent_config
         self._actors: dict[Key, asyncio.Future[Any]] = {}
 
     async def call(self, node: str, task: str, fence: int, seconds: float, packed: bytes) -> bytes:
@@ -27,7 +27,7 @@ class ActorCalls:
         found = self._actors.get(key)
         try:
             if found is None:
-                found = self._actors[key] = asyncio.ensure_future(asyncio.to_thread(self._find, node, key))
+                found = self._actors[key] = asyncio.ensure_future(self._find(node, key))
                 self._drop_some()
             actor = await asyncio.shield(found)
         except (RayError, ValueError) as fault:
@@ -42,12 +42,12 @@ class ActorCalls:
             return pack(("lost", str(fault).partition("\n")[0]))
         return answer
 
-    def _find(self, node: str, key: Key) -> Any:
-        """Blocks. Raises ValueError, RayError."""
-        agent: Any = ray.get_actor(f"agent/{node}", self._namespace)
-        get: Callable[[Any], str] = ray.get
-        name = get(agent.runner_of.remote(*key))
-        return ray.get_actor(name, self._namespace)  # ValueError for an empty name
+    async def _find(self, node: str, key: Key) -> Any:
+        """Raises ValueError, RayError."""
+        namespace = AgentConfig.from_json(self._agent_config).namespace
+        agent: Any = await asyncio.to_thread(ray.get_actor, f"agent/{node}", namespace)
+        name = await agent.runner_of.remote(*key)
+        return await asyncio.to_thread(ray.get_actor, name, namespace)  # ValueError for an empty name
 
     def _drop_some(self) -> None:
         """The oldest first. A process that is called again is found again."""

@@ -111,7 +111,7 @@ class Driver:
         self._writer = writer
         self._tasks = tasks
         self._lineage, self._term = opening.lineage, opening.term
-        self._calls = ActorCalls(AgentConfig.from_json(opening.agent_config).namespace)
+        self._calls = ActorCalls(opening.agent_config)
         self._links: dict[str, NodeLink] = {}
         """By node name."""
         self._left_out: set[str] = set()

@@ -1,14 +1,21 @@
 """Which workers of a set come and which leave, and what clients ask of a set."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import Decision, Request, TaskWrite, withdraw_pledges, write_move
+from gpubroker_server.core.domain.decisions import (
+    Decision,
+    Notice,
+    Request,
+    TaskWrite,
+    withdraw_pledges,
+    write_move,
+)
 from gpubroker_server.core.domain.orders import Loaded
 from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
-from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, orders_to_leave, will_requeue
 from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
@@ -52,11 +59,13 @@ def _due(
     alive = [task for task in rows if task is not None and not task.is_terminal]
     if not alive:
         autoscaler.forget(workers.id)
-        return Decision(workers.id, "worker_set_over", sets_over=(workers,))
+        notices = tuple(_came_and_left(world, workers, {}))
+        return Decision(workers.id, "worker_set_over", sets_over=(workers,), notices=notices)
     count = autoscaler.count(workers, alive, loads, now)
-    decision = Decision(workers.id, "scale")
-    if count != workers.count:
-        decision = replace(decision, worker_sets=(changed(workers, count=count),))
+    joined = {task.id: task.fence for task in alive if task.state is TaskState.RUNNING}
+    decision = Decision(workers.id, "scale", notices=tuple(_came_and_left(world, workers, joined)))
+    if (count, joined) != (workers.count, workers.joined):
+        decision = replace(decision, worker_sets=(changed(workers, count=count, joined=joined),))
     wanted = sorted((task for task in alive if not task.held), key=_leaving_order)
     surplus = len(wanted) - count
     if surplus > 0:
@@ -66,6 +75,16 @@ def _due(
     stable = (task for task in wanted if task.failures and _is_stable(task, now))
     writes += [write_move(task, Move.CHANGED, failures=0) for task in stable]
     return replace(decision, tasks=tuple(writes))
+
+
+def _came_and_left(world: World, workers: WorkerSet, joined: Mapping[TaskId, Fence]) -> Iterator[Notice]:
+    """Since the row was last written. A worker that starts again has left and joined."""
+    for worker, fence in workers.joined.items() - joined.items():
+        left = {"set": workers.id, "attempt": fence}
+        yield Notice("worker.left", worker, left, workers.tenant)
+    for worker, fence in joined.items() - workers.joined.items():
+        came = {"set": workers.id, "attempt": fence, "node": world.tasks[worker].node}
+        yield Notice("worker.joined", worker, came, workers.tenant)
 
 
 def _leaving_order(task: Task) -> tuple[int, float, TaskId]:
