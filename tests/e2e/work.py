@@ -226,5 +226,15 @@ class Counter:
     def pid(self) -> int:
         return os.getpid()
 
+    def hold(self, witness: str, until: str) -> int:
+        """Note its process, and return it once the file `until` is there."""
+        note(witness, str(os.getpid()))
+        while not Path(until).exists():
+            time.sleep(0.01)
+        return os.getpid()
+
+    def is_well(self) -> bool:
+        return self.value >= 0
+
     def crash(self) -> None:
         os._exit(1)
