@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker import Refused
+from gpubroker import CallFailed, Refused
 from gpubroker_server.adapters.ray.head.head import running_head, stop_head
 
 from tests.e2e.lab.conftest import a_home
@@ -48,12 +48,15 @@ def test_a_gateway_with_a_driver_calls_workers_wherever_they_go_and_one_without_
                 assert refused.value.code == "no-ray-driver"
 
                 node.kill()
+                with pytest.raises(CallFailed) as lost:
+                    handle.add(3)
+                assert lost.value.code == "worker-lost"
                 assert handle.add(5) == 5, "a new object, elsewhere"
                 [moved] = broker.worker_set(made).workers
                 assert (moved.node != "n2", moved.attempt, moved.failures) == (True, 2, 0)
 
-                driver = calls.driver()
-                driver.kill()
+                calls.driver().kill()
+                until(lambda: "no Ray driver process; starting another" in calls.log(), "it is missed")
                 assert handle.add(1) == 6, "another driver carries the call"
                 broker.end_worker_set(made)
                 until(lambda: broker.worker_set(made).state == "over", "the set is over")
