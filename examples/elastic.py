@@ -1,25 +1,103 @@
-"""A fit that spreads over the workers of a cluster as they arrive. Each in a terminal of its own:
+"""A fit by ranks that join as workers of a cluster arrive. Each in a terminal of its own:
 
     gpubroker cluster start --simulated 3x24GiB
     gpubroker serve --ray ADDRESS               # as the first command says
     python -m examples.elastic                  # prints each of its steps
     gpubroker cluster add-worker                # twice; a third one says that no GPU is left
 
-Each step is one task per node with a GPU; each task computes the gradient of its share of the rows.
+One task of one to three ranks, each with a GPU. Rank 0 gives each rank at work its share of the rows in each
+step, and adds up their gradients; so it is rank 0 that says in which step the ranks change.
 """
 
+import json
+import socket
 import sys
 import time
+from typing import IO
 
-from gpubroker import Broker
+from gpubroker import Broker, Stopped, current_task
+
+from examples.gang import PATIENCE_SECONDS, connect_with_retries
 
 SLOPE, OFFSET = 3.0, 1.0
 ROWS = 600
 RATE = 0.5
 
 
+def run(broker: Broker, enough: int = 3) -> int:
+    """Submit the fit and print what rank 0 does, until it has taken a step with `enough` ranks."""
+    bundles = [{"count": enough, "gpus": 1}]
+    task = broker.submit("examples.elastic:fit", enough, bundles=bundles, min_ranks=1, strategy="spread")
+    for line in task.logs(follow=True):
+        print(line, end="", flush=True)
+    return int(broker.result(task))
+
+
+def fit(enough: int, most_steps: int = 1000) -> int:
+    """Runs in the cluster, in each rank. Rank 0 returns how many steps it took."""
+    task = current_task()
+    host, port = task.rank_zero_address.rsplit(":", 1)
+    if task.rank > 0:
+        with connect_with_retries((host, int(port))) as connection:
+            return help_with(connection.makefile("rw"), task.rank)
+    with socket.create_server((host, int(port))) as server:
+        server.settimeout(PATIENCE_SECONDS)
+        return lead(server, enough, most_steps)
+
+
+def lead(server: socket.socket, enough: int, most_steps: int) -> int:
+    task = current_task()
+    first, slope, offset = task.resume_state or (1, 0.0, 0.0)
+    others: dict[int, IO[str]] = {}
+    for step in range(first, most_steps + 1):
+        if task.should_stop:
+            raise Stopped
+        meet(server, others)
+        began, shares = time.monotonic(), len(others) + 1
+        for share, other in enumerate(others.values(), start=1):
+            write(other, [slope, offset, share, shares])
+        sums = [
+            gradient(slope, offset, 0, shares),
+            *(json.loads(other.readline()) for other in others.values()),
+        ]
+        slope -= RATE * sum(down for down, _ in sums) / ROWS
+        offset -= RATE * sum(across for _, across in sums) / ROWS
+        ranks = ", ".join(map(str, [0, *others]))
+        print(
+            f"step {step} by rank {ranks}: y = {slope:.3f} x + {offset:.3f}, {time.monotonic() - began:.1f} s"
+        )
+        task.checkpoint((step + 1, slope, offset))
+        if shares >= enough:
+            return step
+        task.wait_for_stop(1.0)
+    return most_steps
+
+
+def meet(server: socket.socket, others: dict[int, IO[str]]) -> None:
+    """Let go of the ranks that have left, and wait for those that have joined."""
+    at_work = current_task().accept_world()
+    for rank in [rank for rank in others if rank not in at_work]:
+        others.pop(rank).close()
+        print(f"rank {rank} has left")
+    while missing := [rank for rank in at_work if rank > 0 and rank not in others]:
+        connection, _ = server.accept()
+        other = connection.makefile("rw")
+        others[int(other.readline())] = other
+        print(f"rank {missing[0]} has joined")
+
+
+def help_with(leader: IO[str], rank: int) -> int:
+    """Returns in how many steps this rank took part: until rank 0 lets go of it."""
+    write(leader, rank)
+    steps = 0
+    while line := leader.readline():
+        write(leader, gradient(*json.loads(line)))
+        steps += 1
+    return steps
+
+
 def gradient(slope: float, offset: float, share: int, shares: int) -> tuple[float, float]:
-    """Sums over every `shares`-th row. Runs in the cluster."""
+    """Sums over every `shares`-th row."""
     down = across = 0.0
     for row in range(share, ROWS, shares):
         x = row / ROWS
@@ -28,34 +106,11 @@ def gradient(slope: float, offset: float, share: int, shares: int) -> tuple[floa
     return down, across
 
 
-def fit(broker: Broker, enough: int = 3, most_steps: int = 1000) -> int:
-    """Steps until `enough` nodes have taken part in one; how many there were."""
-    slope = offset = 0.0
-    known: list[str] = []
-    for step in range(1, most_steps + 1):
-        nodes = sorted(node.name for node in broker.nodes() if node.ready and node.gpus)
-        for name in nodes:
-            if name not in known:
-                print(f"{name} has arrived", flush=True)
-        known = nodes
-        began = time.monotonic()
-        shares = [
-            broker.submit(gradient, slope, offset, share, len(nodes), gpus=1) for share in range(len(nodes))
-        ]
-        sums = [broker.result(share) for share in shares]
-        slope -= RATE * sum(down for down, _ in sums) / ROWS
-        offset -= RATE * sum(across for _, across in sums) / ROWS
-        ran_on = sorted({str(broker.get(share).node) for share in shares})
-        print(
-            f"step {step} on {', '.join(ran_on)}: y = {slope:.3f} x + {offset:.3f}, "
-            f"{time.monotonic() - began:.1f} s",
-            flush=True,
-        )
-        if len(ran_on) >= enough:
-            return step
-    return most_steps
+def write(stream: IO[str], value: object) -> None:
+    stream.write(json.dumps(value) + "\n")
+    stream.flush()
 
 
 if __name__ == "__main__":
     with Broker() as running:
-        fit(running, *map(int, sys.argv[1:]))
+        run(running, *map(int, sys.argv[1:]))

@@ -70,6 +70,15 @@ class NoBlobs:
     async def get(self, digest: str) -> bytes:
         raise BlobMissing(digest)
 
+    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
+        raise NotImplementedError
+
+    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
+        raise NotImplementedError
+
+    async def finish(self, upload: str, digest: str) -> None:
+        raise NotImplementedError
+
     async def delete(self, digest: str) -> None:
         raise NotImplementedError
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gpubroker.leases.lease import Lease, LeaseEnded, LeaseState, Notice
     from gpubroker.models.model import MeasuredModel, ObjectUsage, ServedModel, StoredObject
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
+    from gpubroker.runtime.objects import ObjectRef
     from gpubroker.tasks.array_api import Array, ArrayItem, ArrayState
     from gpubroker.tasks.estimates import Estimate
     from gpubroker.tasks.explanation import Explanation, Simulation
@@ -67,6 +68,7 @@ _NAMES = {
     "leases.lease": ("Lease", "LeaseEnded", "LeaseState", "Notice"),
     "models.model": ("MeasuredModel", "ObjectUsage", "ServedModel", "StoredObject"),
     "runtime": ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"),
+    "runtime.objects": ("ObjectRef",),
     "tasks.array_api": ("Array", "ArrayItem", "ArrayState"),
     "tasks.estimates": ("Estimate",),
     "tasks.explanation": ("Explanation", "Simulation"),
@@ -102,6 +104,7 @@ __all__ = [
     "NoCurrentTask",
     "Node",
     "Notice",
+    "ObjectRef",
     "ObjectUsage",
     "Outcome",
     "Page",

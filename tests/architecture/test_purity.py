@@ -13,6 +13,7 @@ from tests.architecture.source_tree import CORE, ROOT, Module, is_stdlib, module
 PURE_STDLIB = frozenset(
     {
         "abc",
+        "array",
         "base64",
         "bisect",
         "collections",

@@ -91,3 +91,14 @@ def test_what_the_environment_names_is_checked_too(certificates: Certificates, t
     (tmp_path / "ca.pem").unlink()
     with pytest.raises(StartRefused, match=r"RAY_TLS_CA_CERT: cannot read"):
         check_ray_access(joined(), moved)
+
+
+def test_a_ray_client_server_in_the_environment_is_refused_with_the_address_to_write() -> None:
+    client = {"RAY_ADDRESS": "ray://other:10001"}
+    for settings in (joined(), Settings()):
+        with pytest.raises(
+            StartRefused, match=r"RAY_ADDRESS: 'ray://other:10001' is .*: other:6379, if .*unset"
+        ):
+            check_ray_access(settings, client)
+        check_ray_access(settings, {"RAY_ADDRESS": "other:6379"})
+    check_ray_access(Settings(engine="simulated"), client)

@@ -20,10 +20,8 @@ def test_a_start_says_whether_it_joined_a_ray_or_has_one_of_its_own(monkeypatch:
     assert "on the Ray cluster at head:6379, which was joined" in told
     [told] = which_ray(Settings())
     assert "on a local Ray" in told
-    monkeypatch.setenv("RAY_ADDRESS", "ray://other:10001")
-    assert (
-        "RAY_ADDRESS=ray://other:10001 is not used; name a cluster to join with --ray" in which_ray(joined)[1]
-    )
+    monkeypatch.setenv("RAY_ADDRESS", "other:6379")
+    assert "RAY_ADDRESS=other:6379 is not used; name a cluster to join with --ray" in which_ray(joined)[1]
     assert which_ray(Settings(engine="simulated")) == ["  tasks only wait (engine: simulated)"]
 
 

@@ -12,7 +12,8 @@ from gpubroker_server.ports.run_logs import LogChanges, LogPart
 
 from tests.builders import NOW, a_task, a_world, holding
 from tests.contracts.scenes import next_term
-from tests.gateway.harness import Blobs, ManualClock
+from tests.gateway.harness import ManualClock
+from tests.memory_blobs import Blobs
 
 LOG = LogName(TaskId("t1"), Fence(1), 0, "stdout")
 

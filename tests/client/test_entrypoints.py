@@ -31,7 +31,7 @@ def outcome_of(entrypoint: str, *args: Any) -> RunOutcome:
     arguments = json.dumps({"args": args}).encode()
     order = RunOrder("t", 1, "entrypoint", entrypoint=entrypoint, arguments=arguments)
     try:
-        return called(opened(order), order)
+        return called(opened(order), order, bytes.hex)
     except CannotOpen as refusal:
         return refusal.outcome
 

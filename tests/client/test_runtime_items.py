@@ -13,6 +13,7 @@ from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.items import ARRAY_VARIABLE
 from gpubroker.runtime.journal import START_OVER, Journal
 from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
+from gpubroker.runtime.objects import ObjectRef
 from gpubroker_server.core.domain.submission import ARRAY_IMPORT_FAILED
 from gpubroker_server.gateway.arrays.submit import joined
 
@@ -26,7 +27,9 @@ PATIENCE_SECONDS = 20.0
 class Worker:
     """A worker whose reports are answered by hand."""
 
-    def __init__(self, function: Any, items: Any, *, timeout: float | None = None, retries: int = 0) -> None:
+    def __init__(
+        self, function: Any, items: Any, *, timeout: float | None = None, retries: int = 0, **order: Any
+    ) -> None:
         self._wake = threading.Event()
         self._journal = Journal(lambda _delay: self._wake.set())
         self.host = RunHost(self._journal)
@@ -43,6 +46,7 @@ class Worker:
                 python=PYTHON,
                 arguments=joined(arguments, packed),
                 env={ARRAY_VARIABLE: json.dumps(limits)},
+                **order,
             )
         )
         self._seen = 0
@@ -61,15 +65,20 @@ class Worker:
     def hold(self, report: Report, *ranges: tuple[int, int], is_over: bool = False) -> None:
         self.host.answer_items(KEY, report[5], ranges, is_over=is_over)
 
+    def results(self, count: int) -> list[Any]:
+        """Of a worker that has got its items."""
+        while len((report := self.next())[6]) < count:
+            pass
+        self.hold(report, is_over=True)
+        return list(report[6])
+
     def until_done(self, *ranges: tuple[int, int]) -> list[Any]:
         """Give these items, and return their results."""
         self.hold(self.next(), *ranges)
         wanted = sum(behind - first for first, behind in ranges)
-        while len((report := self.next())[6]) < wanted:
-            pass
-        self.hold(report, is_over=True)
+        results = self.results(wanted)
         assert self.next("ended")[5:7] == ("succeeded", b"null")
-        return list(report[6])
+        return results
 
 
 def double(item: int) -> int:
@@ -213,3 +222,40 @@ def test_results_that_nobody_takes_hold_the_next_item_up(monkeypatch: pytest.Mon
     assert [it[0] for it in report[6]] == [1, 2]
     worker.hold(report, is_over=True)
     assert worker.next("ended")[5] == "succeeded"
+
+
+def test_items_are_unpickled_for_functions_only(tmp_path: Path) -> None:
+    """Whoever may submit a command or an entrypoint may not therefore run code of its own."""
+    trace = tmp_path / "ran"
+
+    class Item:
+        def __reduce__(self) -> Any:
+            return trace.touch, ()
+
+    worker = Worker(["true"], cloudpickle.dumps([Item()]))
+    failure = worker.next("ended")[8]
+    assert failure[0] == ARRAY_IMPORT_FAILED
+    assert not trace.exists()
+
+
+def test_an_item_that_names_an_object_gets_it_and_one_that_is_missing_fails_alone() -> None:
+    worker = Worker(len, [{"object": "ab" * 32}, {"object": "cd" * 32}, "three"])
+    worker.hold(worker.next(), (0, 3))
+    for kept in (memoryview(b"1234"), None):
+        id = worker.next("wanted")[5]
+        failure = None if kept is not None else ("object_missing", "deleted")
+        worker.host.take_object(KEY, id, kept, failure)
+    found = {result[0]: result[3:] for result in worker.results(3)}
+    assert found[0] == (b"4", None)
+    assert found[1][1][:2] == ("object_missing", "deleted")
+    assert found[2] == (b"5", None)
+
+
+def test_a_large_result_of_an_item_becomes_an_object_and_is_named_in_the_format_of_the_array() -> None:
+    worker = Worker(
+        lambda number: "x" * number, [10, 100], result_limit_bytes=64, result_format="cloudpickle"
+    )
+    worker.hold(worker.next(), (0, 2))
+    digest = worker.next("part")[5]
+    worker.host.answer_part(KEY, digest, 10**6, "")
+    assert [cloudpickle.loads(result[3]) for result in worker.results(2)] == ["x" * 10, ObjectRef(digest)]

@@ -25,7 +25,7 @@ SAID: list[Report] = [
     progressed(KEY, 0.5, "x" * 1000),
     checkpointed(KEY, 1_000_001, "abc", b"state", None),
     checkpointed(KEY, 1_000_001, "abc", None, "s3://bucket"),
-    ended(KEY, succeeded(1, "json", 100), b"log"),
+    ended(KEY, succeeded(1, "json", 100, bytes.hex), b"log"),
     ended(KEY, failed("exception", "a\0b" * 5000, "\ud800" * 100_000), b""),
 ]
 

@@ -6,7 +6,7 @@ import cloudpickle
 import pytest
 from gpubroker.runtime import Stopped
 from gpubroker.runtime.messages import RunFault, RunOutcome
-from gpubroker.runtime.outcome import raised, succeeded
+from gpubroker.runtime.outcome import NotStored, raised, succeeded
 
 LIMIT = 1000
 
@@ -14,6 +14,10 @@ LIMIT = 1000
 def fault_of(outcome: RunOutcome) -> RunFault:
     assert outcome.fault is not None
     return outcome.fault
+
+
+def no_room(_data: bytes) -> str:
+    raise NotStored("no room")
 
 
 def caught(text: str) -> ValueError:
@@ -24,7 +28,7 @@ def caught(text: str) -> ValueError:
 
 
 def test_plain_data_travels_as_compact_json_in_its_own_letters() -> None:
-    outcome = succeeded({"a": (1, 2.5, None, True), "ö": "ü"}, "json", LIMIT)
+    outcome = succeeded({"a": (1, 2.5, None, True), "ö": "ü"}, "json", LIMIT, no_room)
     assert outcome.result == '{"a":[1,2.5,null,true],"ö":"ü"}'.encode()
 
 
@@ -32,7 +36,7 @@ def test_plain_data_travels_as_compact_json_in_its_own_letters() -> None:
 def test_a_value_that_json_cannot_carry_is_refused_and_the_error_names_the_other_format(
     value: object,
 ) -> None:
-    fault = fault_of(succeeded(value, "json", LIMIT))
+    fault = fault_of(succeeded(value, "json", LIMIT, no_room))
     assert fault.kind == "unserializable_result"
     assert type(value).__name__ in fault.message
     assert "result_format=cloudpickle" in fault.message
@@ -41,19 +45,20 @@ def test_a_value_that_json_cannot_carry_is_refused_and_the_error_names_the_other
 def test_a_value_that_contains_itself_is_refused() -> None:
     value: list[object] = []
     value.append(value)
-    assert fault_of(succeeded(value, "json", LIMIT)).kind == "unserializable_result"
+    assert fault_of(succeeded(value, "json", LIMIT, no_room)).kind == "unserializable_result"
 
 
 def test_cloudpickle_carries_values_that_json_cannot() -> None:
-    outcome = succeeded({1, 2}, "cloudpickle", LIMIT)
+    outcome = succeeded({1, 2}, "cloudpickle", LIMIT, no_room)
     assert outcome.result is not None
     assert cloudpickle.loads(outcome.result) == {1, 2}
 
 
-def test_a_result_of_exactly_the_limit_is_carried_and_one_byte_more_is_not() -> None:
+def test_a_result_of_exactly_the_limit_is_carried_and_one_byte_more_becomes_an_object() -> None:
     fits = "x" * (LIMIT - 2)
-    assert succeeded(fits, "json", LIMIT).result == json.dumps(fits).encode()
-    assert fault_of(succeeded(fits + "x", "json", LIMIT)).kind == "result_too_large"
+    assert succeeded(fits, "json", LIMIT, no_room).result == json.dumps(fits).encode()
+    assert fault_of(succeeded(fits + "x", "json", LIMIT, no_room)).kind == "result_too_large"
+    assert succeeded(fits + "x", "json", LIMIT, lambda _: "id").result == b'{"object":"id"}'
 
 
 def test_a_stopped_run_has_not_failed() -> None:

@@ -14,6 +14,7 @@ from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask
 from gpubroker.runtime.journal import START_OVER, Journal
 from gpubroker.runtime.messages import Report, RunOrder, is_report
 from gpubroker.runtime.process import RendezvousPort, announce_rendezvous
+from gpubroker.runtime.task import Workers
 
 ORDER = RunOrder(task="t", fence=2, kind="entrypoint", attempt=2, leases=(("GPU-a", 100), ("GPU-b", 100)))
 
@@ -177,16 +178,41 @@ def test_a_rank_with_a_stop_notice_does_not_wait_for_others() -> None:
 
 def test_a_rank_learns_which_others_have_left() -> None:
     task = Recorded(rank=1, world_size=4).task
+    task.go("10.0.0.7:4711")
     assert (task.members, task.world_changed) == ((0, 1, 2, 3), False)
-    task.shrink_world((0, 1, 3))
+    task.resize((0, 1, 3))
     assert (task.members, task.world_size, task.world_changed) == ((0, 1, 3), 3, True)
     assert task.accept_world() == (0, 1, 3)
     assert not task.world_changed
-    task.shrink_world((0, 1))
-    task.shrink_world((0, 1, 3))  # it was overtaken on its way
+    task.resize((0, 1))
+    task.resize((0, 1, 3))  # it was overtaken on its way
     assert (task.accept_world(), task.world_size) == ((0, 1), 2)
-    task.shrink_world((0, 1))
+    task.resize((0, 1))
     assert not task.world_changed
+
+
+def test_a_rank_learns_at_its_next_checkpoint_which_others_have_joined() -> None:
+    task = Recorded(rank=1, world_size=2).task
+    task.go("10.0.0.7:4711")
+    told: list[Workers] = []
+    task.on_resize(told.append)
+    task.resize((0, 1, 2), 1)
+    task.resize((0, 1, 2, 4), 4)
+    task.resize((0, 1, 2, 3), 3)  # it was overtaken on its way
+    assert (told, task.workers) == ([], Workers(4, (0, 1, 2, 4)))
+    task.checkpoint()
+    task.checkpoint()
+    assert told == [Workers(4, (0, 1, 2, 4))]
+
+
+def test_a_rank_that_joins_begins_with_the_world_that_it_joined() -> None:
+    task = Recorded(rank=5, world_size=3).task
+    told: list[Workers] = []
+    task.resize((0, 1, 5), 7)
+    task.go("10.0.0.7:4711")
+    task.on_resize(told.append)
+    task.checkpoint()
+    assert (task.workers, task.world_changed, told) == ((7, (0, 1, 5)), False, [])
 
 
 def test_only_rank_zero_saves_checkpoints() -> None:

@@ -31,13 +31,14 @@ from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Lineage, Mib, Seconds, TaskId, Term
 from gpubroker_server.ports.executor import Executor, RunPayload
 from gpubroker_server.ports.store import RunSpec
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectQuestion, ObjectWanted
 
 from tests.patience import PATIENCE_SECONDS
 
 GPU = DeviceKey("local/local/GPU-sim-0")
 JOBS = "tests.e2e.ray_jobs"
 
-Kind = TypeVar("Kind", Started, Checkpointed, Ended, Gone)
+Kind = TypeVar("Kind", Started, Checkpointed, Ended, Gone, ObjectWanted, ObjectPart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Run:
     order: StartOrder
 
     @property
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[Report | ObjectQuestion]:
         """What was reported of it, in order."""
         return self.bench.heard.get((self.order.task, self.order.fence, self.order.rank), [])
 
@@ -109,7 +110,7 @@ class Bench:
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.term = 0
-        self.heard: dict[RunId, list[Report]] = {}
+        self.heard: dict[RunId, list[Report | ObjectQuestion]] = {}
         self.nodes: list[NodeReport | NodeLost] = []
         self.samples: list[Sampled] = []
         self.beats: list[float] = []

@@ -121,6 +121,9 @@ class FakeRunners:
     def __init__(self) -> None:
         self.node = "a Ray node"
         self.host = "10.0.0.1"
+        self.object_cache_bytes = 100
+        self.shared: list[bytes] = []
+        """What the agent has put where runs read it."""
         self.made: list[Runner] = []
         self.started: list[str] = []
         """Tasks, in the order in which a runner was told to start them."""
@@ -132,6 +135,10 @@ class FakeRunners:
         self.on_start(runner)
         self.made.append(runner)
         return runner.name, runner
+
+    def share(self, data: bytearray) -> int:
+        self.shared.append(bytes(data))
+        return len(self.shared)
 
     def names(self) -> list[str]:
         return [runner.name for runner in self.made if runner.process.poll() is None]

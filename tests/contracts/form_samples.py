@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpubroker.runtime.messages import TELLS_OUTPUT, RunOrder
+from gpubroker.runtime.messages import RESIZES, TELLS_OUTPUT, RunOrder
 from gpubroker_server.adapters.ray.agent.run_files import RunRecord
 from gpubroker_server.adapters.ray.agent.runner_process import own_start
 from gpubroker_server.adapters.ray.options import AgentConfig
@@ -19,6 +19,7 @@ from gpubroker_server.adapters.ray.wire import (
     TELLS_LOGS,
     OrderWriter,
     log_order,
+    object_order,
     pack,
     write_reports,
 )
@@ -35,12 +36,14 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.task import StopReason
-from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import RunSpec
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted, PartAnswer, WantedAnswer
 
 FORMS = Path(__file__).with_name("forms")
 
+NOW = Instant(1000.0)
 AT = TaskId("t"), Fence(3), NodeName("n1"), "a.1"
 GPU = DeviceKey("c/n1/GPU-a")
 RUN = RunOrder(
@@ -80,6 +83,7 @@ ORDERS: tuple[Order, ...] = (
     ),
     GoOrder(*AT, "10.0.0.1:4711", rank=1),
     WorldOrder(*AT, (0, 1), rank=1),
+    WorldOrder(*AT, (0, 1, 2), rank=1, number=1),
     WatchOrder(*AT, 42, ((GPU, Mib(100)),)),
     StopOrder(*AT, StopReason.PREEMPT, Seconds(2.5), rank=1),
     StackOrder(*AT, "r1", rank=1),
@@ -112,6 +116,8 @@ NEWS: tuple[tuple[Any, ...], ...] = (
 """What a run's process says and its agent passes on."""
 SINCE_LOGS = ("loaded", "items")
 """Kinds that came with forms 9 of agents and 6 of run processes."""
+WANTED = ("wanted", "t", 3, 1, 1000.0, "abc")
+PART = ("part", "t", 3, 1, 1000.0, "abc", 9, 5, b"data")
 PRINTED = ("printed", "t", 3, 1, 1000.0, b"out", b"err")
 LOGGED = ("logged", "t", 3, 1, 1000.0, "stdout", 5, b"line\n", True)
 LOG_ORDER = log_order(LogName(TaskId("t"), Fence(3), 1, "stdout"), 5)
@@ -122,6 +128,14 @@ OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
     ("beat", 1000.0),
     ("node_lost", 1000.0, "a.1", "dead"),
 )
+ASKED = (*WANTED, 5)
+"""The agent says from where on it lacks the object."""
+_WANTED, _PART = ObjectWanted(*AT[:2], NOW, "abc", 5, 1), ObjectPart(*AT[:2], NOW, "abc", 9, 5, b"data", 1)
+ANSWERS = (
+    object_order(WantedAnswer(AT[2], _WANTED, 9, b"data", "")),
+    object_order(PartAnswer(AT[2], _PART, 4, "")),
+)
+"""About objects."""
 STACK = ("stack", "t", 3, 1, 1000.0, "r1", "Thread 1", "")
 RECORD = RunRecord("t", 3, 1, (("GPU-a", 100),), "runner/n1/x", 42, 4711, "ray-node", 5, 64)
 CONFIG = AgentConfig(
@@ -145,25 +159,34 @@ CONFIG = AgentConfig(
 
 
 def orders_in(agent: int) -> Sequence[Order]:
-    """Those of this form: the one before knew no arrays and no stacks."""
-    return [order for order in ORDERS if agent > 8 or not isinstance(order, ItemsOrder | StackOrder)]
+    """Those of this form: the one before knew no arrays, no stacks, and no ranks that join."""
+    if agent > 8:
+        return ORDERS
+    before = [order for order in ORDERS if not isinstance(order, ItemsOrder | StackOrder)]
+    return [order for order in before if not isinstance(order, WorldOrder) or order.number is None]
 
 
 def news_of(runner: int) -> tuple[tuple[Any, ...], ...]:
     if runner < TELLS_OUTPUT:
         return tuple(news for news in NEWS if news[0] not in SINCE_LOGS)
-    return (*NEWS, PRINTED)
+    return (*NEWS, PRINTED, WANTED, PART)
 
 
 def items(runner: int) -> Sequence[tuple[Any, ...]]:
     config = replace(CONFIG, instance="instance")
-    of_arrays = (("items", ("t", 3, 1), 4, ((0, 5), (7, 8)), False),) if runner > 5 else ()
+    new = (
+        ("items", ("t", 3, 1), 4, ((0, 5), (7, 8)), False),
+        ("object", ("t", 3, 1), "abc", None, ("object_missing", "no")),
+        ("part", ("t", 3, 1), "abc", 4, ""),
+    )
+    of_growth = (("resized", ("t", 3, 1), (0, 1, 2), 1),) if runner >= RESIZES else ()
     return (
-        *of_arrays,
+        *(new if runner > 5 else ()),
         ("share", RUN.to_wire()),
         own_start(RUN, config, Path("/runs/t.log"), "10.0.0.1"),
         ("go", ("t", 3, 1), "10.0.0.1:4711"),
         ("world", ("t", 3, 1), (0, 1)),
+        *of_growth,
         ("retell", ("t", 3, 1)),
         ("stop", ("t", 3, 1)),
     )
@@ -179,13 +202,13 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     about_logs = agent >= TELLS_LOGS
     orders = [
         *(form.write(o, PAYLOAD) for o in orders_in(agent)),
-        *([LOG_ORDER] if about_logs else []),
+        *([LOG_ORDER, *ANSWERS] if about_logs else []),
         MEASURE,
     ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
     first, *others = [news for news in NEWS if about_logs or news[0] not in SINCE_LOGS]
     reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
-    reports += [LOGGED, STACK] if about_logs else []
+    reports += [LOGGED, STACK, ASKED, PART] if about_logs else []
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

@@ -240,3 +240,39 @@ async def test_nothing_is_swept_while_the_age_of_files_cannot_be_told(
     while files_below(root):
         await asyncio.wait_for(asked.acquire(), PATIENCE_SECONDS)
     keeping.cancel()
+
+
+async def test_an_object_may_come_in_parts_and_be_read_in_parts(tmp_path: Path) -> None:
+    blobs = DirectoryBlobs(tmp_path, max_bytes=10)
+    assert await blobs.append("up-1", 0, b"0123") == 4
+    assert await blobs.append("up-1", 0, b"0123") == 4, "it was there already"
+    assert await DirectoryBlobs(tmp_path, max_bytes=10).append("up-1", 4, b"456789") == 10
+    with pytest.raises(BlobTooLarge):
+        await blobs.append("up-1", 10, b"x")
+    digest = hashlib.sha256(b"0123456789").hexdigest()
+    await blobs.finish("up-1", digest)
+    assert await blobs.get(digest) == b"0123456789"
+    assert await blobs.read(digest, 3, 4) == b"3456"
+    assert await blobs.read(digest, 10, 4) == b""
+    await blobs.append("up-1", 0, b"other")
+    await blobs.append("up-1", 0, b"others")
+    with pytest.raises(BlobCorrupt):
+        await blobs.finish("up-1", digest)
+    with pytest.raises(ValueError, match="cannot name a file"):
+        await blobs.append("../up-1", 0, b"x")
+    for missing in (blobs.finish("up-1", digest), blobs.read("ab" * 32, 0, 1)):
+        with pytest.raises(BlobMissing):
+            await missing
+
+
+async def test_parts_that_nobody_goes_on_with_are_swept(tmp_path: Path) -> None:
+    blobs = DirectoryBlobs(tmp_path)
+    await blobs.append("up-1", 0, b"0123")
+    [left] = files_below(tmp_path)
+    os.utime(left, (0, 0))
+
+    async def none(_digests: Sequence[str]) -> Collection[str]:
+        return ()
+
+    await blobs.sweep(none, age_seconds=Seconds(3600.0))
+    assert not left.exists()

@@ -323,7 +323,7 @@ async def test_a_rank_has_a_process_of_its_own_and_gets_go_after_its_start(
     assert runner.items[1][1:] == (("gang", 1, 1), "10.0.0.7:4711")
 
 
-async def test_a_rank_learns_which_ranks_are_left_from_the_newest_leader_only(
+async def test_a_rank_learns_which_ranks_are_at_work_from_the_newest_leader_only(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
     newer = open_leader()
@@ -336,9 +336,12 @@ async def test_a_rank_learns_which_ranks_are_left_from_the_newest_leader_only(
     older = Leader(newer.agent, newer.config, term=1)
     await older.order("world", "gang", 1, 0, (0,))
     await newer.order("world", "gang", 1, 0, (0, 1))
+    await newer.order("resized", "gang", 1, 0, (0, 1, 3), 2)
     runner = runners.runner_of("gang")
-    await newer.until(lambda: len(runner.items) > 2)
-    assert runner.items[2:] == [("world", ("gang", 1, 0), (0, 1))]
+    await newer.until(lambda: len(runner.items) > 3)
+    assert runner.items[2:] == [
+        ("world", ("gang", 1, 0), (0, 1)), ("resized", ("gang", 1, 0), (0, 1, 3), 2),
+    ]  # fmt: skip
 
 
 async def test_the_go_of_an_older_leader_is_refused(runners: FakeRunners, open_leader: OpenLeader) -> None:

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import ray
+from gpubroker.runtime.objects import ObjectRef
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver import executor
 from gpubroker_server.adapters.ray.driver import link as driver_link
@@ -189,17 +191,32 @@ async def test_send_never_waits_and_a_start_that_is_too_much_is_reported_as_neve
     assert [order[3]["task"] for order in unpack(packed)] == ["third"]
 
 
-async def test_an_agent_of_an_earlier_release_gets_no_worker_of_an_array(bench: Bench) -> None:
-    """It would call the function once, without an item, and say that the worker has succeeded."""
+NAMED = ObjectRef("0a" * 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env"),
+    [
+        (b"", {"GPUBROKER_ARRAY": "{}"}),
+        (b'{"args":[{"object":"%s"}],"kwargs":{}}' % NAMED.id.encode(), {}),
+        (cloudpickle.dumps((len, (NAMED,), {})), {}),
+        (cloudpickle.dumps((len, (), {"obj": {"object": NAMED.id}})), {}),
+    ],
+    ids=["a worker of an array", "JSON", "a pickled reference", "a pickled id"],
+)
+async def test_an_agent_of_an_earlier_release_gets_no_array_and_no_object(
+    bench: Bench, arguments: bytes, env: dict[str, str]
+) -> None:
+    """It would call the function without an item, or with the name of the object, and say all is well."""
     driver = await bench.driver()
     driver.send_reports(SEEN, protocol=8)
     await bench.executor.reports()
-    await bench.send("worker", GPUBROKER_ARRAY="{}")
+    await bench.send("new", arguments, **env)
     ended, gone = await bench.executor.reports()
     assert isinstance(ended, Ended)
-    assert (ended.task, ended.ending) == ("worker", Ending.NEVER_STARTED)
+    assert (ended.task, ended.ending) == ("new", Ending.NEVER_STARTED)
     assert isinstance(gone, Gone)
-    await bench.send("other")
+    await bench.send("other", cloudpickle.dumps((len, ({"object": "a"}, "0a" * 33), {})))
     _, _, packed, _ = await driver.next("orders")
     assert [order[3]["task"] for order in unpack(packed)] == ["other"]
 

@@ -41,8 +41,10 @@ from gpubroker_server.core.domain.orders import (
     Started,
 )
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted
 
 from tests.contracts.form_samples import (
+    ANSWERS,
     CONFIG,
     FORMS,
     LOG_ORDER,
@@ -89,7 +91,7 @@ def test_orders_are_read(agent: int) -> None:
     assert RunOrder.from_wire(start[3]) == RUN
     writer = wire.OrderWriter(1000, 500)
     about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in orders_in(agent)[1:]]
-    about_logs = [LOG_ORDER] if agent >= wire.TELLS_LOGS else []
+    about_logs = [LOG_ORDER, *ANSWERS] if agent >= wire.TELLS_LOGS else []
     assert others == [*about_runs, *about_logs, wire.MEASURE]
 
 
@@ -119,6 +121,8 @@ def test_reports_are_read(agent: int) -> None:
         NodeLost(N, "a.1", AT, "dead"),
         *([Logged(*OF_RUN, "stdout", 5, b"line\n", True, 1)] if agent >= wire.TELLS_LOGS else []),
         *([] if agent == 8 else [Stacked(*OF_RUN, "r1", "Thread 1", "", 1)]),
+        *([] if agent == 8 else [ObjectWanted(*OF_RUN, "abc", 5, 1)]),
+        *([] if agent == 8 else [ObjectPart(*OF_RUN, "abc", 9, 5, b"data", 1)]),
     ]
 
 
@@ -139,7 +143,16 @@ def test_a_configuration_is_read(agent: int) -> None:
 @RUNNERS
 def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     done: list[tuple[Any, ...]] = []
-    methods = ("start_shared", "start_alone", "go", "change_world", "report_again", "stop", "answer_items")
+    methods: tuple[str, ...] = (
+        "start_shared",
+        "start_alone",
+        "go",
+        "change_world",
+        "report_again",
+        "stop",
+        "answer_items",
+    )
+    methods += ("take_object", "answer_part")
     assert all(hasattr(RunHost, name) for name in methods)
     noted = {
         name: lambda *given, name=name, **more: done.append((name, *given, *more.values()))
@@ -148,12 +161,18 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     for item in unpack(frozen(f"runner-{runner}-items.msgpack")):
         runner_module._carry_out(SimpleNamespace(**noted), item, runner)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
+    new = [
+        ("answer_items", key, 4, ((0, 5), (7, 8)), False),
+        ("take_object", key, "abc", None, ("object_missing", "no")),
+        ("answer_part", key, "abc", 4, ""),
+    ]
     assert done == [
-        *([("answer_items", key, 4, ((0, 5), (7, 8)), False)] if runner > 5 else []),
+        *(new if runner > 5 else []),
         ("start_shared", RUN, runner >= messages.TELLS_OUTPUT),
         ("start_alone", RUN, ProcessSetup("instance", "nobody", "10.0.0.1", "n1"), Path("/runs/t.log")),
         ("go", key, "10.0.0.1:4711"),
         ("change_world", key, (0, 1)),
+        *([("change_world", key, (0, 1, 2), 1)] if runner >= messages.RESIZES else []),
         ("report_again", key),
         ("stop", key),
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from gpubroker.runtime.journal import START_OVER
-from gpubroker.runtime.messages import PROTOCOL, Report, RunKey
+from gpubroker.runtime.messages import PROTOCOL, RESIZES, Report, RunKey
 from gpubroker_server.adapters.ray.agent import runner_pool
 from gpubroker_server.adapters.ray.agent.runner_process import RunnerProcess
 from gpubroker_server.adapters.ray.processes import ProcessId, process_id
@@ -84,6 +84,13 @@ async def test_orders_of_one_turn_travel_in_one_call(scene: Scene) -> None:
     scene.process.send(("share", 2), ("stop", 3))
     (_, acknowledged, items), _ = await scene.actor.call(0)
     assert (acknowledged, items) == (0, [("share", 1), ("share", 2), ("stop", 3)])
+
+
+async def test_a_process_of_an_earlier_form_does_not_hear_of_ranks_that_join(scene: Scene) -> None:
+    scene.process.protocol = RESIZES - 1
+    scene.process.send(("resized", 1, (0, 1, 2), 1), ("stop", 1))
+    (_, _, items), _ = await scene.actor.call(0)
+    assert items == [("stop", 1)]
 
 
 async def test_reports_are_passed_on_in_order_when_replies_overtake_each_other(

@@ -1,5 +1,7 @@
 """Orders and reports arrive as they were sent."""
 
+from dataclasses import replace
+
 import pytest
 from gpubroker.runtime.messages import RunOrder, is_report
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED, ReportReader
@@ -248,4 +250,5 @@ def test_the_other_orders_name_the_claim() -> None:
     assert form.write(go, None) == ("go", "t", 3, 1, "10.0.0.1:4711")
     world = WorldOrder(T, F, N, "i", (0, 1, 3), rank=1)
     assert form.write(world, None) == ("world", "t", 3, 1, (0, 1, 3))
+    assert form.write(replace(world, number=4), None) == ("resized", "t", 3, 1, (0, 1, 3), 4)
     assert form.write(ForgetOrder(T, F, N, "i"), None) == ("forget", "t", 3, 0)

@@ -79,3 +79,25 @@ async def test_a_gang_that_goes_back_to_the_queue_has_no_ranks(store: TaskStore)
     [task] = (await store.snapshot()).tasks
     assert task == back.task
     assert task.members == ()
+
+
+async def test_ranks_that_join_a_running_gang_are_kept_with_their_bundles(store: TaskStore) -> None:
+    gang = a_gang("gang", *bundles(3, gpu_mb=10 * GIB), min_ranks=1)
+    term = await with_gpu(store, gang)
+    first = Member(0, NodeName("n1"), MemberState.READY)
+    place = {"fence": Fence(1), "node": NodeName("n1"), "admitted_at": Instant(NOW)}
+    admitted = write_move(gang, Move.ADMITTED, **place, members=(first,))
+    begun = write_move(admitted.task, Move.STARTED, started_at=Instant(NOW))
+    joining = Member(1, NodeName("n1"), stop_deadline_at=Instant(NOW + 300.0), bundle=2)
+    grown = write_move(begun.task, Move.CHANGED, members=(first, joining))
+    lease = replace(a_new_lease(grown.task), holder_kind=HolderKind.GANG_MEMBER, rank=1)
+    await store.commit(term, [Decision("gang", "admit", tasks=(admitted,))])
+    await store.commit(term, [Decision("gang", "started", tasks=(begun,))])
+    await store.commit(term, [Decision("gang", "grow", tasks=(grown,), leases=(lease,))])
+    snapshot = await store.snapshot()
+    assert {task.id: task for task in snapshot.tasks}["gang"] == grown.task
+    assert [kept.rank for kept in snapshot.leases] == [1]
+    world = World()
+    fill(world, snapshot)
+    assert picture(world) == picture(replayed(await log_of(store)))
+    assert world.growable == set()  # one is joining already

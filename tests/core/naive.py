@@ -12,11 +12,12 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.lease import HOLDERS_ON_SERVERS, HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Member, Task, TaskState
-from gpubroker_server.core.domain.units import NodeName
+from gpubroker_server.core.domain.units import NodeName, node_of
 from gpubroker_server.core.world.world import World
 
 from tests.core.naive_backfill import beside, other_way, stands_behind
 from tests.core.naive_gangs import a_rank, gang_step, runs
+from tests.core.naive_growth import growth_steps
 from tests.core.naive_leavers import NaiveLeavers, leave
 from tests.core.naive_moves import is_moving, kept
 from tests.core.naive_worth import fullest, learn, score
@@ -38,7 +39,10 @@ class Naive(NaiveLeavers):
         self.leases: list[Lease] = [lease for run in world.leases.values() for lease in run.values()]
         self.pledges: list[Pledge] = [pledge for mine in world.pledges.values() for pledge in mine.values()]
         self.measure = learn(self, world.mix.edition)
+        self.stream_weights = world.queue.stream_weights
         self.weigh(world)
+        self.background = dict(world.background.left_mb)
+        self.scopes = dict(world.background.scopes)
         self.standings = {task.id: self.standing(task) for task in self.tasks.values()}
 
     def devices(self, node: str) -> list[Any]:
@@ -215,14 +219,31 @@ class Naive(NaiveLeavers):
         return device.power < where.min_power or device.physical_mb < where.min_device_mb
 
     def is_open(self, node: Any, task: Task) -> bool:
+        if self.is_closed_to_background(node, task):
+            return False
         has = [("node", node.name), *node.labels]
         return all(any((label, v) in has for v in values) for label, values in task.demand.where.nodes)
 
-    def unmet(self, node: Any, devices: Sequence[Any], task: Task) -> int:
+    def is_closed_to_background(self, node: Any, task: Task) -> bool:
+        """A task to which room is pledged has been let through before."""
+        pledged = any(pledge.preemptor == task.id for pledge in self.pledges)
+        left = [self.background[scope] for scope in self.scopes.get(node.name, ())]
+        return task.priority < 40 and task.demand.gpus > 0 and not pledged and min(left, default=1) <= 0
+
+    def take(self, lease: Lease) -> None:
+        self.leases.append(lease)
+        if lease.priority < 40:
+            for scope in self.scopes.get(node_of(lease.device), ()):
+                self.background[scope] -= lease.mb
+
+    def unmet(self, node: Any, devices: Sequence[Any], task: Task) -> float:
         """What the task would rather have had: per device, how far down its list; per label, one."""
         where = task.demand.where
         has = [("node", node.name), *node.labels]
-        count = sum(not any((label, v) in has for v in values) for label, values in where.prefer_nodes)
+        count: float = sum(not any((label, v) in has for v in values) for label, values in where.prefer_nodes)
+        if not task.demand.gpus:  # four more that are being started count less than an unmet preference
+            starting = [run for run in self.runs_on(node) if run.state is TaskState.ADMITTED]
+            count += len(starting) // 4 / 1000
         for device in devices:
             words = device.kind.split()
             places = [place for place, kind in enumerate(where.prefer_kinds) if kind in words]
@@ -294,7 +315,7 @@ class Naive(NaiveLeavers):
                 steps.append(self.admit(task, node, devices))
             elif not pledged and (way := other_way(self, task, best)) is not None:
                 steps.append(self.evict(task, [(*self.pledged(task, one), ()) for one in way[0]], way[1]))
-        return steps
+        return [*steps, *growth_steps(self)]
 
     def pledged(self, task: Task, one: Any) -> tuple[str, int]:
         """What is pledged of a device, or of a node to a task without GPUs."""
@@ -308,7 +329,7 @@ class Naive(NaiveLeavers):
         )
         for device, mb in devices:
             holder = (HolderKind.RUN, task.id, task.fence + 1, device, mb)
-            self.leases.append(Lease(*holder, task.tenant, task.priority, since=self.now))
+            self.take(Lease(*holder, task.tenant, task.priority, since=self.now))
         return ("admit", task.id, node, devices, tuple(sorted(ended | self.overtake(used, task.priority))))
 
     def admit_gang(self, task: Task, places: Sequence[tuple[str, tuple[tuple[str, int], ...]]]) -> Step:
@@ -322,7 +343,7 @@ class Naive(NaiveLeavers):
         self.tasks[task.id] = replace(task, state=TaskState.ADMITTED, started_at=None, **claim)
         for rank, key, mb in devices:
             holder = (HolderKind.GANG_MEMBER, task.id, task.fence + 1, key, mb)
-            self.leases.append(Lease(*holder, task.tenant, task.priority, since=self.now, rank=rank))
+            self.take(Lease(*holder, task.tenant, task.priority, since=self.now, rank=rank))
         ended |= self.overtake(used, task.priority)
         return ("admit", task.id, tuple(node for node, _ in places), devices, tuple(sorted(ended)))
 

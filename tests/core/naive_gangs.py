@@ -26,7 +26,8 @@ def a_rank(task: Task, rank: int) -> Task:
     """As a task of its own: with its notice, if it was asked to leave a gang that goes on."""
     if not task.demand.bundles:
         return task
-    part = replace(task, demand=task.demand.bundles[rank], members=())
+    late = next((m.bundle for m in task.members if m.rank == rank), None)
+    part = replace(task, demand=task.demand.bundles[rank if late is None else late], members=())
     for member in task.members:
         if member.rank == rank:
             part = replace(part, node=member.node)
@@ -149,9 +150,15 @@ def gang_step(naive: Any, task: Task, *, is_pledged: bool) -> list[Any]:
     return [naive.admit_gang(task, taken)]
 
 
-def most_of(naive: Any, task: Task, ranks: Sequence[int], may: Callable[[Places], bool]) -> int:
+def most_of(
+    naive: Any,
+    task: Task,
+    ranks: Sequence[int],
+    may: Callable[[Places], bool],
+    nodes: Sequence[Any] | None = None,
+) -> int:
     for count in reversed(ranks):
-        if any(may(one) for one in places(naive, task, count, naive.nodes)):
+        if any(may(one) for one in places(naive, task, count, naive.nodes if nodes is None else nodes)):
             return count
     return 0
 

@@ -82,7 +82,8 @@ class NaiveTenants:
         top = min(top for top in TOPS if standing <= top)
         waited = max(0.0, self.now - task.submitted_at)
         aged = min(top, standing + int(waited / self.policy.ageing_seconds_per_point))
-        weight = dict(self.policy.streams).get(task.stream, 1.0)
+        weight = {**dict(self.policy.streams), **self.stream_weights}.get(task.stream, 1.0)
+        weight = 0.0 if aged == top else weight
         return (-top, *self.rank(task.tenant), -aged, -weight, task.submitted_at, task.id)
 
     def kept_up_to(self, task: Task) -> int:

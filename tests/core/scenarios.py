@@ -12,6 +12,7 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolic
 from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.deadlines import due
+from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.dependencies import settle_dependencies
 from gpubroker_server.core.world.world import World
 from hypothesis import strategies as st
@@ -163,7 +164,7 @@ def submissions(draw: st.DrawFn) -> dict[str, Any]:
 
 ACTS = (
     *("start", "start", "leave", "leave", "end", "fail", "cancel", "quarantine"),
-    *("hold", "delay", "change", "save", "wait"),
+    *("hold", "delay", "change", "save", "wait", "control"),
 )
 
 Chapter = tuple[list[dict[str, Any]], list[tuple[str, int]]]
@@ -219,6 +220,9 @@ class Story:
                     let_go(self.world, gone.id)
                 elif run := self._over(pick):
                     let_go(self.world, run)
+            case "control":
+                weights = {"light": 3.0} if pick % 2 else {}
+                self.world.control(background(self.world, pick), {}, weights)
             case _:
                 self._change(what, pick)
         while decisions := settle_dependencies(self.world.awaited, self.world.tasks, Instant(self.now)):
@@ -279,6 +283,13 @@ class Story:
                 self.world.measure([replace(ledger.sample, at=Instant(self.now))])
 
 
+def background(world: World, pick: int) -> BackgroundRoom:
+    """What background work may take: little or nothing of the fleet, or of its first node."""
+    first = min(world.nodes)
+    scopes = {node: ("all", "first") if node == first else ("all",) for node in world.nodes}
+    return BackgroundRoom({"all": (0, 30, 60, 999)[pick % 4], "first": (0, 20, 999)[pick % 3]}, scopes)
+
+
 def twin(world: World, seed: int) -> World:
     """The same rows in a World of their own, entered in another order."""
     shuffle = random.Random(seed).shuffle
@@ -298,5 +309,6 @@ def twin(world: World, seed: int) -> World:
     other.accounts.half_life_seconds = world.accounts.half_life_seconds
     for usage in world.accounts.rows():
         other.accounts.restore(usage)
+    other.control(world.background.copy(), world.full_disks, world.queue.stream_weights)
     other.measure(ledger.sample for ledger in world.ledgers.values() if ledger.sample is not None)
     return other

@@ -38,10 +38,15 @@ def nginx_file(text: str, folder: Path, ports: Mapping[str, int], certificate: P
 
 
 @contextmanager
-def nginx(folder: Path, ports: Mapping[str, int], certificate: Path, key: Path) -> Iterator[str]:
+def nginx(
+    folder: Path, ports: Mapping[str, int], certificate: Path, key: Path, *, buffers: bool = False
+) -> Iterator[str]:
+    """`buffers`: as nginx does where it is not told otherwise."""
     folder.mkdir()
     config = folder / "nginx.conf"
     example = (DEPLOY / "proxy/nginx.conf").read_text(encoding="utf-8")
+    if buffers:
+        example = example.replace("proxy_buffering off;", "")
     config.write_text(nginx_file(example, folder, ports, certificate, key))
     rules = f"daemon off; pid {folder}/pid; error_log stderr;" + (" user root;" if os.geteuid() == 0 else "")
     command = [program("nginx"), "-p", str(folder), "-c", str(config), "-e", "stderr", "-g", rules]

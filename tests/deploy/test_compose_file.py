@@ -11,7 +11,7 @@ import yaml
 
 from tests.architecture.test_pages import is_verb
 from tests.deploy.dockerfile import variables, with_bases
-from tests.deploy.programs import DEPLOY, PLACE
+from tests.deploy.programs import DEPLOY, PLACE, ROOT
 from tests.deploy.settings_check import settings_from
 from tests.deploy.test_image import STAGES, last
 
@@ -149,3 +149,19 @@ def test_prometheus_scrapes_each_gateway_by_a_name_that_it_answers_to() -> None:
     [group] = yaml.safe_load((DEPLOY / "compose/targets.yaml").read_text(encoding="utf-8"))
     assert group["targets"] == [f"{name}:8470" for name in OURS if name.startswith("gateway")]
     assert SERVICES["proxy"]["environment"]["GATEWAYS"].split() == group["targets"]
+
+
+@pytest.mark.parametrize(
+    "starts_ray",
+    [
+        "deploy/compose.yaml",
+        "deploy/kuberay/raycluster.yaml",
+        "deploy/slurm/gpubroker-node.sbatch",
+        "deploy/systemd/gpubroker-node.service",
+        "docs/how-to/run-on-several-machines.md",
+    ],
+)
+def test_where_a_node_of_ray_starts_its_agent_keeps_its_priority(starts_ray: str) -> None:
+    """Else a node that joins a busy machine takes twice as long to be of use, and its heartbeats are late."""
+    text = (ROOT / starts_ray).read_text(encoding="utf-8")
+    assert re.search(r'RAY_worker_niceness(=|: "|, value: ")0', text)

@@ -120,6 +120,13 @@ def wait_for_file(path: str) -> str:
     return "seen"
 
 
+def last_byte_once_seen(data: memoryview, path: str) -> int:
+    """Of an object that it has had since before the file was made."""
+    Path(path).with_suffix(".has").touch()
+    wait_for_file(path)
+    return data[-1]
+
+
 def wait(seconds: float = 0.0) -> None:
     """So long, unless it is given notice."""
     if current_task().wait_for_stop(seconds):

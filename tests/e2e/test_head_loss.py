@@ -1,19 +1,26 @@
-"""The head of a joined Ray stands still: said long before Ray ends its nodes, and over when it goes on."""
+"""The head of a joined Ray stands still: said long before Ray ends its nodes, and over when it goes on. Or it
+is lost, and comes back without its nodes."""
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
-from gpubroker_server.adapters.ray.head.head import HeadState, running_head, stop_head
+from gpubroker_server.adapters.ray.head.head import HeadState, running_head, stop_head, token_environment
 
+from tests.e2e.hands import Hands
 from tests.e2e.lab.conftest import a_home
 from tests.e2e.ray_lab import guest_environment, lab_options, vital_pid
-from tests.e2e.service_process import ServiceProcess, until
+from tests.e2e.ray_node import RayHead, RayNode
+from tests.e2e.service_process import GIB, ServiceProcess, until
 
 RAY_GIVES_UP_SECONDS = 60.0
 
@@ -57,3 +64,61 @@ def test_a_head_that_does_not_answer_is_said_at_once_and_runs_go_on(
             os.kill(control, signal.SIGCONT)
         until(lambda: executor_of(service) == (200, "ok"), "it is over")
         assert broker.result(broker.submit("tests.e2e.work:add", 1, 2)) == 3
+
+
+class Cluster:
+    """Of three nodes, the head's own among them, and a service that has joined it."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        env = token_environment(folder) | {
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "12",  # then nodes without their head end themselves
+            "TMPDIR": str(folder),
+        }
+        temp_dir = Path(tempfile.mkdtemp(prefix="gpb-", dir="/tmp"))  # the paths of sockets are short
+        stack.callback(shutil.rmtree, temp_dir)
+        with socket.create_server(("127.0.0.1", 0)) as reserved:
+            port = reserved.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        self.head = stack.enter_context(RayHead(port, "n1", env, temp_dir))
+        self.nodes = [stack.enter_context(RayNode(address, name, env)) for name in ("n2", "n3")]
+        joined = {
+            "address": address,
+            "token_file": str(folder / "ray-token"),
+            "cluster": "joined",
+            "spares": 1,
+            "warm_runners": 0,
+        }
+        devices = [{"kind": "sim-24g", "memory_mb": 24 * GIB}]
+        self.service = stack.enter_context(
+            ServiceProcess(folder / "data", env, ray=joined, simulated_devices=devices)
+        )
+        self.broker = self.service.broker
+        self.hands = Hands(self.broker, folder)
+        until(lambda: self.ready() == ["n1", "n2", "n3"], "three nodes are of use")
+
+    def ready(self) -> list[str]:
+        return sorted(node.name for node in self.broker.nodes() if node.ready)
+
+
+@pytest.mark.evidence
+def test_a_head_that_comes_back_without_its_nodes_needs_nobody_to_say_that_they_are_lost(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as stack:
+        cluster = Cluster(stack, tmp_path)
+        broker = cluster.broker
+        runs = [
+            cluster.hands.at_work(f"on-{name}", gpu_mb=4096, cpu=0.1, prefer_nodes={"node": [name]})
+            for name in ("n2", "n3")
+        ]
+        assert {broker.get(run).node for run in runs} == {"n2", "n3"}
+        cluster.head.kill()
+        until(lambda: broker.stats().detection["state"] == "paused", "no node is heard")
+        cluster.head.start()
+        back_at = time.monotonic()
+        until(lambda: "n1" in cluster.ready(), "the head's own node is back")
+        until(lambda: all(broker.get(run).attempt == 2 for run in runs), "both run on it", 120.0)
+        print(f"on the node that came back after {time.monotonic() - back_at:.1f} s")
+        held = sorted(one.id for one in broker.quarantine().items)
+        assert held == sorted(run.id for run in runs), "nobody has seen their processes end"
+        cluster.hands.end(*runs)

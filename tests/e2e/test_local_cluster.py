@@ -182,16 +182,22 @@ def test_the_elastic_example_takes_each_worker_as_it_arrives(
     cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ray = {"address": cluster.state.address, "token_file": str(cluster.folder / "ray-token"), "spares": 1}
-    with ServiceProcess(tmp_path / "data", ray=ray, simulated_devices=[]) as service:
+    settings = {"ray": ray, "simulated_devices": [], "entrypoints": ["examples.elastic:*"]}
+    with ServiceProcess(tmp_path / "data", **settings) as service:
         until(lambda: len(service.broker.gpus()) == 2, "both nodes say which GPU they have")
         assert {gpu.node for gpu in service.broker.gpus()} == {"head", "worker-1"}
         assert {node.cpu["total"] for node in service.broker.nodes()} == {1.0}
-        fitted = threading.Thread(target=elastic.fit, args=(Broker(service.url, service.token),))
+        broker = Broker(service.url, service.token)
+        fitted = threading.Thread(target=elastic.run, args=(broker,))
         fitted.start()
         until(lambda: run(cluster.home, "add-worker")[0] == 0, "a worker is added")
         fitted.join(PATIENCE_SECONDS)
         assert not fitted.is_alive()
+        [task] = broker.list()
+        assert (task.state, task.attempt) == ("succeeded", 1)
+        assert {rank.node for rank in task.ranks} == {"head", "worker-1", "worker-2"}
     told = capfd.readouterr().out
     print(told)
-    assert "worker-2 has arrived" in told
-    assert re.search(r"step \d+ on head, worker-1, worker-2: y = ", told)
+    assert re.search(r"step \d+ by rank 0, 1: y = ", told)
+    assert re.search(r"step \d+ by rank 0, 1, 2: y = ", told)
+    assert "rank 2 has joined" in told

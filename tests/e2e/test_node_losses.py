@@ -35,6 +35,7 @@ RAYS = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "5",
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_SECONDS),
+    "RAY_worker_niceness": "0",
 }
 JOIN_SECONDS = 2.0
 JOINS = 5

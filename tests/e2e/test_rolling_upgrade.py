@@ -7,6 +7,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from gpubroker import Broker
+from gpubroker.errors import BrokerError
 from gpubroker_server.adapters.sql.store import migrate
 
 from tests.chaos.shutdown import Batch, GatewaysAndBrokersOnRay, stop_under_load
@@ -101,6 +103,36 @@ def test_the_upgrade_under_load_and_one_step_back_leave_nobody_without_an_answer
         assert move_all(site, 3, 120, 1.0)["slowest_answer_seconds"] < ANSWERED_WITHIN_SECONDS
     finally:
         site.stop()
+
+
+def test_a_new_gateway_refuses_what_a_leader_of_the_last_release_does_not_know(
+    tmp_path: Path, released: str, empty_postgres_url: str
+) -> None:
+    shared = {
+        "database_url": empty_postgres_url,
+        "engine": "simulated",
+        "blob_dir": str(tmp_path / "objects"),
+    }
+    old = BrokerProcess(tmp_path / "old", env={"PYTHONPATH": released}, **shared)
+    with old, GatewayProcess(tmp_path / "gateway", **shared) as gateway:
+        broker = gateway.broker
+        until(lambda: broker.stats().leader.get("holder"), "the leader of the last release is heard")
+        with pytest.raises(
+            BrokerError, match=r"arrays needs a leader of gpubroker 0\.3\.0 or later"
+        ) as refused:
+            broker.submit_array("tests.e2e.work:add", [[1, 2]])
+        assert refused.value.code == "leader-outdated"
+        assert broker.submit("tests.e2e.work:add", 1, 2, cpu=0.1).id, "what it knows is accepted"
+        assert old.terminate() == 0, old.log()
+        with BrokerProcess(tmp_path / "new", **shared):
+            until(lambda: accepts_arrays(broker), "the new leader is heard")
+
+
+def accepts_arrays(broker: Broker) -> bool:
+    try:
+        return bool(broker.submit_array("tests.e2e.work:add", [[1, 2]]).id)
+    except BrokerError:  # as before
+        return False
 
 
 def of_the_release(released: str, *words: str) -> "subprocess.CompletedProcess[str]":

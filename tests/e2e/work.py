@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gpubroker import Broker, Stopped, current_task
+from gpubroker.runtime.task import Workers
 
 from examples.gang import all_reduce
 
@@ -157,16 +159,23 @@ def count_together(witness: str, enough: str) -> dict[str, int]:
     return {"begun_at": begun_at, "steps": step}
 
 
-def go_on_with_fewer(witness: str) -> list[int]:
-    """Every rank writes whom it has left to work with; those that are let alone go on until `enough`."""
+def go_on_with_those_at_work(witness: str) -> list[int]:
+    """Every rank writes whom it works with, at its checkpoints; those that are let alone go on until
+    `enough`."""
     task = current_task()
     note(witness, f"{task.rank} began")
+
+    def tell(workers: Workers) -> None:
+        note(witness, f"{task.rank} works with {workers.ranks} in {workers.number}")
+
+    task.on_resize(tell)
+    if task.rank > 3:
+        tell(task.workers)
     while "enough" not in lines_of(witness):
         if task.wait_for_stop(0.02):
             note(witness, f"{task.rank} left")
             raise Stopped
-        if task.world_changed:
-            note(witness, f"{task.rank} works with {task.accept_world()}")
+        task.checkpoint()
     return list(task.members)
 
 
@@ -238,3 +247,28 @@ class Counter:
 
     def crash(self) -> None:
         os._exit(1)
+
+
+def where_it_lies(array: Any) -> dict[str, Any]:
+    """In which file's bytes of this process's memory it is."""
+    refused = ""
+    try:
+        array[0] = 7
+    except ValueError as fault:
+        refused = str(fault)
+    at = array.ctypes.data
+    file: list[Any] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, _, inode, *_ = line.split()
+        begin, end = (int(edge, 16) for edge in span.split("-"))
+        if begin <= at < end:
+            file = [int(inode), int(offset, 16) + at - begin]
+    return {"sum": float(array.sum()), "refused": refused, "pid": os.getpid(), "file": file}
+
+
+def size_of(value: Any) -> int:
+    return len(value)
+
+
+def text_of(size: int) -> str:
+    return "x" * size

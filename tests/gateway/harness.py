@@ -4,7 +4,6 @@ Its events feed one World. Every answer is held against the OpenAPI document: st
 """
 
 import asyncio
-import hashlib
 import json
 import re
 import sys
@@ -13,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import httpx
+from gpubroker import __version__
 from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
@@ -38,11 +38,12 @@ from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults
 from gpubroker_server.ports.executor import Progress
 from gpubroker_server.ports.last_values import LeaderSeen
-from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, CommitVerdict
+from gpubroker_server.ports.store import CommitVerdict
 from jsonschema import Draft202012Validator
 
 from tests.builders import NOW, a_device, a_node, a_sample
 from tests.contracts.scenes import next_term
+from tests.memory_blobs import Blobs
 from tests.patience import PATIENCE_SECONDS
 
 P = TypeVar("P")
@@ -62,27 +63,6 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         self.at = Instant(self.at + seconds)
-
-
-class Blobs:
-    """Objects in memory, by digest."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-
-    async def put(self, data: bytes, *, owner: str) -> str:
-        digest = hashlib.sha256(data).hexdigest()
-        self.objects[digest] = data
-        return digest
-
-    async def get(self, digest: str) -> bytes:
-        data = self.objects.get(digest)
-        if data is None or hashlib.sha256(data).hexdigest() != digest:
-            raise BlobMissing(digest) if data is None else BlobCorrupt(digest)
-        return data
-
-    async def delete(self, digest: str) -> None:
-        del self.objects[digest]
 
 
 class Gateway:
@@ -114,7 +94,7 @@ class Gateway:
         )
         self.progress: dict[TaskId, Progress] = {}
         self.executor: dict[str, Any] = {"state": "connected", "address": "here", "message": ""}
-        self.age = 0.0
+        self.age, self.leader_release = 0.0, __version__
         self.shutdowns: list[bool] = []
         self.forecast_starts: list[Forecast] = []
         self.term, self.leads, self.has_leader = Term(0), True, True
@@ -153,12 +133,11 @@ class Gateway:
         return ""
 
     def leader(self) -> LeaderSeen | None:
-        if not self.has_leader:
-            return None
-        return LeaderSeen(
+        seen = LeaderSeen(
             self.term, "here:1", self.clock.now(), self.executor, paused=self.paused_nodes,
-            silent=self.silent, lease_seconds=Seconds(2.0),
+            silent=self.silent, lease_seconds=Seconds(2.0), release=self.leader_release,
         )  # fmt: skip
+        return seen if self.has_leader else None
 
     def executor_status(self) -> dict[str, Any]:
         return self.executor

@@ -28,8 +28,8 @@ def test_every_failure_of_a_task_is_listed() -> None:
     """Failures that the service, its agents and the runtime name."""
     named = re.compile(
         r'(?:Failure|failed|failure = |_ended_lost)\(\s*(?:run, )?"([a-z_]+)"'
-        r"|^(?:MALFORMED|NOT_YOUR_PROCESS|ENTRYPOINT_NOT_ALLOWED|SECRET_MISSING|ARRAY_IMPORT_FAILED)"
-        r' = "([a-z_]+)"',
+        r"|^(?:MALFORMED|NOT_YOUR_PROCESS|ENTRYPOINT_NOT_ALLOWED|SECRET_MISSING|ARRAY_IMPORT_FAILED"
+        r'|OBJECT_MISSING) = "([a-z_]+)"',
         re.MULTILINE,
     )
     sources = [

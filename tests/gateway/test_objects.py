@@ -104,8 +104,8 @@ async def test_a_cursor_is_valid_for_one_list_and_one_tenant(gateway: Gateway) -
     problem(await gateway.admin.get(f"/tasks?cursor={cursor}"), 400, "cursor-invalid")
 
 
-async def test_objects_need_the_scope_for_inferences(gateway: Gateway) -> None:
-    reader = await gateway.client("reader", "tasks:read", "tasks:write")
+async def test_objects_need_the_scope_for_inferences_or_for_tasks(gateway: Gateway) -> None:
+    reader = await gateway.client("reader", "tasks:read")
     problem(await reader.post("/objects", content=FLOATS), 403, "forbidden")
     problem(await reader.get("/objects/abc"), 403, "forbidden")
     problem(await reader.get("/objects"), 403, "forbidden")
@@ -215,7 +215,7 @@ async def test_an_unknown_or_unfitting_object_is_refused(
 
 
 async def test_the_objects_of_one_inference_have_a_limit_in_bytes() -> None:
-    async with a_gateway(serving=OPEN, object_bytes=15) as gateway:
+    async with a_gateway(serving=OPEN, inference_object_bytes=15) as gateway:
         body = naming((await upload(gateway.admin))["id"])
         body["inputs"].append({**body["inputs"][0], "name": "y"})
         refused = await gateway.admin.post("/inferences", json=body)
@@ -230,3 +230,66 @@ async def test_lost_bytes_of_an_object_are_reported(gateway: Gateway) -> None:
         await gateway.admin.get(f"/objects/{id}/content"),
     ):
         assert "upload them again" in problem(response, 500, "result-damaged")["detail"]
+
+
+LARGE = bytes(range(256)) * 10_000
+"""More than goes into memory at once."""
+
+
+async def in_parts(data: bytes, size: int = 100_000) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), size):
+        yield data[at : at + size]
+
+
+async def test_a_large_object_is_stored_and_read_as_it_comes(gateway: Gateway) -> None:
+    told = (await gateway.admin.post("/objects", content=in_parts(LARGE))).json()
+    assert (told["id"], told["size_bytes"]) == (hashlib.sha256(LARGE).hexdigest(), len(LARGE))
+    answer = await gateway.admin.get(f"/objects/{told['id']}/content")
+    assert (answer.status_code, answer.headers["content-length"]) == (200, str(len(LARGE)))
+    assert answer.content == LARGE
+    assert answer.headers["etag"] == f'"{told["id"]}"'
+
+
+@pytest.mark.parametrize(
+    ("asked", "begin", "end"),
+    [("bytes=0-0", 0, 1), ("bytes=5-1500000", 5, 1_500_001), ("bytes=2559990-", 2_559_990, 2_560_000),
+     ("bytes=-3", 2_559_997, 2_560_000), ("bytes=10-99999999", 10, 2_560_000)],
+)  # fmt: skip
+async def test_a_part_of_an_object_can_be_fetched(gateway: Gateway, asked: str, begin: int, end: int) -> None:
+    where = f"/objects/{(await upload(gateway.admin, LARGE))['id']}/content"
+    answer = await gateway.admin.get(where, headers={"Range": asked})
+    assert answer.status_code == 206
+    assert answer.content == LARGE[begin:end]
+    assert answer.headers["content-range"] == f"bytes {begin}-{end - 1}/{len(LARGE)}"
+
+
+async def test_a_range_beyond_the_object_is_refused_and_one_that_says_nothing_is_ignored(
+    gateway: Gateway,
+) -> None:
+    where = f"/objects/{(await upload(gateway.admin))['id']}/content"
+    for beyond in ("bytes=8-", "bytes=-0"):
+        refused = await gateway.admin.get(where, headers={"Range": beyond})
+        assert "8 bytes" in problem(refused, 416, "range-not-satisfiable")["detail"]
+        assert refused.headers["content-range"] == "bytes */8"
+    for ignored in ("bytes=-", "bytes=5-2", "bytes=0-1,4-5", "lines=1-2"):
+        answer = await gateway.admin.get(where, headers={"Range": ignored})
+        assert (answer.status_code, answer.content) == (200, FLOATS)
+
+
+async def test_a_large_upload_without_room_is_refused_and_nothing_of_it_is_written() -> None:
+    async with a_gateway(serving=OPEN, tenant_object_bytes=0) as gateway:
+        problem(await gateway.admin.post("/objects", content=LARGE), 422, "objects-full")
+        assert gateway.blobs.uploads == {}
+        problem(await gateway.admin.post("/objects", content=in_parts(LARGE)), 422, "objects-full")
+    async with a_gateway(serving=OPEN, object_bytes=2_000_000) as gateway:
+        problem(await gateway.admin.post("/objects", content=in_parts(LARGE)), 413, "payload-too-large")
+        assert gateway.blobs.objects == {}
+
+
+async def test_a_large_object_with_wrong_bytes_is_not_handed_out_whole(gateway: Gateway) -> None:
+    id = (await upload(gateway.admin, LARGE))["id"]
+    gateway.blobs.objects[id] = LARGE[:-1] + b"x"
+    answer = await gateway.admin.get(f"/objects/{id}/content")
+    assert len(answer.content) < len(LARGE), "the answer breaks off"
+    gateway.blobs.objects.clear()
+    problem(await gateway.admin.get(f"/objects/{id}/content"), 500, "result-damaged")

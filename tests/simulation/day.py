@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from random import Random
 from typing import Any
 
@@ -36,6 +35,7 @@ from gpubroker_server.ports.store import CommitVerdict, RunSpec, StoreUnavailabl
 from structlog.testing import capture_logs
 
 from tests.contracts.scenes import next_term
+from tests.memory_blobs import Blobs
 from tests.simulation.auditor import Auditor, Violation, require
 from tests.simulation.cluster import Cluster, LeaderDied
 from tests.simulation.machine import CLUSTER, Machine, Program
@@ -82,24 +82,6 @@ class SteadyLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         self._looks += 1
         return self._looks / 2000.0
-
-
-class Blobs:
-    """Checkpoints in memory, by digest."""
-
-    def __init__(self) -> None:
-        self._objects: dict[str, bytes] = {}
-
-    async def put(self, data: bytes, *, owner: str) -> str:
-        digest = sha256(data).hexdigest()
-        self._objects[digest] = data
-        return digest
-
-    async def get(self, digest: str) -> bytes:
-        return self._objects[digest]
-
-    async def delete(self, digest: str) -> None:
-        del self._objects[digest]
 
 
 class FlakyStore(MemoryStore):

@@ -18,11 +18,15 @@ from tests.core.naive_gangs import delays_nobody
 def check_gang(world: World, task: Task) -> None:
     """Never half placed: of an active gang every rank has its place and all of its memory, or is over."""
     wanted = task.demand.bundles
-    assert not wanted or task.demand.least_ranks <= len(task.members) <= len(wanted)
+    assert not wanted or task.demand.least_ranks <= len(task.members)
+    has = Counter(m.rank if m.bundle is None else m.bundle for m in task.members if not m.has_ended)
+    assert set(has.values()) <= {1}, "no two ranks have one bundle"
+    assert has.keys() <= set(range(len(wanted)))
     if task.state in (TaskState.ADMITTED, TaskState.RUNNING):
         held = Counter(lease.rank for lease in world.leases_of(task))
         for member in task.members:
-            assert member.gone or held[member.rank] == wanted[member.rank].gpus
+            bundle = wanted[member.rank if member.bundle is None else member.bundle]
+            assert member.gone or held[member.rank] == bundle.gpus
             surplus = task.state is TaskState.RUNNING and member.rank >= task.demand.least_ranks
             assert member.takes_part or surplus, "a gang at work has all ranks that it needs"
 

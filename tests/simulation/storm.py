@@ -24,9 +24,9 @@ from gpubroker_server.core.world.world import World
 from structlog.testing import capture_logs
 
 from tests.contracts.scenes import picture
+from tests.memory_blobs import Blobs
 from tests.simulation.auditor import Auditor, Violation
 from tests.simulation.broker import Process, Site
-from tests.simulation.day import Blobs
 from tests.simulation.line_to_database import Database, at_once
 from tests.simulation.machine import Machine
 from tests.simulation.people import People

@@ -1,4 +1,4 @@
-"""`gpubroker upload`, `objects` and `objects delete`: inputs that are stored for queued inferences."""
+"""`gpubroker upload`, `objects` and `objects delete`: data that is stored for tasks and inferences."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def delete(
         ),
     ],
 ) -> None:
-    """Delete objects. Inferences that are queued already keep their values."""
+    """Delete objects. Inferences that are queued keep their values; tasks that wait for one fail."""
     with connect(context) as broker:
 
         def delete_one(id: str) -> None:
@@ -72,7 +72,7 @@ def upload(
     ],
     output: Output = Format.TABLE,
 ) -> None:
-    """Upload a file as an object for queued inferences, and print its id."""
+    """Upload a file as an object for tasks and queued inferences, and print its id."""
     with connect(context) as broker:
         stored = broker.upload(file.read())
         emit(output, stored, lambda stored: stored.id)

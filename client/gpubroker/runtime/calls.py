@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-from gpubroker.runtime.invoke import CannotOpen, Invocation, opened
+from gpubroker.runtime.invoke import CannotOpen, opened, with_objects
 from gpubroker.runtime.journal import AT_ONCE, Journal
 from gpubroker.runtime.messages import (
     MESSAGE_CHARS,
@@ -21,7 +21,8 @@ from gpubroker.runtime.messages import (
     loaded,
     plain_text,
 )
-from gpubroker.runtime.outcome import describe, raised, succeeded
+from gpubroker.runtime.outcome import NotStored, describe, raised, succeeded
+from gpubroker.runtime.run_objects import RunObjects
 from gpubroker.runtime.task import RunningTask, enter_task
 
 WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
@@ -48,11 +49,12 @@ def is_worker(order: RunOrder) -> bool:
 class CallWorker:
     """Made by the process; `work` is its run, in a thread of its own, and `submit` comes from any other."""
 
-    def __init__(self, order: RunOrder, journal: Journal, task: RunningTask) -> None:
+    def __init__(self, order: RunOrder, journal: Journal, task: RunningTask, objects: RunObjects) -> None:
         terms = json.loads(order.env[WORKER_SET_VARIABLE])
         self._order = order
         self._journal = journal
         self._task = task
+        self._objects = objects
         self._health: Mapping[str, Any] | None = terms.get("health")
         self._roles: Mapping[str, Mapping[str, Any]] = terms.get("roles") or {}
         self._threads = ThreadPoolExecutor(terms["max_concurrency"], "call", enter_task, (task,))
@@ -95,12 +97,16 @@ class CallWorker:
 
     def _make(self) -> Mapping[str, Any]:
         """Raises CannotOpen, and what a constructor raises."""
-        objects = {"": _made(opened(self._order))}
+        objects = {"": self._object_of(self._order)}
         for role, run in self._roles.items():
             arguments = json.dumps({"args": run["args"], "kwargs": run["kwargs"]}).encode()
             order = {**self._order.to_wire(), "kind": "entrypoint", "entrypoint": run["entrypoint"]}
-            objects[role] = _made(opened(RunOrder(**{**order, "arguments": arguments})))
+            objects[role] = self._object_of(RunOrder(**{**order, "arguments": arguments}))
         return objects
+
+    def _object_of(self, order: RunOrder) -> Any:
+        call = with_objects(opened(order), self._objects.fetch)
+        return call.function(*call.args, **call.kwargs)
 
     def _when_made(self) -> Future[Answer]:
         """The lock is held."""
@@ -156,7 +162,7 @@ class CallWorker:
                 value = asyncio.run_coroutine_threadsafe(_awaited(value), self._event_loop()).result()
         except BaseException as fault:
             return raised(fault)
-        return succeeded(value, form, self._order.result_limit_bytes)
+        return succeeded(value, form, self._order.result_limit_bytes, _store_nothing)
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         """One for all calls: what a coroutine makes may belong to its loop."""
@@ -246,12 +252,12 @@ def _not_called(kind: str, message: str) -> RunOutcome:
     return failed(kind, message)
 
 
+def _store_nothing(_data: bytes) -> str:
+    raise NotStored("only that of a run does; return less, or the id of an object")
+
+
 def _missing() -> bool:
     raise AttributeError("there is no such method")
-
-
-def _made(call: Invocation) -> Any:
-    return call.function(*call.args, **call.kwargs)
 
 
 async def _awaited(value: Any) -> Any:

@@ -3,13 +3,14 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import current_thread
+from typing import Any
 
 from gpubroker.runtime.calls import CallWorker, is_worker
-from gpubroker.runtime.invoke import CannotOpen, called, opened, run_command
+from gpubroker.runtime.invoke import CannotOpen, called, opened, run_command, with_objects
 from gpubroker.runtime.items import ItemWorker, is_array
 from gpubroker.runtime.journal import SOON, Journal
 from gpubroker.runtime.messages import (
@@ -25,6 +26,7 @@ from gpubroker.runtime.messages import (
 from gpubroker.runtime.outcome import describe, raised, trace_of
 from gpubroker.runtime.output import FileOutput, MemoryOutput, Output, enter_output, leave_output
 from gpubroker.runtime.process import ProcessSetup, RendezvousPort, announce_rendezvous, take_process
+from gpubroker.runtime.run_objects import RunObjects
 from gpubroker.runtime.task import RunningTask, enter_task, leave_task, own_process
 
 MOST_THREADS = 256
@@ -36,8 +38,10 @@ class RunHost:
     User code never runs in the thread that calls these methods. Its reports go to the journal.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, open_shared: Callable[[Any], memoryview] = memoryview) -> None:
+        """`open_shared`: the bytes of an object, from what the agent gives for it."""
         self._journal = journal
+        self._open_shared = open_shared
         self.orders: dict[RunKey, RunOrder] = {}
         """Runs that have not ended."""
         self._tasks: dict[RunKey, RunningTask] = {}
@@ -45,6 +49,7 @@ class RunHost:
         """Of arrays."""
         self.callees: dict[RunKey, CallWorker] = {}
         """Of worker sets."""
+        self._objects: dict[RunKey, RunObjects] = {}
         self._rendezvous: RendezvousPort | None = None
         """Of a run with several ranks; such a run has the process to itself."""
         self._offer = ""
@@ -86,11 +91,11 @@ class RunHost:
         if task is not None:
             task.go(rank_zero_address)
 
-    def change_world(self, key: RunKey, ranks: Iterable[int]) -> None:
-        """Ranks have left. Nothing happens if the run has ended."""
+    def change_world(self, key: RunKey, ranks: Iterable[int], number: int | None = None) -> None:
+        """Ranks have joined, or have left. Nothing happens if the run has ended."""
         task = self._tasks.get(key)
         if task is not None:
-            task.shrink_world(ranks)
+            task.resize(ranks, number)
 
     def answer_items(self, key: RunKey, number: int, held: Iterable[Sequence[int]], *, is_over: bool) -> None:
         """The answer to a report of items. Nothing happens if the run has ended."""
@@ -98,10 +103,22 @@ class RunHost:
         if worker is not None:
             worker.take(number, held, is_over=is_over)
 
+    def take_object(self, key: RunKey, id: str, shared: Any, failure: tuple[str, str] | None) -> None:
+        """The object that the run waits for, or why it does not get it. Nothing happens if it has ended."""
+        if (objects := self._objects.get(key)) is not None:
+            objects.take(id, shared, failure)
+
+    def answer_part(self, key: RunKey, digest: str, stored_bytes: int, failure: str) -> None:
+        """So much of a result that becomes an object is stored. Nothing happens if the run has ended."""
+        if (objects := self._objects.get(key)) is not None:
+            objects.answer_part(digest, stored_bytes, failure)
+
     def report_again(self, key: RunKey) -> None:
         """Repeat how far the run is: an earlier agent may not have forwarded it."""
         if key in self._tasks:
             self._journal.add(started(key, os.getpid()))
+            if (objects := self._objects.get(key)) is not None:
+                objects.ask_again()
             if self._offer:
                 self._journal.add(ready(key, self._offer))
 
@@ -111,10 +128,12 @@ class RunHost:
     def _submit(self, order: RunOrder, task: RunningTask, output: Output) -> None:
         self.orders[order.key] = order
         self._tasks[order.key] = task
+        self._objects[order.key] = RunObjects(order, self._journal, task, self._open_shared)
         if is_array(order):
-            self._workers[order.key] = ItemWorker(order, self._journal, task, output)
+            objects = self._objects[order.key]
+            self._workers[order.key] = ItemWorker(order, self._journal, task, output, objects)
         if is_worker(order):
-            self.callees[order.key] = CallWorker(order, self._journal, task)
+            self.callees[order.key] = CallWorker(order, self._journal, task, self._objects[order.key])
         self._threads.submit(self._run, order, task, output)
 
     def _run(self, order: RunOrder, task: RunningTask, output: Output) -> None:
@@ -132,7 +151,7 @@ class RunHost:
         self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
         self._workers.pop(key, None)
         self.callees.pop(key, None)
-        del self.orders[key], self._tasks[key]
+        del self.orders[key], self._tasks[key], self._objects[key]
 
     def _outcome_of(self, order: RunOrder, task: RunningTask) -> RunOutcome:
         try:
@@ -140,10 +159,12 @@ class RunHost:
                 return worker.work()
             if (callee := self.callees.get(order.key)) is not None:
                 return callee.work()
-            call = None if order.kind == "command" else opened(order)
+            call, objects = None, self._objects[order.key]
+            if order.kind != "command":
+                call = with_objects(opened(order), objects.fetch)
             if order.barrier and not self._wait_for_all(task, order.key):
                 return RunOutcome("stopped")
-            return run_command(order, task) if call is None else called(call, order)
+            return run_command(order, task) if call is None else called(call, order, objects.store)
         except CannotOpen as refusal:
             return refusal.outcome
         except BaseException as fault:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from gpubroker.runtime.messages import RunOrder, RunOutcome, failed
-from gpubroker.runtime.outcome import describe, raised, succeeded, trace_of
+from gpubroker.runtime.objects import UnreadableObject, named_object, opened_object
+from gpubroker.runtime.outcome import Store, describe, raised, succeeded, trace_of
 from gpubroker.runtime.task import RunningTask
 
 PLAIN_FUNCTION = "__gpubroker_function__"
@@ -44,8 +45,8 @@ def opened(order: RunOrder) -> Invocation:
     return _opened_function(order) if order.kind == "function" else _opened_entrypoint(order)
 
 
-def called(call: Invocation, order: RunOrder) -> RunOutcome:
-    """Call it in this thread and return its outcome."""
+def called(call: Invocation, order: RunOrder, store: Store) -> RunOutcome:
+    """Call it in this thread and return its outcome. `store` takes a result that is too large."""
     try:
         value = call.function(*call.args, **call.kwargs)
         if inspect.isawaitable(value):
@@ -57,7 +58,32 @@ def called(call: Invocation, order: RunOrder) -> RunOutcome:
         value = None
     except BaseException as fault:
         return raised(fault)
-    return succeeded(value, order.result_format, order.result_limit_bytes)
+    return succeeded(value, order.result_format, order.result_limit_bytes, store)
+
+
+def with_objects(call: Invocation, fetch: Callable[[str], Any]) -> Invocation:
+    """With objects in place of the arguments that name them. Raises what `fetch` raises."""
+    args = tuple(with_object(value, fetch) for value in call.args)
+    return Invocation(
+        call.function, args, {name: with_object(value, fetch) for name, value in call.kwargs.items()}
+    )
+
+
+def with_object(value: Any, fetch: Callable[[str], Any]) -> Any:
+    id = named_object(value)
+    return value if id is None else fetch(id)
+
+
+def opened_object_of(order: RunOrder, id: str, view: memoryview) -> Any:
+    """What a run gets for an object. Raises CannotOpen.
+
+    Whoever may submit a function may run any code. An entrypoint is what the operator allows, so its objects
+    are never unpickled.
+    """
+    try:
+        return opened_object(view, unpickles=order.kind == "function")
+    except UnreadableObject as fault:
+        raise CannotOpen(failed("object_unreadable", f"object {id} cannot be opened: {fault}")) from None
 
 
 async def _awaited(value: Any) -> Any:

@@ -11,11 +11,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
-from gpubroker.runtime.invoke import CannotOpen, Invocation, called, how_it_ended, opened, terminate
+from gpubroker.runtime.invoke import (
+    CannotOpen,
+    Invocation,
+    called,
+    how_it_ended,
+    opened,
+    terminate,
+    with_object,
+    with_objects,
+)
 from gpubroker.runtime.journal import AT_ONCE, Journal
 from gpubroker.runtime.messages import (
     MESSAGE_CHARS,
@@ -27,9 +37,11 @@ from gpubroker.runtime.messages import (
     items,
     plain_text,
 )
+from gpubroker.runtime.objects import ObjectRef
 from gpubroker.runtime.outcome import describe
 from gpubroker.runtime.output import Output
-from gpubroker.runtime.task import RunningTask
+from gpubroker.runtime.run_objects import RunObjects
+from gpubroker.runtime.task import RunningTask, Stopped
 
 ARRAY_VARIABLE = "GPUBROKER_ARRAY"
 """Set for workers of arrays: JSON with the limits of an item."""
@@ -73,7 +85,15 @@ def parted(packed: bytes) -> tuple[bytes, bytes]:
 class ItemWorker:
     """Works through the items that it holds, in a thread of its own; other threads call `take` and `wake`."""
 
-    def __init__(self, order: RunOrder, journal: Journal, task: RunningTask, output: Output) -> None:
+    def __init__(
+        self,
+        order: RunOrder,
+        journal: Journal,
+        task: RunningTask,
+        output: Output,
+        objects: RunObjects,
+    ) -> None:
+        self._objects = objects
         limits = json.loads(order.env[ARRAY_VARIABLE])
         self._retries: int = limits["item_retries"]
         self._timeout_seconds: float | None = limits["item_timeout_seconds"]
@@ -131,6 +151,8 @@ class ItemWorker:
                     self._keep(result)
         except CannotOpen as refusal:
             fault = refusal.outcome.fault
+            if fault is not None and fault.kind.startswith("object_"):
+                return refusal.outcome
             return failed(IMPORT_FAILED, str(refusal), fault.traceback if fault else "")
         except _Stuck:
             return failed("item_timeout", "an item did not end when its time was over")
@@ -142,7 +164,9 @@ class ItemWorker:
         return RunOutcome("stopped")
 
     def _opened(self) -> tuple[Sequence[Any], Invocation | None]:
-        call = None if self._order.kind == "command" else opened(self._order)
+        call = None
+        if self._order.kind != "command":
+            call = with_objects(opened(self._order), self._objects.fetch)
         try:
             packed = self._packed_items
             # To unpickle runs code of the submitter, which only a function may.
@@ -206,24 +230,39 @@ class ItemWorker:
             elif call is None:
                 outcome = self._run_command(values[number])
             else:
-                outcome = self._call(number, call, values[number])
+                outcome = self._call_with_object(number, call, values[number])
             if outcome.ending == "succeeded" or tries > self._retries or self._task.should_stop:
                 break
         if outcome.ending != "succeeded" and self._task.should_stop:
             return None
         return _item_result(number, time.perf_counter() - began, tries, outcome)
 
+    def _call_with_object(self, number: int, call: Invocation, value: Any) -> RunOutcome:
+        try:
+            return self._call(number, call, with_object(value, self._objects.fetch))
+        except CannotOpen as refusal:
+            return refusal.outcome
+        except Stopped:
+            return RunOutcome("stopped")
+
     def _call(self, number: int, call: Invocation, value: Any) -> RunOutcome:
         one = Invocation(call.function, (value, *call.args), call.kwargs)
         if self._watch is None:
-            return called(one, self._order)
+            return self._called(one)
         try:
             self._watch.begin(number)
-            outcome = called(one, self._order)
+            outcome = self._called(one)
             is_over = self._watch.end()
         except ItemTimeout:
             is_over, outcome = self._watch.end() or True, self._timed_out()
         return self._timed_out() if is_over else outcome
+
+    def _called(self, one: Invocation) -> RunOutcome:
+        outcome = called(one, self._order, self._objects.store)
+        if outcome.result_format != "object" or self._order.result_format != "cloudpickle":
+            return outcome
+        named = ObjectRef(json.loads(outcome.result or b"")["object"])
+        return replace(outcome, result=cloudpickle.dumps(named))  # as all results of this array
 
     def _timed_out(self) -> RunOutcome:
         return failed("timeout", f"the item took longer than {self._timeout_seconds:g} s")

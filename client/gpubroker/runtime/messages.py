@@ -20,6 +20,9 @@ speaks the one before. Both sides take the newest that they share."""
 TELLS_OUTPUT = 6
 """From this form on, a shared process reports what its runs print."""
 
+RESIZES = 6
+"""From this form on, a process knows that ranks may join its task."""
+
 URI_CHARS = 2048
 ADDRESS_CHARS = 255
 PROGRESS_CHARS = 500
@@ -103,6 +106,7 @@ class RunOutcome:
     """succeeded, failed or stopped; an agent also writes lost and never_started."""
     result: bytes | None = None
     result_format: str = "json"
+    """json, cloudpickle or object: JSON with `object`, the id of the object that the result has become."""
     fault: RunFault | None = None
 
 
@@ -158,6 +162,16 @@ def items(
     return ("items", *key, time.time(), number, tuple(results), tuple(held), wanted)
 
 
+def wanted(key: RunKey, id: str) -> Report:
+    """The run opens the object with this id, and waits for it."""
+    return ("wanted", *key, time.time(), id)
+
+
+def part(key: RunKey, digest: str, size_bytes: int, first_byte: int, data: bytes) -> Report:
+    """Of a result that becomes an object with this digest and size."""
+    return ("part", *key, time.time(), digest, size_bytes, first_byte, data)
+
+
 def printed(key: RunKey, output: bytes, errors: bytes) -> Report:
     """What a run in a shared process wrote to its two streams since the last such report."""
     return ("printed", *key, time.time(), output, errors)
@@ -208,6 +222,10 @@ def _is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**31
 
 
+def _is_position(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
 def _is_finite(value: Any) -> bool:
     return type(value) is float and math.isfinite(value)
 
@@ -225,7 +243,7 @@ def _is_ending(value: Any) -> bool:
 
 
 def _is_format(value: Any) -> bool:
-    return type(value) is str and value in ("json", "cloudpickle")
+    return type(value) is str and value in ("json", "cloudpickle", "object")
 
 
 def _is_text(limit: int) -> Fits:
@@ -273,6 +291,8 @@ _FIELDS: Mapping[str, tuple[Fits, ...]] = {
     "loaded": (_is_number, _is_number, _is_finite),
     "checkpointed": (_is_number, _is_text(64), _or_none(_is_bytes), _or_none(_is_text(URI_CHARS))),
     "items": (_is_number, _are_items, _are_ranges, _is_number),
+    "wanted": (_is_text(64),),
+    "part": (_is_text(64), _is_position, _is_position, _is_bytes),
     "printed": (_is_bytes, _is_bytes),
     "ended": (_is_ending, _or_none(_is_bytes), _is_format, _or_none(_is_failure), _is_bytes),
 }

@@ -3,30 +3,49 @@
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from gpubroker.runtime.messages import MESSAGE_CHARS, TRACEBACK_BYTES, RunOutcome, failed
+from gpubroker.runtime.objects import pickled_object
 from gpubroker.runtime.task import Stopped
 
 _OURS = str(Path(__file__).parent)
 
 
-def succeeded(value: Any, result_format: str, limit_bytes: int) -> RunOutcome:
-    """The value in its wire form, or a failure that says why it cannot be written."""
+Store = Callable[[bytes], str]
+"""Makes an object of a result and returns its id. Raises NotStored, Stopped."""
+
+
+class NotStored(Exception):
+    """A large result cannot become an object; the text says why."""
+
+
+def succeeded(value: Any, result_format: str, limit_bytes: int, store: Store) -> RunOutcome:
+    """The value in its wire form, or a failure that says why it cannot be written. One that is larger than
+    the limit becomes an object."""
     try:
         data = cloudpickle.dumps(value) if result_format == "cloudpickle" else _as_json(value)
+        if len(data) <= limit_bytes:
+            return RunOutcome("succeeded", result=data, result_format=result_format)
+        if result_format == "cloudpickle":
+            data = pickled_object(value)
     except Exception as fault:
         return failed("unserializable_result", _cannot_carry(value, result_format, fault))
-    if len(data) > limit_bytes:
+    try:
+        named = {"object": store(data)}
+    except Stopped:
+        return RunOutcome("stopped")
+    except NotStored as fault:
         return failed(
             "result_too_large",
-            f"the result takes {len(data) / 2**20:.1f} MiB and the limit is {limit_bytes / 2**20:.1f} MiB; "
-            "write it to a file or an object store and return its address",
+            f"the result takes {len(data) / 2**20:.1f} MiB, more than {limit_bytes / 2**20:.1f} MiB, and "
+            f"cannot become an object: {fault}",
         )
-    return RunOutcome("succeeded", result=data, result_format=result_format)
+    return RunOutcome("succeeded", result=_as_json(named), result_format="object")
 
 
 def raised(fault: BaseException) -> RunOutcome:

@@ -5,7 +5,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -83,6 +83,14 @@ def own_process(task: "RunningTask") -> None:
     _only_task = task
 
 
+class Workers(NamedTuple):
+    """The ranks at work in a task of several."""
+
+    number: int
+    """Of their world: 0 at the start, higher after each change, the same in every rank."""
+    ranks: tuple[int, ...]
+
+
 class RunningTask:
     """One run, seen from inside. Every method may be called from any thread."""
 
@@ -93,8 +101,11 @@ class RunningTask:
         self._released = threading.Event()
         """Set when it need not wait for other ranks any longer."""
         self._rank_zero_address = ""
-        self._members = tuple(range(order.world_size))
+        self._world = Workers(0, tuple(range(order.world_size)))
         self._world_changed = threading.Event()
+        self._told_of = 0
+        """The number of the newest world that the callbacks know."""
+        self._on_resize: list[Callable[[Workers], None]] = []
         self._lock = threading.Lock()
         self._saved = 0
         self._on_stop: list[Callable[[], None]] = []
@@ -134,24 +145,36 @@ class RunningTask:
     @property
     def world_size(self) -> int:
         """The number of `members`."""
-        return len(self._members)
+        return len(self._world.ranks)
+
+    @property
+    def workers(self) -> "Workers":
+        """The ranks at work, as far as this one knows, and the number of their world. While a task with
+        `min_ranks` runs, ranks beyond those may be told to leave, and ranks with new numbers may join."""
+        return self._world
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks at work, in order. Ranks beyond the task's `min_ranks` may be told to leave; they are
-        removed here at once, and never come back."""
-        return self._members
+        """The ranks of `workers`, in order."""
+        return self._world.ranks
 
     @property
     def world_changed(self) -> bool:
-        """Ranks have left since the start, or since `accept_world` was last called."""
+        """Ranks have joined or left since the start, or since `accept_world` was last called."""
         return self._world_changed.is_set()
 
     def accept_world(self) -> tuple[int, ...]:
-        """Returns the ranks at work; `world_changed` is False until more of them leave."""
+        """Returns the ranks at work; `world_changed` is False until more of them join or leave."""
+        self._tell_of_resize()
         with self._lock:
             self._world_changed.clear()
-            return self._members
+            return self._world.ranks
+
+    def on_resize(self, callback: Callable[["Workers"], None]) -> None:
+        """Call it with the newest world once ranks have joined or left, in the thread and at the time of the
+        next `checkpoint` or `accept_world` of this rank."""
+        with self._lock:
+            self._on_resize.append(callback)
 
     @property
     def rank_zero_address(self) -> str:
@@ -173,9 +196,10 @@ class RunningTask:
 
         The state is copied before this returns. A moment later it is on the broker's disk, unless a newer
         one overtakes it. A later attempt finds the newest as `resume_state` or `resume_uri`. Only rank 0
-        saves, for all ranks; calls of the others do nothing.
+        saves, for all ranks. What `on_resize` has to tell is told first, in any rank.
         Raises CheckpointTooLarge over the limit, TypeError or ValueError for an invalid `uri`.
         """
+        self._tell_of_resize()
         if self._order.rank > 0:
             return
         address = None if uri is None else _address(uri)
@@ -223,13 +247,19 @@ class RunningTask:
             self._rank_zero_address = rank_zero_address
             self._released.set()
 
-    def shrink_world(self, ranks: Iterable[int]) -> None:
-        """Only these are left; for the process that runs the task. Ranks that left never come back."""
+    def resize(self, ranks: Iterable[int], number: int | None = None) -> None:
+        """These are at work; for the process that runs the task. Without a number some have only left. An
+        older world than that known is ignored."""
+        at_work = tuple(sorted(ranks))
+        if number is None:
+            number = self._order.world_size - len(at_work)
         with self._lock:
-            left = tuple(sorted(set(self._members).intersection(ranks)))
-            if left != self._members:
-                self._members = left
-                self._world_changed.set()
+            if number > self._world.number:
+                self._world = Workers(number, at_work)
+                if self._rank_zero_address:  # else it begins with this one
+                    self._world_changed.set()
+                else:
+                    self._told_of = number
 
     def wait_for_go(self) -> bool:
         """Back when all ranks are ready (True), or when the task has to stop instead (False)."""
@@ -243,6 +273,13 @@ class RunningTask:
                 self._on_stop.append(callback)
                 return
         callback()
+
+    def _tell_of_resize(self) -> None:
+        with self._lock:
+            world, callbacks = self._world, tuple(self._on_resize)
+            is_news, self._told_of = world.number > self._told_of, world.number
+        for callback in callbacks if is_news else ():
+            callback(world)
 
     @property
     def _key(self) -> RunKey:

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack, cast
 import cloudpickle
 
 from gpubroker.errors import BrokerError, ItemFailed, WrongArgument
-from gpubroker.tasks.submission import SubmitOptions, Target, submission_body
+from gpubroker.tasks.submission import SubmitOptions, Target, as_json, objects_named, submission_body
 from gpubroker.tasks.task import Failure
 from gpubroker.transport.decoding import Page, Raw, decode
 from gpubroker.transport.exchange import Call, Pause, Steps
@@ -250,19 +250,22 @@ class ArrayApi(Operations):
         given = {name: options[name] for name in _ARRAY_OPTIONS if options.get(name) is not None}  # type: ignore[literal-required]  # they are
         of_task = {name: value for name, value in options.items() if name not in _ARRAY_OPTIONS}
         body = submission_body(target, args, cast("SubmitOptions", of_task))
-        packed, count = _packed(target, items)
+        listed = list(items)
+        packed, count = _packed(target, listed), len(listed)
+        if callable(target):
+            body = _with_objects_of(body, listed)
         if len(packed) > _INLINE_BYTES:
             upload = Call(
                 "POST", "/objects", body=packed, headers={"Content-Type": "application/octet-stream"},
                 patience_seconds=_SUBMIT_SECONDS,
             )  # fmt: skip
             stored = (yield from self._send(upload)).json()["id"]
-            listed: Any = {"object": stored, "count": count}
+            given_as: Any = {"object": stored, "count": count}
         elif callable(target):
-            listed = {"pickled": base64.b64encode(packed).decode(), "count": count}
+            given_as = {"pickled": base64.b64encode(packed).decode(), "count": count}
         else:
-            listed = None
-        text = packed if listed is None else json.dumps(listed).encode()
+            given_as = None
+        text = packed if given_as is None else json.dumps(given_as).encode()
         rest = json.dumps(given).encode()[1:]
         body = body[:-1] + b',"items":' + text + (b"," if given else b"") + rest
         headers = {"Idempotency-Key": f'"{key}"'}
@@ -341,15 +344,25 @@ def bar_line(array: Array, width: int) -> str:
     return f"[{'#' * filled}{'.' * (width - filled)}] {array.done}/{array.total}{failed}{rate}"
 
 
-def _packed(target: Target, items: Iterable[Any]) -> tuple[bytes, int]:
+def _with_objects_of(body: bytes, items: Sequence[Any]) -> bytes:
+    """The body says which objects the pickled items name."""
+    named = objects_named(items).get("objects", [])
+    if not named:
+        return body
+    given = json.loads(body)
+    given["run"]["objects"] = sorted({*named, *given["run"].get("objects", [])})
+    return json.dumps(given).encode()
+
+
+def _packed(target: Target, listed: Sequence[Any]) -> bytes:
     """A pickled list for functions, JSON for the others. Raises WrongArgument."""
-    listed = list(items)
     if not listed:
         raise WrongArgument("an array needs one item or more; there are none")
     try:
         if callable(target):
-            return cloudpickle.dumps(listed), len(listed)
-        return json.dumps(listed, separators=(",", ":"), allow_nan=False).encode(), len(listed)
+            packed: bytes = cloudpickle.dumps(listed)
+            return packed
+        return json.dumps(list(map(as_json, listed)), separators=(",", ":"), allow_nan=False).encode()
     except Exception as error:  # objects may raise anything when they are pickled
         how = "pickled" if callable(target) else "written as JSON"
         raise WrongArgument(f"the items cannot be {how} ({error}); pass plain values") from None

@@ -3,7 +3,7 @@
 import base64
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from typing import Any, Final, Literal, TypedDict, Unpack, cast
@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack, cast
 import cloudpickle
 
 from gpubroker.errors import WrongArgument
+from gpubroker.runtime.objects import ObjectRef, named_object
 
 Target = str | Sequence[str] | Callable[..., Any]
 """`"module:function"` names an entrypoint that the operator allows; a list of words is a command; a function
@@ -218,13 +219,15 @@ def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict
             "function": base64.b64encode(_pickled(target, args, kwargs)).decode(),
             "python": f"{sys.version_info.major}.{sys.version_info.minor}",
             "cloudpickle": ".".join(cloudpickle.__version__.split(".")[:2]),
+            **objects_named([*args, *kwargs.values()]),
         }
     if isinstance(target, str):
         if ":" not in target:
             raise WrongArgument(
                 f"invalid entrypoint {target!r}: write module:function, or pass a command as a list of words"
             )
-        return {"entrypoint": target, "args": list(args), "kwargs": dict(kwargs)}
+        named = {name: as_json(value) for name, value in kwargs.items()}
+        return {"entrypoint": target, "args": list(map(as_json, args)), "kwargs": named}
     if not target or not isinstance(cast("object", target), Sequence):
         raise WrongArgument(
             f"cannot run {target!r}: pass module:function, a command as a list of words, or a function"
@@ -233,6 +236,17 @@ def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict
         raise WrongArgument("a command takes no separate arguments; put them into the list of words")
     run: dict[str, Any] = {"command": [str(word) for word in target]}
     return run if directory is None else run | {"working_directory": directory}
+
+
+def as_json(argument: Any) -> Any:
+    """An object by its id, and anything else as it is."""
+    return {"object": argument.id} if isinstance(argument, ObjectRef) else argument
+
+
+def objects_named(arguments: Iterable[Any]) -> dict[str, Any]:
+    """The field of a function that says which objects its pickled arguments name, if any do."""
+    ids = sorted({id for value in arguments if (id := named_object(value)) is not None})
+    return {"objects": ids} if ids else {}
 
 
 def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

@@ -260,7 +260,8 @@ def id_of(task: AnyTask) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a task ended. `value` is the JSON result; a pickled one stays bytes in `data`."""
+    """How a task ended. `value` is the JSON result; a pickled one stays bytes in `data`. With the format
+    `object`, `value["object"]` is the id of what a large result has become."""
 
     id: str
     state: TaskState

@@ -1,5 +1,6 @@
 """Operations on tasks: submit, follow, change, explain."""
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -9,9 +10,11 @@ from weakref import ref
 import cloudpickle
 
 from gpubroker.errors import BrokerError, WrongArgument
+from gpubroker.runtime.objects import PICKLE_MARK, opened_object
 from gpubroker.tasks.estimates import Estimate
 from gpubroker.tasks.explanation import Explanation, Simulation
 from gpubroker.tasks.log_reading import LogOptions, LogReading
+from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
     AnySubmission,
     SubmitOptions,
@@ -28,7 +31,6 @@ from gpubroker.tasks.waiting import Deadline
 from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
 from gpubroker.transport.operations import (
-    Operations,
     Pages,
     Reading,
     json_body,
@@ -103,7 +105,7 @@ TaskOrError = str | BrokerError
 """The id of a submitted task, or why it was refused."""
 
 
-class TaskApi(Operations):
+class TaskApi(ObjectApi):
     @operation
     def submit(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> Steps[Task]:
         """Queue a task; when this returns, the task is on the service's disk.
@@ -197,10 +199,16 @@ class TaskApi(Operations):
         """Wait for the task and return its result. Raises TaskFailed, TaskCancelled or WaitTimeout.
 
         A result in cloudpickle format, the default for functions, is unpickled here, which runs code that the
-        task chose: use `outcome` for tasks you do not trust.
+        task chose: use `outcome` for tasks you do not trust. A result that was too large has become an object
+        (`outcome` has its id) and is fetched.
         """
         yield from self._wait(task, timeout_seconds)
-        return value_of((yield from self._outcome(task)))
+        outcome = yield from self._outcome(task)
+        if outcome.format == "object":
+            check_success(outcome)
+            data = yield from self._content(outcome.value["object"])
+            return opened_result(data)
+        return value_of(outcome)
 
     @operation
     def outcome(self, task: AnyTask) -> Steps[Outcome]:
@@ -335,6 +343,12 @@ class TaskApi(Operations):
 
     def _outcome(self, task: AnyTask) -> Steps[Outcome]:
         return Outcome.of((yield from self._ask("GET", f"{_path(task)}/result")))
+
+
+def opened_result(data: bytes) -> Any:
+    """Of a result that has become an object."""
+    is_pickled = data[: len(PICKLE_MARK)] == PICKLE_MARK
+    return opened_object(memoryview(data), unpickles=True) if is_pickled else json.loads(data)
 
 
 def value_of(outcome: Outcome) -> Any:

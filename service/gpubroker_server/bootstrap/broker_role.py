@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import random
 
+from gpubroker import __version__
+
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import WallClock, boot_seconds
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
@@ -38,11 +40,13 @@ from gpubroker_server.broker.model_dispatch import ModelDispatcher, ModelDispatc
 from gpubroker_server.broker.model_use import ModelUse
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.broker.run_logs import LogKeeper
+from gpubroker_server.broker.task_objects import TaskObjects
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.ports.objects import Quota
 from gpubroker_server.ports.store import LineageChanged, LogShortened
 from gpubroker_server.settings.loading import Settings
 
@@ -132,7 +136,7 @@ class BrokerRole:
         status, leader = dict(self.executor.status()), self.candidate.leader
         seen = LeaderSeen(
             term, self._name, self._follower.clock.now(), status, slots=self._slots.divided,
-            lease_seconds=self.candidate.seconds_left(),
+            lease_seconds=self.candidate.seconds_left(), release=__version__,
         )  # fmt: skip
         return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
 
@@ -164,6 +168,17 @@ class BrokerRole:
             limit_bytes=settings.limits.log_bytes,
             inline_bytes=settings.limits.inline_bytes,
         )
+        limits = settings.limits
+        objects = TaskObjects(
+            follower.world,
+            self._store,
+            self._blobs,
+            self.executor,
+            follower.clock,
+            Seconds(settings.retention.object_seconds),
+            Quota(limits.tenant_object_bytes, limits.tenant_objects),
+            limits.object_bytes,
+        )
         return Leader(
             leader_term=leader_term,
             ticks=boot_seconds,
@@ -184,6 +199,7 @@ class BrokerRole:
             dispatcher=self._dispatcher(),
             clock=follower.clock,
             logs=logs,
+            objects=objects,
         )
 
     def _dispatcher(self) -> Dispatcher:

@@ -17,6 +17,7 @@ import structlog
 
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.settings.loading import LOOPBACK, Settings
+from gpubroker_server.settings.ray import client_server_refused
 
 log = structlog.get_logger("gpubroker.start")
 
@@ -93,7 +94,14 @@ def check_ray_access(settings: Settings, environment: Mapping[str, str] = os.env
 
     They are named by settings or, as for Ray itself, in the environment. Ray would try for minutes.
     """
-    if not settings.ray.address or settings.engine != "ray":
+    if settings.engine != "ray":
+        return
+    if "://" in (client := environment.get("RAY_ADDRESS", "")):
+        raise StartRefused(
+            f"RAY_ADDRESS: {client_server_refused(client)}. The service reads --ray or ray.address: write it "
+            "there, and unset RAY_ADDRESS"
+        )
+    if not settings.ray.address:
         return
     token, tls = settings.ray.token_file, settings.ray.tls
     if token is not None:

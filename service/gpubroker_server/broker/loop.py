@@ -15,6 +15,7 @@ from gpubroker_server.broker.inbox import Inbox
 from gpubroker_server.broker.observe import Observer, without_values
 from gpubroker_server.broker.planner import Planner
 from gpubroker_server.broker.run_logs import LogKeeper
+from gpubroker_server.broker.task_objects import TaskObjects
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderTerm, RefusedTerm, refused_term
 from gpubroker_server.core.domain.orders import Logged, Report, TermRefused
@@ -36,6 +37,7 @@ from gpubroker_server.ports.store import (
     StoreUnavailable,
     TaskStore,
 )
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectWanted
 
 log = structlog.get_logger("gpubroker.broker")
 
@@ -75,8 +77,10 @@ class Leader:
         dispatcher: Dispatcher,
         clock: Clock,
         logs: LogKeeper | None = None,
+        objects: TaskObjects | None = None,
     ) -> None:
         self._logs = logs
+        self._objects = objects
         self.leader_term = leader_term
         self._ticks = ticks
         self._world = world
@@ -129,6 +133,8 @@ class Leader:
             group.create_task(self._lead())
             if self._logs is not None:
                 group.create_task(self._logs.follow())
+            if self._objects is not None:
+                group.create_task(self._objects.serve())
 
     async def take_over(self) -> None:
         """Begin the term: no node is used before its agent has answered it."""
@@ -170,7 +176,9 @@ class Leader:
         while True:
             await self._inbox.has_room.wait()
             heard = await self._executor.reports()
-            self.hear([report for report in heard if not isinstance(report, TermRefused)])
+            self.hear([one for one in heard if not isinstance(one, TermRefused | ObjectWanted | ObjectPart)])
+            if self._objects is not None:
+                self._objects.hear([one for one in heard if isinstance(one, ObjectWanted | ObjectPart)])
             for report in heard:
                 if isinstance(report, TermRefused):
                     await self._on_refused(report)

@@ -24,6 +24,7 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     NodeLost,
     NodeReport,
+    NodesListed,
     Progressed,
     Report,
     Sampled,
@@ -156,7 +157,7 @@ class Observer:
         given_up = self._given_up(self.heartbeats.report_dead(lost, self._world, self._ticks(), now))
         for report in reports:
             match report:
-                case Heartbeat() | Logged():
+                case Heartbeat() | Logged() | NodesListed():
                     pass
                 case NodeLost():
                     if report in given_up:
@@ -222,6 +223,8 @@ class Observer:
                 self.heartbeats.heard(report.node, at)
             elif isinstance(report, NodeReport):
                 self.heartbeats.heard(report.node.name, at)
+            elif isinstance(report, NodesListed):
+                self.heartbeats.listed(report.nodes, self._world, at)
 
     def on_requests(self, now: Instant) -> list[Decision]:
         for request in self._world.requests.values():

@@ -26,6 +26,7 @@ from gpubroker_server.gateway.explain import plan_routes
 from gpubroker_server.gateway.explain import routes as explain
 from gpubroker_server.gateway.explain.routes import ExplainParts
 from gpubroker_server.gateway.http.identity import Callers
+from gpubroker_server.gateway.http.leader_release import LeaderRelease
 from gpubroker_server.gateway.http.middleware import RequestMiddleware
 from gpubroker_server.gateway.http.openapi import complete
 from gpubroker_server.gateway.http.times import Freshness
@@ -129,12 +130,13 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     freshness = Freshness(parts.follower, store, waiters, limits)
     pending = PendingReasons(world, rules.policy, leadership)
     records = TaskRecords(store, blobs, parts.follower, freshness, waiters, pending, limits.page_items)
+    release = LeaderRelease(leadership.leader)
     submissions = Submissions(
         store, blobs, parts.secrets, world, parts.ids, clock, rules.defaults, parts.capacity,
         rules.permissions, records, limits.inline_bytes, limits.tenant_pending_tasks,
-        limits.tenant_pending_bytes,
+        limits.tenant_pending_bytes, release, limits.object_seconds,
     )  # fmt: skip
-    requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds)
+    requests = LeaderRequests(store, parts.ids, clock, waiters, limits.settle_seconds, release)
     storage = ObjectStorage(store, blobs, clock, limits)
     yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
     yield ArrayParts(submissions, storage, requests)

@@ -8,6 +8,7 @@ from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import LogName, Order, Report, TermRefused
 from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, TaskId
+from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,11 @@ class Executor(Protocol):
         """Have this node tell what these logs have from a byte on; its agent answers with Logged."""
         ...
 
-    async def reports(self) -> Sequence[Report | TermRefused]:
+    def answer(self, answer: ObjectAnswer) -> None:
+        """Tell a run what it asked about an object. If this is lost, its agent asks again."""
+        ...
+
+    async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
         """All reports since the last call, in order per run; waits for at least one."""
         ...
 

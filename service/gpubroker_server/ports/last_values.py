@@ -28,6 +28,8 @@ class LeaderSeen:
     """By model, the slots that each gateway may claim; None if the leader divides none."""
     lease_seconds: Seconds = Seconds(0.0)
     """It may lead this long without another renewal."""
+    release: str = ""
+    """Of its software; empty: 0.2.0, which does not say it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,10 @@ LEAST_BYTES: Final = 4096
 """The least that an object counts in a quota, as on a disk."""
 
 
+IDLE_SHARE: Final = 0.1
+"""A use is stored only once this share of the retention time has passed: each is a write."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredObject:
     tenant: str

@@ -12,12 +12,11 @@ from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.submission import BatchSubmission as BatchSubmission
-from gpubroker_server.core.domain.submission import KnownKey as KnownKey
+from gpubroker_server.core.domain.submission import KnownKey, WorkerSet
 from gpubroker_server.core.domain.submission import RunSpec as RunSpec
 from gpubroker_server.core.domain.submission import Submission as Submission
 from gpubroker_server.core.domain.submission import SubmitOutcome as SubmitOutcome
 from gpubroker_server.core.domain.submission import SubmitVerdict as SubmitVerdict
-from gpubroker_server.core.domain.submission import WorkerSet as WorkerSet
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import (
     Instant,
@@ -250,8 +249,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, Protocol):
         ...
 
     async def batch_answer(self, first: TaskId) -> str:
-        """The stored answer to the batch that begins with this task, or the terms of the array; empty if
-        there is none."""
+        """The stored answer to the batch that begins with this task, or its terms; empty if there is none."""
         ...
 
     async def request(self, *requests: Request) -> None:
@@ -376,6 +374,16 @@ class BlobStore(Protocol):
     async def get(self, digest: str) -> bytes:
         """Raises BlobMissing, BlobCorrupt."""
         ...
+
+    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
+        """A part of it, which is not compared with the digest. Raises BlobMissing."""
+        ...
+
+    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
+        """The next part of a new object; one at 0 begins anew. How many bytes there are by now."""
+
+    async def finish(self, upload: str, digest: str) -> None:
+        """Make an object of its parts. Raises BlobMissing; BlobCorrupt if they have another digest."""
 
     async def delete(self, digest: str) -> None: ...
 

@@ -27,6 +27,15 @@ LOCAL_RAY_ONLY: Final = {
 """Settings without effect on a cluster that others run, and where it is decided there."""
 
 
+def client_server_refused(address: str) -> str:
+    """Why an address such as `ray://host:10001` is refused, and what to write."""
+    host = address.partition("://")[2].partition("/")[0].rpartition(":")[0] or "host"
+    return (
+        f"{address!r} is the address of a Ray Client server, through which runs cannot be followed; write "
+        f"that of the head itself: {host}:6379, if it was started with the usual port"
+    )
+
+
 class RaySettings(Section):
     address: str = ""
     token_file: HomePath | None = None
@@ -58,11 +67,7 @@ class RaySettings(Section):
     @classmethod
     def _address_is_of_a_head(cls, address: str) -> str:
         if "://" in address:
-            bare = address.partition("://")[2].partition("/")[0].rpartition(":")[0] or "host"
-            raise ValueError(
-                f"{address!r} is the address of a Ray Client server, through which runs cannot be followed; "
-                f"write that of the head itself: {bare}:6379, if it was started with the usual port"
-            )
+            raise ValueError(client_server_refused(address))
         host, _, port = address.rpartition(":")
         if address and (not host or not port.isdigit()):
             raise ValueError(f"{address!r} is not the address of a Ray head; write host:6379")

@@ -1,7 +1,7 @@
 """Numbers in words for people."""
 
 import pytest
-from gpubroker_server.core.domain.units import in_time
+from gpubroker_server.core.domain.units import in_time, release_numbers
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,9 @@ from gpubroker_server.core.domain.units import in_time
 )
 def test_a_time_has_the_unit_that_leaves_a_few_digits(seconds: float, words: str) -> None:
     assert in_time(seconds) == words
+
+
+def test_releases_are_compared_by_their_numbers_and_an_unknown_one_is_the_first() -> None:
+    releases = ["", "0.2.0", "0.3.0.dev0", "0.10.1", "1.0"]
+    assert sorted(releases, key=release_numbers) == releases
+    assert release_numbers("0.3.0.dev0") == release_numbers("0.3.0")

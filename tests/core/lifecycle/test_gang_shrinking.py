@@ -80,7 +80,7 @@ def test_a_new_leader_repeats_the_stop_order_and_the_world_orders() -> None:
     [notice] = (order for order in seen(gang, "n2", 2, 3) if isinstance(order, StopOrder))
     assert (notice.rank, notice.grace_seconds) == (2, 18.0)
     assert [(type(order), order.rank) for order in seen(gang, "n1", 0, 1)] == [
-        (GoOrder, 0), (WorldOrder, 0), (GoOrder, 1), (WorldOrder, 1),
+        (WorldOrder, 0), (GoOrder, 0), (WorldOrder, 1), (GoOrder, 1),
     ]  # fmt: skip
     assert gang.task.state is TaskState.RUNNING
 

@@ -44,15 +44,19 @@ class Cluster:
         self.lost: dict[str, float] = {}
         """Node -> when it was given up."""
         self.why: dict[str, str] = {}
-        self._next_beat = dict.fromkeys(runs, self.at)
+        self.listed: set[str] | None = None
+        """What the control service has; None while it is away."""
+        self.next_beat = dict.fromkeys(runs, self.at)
 
     def step(self, seconds: float = LOOK, *, looks: bool = True, listening: bool = True) -> None:
         self.at += seconds
-        for node, due in self._next_beat.items():
+        for node, due in self.next_beat.items():
             if due <= self.at:
-                self._next_beat[node] = self.at + BEAT
+                self.next_beat[node] = self.at + BEAT
                 if looks and listening and node not in self.dead:
                     self.monitor.heard(NodeName(node), self.at)
+        if self.listed is not None:
+            self.monitor.listed({NodeName(node) for node in self.listed}, self.world, self.at)
         if looks:
             self.take(self.monitor.check(self.world, self.at, Instant(self.at), listening=listening))
 

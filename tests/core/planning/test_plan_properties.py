@@ -37,6 +37,11 @@ def step_of(decision: Decision) -> Step:
                 return ("admit", task.id, tuple(m.node for m in task.members), ranks, tuple(ended))
             devices = tuple((lease.device, lease.mb) for lease in decision.leases)
             return ("admit", task.id, task.node, devices, tuple(ended))
+        case "grow":
+            task = decision.tasks[0].task
+            ranks = tuple((lease.rank, lease.device, lease.mb) for lease in decision.leases)
+            joining = tuple(member.node for member in task.members if member.is_joining)
+            return ("grow", task.id, joining, ranks)
         case "preempt":
             victims = tuple(name_of(write.task, decision.subject) for write in decision.tasks)
             pledges = [written.pledge for written in decision.pledges if not written.end]

@@ -12,11 +12,10 @@ from tests.builders import NOW, a_demand, a_task
 POLICY = Policy(ageing_seconds_per_point=60.0)
 
 
-def in_order(*tasks: Task, now: float = NOW) -> list[str]:
+def in_order(*tasks: Task, now: float = NOW, **weights: float) -> list[str]:
     def place(task: Task) -> object:
-        return order_within_tenant(
-            task.priority, task.stream, task.submitted_at, task.id, Instant(now), POLICY
-        )
+        weight = weights.get(task.stream, 1.0)
+        return order_within_tenant(task.priority, weight, task.submitted_at, task.id, Instant(now), POLICY)
 
     return [task.id for task in sorted(tasks, key=place)]
 
@@ -26,8 +25,16 @@ def test_a_higher_band_goes_first_however_long_the_other_has_waited():
     assert in_order(old, a_task("new", priority=70)) == ["new", "old"]
 
 
+def test_a_heavier_stream_goes_first_until_the_lighter_one_has_aged_to_the_top_of_its_band():
+    heavy, light = a_task("heavy", stream="h"), a_task("light", stream="l", submitted_at=NOW - 59.0)
+    assert in_order(light, heavy, h=2.0) == ["heavy", "light"]
+    old = a_task("old", stream="l", submitted_at=NOW - 3600.0)
+    younger = a_task("younger", stream="h", submitted_at=NOW - 3599.0)
+    assert in_order(younger, old, h=2.0) == ["old", "younger"]
+
+
 def aged_priority(priority: int, waited_seconds: float) -> int:
-    return -order_within_tenant(priority, "", Instant(NOW - waited_seconds), TaskId("t"), NOW, POLICY)[1]
+    return -order_within_tenant(priority, 1.0, Instant(NOW - waited_seconds), TaskId("t"), NOW, POLICY)[1]
 
 
 def test_within_a_band_waiting_makes_up_for_priority():
@@ -95,12 +102,12 @@ def test_a_group_counts_its_members_before_a_place():
     group = QueueGroup(("default", 50, a_demand(), "", 50))
     for number in range(10):
         group.add((NOW - 10.0 * number, TaskId(f"t{number}")))
-    third = order_within_tenant(50, "", Instant(NOW - 70.0), TaskId("t7"), NOW, POLICY)
+    third = order_within_tenant(50, 1.0, Instant(NOW - 70.0), TaskId("t7"), NOW, POLICY)
     assert group.count_own(third, NOW, POLICY) == 3
     assert group.count_until(order_key(third, EVEN), EVEN, NOW, POLICY) == 3
     assert group.count_until(order_key(third, EVEN), (1, 0), NOW, POLICY) == 0
     assert group.count_until(order_key(third, (1, 0)), EVEN, NOW, POLICY) == 10
-    higher = order_within_tenant(95, "", NOW, TaskId("x"), NOW, POLICY)
+    higher = order_within_tenant(95, 1.0, NOW, TaskId("x"), NOW, POLICY)
     assert group.count_until(order_key(higher, EVEN), EVEN, NOW, POLICY) == 0
 
 

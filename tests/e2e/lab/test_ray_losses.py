@@ -1,6 +1,7 @@
 """What may die around a run without harm to it: the driver, the line to Ray, the agent."""
 
 import asyncio
+import hashlib
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from gpubroker_server.adapters.ray.driver import link as driver_link
 from gpubroker_server.core.domain.orders import Ended, Ending, Gone, NodeLost, NodeReport, Started
+from gpubroker_server.ports.task_objects import ObjectWanted, WantedAnswer
 
 from tests.contracts.executor_bench import Run
 from tests.contracts.proxy import a_proxy
@@ -94,6 +96,24 @@ async def test_a_run_outlives_the_node_agent(lab: Lab, tmp_path: Path) -> None:
     gate.touch()
     assert await run.result() == "seen"
     assert (await run.first(Gone)).proof == "process_absent"
+
+
+async def test_a_run_gets_its_object_and_keeps_it_although_node_agents_are_killed(
+    lab: Lab, tmp_path: Path
+) -> None:
+    data, gate = b"x" * 1_000_000 + b"!", tmp_path / "gate"
+    named = {"object": hashlib.sha256(data).hexdigest()}
+    run = await lab.start("last_byte_once_seen", named, str(gate))
+    await run.first(ObjectWanted)
+    os.kill(*agents_of(lab.head), signal.SIGKILL)
+    asked = await lab.until(lambda: [each for each in run.reports if isinstance(each, ObjectWanted)][1:])
+    lab.executor.answer(WantedAnswer(run.order.node, asked[0], len(data), data, ""))
+    await eventually(gate.with_suffix(".has").exists)
+    before = len(lab.nodes)
+    os.kill(*agents_of(lab.head), signal.SIGKILL)
+    await next_answer(lab, before)
+    gate.touch()
+    assert await run.result() == ord("!")
 
 
 def driver_pids(parent: int) -> list[int]:

@@ -12,6 +12,7 @@ import cloudpickle
 import pytest
 from gpubroker_server.adapters.ray.processes import exit_status_of
 from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Gone, Progressed, Started
+from gpubroker_server.ports.task_objects import ObjectPart, PartAnswer
 
 from tests.client.stand_in_torch import stand_in_for_torch
 from tests.e2e.ray_lab import Lab, is_there
@@ -198,7 +199,6 @@ async def test_a_run_that_cannot_succeed_says_why(
         ("lock", "unserializable_result", "result_format=cloudpickle"),
         ("nan", "unserializable_result", "finite numbers"),
         ("set", "unserializable_result", "result_format=cloudpickle"),
-        ("large", "result_too_large", "return its address"),
     ],
 )
 async def test_a_result_that_cannot_be_carried_names_the_remedy(
@@ -208,6 +208,15 @@ async def test_a_result_that_cannot_be_carried_names_the_remedy(
     assert ended.failure is not None
     assert ended.failure.kind == kind
     assert remedy in ended.failure.message
+
+
+async def test_a_large_result_comes_in_parts_and_is_named_when_all_are_stored(lab: Lab) -> None:
+    run = await lab.start("give", "large")
+    part = await run.first(ObjectPart)
+    assert (part.first_byte, part.size_bytes) == (0, 3_000_002)
+    lab.executor.answer(PartAnswer(run.order.node, part, part.size_bytes, ""))
+    ended = await run.first(Ended)
+    assert (ended.result_format, ended.result) == ("object", b'{"object":"%s"}' % part.object.encode())
 
 
 async def test_a_run_that_keeps_every_core_busy_does_not_hold_up_the_agents_beat(lab: Lab) -> None:

@@ -1,6 +1,7 @@
 """One service with a local Ray for all tests in this folder."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from gpubroker import Broker
@@ -12,7 +13,8 @@ from tests.e2e.service_process import ServiceProcess
 @pytest.fixture(scope="package")
 def _service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     home = tmp_path_factory.mktemp("service") / "data"
-    with ServiceProcess(home, ray={"spares": 4}, policy=POLICY, submit_from_tasks=True) as running:
+    settings: dict[str, Any] = {"ray": {"spares": 4}, "policy": POLICY, "limits": {"result_bytes": 2**20}}
+    with ServiceProcess(home, submit_from_tasks=True, **settings) as running:
         yield running
 
 

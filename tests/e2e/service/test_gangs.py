@@ -72,20 +72,25 @@ def test_a_rank_that_is_shot_takes_the_others_with_it_and_all_come_again(
     until(lambda: is_free(broker), "all ranks gave their memory back")
 
 
-def test_ranks_that_a_gang_can_do_without_make_room_and_the_others_go_on(
+def test_ranks_that_a_gang_can_do_without_make_room_and_others_join_when_it_is_free_again(
     broker: Broker, witness: str
 ) -> None:
-    gang = a_gang(broker, "go_on_with_fewer", witness, priority="background", min_ranks=2)
+    gang = a_gang(broker, "go_on_with_those_at_work", witness, priority="background", min_ranks=2)
     until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
     urgent = broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20_000, priority="critical")
     assert broker.result(urgent, timeout_seconds=PATIENCE_SECONDS) == 42
-    shown = broker.get(gang)
-    assert (shown.state, [rank.state for rank in shown.ranks]) == ("running", ["running"] * 2 + ["left"] * 2)
     for rank in (0, 1):
-        until(lambda rank=rank: f"{rank} works with (0, 1)" in lines_of(witness), "it heard who is left")
+        until(lambda rank=rank: f"{rank} works with (0, 1) in 2" in lines_of(witness), "it heard who is left")
     assert {"2 left", "3 left"} <= set(lines_of(witness))
+    for rank in (0, 1, 4, 5):
+        news = f"{rank} works with (0, 1, 4, 5) in 4"
+        until(lambda news=news: news in lines_of(witness), "it heard who has joined")
+    shown = broker.get(gang)
+    assert [rank.state for rank in shown.ranks] == [
+        "running", "running", "left", "left", "running", "running",
+    ]  # fmt: skip
     note(witness, "enough")
-    assert broker.result(gang, timeout_seconds=PATIENCE_SECONDS) == [0, 1]
+    assert broker.result(gang, timeout_seconds=PATIENCE_SECONDS) == [0, 1, 4, 5]
     assert (broker.get(gang).preemptions, broker.get(gang).attempt) == (0, 1)
     until(lambda: is_free(broker), "all ranks gave their memory back")
 

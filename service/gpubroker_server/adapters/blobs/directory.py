@@ -4,6 +4,7 @@ import asyncio
 import errno
 import hashlib
 import os
+import re
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ log = structlog.get_logger("gpubroker.blobs")
 
 _DIGEST_LENGTH = 64
 _ASKED_AT_ONCE = 500
+_UPLOAD = re.compile("[A-Za-z0-9_-]{1,200}")
 
 Referenced = Callable[[Sequence[str]], Awaitable[Collection[str]]]
 """Of these digests, those that a row names."""
@@ -48,6 +50,33 @@ class DirectoryBlobs:
     async def get(self, digest: str) -> bytes:
         with self._reachable("read"):
             return await asyncio.to_thread(self.get_now, digest)
+
+    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
+        path = self._path(digest)
+
+        def read_now() -> bytes:
+            with path.open("rb") as file:
+                file.seek(first_byte)
+                return file.read(most_bytes)
+
+        with self._reachable("read"):
+            try:
+                return await asyncio.to_thread(read_now)
+            except FileNotFoundError:
+                raise BlobMissing(f"no object has the digest {digest}") from None
+
+    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
+        if first_byte + len(data) > self._max_bytes:
+            raise BlobTooLarge(f"an object has more than {self._max_bytes} bytes; no more are kept")
+        with self._reachable("written"):
+            return await asyncio.to_thread(self._append_now, self._upload(upload), first_byte, data)
+
+    async def finish(self, upload: str, digest: str) -> None:
+        with self._reachable("written"):
+            try:
+                await asyncio.to_thread(self._finish_now, self._upload(upload), digest)
+            except FileNotFoundError:
+                raise BlobMissing(f"no upload has the name {upload}") from None
 
     async def delete(self, digest: str) -> None:
         """Nothing happens if it is not there."""
@@ -110,7 +139,7 @@ class DirectoryBlobs:
         for path in self._root.glob("??/??/*"):
             with _skipping_faults(path.name):
                 if path.stat().st_mtime <= before:
-                    if len(path.name) == _DIGEST_LENGTH:
+                    if len(path.name) == _DIGEST_LENGTH and not path.name.startswith("."):
                         yield path.name
                     else:
                         path.unlink()  # of a write that was interrupted
@@ -135,13 +164,11 @@ class DirectoryBlobs:
         if not self._holds(path, data):
             self._write(path, data)
         # Also if it was there: the earlier write may not have come this far.
-        for folder in (path.parent, path.parent.parent, self._root, self._root.parent):
-            sync_folder(folder)
+        self._sync_folders(path)
         return digest
 
     def _write(self, path: Path, data: bytes) -> None:
-        for folder in (self._root, path.parent.parent, path.parent):
-            folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
+        self._make_folders(path)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -174,6 +201,42 @@ class DirectoryBlobs:
         if found != digest:
             raise BlobCorrupt(f"{path} holds bytes of the digest {found}; restore it from a backup")
         return data
+
+    def _append_now(self, path: Path, first_byte: int, data: bytes) -> int:
+        self._make_folders(path)
+        with path.open("ab" if first_byte else "wb") as file:
+            end_byte = file.tell()
+            if end_byte == first_byte:
+                file.write(data)
+                return end_byte + len(data)
+            return end_byte
+
+    def _finish_now(self, upload: Path, digest: str) -> None:
+        with upload.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        if found != digest:
+            upload.unlink()
+            raise BlobCorrupt(f"an object was to have the digest {digest}, and its bytes have {found}")
+        path = self._path(digest)
+        self._make_folders(path)
+        os.replace(upload, path)
+        os.utime(path)
+        self._sync_folders(path)
+
+    def _upload(self, name: str) -> Path:
+        """Among objects, where sweeps find those that were left."""
+        if not _UPLOAD.fullmatch(name):
+            raise ValueError(f"{name!r} cannot name a file")
+        return self._root / "up" / "lo" / f".new-{name}"
+
+    def _make_folders(self, path: Path) -> None:
+        for folder in (self._root, path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
+
+    def _sync_folders(self, path: Path) -> None:
+        for folder in (path.parent, path.parent.parent, self._root, self._root.parent):
+            sync_folder(folder)
 
     def _path(self, digest: str) -> Path:
         if len(digest) != _DIGEST_LENGTH or not set(digest) <= set("0123456789abcdef"):

@@ -50,6 +50,7 @@ from gpubroker_server.ports.store import (
     Clock,
     ReadTicks,
 )
+from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,10 @@ class WaitingExecutor:
             if node == self._node.name:
                 self._report(Logged(task, fence, self._clock.now(), stream, first_byte, b"", rank=rank))
 
-    async def reports(self) -> Sequence[Report | TermRefused]:
+    def answer(self, answer: ObjectAnswer) -> None:
+        """Tasks that wait open no objects."""
+
+    async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
         await self._arrived.wait()
         self._arrived.clear()
         reports, self._pending = self._pending, []

@@ -22,7 +22,7 @@ from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
-from gpubroker_server.core.domain.submission import ARRAY_LABEL
+from gpubroker_server.core.domain.submission import ARRAY_LABEL, KnownKey
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import (
@@ -41,7 +41,6 @@ from gpubroker_server.ports.store import (
     BatchSubmission,
     CommitVerdict,
     EventListener,
-    KnownKey,
     RunSpec,
     Snapshot,
     StoredCheckpoint,

@@ -1,6 +1,7 @@
 """Orders and reports as bytes: plain values in msgpack, with a number that names the form."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from gpubroker_server.core.domain.orders import (
     LogName,
     NodeLost,
     NodeReport,
+    NodesListed,
     Order,
     Report,
     RunId,
@@ -27,8 +29,10 @@ from gpubroker_server.core.domain.orders import (
     WatchOrder,
     WorldOrder,
 )
+from gpubroker_server.core.domain.submission import ARRAY_VARIABLE
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
+from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, PartAnswer
 
 PROTOCOL = 9
 """Number of the form in which driver and agent speak; first value of every message between them."""
@@ -38,8 +42,11 @@ release that changes the form also speaks the one before. Both sides take the ne
 
 TELLS_LOGS = 9
 """From this form on, agents report the output of runs."""
-KNOWS_ARRAYS = 9
-"""From this form on. An earlier agent would run a worker's function or command once, without an item."""
+KNOWS_ARRAYS_AND_OBJECTS = 9
+"""From this form on. An earlier agent would run a worker's function or command once, without an item, and
+give a function the name of an object in its place."""
+_OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
+"""In JSON, and as a pickle has it: there any text of 64 hexadecimal digits."""
 
 WireSample = tuple[Any, ...]
 """(uuid, used_mb, foreign_mb or None, by_holder, utilization or None)"""
@@ -51,6 +58,20 @@ MEASURE = ("measure",)
 def log_order(log: LogName, first_byte: int) -> tuple[Any, ...]:
     """The order to tell what a run has printed from there on."""
     return "log", *log, first_byte
+
+
+def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
+    """The order to give a run what it asked about an object."""
+    asked = answer.asked
+    run = asked.task, asked.fence, asked.rank, asked.object
+    if isinstance(answer, PartAnswer):
+        return "part", *run, answer.stored_bytes, answer.failure
+    return "object", *run, answer.size_bytes, answer.asked.first_byte, answer.data, answer.failure
+
+
+def needs_arrays_or_objects(payload: RunPayload) -> bool:
+    """Whether an agent before KNOWS_ARRAYS_AND_OBJECTS would run it wrong."""
+    return ARRAY_VARIABLE in payload.spec.env or _OBJECT_ID.search(payload.arguments) is not None
 
 
 _LENGTH_BYTES = 4
@@ -99,8 +120,10 @@ class OrderWriter:
                 return "start", order.incarnation, order.shareable, self._run_order(order, payload).to_wire()
             case GoOrder():
                 return "go", *run, order.rank_zero_address
-            case WorldOrder():
+            case WorldOrder(number=None):
                 return "world", *run, order.ranks
+            case WorldOrder():
+                return "resized", *run, order.ranks, order.number
             case WatchOrder():
                 return "watch", *run, order.pid, _by_uuid(order.devices)
             case ItemsOrder():
@@ -163,9 +186,9 @@ def _without_order_time(report: WireReport) -> WireReport:
     return report[:6] if report[0] == "started" else report
 
 
-def run_of(report: Report) -> RunId | None:
+def run_of(report: Report | ObjectQuestion) -> RunId | None:
     """The run that a report is about; None for one about a node or a server."""
     about_servers = ServerIndex | ServerGone | ModelsInUse
-    if isinstance(report, NodeReport | NodeLost | Heartbeat | Sampled | about_servers):
+    if isinstance(report, NodeReport | NodeLost | NodesListed | Heartbeat | Sampled | about_servers):
         return None
     return report.task, report.fence, report.rank

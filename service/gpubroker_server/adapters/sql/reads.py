@@ -39,6 +39,7 @@ from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
+from gpubroker_server.core.domain.submission import KnownKey
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Lineage, Position, TaskId, Term
 from gpubroker_server.core.world.events import Event
@@ -46,7 +47,6 @@ from gpubroker_server.core.world.phases import STATE_EVENTS
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.store import (
     HeldBack,
-    KnownKey,
     RunSpec,
     Snapshot,
     StoredCheckpoint,

@@ -60,12 +60,15 @@ class NodeHeadroom(NamedTuple):
     custom: tuple[tuple[str, float], ...] = ()
     node: Node | None = None
     """The node, for demands that may not use every node."""
+    gives_gpus: bool = True
+    """False: whoever looks may take none of its GPUs now, whatever is free."""
 
     def fits(self, task: Task) -> bool:
         """A resource that is not asked for is never lacking, even where it is overcommitted."""
         demand = task.demand
         enough = self.cpu >= demand.cpu or not demand.cpu
         enough = enough and (self.memory_mb >= demand.memory_mb or not demand.memory_mb)
+        enough = enough and (self.gives_gpus or not demand.gpus)
         return enough and self.runs >= 1 and self.is_open_to(task) and not self.short_of(task)
 
     def is_open_to(self, task: Task) -> bool:
@@ -88,10 +91,12 @@ class NodeHeadroom(NamedTuple):
             if custom and demand.custom:
                 took = dict(demand.custom)
                 custom = tuple((name, round(left + sign * took.get(name, 0.0), 6)) for name, left in custom)
-        return NodeHeadroom(round(cpu, 6), memory_mb, self.runs + sign * len(tasks), custom, self.node)
+        runs = self.runs + sign * len(tasks)
+        return NodeHeadroom(round(cpu, 6), memory_mb, runs, custom, self.node, self.gives_gpus)
 
     def at_most(self, other: "NodeHeadroom") -> "NodeHeadroom":
         """The smaller of two views of the same node, resource by resource."""
         custom = tuple((name, min(a, b)) for (name, a), (_, b) in zip(self.custom, other.custom, strict=True))
         cpu, memory_mb = min(self.cpu, other.cpu), min(self.memory_mb, other.memory_mb)
-        return NodeHeadroom(cpu, memory_mb, min(self.runs, other.runs), custom, self.node)
+        gives = self.gives_gpus and other.gives_gpus
+        return NodeHeadroom(cpu, memory_mb, min(self.runs, other.runs), custom, self.node, gives)

@@ -77,11 +77,13 @@ class GoOrder(_RunOrder):
 
 @value
 class WorldOrder(_RunOrder):
-    """Ranks have left a gang that goes on. Ranks never come back, so of two orders the one with fewer ranks
-    is newer."""
+    """Ranks have joined a running gang, or have left it."""
 
     ranks: tuple[int, ...]
+    """The ranks at work."""
     rank: int = 0
+    number: int | None = None
+    """The higher of two orders is the newer. None while none has joined: then the one with fewer ranks is."""
 
 
 @value
@@ -161,8 +163,8 @@ class Failure:
     kind: str
     """Stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
     out_of_memory, host_memory_exceeded, over_use, stopped_unasked, corrupt_order, malformed_report, timeout,
-    start_timeout, dependency, entrypoint_not_allowed, secret_missing,
-    array_import_failed."""
+    start_timeout, dependency, entrypoint_not_allowed, secret_missing, array_import_failed, object_missing,
+    object_unreadable."""
     message: str
     traceback: str = ""
 
@@ -243,7 +245,7 @@ class Ended(_RunReport):
     ending: Ending
     result: bytes | None = None
     result_format: str = "json"
-    """`json` or `cloudpickle`; pickled bytes are opened by the SDK only."""
+    """`json`, `cloudpickle` (opened by the SDK only), or `object`: JSON that names what it has become."""
     failure: Failure | None = None
     log_tail: bytes = b""
     rank: int = 0
@@ -340,6 +342,14 @@ class NodeLost:
 
 
 @value
+class NodesListed:
+    """The cluster's own control service answers, and has these nodes. Kept in memory; not an event."""
+
+    nodes: frozenset[NodeName]
+    at: Instant
+
+
+@value
 class TermRefused:
     """An agent takes no orders of this term, because it knows a later one: another leader's, or one that the
     database has lost."""
@@ -379,6 +389,7 @@ Report = (
     | Gone
     | NodeReport
     | NodeLost
+    | NodesListed
     | Heartbeat
     | Sampled
     | ServerIndex

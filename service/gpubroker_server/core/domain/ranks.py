@@ -8,6 +8,12 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.task import Member, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName
 
+MOST_RANKS = 256
+"""Of one claim, those that have left included: every report of a rank writes the whole list."""
+
+MOST_FAILED_JOINS = 3
+"""After so many a gang grows no more before its next start: it may be unable to."""
+
 
 def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
     """(rank, node) of each run of an active task, without a gang's ranks that are gone. Empty for external
@@ -42,11 +48,21 @@ def rank_tasks_on(task: Task, node: NodeName) -> Iterator[Task]:
 
 def rank_task(task: Task, rank: int) -> Task:
     """One rank of a gang as a task of its own with the same id: STOPPING if the rank is to leave."""
-    part = replace(task, demand=task.demand.bundles[rank], members=()) if task.demand.bundles else task
+    part = replace(task, demand=demand_of(task, rank), members=()) if task.demand.bundles else task
     if not task.members or (member := task.members[rank]).takes_part:
         return part
     until = member.stop_deadline_at
     return replace(part, state=TaskState.STOPPING, freeing_for=member.freeing_for, stop_deadline_at=until)
+
+
+def bundle_of(task: Task, rank: int) -> int:
+    """Which bundle of the gang's demand a rank has."""
+    late = task.members[rank].bundle if task.members else None
+    return rank if late is None else late
+
+
+def demand_of(task: Task, rank: int) -> Demand:
+    return task.demand.bundles[bundle_of(task, rank)] if task.demand.bundles else task.demand
 
 
 def stop_deadline_of(task: Task, rank: int) -> Instant | None:
@@ -64,11 +80,44 @@ def removable_ranks(task: Task) -> tuple[int, ...]:
     return tuple(member.rank for member in beyond if member.takes_part and not member.has_ended)
 
 
+def vacant_bundles(task: Task) -> tuple[int, ...]:
+    """The bundles for which a running elastic gang may get ranks now; none while ranks are joining, and once
+    one is done or too many have failed."""
+    demand = task.demand
+    if task.state is not TaskState.RUNNING or demand.least_ranks == len(demand.bundles):
+        return ()
+    if any(member.is_joining or member.has_finished for member in task.members):
+        return ()
+    failed = (m for m in task.members if m.is_late and m.has_ended and m.stop_deadline_at is None)
+    if sum(1 for _ in failed) >= MOST_FAILED_JOINS:
+        return ()
+    taken = {bundle_of(task, member.rank) for member in task.members if not member.has_ended}
+    vacant = (bundle for bundle in range(len(demand.bundles)) if bundle not in taken)
+    return tuple(vacant)[: max(0, MOST_RANKS - len(task.members))]
+
+
+def workers(task: Task) -> tuple[int, ...]:
+    """The ranks at work in a running gang; those that are done stay."""
+    return tuple(m.rank for m in task.members if m.takes_part and not m.is_joining)
+
+
+def world_number(task: Task) -> int:
+    """Rises whenever ranks join a running gang or leave it; 0 at its start."""
+    return sum(member.changes_of_world for member in task.members)
+
+
 def leaving_members(task: Task) -> tuple[Member, ...]:
     """The ranks that were asked to leave a running gang and are not gone yet."""
     if task.state is not TaskState.RUNNING:
         return ()
     return tuple(member for member in task.members if not (member.takes_part or member.gone))
+
+
+def unready_members(task: Task) -> tuple[Member, ...]:
+    """The ranks that were added to a running gang and are not ready yet."""
+    if task.state is not TaskState.RUNNING:
+        return ()
+    return tuple(member for member in task.members if member.is_joining and not member.address)
 
 
 def may_be_late_at(task: Task) -> Instant:
@@ -77,7 +126,8 @@ def may_be_late_at(task: Task) -> Instant:
     if task.state is TaskState.STOPPING:
         return Instant(inf) if task.stop_deadline_at is None else task.stop_deadline_at
     claimed_at = task.admitted_at or Instant(0.0)
-    limits = [member.stop_deadline_at or claimed_at for member in leaving_members(task)]
+    moving = (*leaving_members(task), *unready_members(task))
+    limits = [member.stop_deadline_at or claimed_at for member in moving]
     if task.timeout_seconds is not None:
         limits.append(Instant((task.started_at or claimed_at) + task.timeout_seconds))
     if task.deadline_at is not None:
@@ -108,7 +158,7 @@ def nodes_of(task: Task) -> set[NodeName]:
 def gpus_of(task: Task) -> int:
     if not task.members:
         return task.demand.gpus
-    return sum(task.demand.bundles[rank].gpus for rank, _ in ranks_of(task))
+    return sum(demand_of(task, rank).gpus for rank, _ in ranks_of(task))
 
 
 def needs_gpus(demand: Demand) -> bool:

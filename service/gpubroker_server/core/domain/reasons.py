@@ -18,6 +18,8 @@ class Reason(StrEnum):
     """What is large enough is not ready, or has another kind."""
     NODE_CORDONED = "NodeCordoned"
     """An operator has closed what is large enough."""
+    DISK_FULL = "DiskFull"
+    """A disk of each node that is large enough is too full."""
     BACKEND_UNAVAILABLE = "BackendUnavailable"
     """No node answers, no broker leads, or memory use is unknown."""
     NOT_BEFORE = "NotBefore"
@@ -27,6 +29,8 @@ class Reason(StrEnum):
     """Its tenant's quota is used up."""
     CONCURRENCY_LIMITED = "ConcurrencyLimited"
     """Run slots, CPU, host memory or a custom resource is used up."""
+    BACKGROUND_LIMITED = "BackgroundLimited"
+    """Background and idle work may take no more GPU memory: a target says so."""
     FRAGMENTED = "Fragmented"
     """Enough is free in sum, but not in one piece."""
     WAITING_FOR_MEMORY = "WaitingForMemory"
@@ -52,11 +56,13 @@ _TIERS = {
     Reason.EXCEEDS_CAPACITY: 4,
     Reason.NO_MATCHING_DEVICE: 5,
     Reason.NODE_CORDONED: 5,
+    Reason.DISK_FULL: 5,
     Reason.BACKEND_UNAVAILABLE: 6,
     Reason.NOT_BEFORE: 7,
     Reason.DEPENDENCY_PENDING: 7,
     Reason.QUOTA_EXHAUSTED: 8,
     Reason.CONCURRENCY_LIMITED: 9,
+    Reason.BACKGROUND_LIMITED: 9,
     Reason.FRAGMENTED: 10,
     Reason.WAITING_FOR_MEMORY: 11,
     Reason.BEHIND_HIGHER_PRIORITY: 12,

@@ -201,10 +201,12 @@ ENTRYPOINT_NOT_ALLOWED = "entrypoint_not_allowed"
 """Failure kind of a task whose entrypoint was withdrawn before its run started."""
 SECRET_MISSING = "secret_missing"  # noqa: S105  # not a secret: it says that one is not there
 """Failure kind of a task whose tenant has deleted a secret that it names."""
+OBJECT_MISSING = "object_missing"
+"""Failure kind of a task that opens an object which its tenant does not have any more."""
 ARRAY_IMPORT_FAILED = "array_import_failed"
 """Failure kind of a worker of an array that cannot open its function or its items; `max_retries` of workers
 is for crashes of items."""
-WITHDRAWN = frozenset({ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED})
+WITHDRAWN = frozenset({ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING})
 """Failure kinds of starts that would fail as often as they are tried."""
 
 EntrypointPatterns = tuple[str, ...]

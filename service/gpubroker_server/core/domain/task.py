@@ -26,7 +26,7 @@ class ExternalTerms:
 class MemberState(StrEnum):
     PLACED = "placed"
     """Its order is on its way, or its process is starting. Its agent's Ready moves it on; the gang's start
-    limit stops it."""
+    limit stops it. One that joins a running gang stays so until all that join are ready."""
     READY = "ready"
     """It waits at the barrier; once its task is RUNNING it has been sent the GoOrder. Its end moves it on."""
     SUCCEEDED = "succeeded"
@@ -51,10 +51,37 @@ class Member:
     freeing_for: TaskId | None = None
     """The preemptor that its memory is freed for while it leaves."""
     stop_deadline_at: Instant | None = None
+    """When it has to have left, or, while it is joining, to be ready. None for one that failed by itself."""
+    bundle: int | None = None
+    """Of a rank that was added to a running gang: which bundle of the demand it has. None: that of its
+    rank."""
+
+    @property
+    def is_late(self) -> bool:
+        """It was added while its gang ran."""
+        return self.bundle is not None
+
+    @property
+    def is_joining(self) -> bool:
+        """It is not at work yet in a gang that runs."""
+        return self.is_late and self.state is MemberState.PLACED
 
     @property
     def has_ended(self) -> bool:
         return self.state in (MemberState.SUCCEEDED, MemberState.ENDED, MemberState.LEFT)
+
+    @property
+    def has_finished(self) -> bool:
+        """It came to its own end, which counts for its gang."""
+        return self.state in (MemberState.SUCCEEDED, MemberState.ENDED)
+
+    @property
+    def changes_of_world(self) -> int:
+        """How often it joined a running gang or left it. One that joins and is never at work has no
+        address."""
+        joined = self.is_late and self.state is not MemberState.PLACED and bool(self.address)
+        left = not self.takes_part and (joined or not self.is_late)
+        return joined + left
 
     @property
     def takes_part(self) -> bool:

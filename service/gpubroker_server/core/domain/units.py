@@ -1,5 +1,6 @@
 """Types for numbers and ids, so that MiB and bytes, or a fence and a version, are not confused."""
 
+import re
 from functools import lru_cache
 from typing import NewType
 
@@ -47,6 +48,11 @@ def mark_of(holder: str, fence: Fence, rank: int) -> str:
     """Names one process group in samples and on its node. Rank 0 is left out, since most holders have no
     other."""
     return f"{holder}:{fence}:{rank}" if rank else f"{holder}:{fence}"
+
+
+def release_numbers(release: str) -> tuple[int, ...]:
+    """To compare: '0.3.0.dev0' -> (0, 3, 0). An unknown release, an empty text, is before all others."""
+    return tuple(map(int, re.findall(r"\d+", release)[:3]))
 
 
 @lru_cache(maxsize=4096)

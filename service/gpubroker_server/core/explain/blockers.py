@@ -115,15 +115,27 @@ def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
     if not any(node.node.ready for node in nodes):
         return Blocker(Reason.NO_MATCHING_DEVICE, f"the nodes that are large enough do not answer ({names})")
     if not any(node.is_usable for node in nodes):
-        which = (
-            "are cordoned" if all(node.node.cordoned for node in nodes) else "are cordoned or do not answer"
-        )
-        return Blocker(Reason.NODE_CORDONED, f"the nodes that are large enough {which} ({names})")
+        return _closed(nodes, names)
+    usable = [node for node in nodes if node.is_usable and node.devices]
+    if usable and all(node.count(*OPEN) == 0 and node.count(Verdict.HELD_BACK) for node in usable):
+        where = _some(node.node.name for node in usable)
+        message = f"background and idle work may take no more GPU memory now on {where}; see GET /targets"
+        return Blocker(Reason.BACKGROUND_LIMITED, message)
     if not any(_is_open(node, survey.task.demand.gpus) for node in nodes):
         return Blocker(
             Reason.BACKEND_UNAVAILABLE, f"the memory use of the GPUs has not been reported lately ({names})"
         )
     return None
+
+
+def _closed(nodes: list[NodeFinding], names: str) -> Blocker:
+    """Why no node can be used of those that are large enough."""
+    full = [f"{node.node.name}: {node.full_disk}" for node in nodes if node.full_disk]
+    if full and not any(node.node.cordoned for node in nodes):
+        message = f"the nodes that are large enough have a disk that is too full ({_some(full)})"
+        return Blocker(Reason.DISK_FULL, message)
+    which = "are cordoned" if all(node.node.cordoned for node in nodes) else "are cordoned or do not answer"
+    return Blocker(Reason.NODE_CORDONED, f"the nodes that are large enough {which} ({names})")
 
 
 def _no_headroom(survey: Survey, nodes: list[NodeFinding]) -> Blocker:

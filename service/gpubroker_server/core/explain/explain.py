@@ -25,7 +25,7 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.ledger import Holding
-from gpubroker_server.core.world.queue import order_key, order_within_tenant
+from gpubroker_server.core.world.queue import order_key
 from gpubroker_server.core.world.world import World
 
 MAX_NAMED = 3
@@ -125,9 +125,7 @@ def position_of(
     if task.id not in world.queue and (not is_new or is_deferred(task, world)):
         return None
     shares = FairShares(world, policy, now) if shares is None else shares
-    own = order_within_tenant(
-        world.queue.effective_priority_of(task), task.stream, task.queued_at, task.id, now, policy
-    )
+    own = world.queue.order_within_tenant(task, now, policy)
     key = order_key(own, shares.rank(task.tenant))
     return is_new + world.queue.count_until(key, shares.rank, now, policy)
 
@@ -239,8 +237,10 @@ def _whereabouts(task: Task) -> str:
         ready = sum(member.state is MemberState.READY for member in task.members)
         return f"{names}, {ready} of its {len(task.members)} ranks ready"
     left = sum(not member.takes_part for member in task.members)
+    joining = sum(member.is_joining for member in task.members)
     stopped_early = f", {left} more stopped early" if left else ""
-    return f"{names}, {len(task.members) - left} ranks{stopped_early}"
+    more = f", {joining} more joining" if joining else ""
+    return f"{names}, {len(task.members) - left - joining} ranks{more}{stopped_early}"
 
 
 def _overuse(world: World, task: Task) -> str:
@@ -288,6 +288,10 @@ def _why(finding: DeviceFinding, task: Task) -> str:
             return "its node does not answer"
         case Verdict.CORDONED:
             return "its node is cordoned"
+        case Verdict.DISK_FULL:
+            return "a disk of its node is too full"
+        case Verdict.HELD_BACK:
+            return "background work may take no more of its node now"
         case Verdict.STALE:
             return "its memory use has not been reported lately"
         case Verdict.FITS:

@@ -17,7 +17,7 @@ from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
-from gpubroker_server.core.world.queue import EquivalenceClass, OrderKey, order_key, order_within_tenant
+from gpubroker_server.core.world.queue import EquivalenceClass, OrderKey, order_key
 
 MAX_RUNS = 64
 """Runs that are tried, those that end first."""
@@ -126,8 +126,7 @@ class _TasksAhead:
             task, now, policy = self._survey.task, self._survey.now, self._survey.policy
             self._shares = FairShares(self._survey.draft.world, policy, now)
             world = self._survey.draft.world
-            standing = world.queue.effective_priority_of(task)
-            own = order_within_tenant(standing, task.stream, task.queued_at, task.id, now, policy)
+            own = world.queue.order_within_tenant(task, now, policy)
             key = order_key(own, self._shares.rank(task.tenant))
             to_place = (kin for kin in world.queue.kin.values() if not kin.demand.answered_by)
             found = [one for kin in to_place for one in self._of(kin, key)]

@@ -29,8 +29,12 @@ class Verdict(StrEnum):
     TOO_SMALL = "too_small"
     NODE_NOT_READY = "node_not_ready"
     CORDONED = "cordoned"
+    DISK_FULL = "disk_full"
+    """A disk of its node is too full for anything to start."""
     STALE = "stale"
     """Its last sample is too old."""
+    HELD_BACK = "held_back"
+    """Background work may take no more of its node now."""
     FITS = "fits"
     KEPT_FOR_OTHERS = "kept_for_others"
     """It would fit, but the free memory is pledged to tasks whose victims are stopping."""
@@ -58,10 +62,12 @@ class NodeFinding:
     """It matches the demand, and could run the task when empty."""
     has_headroom: bool
     """It has a run slot, CPU and host memory left for the task."""
+    full_disk: str = ""
+    """Which disk is too full for anything to start; empty if none is."""
 
     @property
     def is_usable(self) -> bool:
-        return self.node.ready and not self.node.cordoned
+        return self.node.ready and not (self.node.cordoned or self.full_disk)
 
     @property
     def open_devices(self) -> list[DeviceFinding]:
@@ -124,8 +130,13 @@ def _judge(
 ) -> NodeFinding:
     demand, period = task.demand, policy.sample_period_seconds
     is_open = may_use_node(demand, node)
+    room, full_disk = (
+        draft.headroom(node.name, task=task.id, priority=task.priority),
+        draft.full_disk(node.name),
+    )
+    closed = _closed(node, full_disk, gives_gpus=room.gives_gpus or not demand.gpus)
     devices = tuple(
-        _judge_device(ledger, task, node, needs, is_open=is_open, is_stale=ledger.is_stale(now, period))
+        _judge_device(ledger, task, closed, needs, is_open=is_open, is_stale=ledger.is_stale(now, period))
         for ledger in draft.ledgers_on(node.name)
     )
     matching = sum(finding.need_mb is not None for finding in devices)
@@ -136,14 +147,32 @@ def _judge(
         and matching >= demand.gpus
         and node.cpu >= demand.cpu
         and node.memory_mb >= demand.memory_mb,
-        has_headroom=draft.headroom(node.name, task=task.id, priority=task.priority).fits(task),
+        has_headroom=room.fits(task),
+        full_disk=full_disk,
     )
 
 
+def _closed(node: Node, full_disk: str, *, gives_gpus: bool) -> Verdict | None:
+    """Why a whole node is out of the question; None if it is not."""
+    if not node.ready:
+        return Verdict.NODE_NOT_READY
+    if node.cordoned:
+        return Verdict.CORDONED
+    if full_disk:
+        return Verdict.DISK_FULL
+    return None if gives_gpus else Verdict.HELD_BACK
+
+
 def _judge_device(
-    ledger: DeviceLedger, task: Task, node: Node, needs: _DeviceNeeds, *, is_open: bool, is_stale: bool
+    ledger: DeviceLedger,
+    task: Task,
+    closed: Verdict | None,
+    needs: _DeviceNeeds,
+    *,
+    is_open: bool,
+    is_stale: bool,
 ) -> DeviceFinding:
-    """`is_open`: whether the task may use the node."""
+    """`closed`: what keeps the task from the whole node. `is_open`: whether the task may use the node."""
     may_use, need = needs.of(ledger.device)
     free = Mib(max(0, ledger.free_mb(task=task.id, priority=task.priority)))
     if not ledger.device.present:
@@ -152,10 +181,8 @@ def _judge_device(
         verdict = Verdict.NOT_WANTED
     elif need is None:
         verdict = Verdict.TOO_SMALL
-    elif not node.ready:
-        verdict = Verdict.NODE_NOT_READY
-    elif node.cordoned:
-        verdict = Verdict.CORDONED
+    elif closed is not None:
+        verdict = closed
     elif is_stale:
         verdict = Verdict.STALE
     elif need <= free:

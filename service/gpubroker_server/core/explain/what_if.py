@@ -31,7 +31,7 @@ from gpubroker_server.core.planning.preemption.eviction import could_make_room, 
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.planning.tenants.guarantees import Guarantees
 from gpubroker_server.core.planning.tenants.quota import Quotas
-from gpubroker_server.core.world.queue import OrderKey, order_key, order_within_tenant
+from gpubroker_server.core.world.queue import OrderKey, order_key
 
 
 class WhatIf:
@@ -184,8 +184,7 @@ class _LazyShares:
         self._known: FairShares | None = None
 
     def key_of(self, task: Task) -> OrderKey:
-        standing = self._world.queue.effective_priority_of(task)
-        own = order_within_tenant(standing, task.stream, task.queued_at, task.id, self._now, self._policy)
+        own = self._world.queue.order_within_tenant(task, self._now, self._policy)
         return order_key(own, self._shares().rank(task.tenant))
 
     def count_ahead(self, task: Task) -> int:

@@ -1,6 +1,6 @@
 """What becomes due with time: limits of runs and of waiting, kills, unconfirmed runs, late pledges."""
 
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from math import inf
 
@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.decisions import (
 from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, quarantine
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import leaving_members
+from gpubroker_server.core.domain.ranks import leaving_members, unready_members
 from gpubroker_server.core.domain.task import (
     Member,
     MemberState,
@@ -87,14 +87,10 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
         ):
             kills = orders_to_leave(world, task, Seconds(0.0))
             decisions.append(Decision(task.id, "kill", orders=kills))
-    for task, late in _late_leavers(world, now, overdue):
-        lost = [m for m in late if _is_over(m.stop_deadline_at, policy.kill_patience_seconds, since, now)]
-        if lost:
-            decisions.append(gang_runs.give_up(world, task, lost, now))
-            moved.add(task.id)
-            abandoned |= {member.freeing_for for member in lost}
-        elif watch is None or any(_is_kill_due(m.stop_deadline_at, watch.last, now) for m in late):
-            decisions.append(gang_runs.kills(world, task, late))
+    for decision, lost in _late_members(world, now, policy, since, watch, overdue):
+        decisions.append(decision)
+        moved |= {write.task.id for write in decision.tasks}
+        abandoned |= {member.freeing_for for member in lost}
     for (holder, fence, rank), ended_at in world.unconfirmed.releasing.items():
         run = world.holder(holder, fence)
         # A run that is asked to stop has a deadline, checked above.
@@ -121,15 +117,33 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
     return decisions
 
 
-def _late_leavers(
-    world: World, now: Instant, but_not: Collection[Task]
-) -> Iterator[tuple[Task, list[Member]]]:
-    """Running gangs with ranks that should have left by now, and those ranks."""
+def _late_members(
+    world: World,
+    now: Instant,
+    policy: Policy,
+    since: Instant,
+    watch: ObservationWindow | None,
+    but_not: Collection[Task],
+) -> Iterator[tuple[Decision, list[Member]]]:
+    """What is due of running gangs with ranks that should have joined, or have left, by now; and the ranks
+    that are given up."""
     for name in sorted(set(world.active.due(now)) - {task.id for task in but_not}):
         task = world.tasks[name]
-        late = [member for member in leaving_members(task) if now >= (member.stop_deadline_at or now)]
-        if late:
-            yield task, late
+        if unready := _late(unready_members(task), now):
+            ranks = {member.rank for member in unready}
+            write, orders = gang_runs.stop_ranks(world, task, ranks, None, now, Seconds(0.0))
+            yield Decision(task.id, "not_ready", tasks=(write,), orders=orders), []
+            continue
+        late = _late(leaving_members(task), now)
+        lost = [m for m in late if _is_over(m.stop_deadline_at, policy.kill_patience_seconds, since, now)]
+        if lost:
+            yield gang_runs.give_up(world, task, lost, now), lost
+        elif late and (watch is None or any(_is_kill_due(m.stop_deadline_at, watch.last, now) for m in late)):
+            yield gang_runs.kills(world, task, late), []
+
+
+def _late(members: Iterable[Member], now: Instant) -> list[Member]:
+    return [member for member in members if now >= (member.stop_deadline_at or now)]
 
 
 def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:

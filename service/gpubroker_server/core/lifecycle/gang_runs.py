@@ -1,4 +1,5 @@
-"""What reports change of a gang: its ranks begin together, stop when one fails, and some may leave early."""
+"""What reports change of a gang: its ranks begin together, stop when one fails, and some may join or leave
+while it runs."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import removable_ranks, with_member
+from gpubroker_server.core.domain.ranks import removable_ranks, with_member, workers, world_number
 from gpubroker_server.core.domain.submission import WITHDRAWN
 from gpubroker_server.core.domain.task import Member, MemberState, Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
@@ -34,10 +35,14 @@ _TOLD = (StopReason.OVERUSE, StopReason.RANK_FAILED, StopReason.START_TIMEOUT)
 
 
 def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Instant) -> None:
-    """The last rank to be ready starts all. A rank that repeats its Ready gets the GoOrder again."""
+    """The last rank to be ready starts all, or lets all in that join a running gang. A rank that repeats its
+    Ready gets its orders again."""
     member = task.members[report.rank]
+    if task.state is TaskState.RUNNING and member.is_joining:
+        _go_on(update, world, with_member(task, replace(member, address=report.address)), at, "rank_ready")
+        return
     if task.state is TaskState.RUNNING and member.state is MemberState.READY:
-        update.orders.append(go_order(world, task, member))
+        update.orders += beginning_orders(world, task, member)
     if task.state is not TaskState.ADMITTED or member.has_ended:
         return
     members = with_member(task, replace(member, state=MemberState.READY, address=report.address))
@@ -47,6 +52,12 @@ def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Insta
     update.move(Move.STARTED, "started", started_at=at, ordered_at=task.ordered_at, members=members)
     assert update.task is not None
     update.orders += [go_order(world, update.task, each) for each in members]
+
+
+def beginning_orders(world: World, task: Task, member: Member) -> tuple[Order, ...]:
+    """What a rank at work may have missed: with whom it is, before it begins."""
+    world_order = (order for order in world_orders(world, task) if order.rank == member.rank)
+    return (*world_order, go_order(world, task, member))
 
 
 def go_order(world: World, task: Task, member: Member) -> GoOrder:
@@ -65,16 +76,16 @@ def ended(
     update.move_leases(report.fence, report.rank, LeaseState.RELEASING)
     if member.has_ended:
         return
-    if not member.takes_part:
-        _left(update, replace(member, state=MemberState.LEFT), outcome.at, now, policy)
+    if _costs_only_itself(task, member, succeeded=report.ending is Ending.SUCCEEDED):
+        _left(update, world, gone_early(member), outcome.at, now, policy)
         return
     succeeded = report.ending is Ending.SUCCEEDED
     state = MemberState.SUCCEEDED if succeeded else MemberState.ENDED
     members = with_member(task, replace(member, state=state))
     if task.state is TaskState.STOPPING:
-        _ended_by_stop(update, task, report, outcome, members)
+        _ended_by_stop(update, world, task, report, outcome, members)
     elif succeeded:
-        _succeeded(update, outcome, members, report.rank)
+        _succeeded(update, world, outcome, members, report.rank)
     elif report.ending is Ending.NEVER_STARTED:
         _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
     else:
@@ -85,33 +96,72 @@ def ended(
         _stop_others(update, world, members, StopReason.RANK_FAILED, now, policy)
 
 
-def _succeeded(update: TaskUpdate, outcome: Outcome, members: tuple[Member, ...], rank: int) -> None:
+def _costs_only_itself(task: Task, member: Member, *, succeeded: bool = False) -> bool:
+    """Whether the gang goes on however the rank ended: it was asked to leave, or it came late and failed."""
+    came_late = task.state is TaskState.RUNNING and member.is_late and (member.is_joining or not succeeded)
+    return not member.takes_part or came_late
+
+
+def gone_early(member: Member, **changes: Any) -> Member:
+    """It has left, or never came to be at work."""
+    address = "" if member.is_joining else member.address
+    asked = None if member.takes_part else member.stop_deadline_at
+    left = {"state": MemberState.LEFT, "address": address, "stop_deadline_at": asked}
+    return replace(member, **{**left, **changes})
+
+
+def _succeeded(
+    update: TaskUpdate, world: World, outcome: Outcome, members: tuple[Member, ...], rank: int
+) -> None:
+    """Ranks that are joining are not needed any more."""
+    task = update.task
+    assert task is not None
     if rank == 0:
         update.outcome = outcome
-    _go_on(update, members, outcome.at)
+    if task.state is TaskState.RUNNING:
+        until = Instant(outcome.at + task.grace_seconds)
+        late = [member for member in members if member.is_joining]
+        update.orders += [stop_order(world, task, member, task.grace_seconds) for member in late]
+        for member in late:
+            leaving = gone_early(member, state=MemberState.LEAVING, stop_deadline_at=until)
+            members = with_member(replace(task, members=members), leaving)
+    _go_on(update, world, members, outcome.at)
 
 
-def _go_on(update: TaskUpdate, members: tuple[Member, ...], at: Instant) -> None:
+def _go_on(
+    update: TaskUpdate, world: World, members: tuple[Member, ...], at: Instant, why: str = "rank_ended"
+) -> None:
+    before = update.task
+    assert before is not None
     what, changes = going_on(members, at)
-    update.move(what, "ended" if what is Move.SUCCEEDED else "rank_ended", **changes)
+    update.move(what, "ended" if what is Move.SUCCEEDED else why, **changes)
+    assert update.task is not None
+    update.orders += news_of_world(world, before, update.task)
 
 
-def _left(update: TaskUpdate, member: Member, at: Instant, now: Instant, policy: Policy) -> None:
-    """A rank that was asked to leave has ended: its outcome does not count."""
+def _left(
+    update: TaskUpdate, world: World, member: Member, at: Instant, now: Instant, policy: Policy
+) -> None:
+    """The outcome of such a rank does not count."""
     task = update.task
     assert task is not None
     members = with_member(task, member)
     if task.state is TaskState.STOPPING:
         _settle(update, task, members, "stopped", now, policy)
     else:
-        _go_on(update, members, at)
+        _go_on(update, world, members, at)
 
 
 def _ended_by_stop(
-    update: TaskUpdate, task: Task, report: Ended, outcome: Outcome, members: tuple[Member, ...]
+    update: TaskUpdate,
+    world: World,
+    task: Task,
+    report: Ended,
+    outcome: Outcome,
+    members: tuple[Member, ...],
 ) -> None:
     if task.stop_reason not in _SETTLED and report.ending is Ending.SUCCEEDED:
-        _succeeded(update, outcome, members, report.rank)
+        _succeeded(update, world, outcome, members, report.rank)
         return
     if report.rank == 0 and task.stop_reason not in _TOLD:
         told = timeout_failure(task, task.stop_reason) or report.failure
@@ -130,8 +180,10 @@ def gone(
     member = task.members[report.rank]
     if member.gone:
         return
-    if not member.takes_part:
-        _left(update, replace(member, state=MemberState.LEFT, gone=True), now, now, policy)
+    is_lost = report.proof in (Proof.NEVER_STARTED, Proof.BOOT_CHANGED, Proof.AGENT_RESTARTED)
+    if not member.has_ended and _costs_only_itself(task, member):
+        lost = {"stop_deadline_at": now} if is_lost and member.takes_part else {}
+        _left(update, world, gone_early(member, gone=True, **lost), now, now, policy)
         return
     state = member.state if member.has_ended else MemberState.ENDED
     members = with_member(task, replace(member, state=state, gone=True))
@@ -139,7 +191,7 @@ def gone(
         _settle(update, task, members, "stopped", now, policy)
     elif member.has_ended:
         update.move(Move.CHANGED, "rank_gone", members=members)
-    elif report.proof in (Proof.NEVER_STARTED, Proof.BOOT_CHANGED, Proof.AGENT_RESTARTED):
+    elif is_lost:
         _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
     else:
         outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=killed)
@@ -158,18 +210,18 @@ def node_lost(update: TaskUpdate, world: World, node: NodeName, now: Instant, po
     members = task.members
     for member in lost:
         state = member.state if member.has_ended else MemberState.ENDED
-        has_left = not member.takes_part or (goes_on and member.rank in at_work)
-        state = MemberState.LEFT if has_left else state
-        members = with_member(replace(task, members=members), replace(member, state=state, gone=True))
+        after = replace(member, state=state, gone=True)
+        if goes_on and member.rank in at_work:
+            after = gone_early(member, gone=True, stop_deadline_at=now)
+        elif not member.takes_part:
+            after = gone_early(member, gone=True)
+        members = with_member(replace(task, members=members), after)
     if task.state is TaskState.STOPPING:
         _settle(update, task, members, "node_lost", now, policy)
     elif not goes_on:
         _stop_others(update, world, members, StopReason.RANK_LOST, now, policy)
     else:
-        _go_on(update, members, now)
-        if at_work:
-            assert update.task is not None
-            update.orders += world_orders(world, update.task)
+        _go_on(update, world, members, now)
 
 
 def _stop_others(
@@ -229,21 +281,21 @@ def stop_ranks(
     now: Instant,
     grace_seconds: Seconds | None = None,
 ) -> tuple[TaskWrite, tuple[Order, ...]]:
-    """Ask ranks that a running gang can lose to stop, and send the others the list of those that remain.
+    """Ask ranks that a running gang can lose to stop, and send the others the list of those that remain. A
+    rank that was joining has nothing to save.
 
     `grace_seconds`: instead of the task's own.
     """
     grace = task.grace_seconds if grace_seconds is None else grace_seconds
     until = Instant(now + grace)
+    leaving = {"state": MemberState.LEAVING, "freeing_for": preemptor, "stop_deadline_at": until}
     members = tuple(
-        replace(member, state=MemberState.LEAVING, freeing_for=preemptor, stop_deadline_at=until)
-        if member.rank in ranks
-        else member
-        for member in task.members
+        gone_early(member, **leaving) if member.rank in ranks else member for member in task.members
     )
-    write = write_move(task, Move.CHANGED, members=members)
+    what, changes = going_on(members, now)
+    write = write_move(task, what, **changes)
     stops = (stop_order(world, write.task, members[rank], grace) for rank in sorted(ranks))
-    return write, (*stops, *world_orders(world, write.task))
+    return write, (*stops, *news_of_world(world, task, write.task))
 
 
 def stop_order(world: World, task: Task, member: Member, grace_seconds: Seconds) -> StopOrder:
@@ -253,14 +305,24 @@ def stop_order(world: World, task: Task, member: Member, grace_seconds: Seconds)
 
 
 def world_orders(world: World, task: Task) -> Iterator[WorldOrder]:
-    """For each remaining rank, which ranks remain; none if none has left."""
-    if all(member.takes_part for member in task.members):
+    """For each rank at work, which ranks are; none if they are those of the start."""
+    number, ranks = world_number(task), workers(task)
+    has_grown = any(member.is_late for member in task.members)
+    for rank in ranks if number else ():
+        member = task.members[rank]
+        if not member.has_ended:
+            at = member.node, world.nodes[member.node].incarnation
+            yield WorldOrder(task.id, task.fence, *at, ranks, rank, number if has_grown else None)
+
+
+def news_of_world(world: World, before: Task, after: Task) -> Iterator[Order]:
+    """If ranks have joined or left: all at work are told, and those that are new begin."""
+    if after.state is not TaskState.RUNNING or world_number(before) == world_number(after):
         return
-    ranks = tuple(member.rank for member in task.members if member.takes_part)
-    for member in task.members:
-        if member.takes_part and not member.has_ended:
-            incarnation = world.nodes[member.node].incarnation
-            yield WorldOrder(task.id, task.fence, member.node, incarnation, ranks, member.rank)
+    yield from world_orders(world, after)
+    for rank in workers(after):
+        if rank not in workers(before):
+            yield go_order(world, after, after.members[rank])
 
 
 def without_preemptor(task: Task, preemptor: TaskId) -> dict[str, Any]:
@@ -293,12 +355,19 @@ def give_up(world: World, task: Task, late: Collection[Member], now: Instant) ->
     )
     what, changes = going_on(members, now)
     write = write_move(task, what, **changes)
-    return Decision(task.id, "unconfirmed", tasks=(write,), leases=leases)
+    orders = tuple(news_of_world(world, task, write.task))
+    return Decision(task.id, "unconfirmed", tasks=(write,), leases=leases, orders=orders)
 
 
 def going_on(members: tuple[Member, ...], at: Instant) -> tuple[Move, dict[str, Any]]:
-    """The move of a running gang after a rank succeeded or left. It has succeeded when every rank that took
-    part has, and none is still leaving."""
+    """The move of a running gang after a rank got ready, succeeded or left. It has succeeded when every rank
+    that took part has, and none is still leaving. Ranks that join do so together, when all are ready."""
+    joining = [member for member in members if member.is_joining]
+    if joining and all(member.address for member in joining):
+        members = tuple(
+            replace(member, state=MemberState.READY, stop_deadline_at=None) if member.is_joining else member
+            for member in members
+        )
     if all(member.state in (MemberState.SUCCEEDED, MemberState.LEFT) for member in members):
         return Move.SUCCEEDED, {"finished_at": at, "members": members}
     return Move.CHANGED, {"members": members}

@@ -20,7 +20,7 @@ from gpubroker_server.core.domain.ranks import ranks_of
 from gpubroker_server.core.domain.task import Member, MemberState, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, device_key
 from gpubroker_server.core.lifecycle import external_leases
-from gpubroker_server.core.lifecycle.gang_runs import go_order, stop_order, world_orders
+from gpubroker_server.core.lifecycle.gang_runs import beginning_orders, stop_order
 from gpubroker_server.core.lifecycle.runs import apply_reports, dissolved_pledges
 from gpubroker_server.core.lifecycle.stopping import stop_orders
 from gpubroker_server.core.world.world import World
@@ -204,9 +204,9 @@ def _node_proof(known: Node, answering: Node) -> Proof | None:
 
 
 def _has_begun(task: Task, rank: int) -> bool:
-    return task.started_at is not None or (
-        bool(task.members) and task.members[rank].state is not MemberState.PLACED
-    )
+    if task.members:
+        return task.members[rank].state is not MemberState.PLACED
+    return task.started_at is not None
 
 
 def _active_on(world: World, seen: NodeReport) -> list[tuple[Task, int]]:
@@ -245,9 +245,8 @@ def _gang_orders_again(world: World, task: Task, member: Member, now: Instant) -
     if not member.takes_part:
         left = Seconds(max(0.0, (member.stop_deadline_at or now) - now))
         yield stop_order(world, task, member, left)
-    elif not member.has_ended:
-        yield go_order(world, task, member)
-        yield from (order for order in world_orders(world, task) if order.rank == member.rank)
+    elif not (member.has_ended or member.is_joining):
+        yield from beginning_orders(world, task, member)
 
 
 def _unwanted(world: World, seen: NodeReport) -> Iterator[Order]:

@@ -21,6 +21,7 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     NodeLost,
     NodeReport,
+    NodesListed,
     Progressed,
     Ready,
     Report,
@@ -109,6 +110,7 @@ def apply_reports(
                 | ServerIndex()
                 | ServerGone()
                 | ModelsInUse()
+                | NodesListed()
                 | Heartbeat()
                 | Sampled()
                 | Progressed()

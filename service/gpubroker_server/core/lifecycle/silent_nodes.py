@@ -4,11 +4,14 @@ The runs of a lost node are requeued and its memory goes into quarantine. So no 
 leader that was itself not listening, nor while no node at all is heard, nor when too many fall silent at
 once: then the network or the leader is likelier at fault. Detection pauses until they are heard again, or
 until an operator lets it go on. What the cluster's own control service says of a node is believed: it hears
-the nodes by ways of its own.
+the nodes by ways of its own. One that was lost and came back without its nodes does not know them. Those that
+have not joined it again after a while are believed lost once another one has: it is the same cluster then,
+and not another one at its address.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from gpubroker_server.core.domain.orders import NodeLost
 from gpubroker_server.core.domain.policy import Policy
@@ -18,6 +21,13 @@ from gpubroker_server.core.world.world import World
 NODE_PATIENCE_SECONDS = 30.0
 """How long a new term waits for the agent of a node with runs before it declares the node lost: the agent may
 have to be started first."""
+
+UNLISTED_SECONDS = 70.0
+"""For so long a control service that came back waits for its nodes. By Ray's defaults a node that has lost it
+ends itself after 60 s."""
+
+LISTING_SECONDS = 15.0
+"""A control service of which nothing is heard for so long is away."""
 
 RECENT_SECONDS = 30.0
 """Nodes that are lost within this time count as lost at once."""
@@ -51,6 +61,12 @@ class HeartbeatMonitor:
         """Reported as lost, and not yet declared lost."""
         self._allowed: set[NodeName] = set()
         """An operator allows declaring these lost."""
+        self._known_since: dict[NodeName, float] = {}
+        """When a listing first came and the node was known."""
+        self._unlisted_since: dict[NodeName, float] = {}
+        """Known nodes that are not in the newest listing."""
+        self._listing_since = self._listed_at = -inf
+        """Since when listings have come without a gap, and when the newest came."""
         self._gone: list[tuple[float, NodeName, int]] = []
         """(when, node, its number of runs) of nodes declared lost."""
         self.paused: PausedDetection | None = None
@@ -59,6 +75,15 @@ class HeartbeatMonitor:
         self._heard[node] = at
         self._reported_dead.pop(node, None)
         self._allowed.discard(node)
+
+    def listed(self, nodes: Collection[NodeName], world: World, at: float) -> None:
+        """The control service answers, and has these nodes."""
+        if at - self._listed_at > LISTING_SECONDS:
+            self._listing_since = at
+        self._listed_at = at
+        self._known_since = {name: self._known_since.get(name, at) for name in world.nodes}
+        unlisted = world.nodes.keys() - nodes
+        self._unlisted_since = {name: self._unlisted_since.get(name, at) for name in unlisted}
 
     def resume(self, nodes: Iterable[NodeName]) -> None:
         """Allow declaring these nodes lost, however many they are."""
@@ -108,7 +133,8 @@ class HeartbeatMonitor:
     def _judge(self, silent: Collection[NodeName], world: World, at: float, now: Instant) -> list[NodeLost]:
         names = sorted(set(silent))
         why = self._why_paused(names, world, at)
-        lost = [name for name in names if why is None or name in self._allowed]
+        believed = self._allowed | self._not_back(world, at)
+        lost = [name for name in names if why is None or name in believed]
         held = tuple(name for name in names if name not in lost)
         self._note_pause(held, why, world, at, now)
         return [self._declare_lost(name, world, at, now) for name in lost]
@@ -134,6 +160,21 @@ class HeartbeatMonitor:
             f"than {share:.0%}: the network may be at fault"
         )
 
+    def _not_back(self, world: World, at: float) -> set[NodeName]:
+        """Nodes that have not joined the control service again, though one of their cluster has."""
+        if at - self._listed_at > LISTING_SECONDS:
+            return set()
+        return {
+            name
+            for name, since in self._unlisted_since.items()
+            if self._listed_at - max(since, self._listing_since) >= UNLISTED_SECONDS
+            and any(
+                self._known_since.get(other, inf) <= since < self._heard.get(other, -inf)
+                for other, node in world.nodes.items()
+                if node.ready and other not in self._unlisted_since
+            )
+        }
+
     def _missed(self, names: Sequence[NodeName], world: World, at: float) -> set[NodeName]:
         """These and others that are late: nodes that go at one moment are missed within one interval."""
         late = {n for n, silence in self._silences(world, at) if silence > self._patience / 2}
@@ -153,7 +194,14 @@ class HeartbeatMonitor:
         recent = sum(runs for _at, _node, runs in self._recent(at))
         runs = sum(_runs_on(world, node) for node in held) + recent
         total = sum(_runs_on(world, node) for node in world.nodes) + recent
-        self.paused = PausedDetection(since, held, runs, total, f"{why}; not given up: {', '.join(held)}")
+        message = f"{why}; not given up: {', '.join(held)}"
+        if at - self._listed_at <= LISTING_SECONDS and set(held) <= self._unlisted_since.keys():
+            message += (
+                f". The cluster's control service answers and does not have them: {UNLISTED_SECONDS:g} s "
+                "after it came back they are given up, if another node has joined it again; else it may be "
+                "another cluster at the same address"
+            )
+        self.paused = PausedDetection(since, held, runs, total, message)
 
     def _declare_lost(self, node: NodeName, world: World, at: float, now: Instant) -> NodeLost:
         self._gone.append((at, node, _runs_on(world, node)))

@@ -13,6 +13,7 @@ from gpubroker_server.core.planning.decisions import admit, evict, withdraw
 from gpubroker_server.core.planning.find_way import Evict, Start, View, Wait, WaitReason, Way, search_way
 from gpubroker_server.core.planning.forecasts.limits import LimitReservations
 from gpubroker_server.core.planning.forecasts.reservations import Forecast, Reservations
+from gpubroker_server.core.planning.growth import more_ranks
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.node_room import NodeRooms
 from gpubroker_server.core.planning.nodes.offers import Offers
@@ -178,7 +179,10 @@ class Slice:
         """Begin the search for the next task; False at the end of the cycle or of the turn."""
         head = self._order.next(self._refusals)
         if head is None:
-            self.is_last = self._order.is_done
+            if self._order.is_done and not self.is_last:
+                # 6. What no task could take goes to running gangs that lack ranks.
+                self._decisions += more_ranks(self._view)
+                self.is_last = True
             return False
         task = self._view.draft.world.tasks[head.task]
         self._under_way = head, task, self._way_of(task)
@@ -225,9 +229,11 @@ class Slice:
 
     def _admit(self, task: Task, way: Start) -> Decision:
         node = way.places[0].node
-        since = self._cache.revisions.changes.at(node)
-        decision = admit(self._view.draft, task, way.places, self._now)
-        if not (task.demand.bundles or decision.pledges):
+        since, draft = self._cache.revisions.changes.at(node), self._view.draft
+        was_closed = draft.background.is_closed(node)
+        decision = admit(draft, task, way.places, self._now)
+        has_closed = draft.background.is_closed(node) is not was_closed
+        if not (task.demand.bundles or decision.pledges or has_closed):
             self._rooms.took(node, since, task, way.places[0])
             self._view.reservations.on_placement(node, since, decision.tasks[0].task, way.places[0])
         self._view.reservations.on_start(task.id)

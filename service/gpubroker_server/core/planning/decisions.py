@@ -11,6 +11,7 @@ from gpubroker_server.core.domain.demand import context_mb
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge, PledgeEnd
 from gpubroker_server.core.domain.model_orders import load_order
 from gpubroker_server.core.domain.orders import StartOrder
+from gpubroker_server.core.domain.ranks import demand_of, workers
 from gpubroker_server.core.domain.task import Member, Move, Placement, StopReason, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId, node_key
 from gpubroker_server.core.lifecycle import external_leases
@@ -41,7 +42,9 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
     devices = {device for place in places for device, _ in place.devices}
     taken = devices | {node_key(place.node) for place in places}
     pledges = [_end_own(pledge, taken) for pledge in draft.end_pledges(task.id)]
-    leases = [lease for rank, place in enumerate(places) for lease in _leases(draft, write.task, rank, place)]
+    leases = [
+        lease for rank, place in enumerate(places) for lease in _leases(draft, write.task, rank, place, now)
+    ]
     draft.replace_task(task, write.task)
     for lease in leases:
         draft.put_lease(lease)
@@ -66,15 +69,36 @@ def _beginning(
     return _starts(draft, task, places)
 
 
-def _leases(draft: Draft, task: Task, rank: int, place: Placement) -> Iterator[Lease]:
-    bundles = task.demand.bundles
-    kind, demand = (HolderKind.GANG_MEMBER, bundles[rank]) if bundles else (HolderKind.RUN, task.demand)
+def grow(
+    draft: Draft, task: Task, joining: Sequence[tuple[int, Placement]], now: Instant, ready_by: Instant
+) -> Decision:
+    """Add ranks to a running gang: new members of its claim, with their leases and orders to start.
+
+    `joining`: which bundle each has, and where it goes.
+    """
+    first = len(task.members)
+    members = tuple(
+        Member(rank, place.node, stop_deadline_at=ready_by, bundle=bundle)
+        for rank, (bundle, place) in enumerate(joining, start=first)
+    )
+    write = write_move(task, Move.CHANGED, members=(*task.members, *members))
+    places = {member.rank: place for member, (_, place) in zip(members, joining, strict=True)}
+    leases = [lease for rank in places for lease in _leases(draft, write.task, rank, places[rank], now)]
+    draft.add_ranks(task, write.task)
+    for lease in leases:
+        draft.put_lease(lease)
+    size = len(workers(write.task)) + len(members)
+    starts = tuple(_start(draft, write.task, rank, place, size) for rank, place in places.items())
+    return Decision(task.id, "grow", tasks=(write,), leases=tuple(leases), orders=starts)
+
+
+def _leases(draft: Draft, task: Task, rank: int, place: Placement, now: Instant) -> Iterator[Lease]:
+    kind, demand = HolderKind.GANG_MEMBER if task.members else HolderKind.RUN, demand_of(task, rank)
     state = LeaseState.RESERVED
     if task.external is not None:
         kind, state = HolderKind.EXTERNAL, LeaseState.HELD
     elif task.model is not None:
         kind = HolderKind.MODEL if task.model.model else HolderKind.SERVER
-    assert task.admitted_at is not None
     for device, mb in place.devices:
         yield Lease(
             kind,
@@ -84,7 +108,7 @@ def _leases(draft: Draft, task: Task, rank: int, place: Placement) -> Iterator[L
             mb,
             task.tenant,
             task.priority,
-            since=task.admitted_at,
+            since=now,
             state=state,
             rank=rank,
             context_mb=context_mb(demand, draft.ledger(device).device),
@@ -96,7 +120,6 @@ def _starts(draft: Draft, task: Task, places: Sequence[Placement]) -> tuple[Star
 
 
 def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: int) -> StartOrder:
-    demand = task.demand.bundles[rank] if task.demand.bundles else task.demand
     return StartOrder(
         task.id,
         task.fence,
@@ -108,7 +131,7 @@ def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: in
         task.priority,
         world_size,
         barrier=bool(task.members),
-        memory_mb=demand.memory_mb,
+        memory_mb=demand_of(task, rank).memory_mb,
     )
 
 

@@ -17,7 +17,6 @@ from gpubroker_server.core.world.queue import (
     QueueGroup,
     TenantOrderKey,
     order_key,
-    order_within_tenant,
 )
 from gpubroker_server.core.world.world import World
 
@@ -260,7 +259,4 @@ class QueueOrder:
         return True
 
     def _own_key(self, task: Task) -> TenantOrderKey:
-        standing = self._world.queue.effective_priority_of(task)
-        return order_within_tenant(
-            standing, task.stream, task.queued_at, task.id, self._ordered_at, self._policy
-        )
+        return self._world.queue.order_within_tenant(task, self._ordered_at, self._policy)

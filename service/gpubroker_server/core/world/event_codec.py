@@ -195,12 +195,14 @@ def _typed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def members_fields(members: Iterable[Member]) -> list[list[Any]]:
-    """Seven values for a member that was asked to leave, otherwise five."""
-    return [
-        [m.rank, m.node, m.state.value, m.gone, m.address]
-        + ([] if m.takes_part else [m.freeing_for, m.stop_deadline_at])
-        for m in members
-    ]
+    """Five values, and two more for a member that was asked to leave; eight for one that was added late."""
+    rows = []
+    for m in members:
+        row = [m.rank, m.node, m.state.value, m.gone, m.address]
+        if m.is_late or not m.takes_part:
+            row += [m.freeing_for, m.stop_deadline_at]
+        rows.append([*row, m.bundle] if m.is_late else row)
+    return rows
 
 
 def members_from(rows: Iterable[Sequence[Any]]) -> tuple[Member, ...]:

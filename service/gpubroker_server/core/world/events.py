@@ -26,6 +26,8 @@ SUBMITTED = "task.submitted"
 _FORM_OF_STANDING = 4
 """Of pauses and worker sets: a leader that does not know them would start what is paused, and scale
 nothing."""
+_FORM_OF_LATE_RANKS = 4
+"""A reader that does not know them cannot read the members of a gang that has grown."""
 
 
 @value
@@ -116,7 +118,9 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         yield NewEvent("device.seen", device.key, device.version, "", device_fields(device))
     for write in decision.tasks:
         task = write.task
-        yield NewEvent(f"task.{write.what}", task.id, task.version, task.tenant, task_changes(write), task)
+        form = _FORM_OF_LATE_RANKS if any(member.is_late for member in task.members) else 1
+        fields = task_changes(write)
+        yield NewEvent(f"task.{write.what}", task.id, task.version, task.tenant, fields, task, form)
     for lease in decision.leases:
         what, fields = lease_change(lease)
         yield NewEvent(f"lease.{what}", lease.key, lease.version, lease.tenant, fields)

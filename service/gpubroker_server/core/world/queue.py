@@ -32,19 +32,19 @@ OrderKey = tuple[int, int, int, int, float, float, TaskId]
 
 
 def order_within_tenant(
-    standing: int, stream: str, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
+    standing: int, weight: float, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
 ) -> TenantOrderKey:
     """Smallest first. Total, so that no plan depends on chance:
 
     1. higher band
     2. higher aged priority
-    3. heavier work stream
+    3. heavier work stream (`weight`); not at the top of the band, where a lighter one would starve
     4. earlier submit time
     5. smaller id
     """
     top = band_of(standing)[2]
     points = aged_priority(standing, now - submitted_at, policy.ageing_seconds_per_point)
-    return (-top, -points, -policy.weight_of(stream), submitted_at, task)
+    return (-top, -points, 0.0 if points == top else -weight, submitted_at, task)
 
 
 def order_key(own: TenantOrderKey, rank: Rank) -> OrderKey:
@@ -99,10 +99,14 @@ class EquivalenceClass:
 class QueueGroup:
     """Pending tasks of one key in order of submission. Removal at the head is the common case, and cheap."""
 
-    __slots__ = ("_first", "_first_key", "_members", "key", "kin")
+    __slots__ = ("_first", "_first_key", "_members", "_weight", "key", "kin")
 
-    def __init__(self, key: GroupKey, kin: EquivalenceClass | None = None) -> None:
+    def __init__(
+        self, key: GroupKey, kin: EquivalenceClass | None = None, weight: float | None = None
+    ) -> None:
+        """`weight`: of its work stream, if that is no longer as the policy has it."""
         self.key = key
+        self._weight = weight
         self.kin = EquivalenceClass(key[2]) if kin is None else kin
         self._members: list[Member] = []
         self._first = 0
@@ -136,7 +140,14 @@ class QueueGroup:
 
     def order_within_tenant(self, member: Member, now: Instant, policy: Policy) -> TenantOrderKey:
         submitted_at, task = member
-        return order_within_tenant(self.standing, self.key[3], Instant(submitted_at), task, now, policy)
+        weight = self._weight_by(policy)
+        return order_within_tenant(self.standing, weight, Instant(submitted_at), task, now, policy)
+
+    def weigh(self, weight: float | None) -> None:
+        self._weight, self._first_key = weight, None
+
+    def _weight_by(self, policy: Policy) -> float:
+        return policy.weight_of(self.key[3]) if self._weight is None else self._weight
 
     def first_key(self, now: Instant, policy: Policy) -> TenantOrderKey:
         """The key of the first member; cached until that changes or ages."""
@@ -159,17 +170,9 @@ class QueueGroup:
     def count_own(self, key: TenantOrderKey, now: Instant, policy: Policy) -> int:
         """How many members are at or before this place among their tenant's tasks. Within a group the order
         of submission is the order of the queue, so this is a binary search."""
-        standing, top, weight = self.standing, band_of(self.standing)[2], policy.weight_of(self.key[3])
 
         def place(index: int) -> TenantOrderKey:
-            submitted_at, task = self._members[self._first + index]
-            return (
-                -top,
-                -aged_priority(standing, now - submitted_at, policy.ageing_seconds_per_point),
-                -weight,
-                submitted_at,
-                task,
-            )
+            return self.order_within_tenant(self._members[self._first + index], now, policy)
 
         if not self or place(len(self) - 1) <= key:  # all, or else none, of most groups
             return len(self)
@@ -214,6 +217,8 @@ class PendingQueue:
         """By queue; call `follow_pauses` after a change."""
         self.paused: set[TaskId] = set()
         """Nothing but a pause keeps them out of the groups."""
+        self.stream_weights: dict[str, float] = {}
+        """Of the work streams whose weight is no longer as the policy has it; changed by `weigh` only."""
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
@@ -247,6 +252,19 @@ class PendingQueue:
             if (self.pause_of(task) is not None) is not (name in self.paused):
                 self.remove(task)
                 self._let_in(task)
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Order the tasks of work streams by these weights."""
+        self.stream_weights = dict(weights)
+        for group in self.groups.values():
+            if group.key[3]:
+                group.weigh(weights.get(group.key[3]))
+
+    def order_within_tenant(self, task: Task, now: Instant, policy: Policy) -> TenantOrderKey:
+        weight = self.stream_weights.get(task.stream)
+        weight = policy.weight_of(task.stream) if weight is None else weight
+        standing = self.effective_priority_of(task)
+        return order_within_tenant(standing, weight, task.queued_at, task.id, now, policy)
 
     def count_until(self, key: OrderKey, rank: Callable[[str], Rank], now: Instant, policy: Policy) -> int:
         """How many tasks are at or before this place, given the ranks of tenants."""
@@ -317,7 +335,7 @@ class PendingQueue:
         key = (task.tenant, task.priority, kin.demand, task.stream, standing)  # one demand for all equal ones
         group = self.groups.get(key)
         if group is None:
-            group = self.groups[key] = QueueGroup(key, kin)
+            group = self.groups[key] = QueueGroup(key, kin, self.stream_weights.get(task.stream))
             kin.put(group)
             self.tenants[task.tenant] += 1
         group.add((task.queued_at, task.id))

@@ -1,15 +1,16 @@
 """Everything that decisions depend on, built from the event log alone."""
 
+from bisect import insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from gpubroker_server.core.domain.decisions import QueuePause, Request
-from gpubroker_server.core.domain.device import Device, DeviceSample, Node
+from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
 from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
-from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks
+from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks, vacant_bundles
 from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import Task, TaskState, stop_notice, stop_notices
 from gpubroker_server.core.domain.units import (
@@ -23,6 +24,7 @@ from gpubroker_server.core.domain.units import (
     TaskId,
     node_of,
 )
+from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.dependencies import DependencyIndex
 from gpubroker_server.core.world.due_times import DueTimes
 from gpubroker_server.core.world.event_codec import (
@@ -51,7 +53,8 @@ Claim = tuple[str, int]
 
 
 class World:
-    """Mutable, owned by one loop, changed by `apply` (committed events) and `measure` (samples) only.
+    """Mutable, owned by one loop, changed by `apply` (committed events), and by `measure` and `control` (what
+    was last measured, and what fleet control makes of it) only.
 
     `tasks` holds every task that is not terminal, and terminal ones until their last lease is released. From
     a database snapshot, rows are added in this order: nodes, devices, tasks, leases, usage, pledges,
@@ -72,6 +75,11 @@ class World:
         """Nodes on which anything changed that a plan depends on, time apart."""
         self.nodes: dict[NodeName, Node] = {}
         self.ledgers: dict[DeviceKey, DeviceLedger] = {}
+        self.node_samples: dict[NodeName, NodeSample] = {}
+        """The newest of each node."""
+        self.background = BackgroundRoom()
+        self.full_disks: dict[NodeName, str] = {}
+        """Nodes on which nothing starts because a disk is too full, and which one."""
         self.inventory_version = 0
         """Rises with every new or changed node or device row."""
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
@@ -88,6 +96,8 @@ class World:
         self.active = DueTimes()
         """Active tasks, with the earliest instant at which a limit of theirs, or of a rank, can pass."""
         self.runs: dict[NodeName, set[TaskId]] = {}
+        self.growable: set[TaskId] = set()
+        """Running elastic gangs that lack ranks."""
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many tasks ever ended so; survives pruning."""
         self.preempted: Counter[str] = Counter()
@@ -134,6 +144,21 @@ class World:
                     self.marks.mark(ledger.device.node)
                 self.learned.measure(ledger.holdings)
 
+    def control(
+        self,
+        background: BackgroundRoom,
+        full_disks: Mapping[NodeName, str],
+        stream_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take over what fleet control lets start from now on, and how much each work stream counts."""
+        if stream_weights is not None and stream_weights != self.queue.stream_weights:
+            self.queue.weigh(stream_weights)
+        before = {*self.background.closed(), *self.full_disks}
+        after = {*background.closed(), *full_disks}
+        self.background, self.full_disks = background, dict(full_disks)
+        for node in sorted(before ^ after):
+            self.marks.mark(node, grows=node in before)
+
     def add_task(self, task: Task) -> None:
         """Add a task row, from a database snapshot or from its first event."""
         self.tasks[task.id] = task
@@ -147,6 +172,8 @@ class World:
         self.leases.setdefault((lease.holder, lease.fence), {})[lease.key] = lease
         self.unconfirmed.note(lease, self.as_of)
         self.accounts.change(lease.tenant, lease.mb, self.as_of)
+        for node in self.background.take(lease):
+            self.marks.mark(node, grows=False)
 
     def add_pledge(self, pledge: Pledge) -> None:
         self.pledges.setdefault(pledge.preemptor, {})[pledge.device] = pledge
@@ -157,15 +184,12 @@ class World:
     def add_device(self, device: Device) -> None:
         self.inventory_version += 1
         self.marks.mark(device.node)
-        known = self.ledgers.get(device.key)
-        if known is not None:
+        if (known := self.ledgers.get(device.key)) is not None:
             known.register(device)
             self._drop_if_gone(known)
             return
         self.ledgers[device.key] = DeviceLedger(device)
-        keys = self.by_node.setdefault(device.node, [])
-        keys.append(device.key)
-        keys.sort()
+        insort(self.by_node.setdefault(device.node, []), device.key)
 
     def add_node(self, node: Node) -> None:
         self.inventory_version += 1
@@ -200,9 +224,9 @@ class World:
         Of pending tasks it knows only the tenants, so it cannot explain any of them.
         """
         twin = World(self.accounts.half_life_seconds)
-        twin.position, twin.as_of = self.position, self.as_of
-        twin.inventory_version = self.inventory_version
+        twin.position, twin.as_of, twin.inventory_version = self.position, self.as_of, self.inventory_version
         twin.nodes, twin.tasks = dict(self.nodes), dict(self.tasks)
+        twin.background, twin.full_disks = self.background.copy(), dict(self.full_disks)
         twin.active, twin.custom_use = self.active.copy(), dict(self.custom_use)
         twin.by_node = {node: list(keys) for node, keys in self.by_node.items()}
         twin.ledgers = {key: ledger.copy() for key, ledger in self.ledgers.items()}
@@ -213,8 +237,7 @@ class World:
         twin.queue = PendingQueue(dict(self.awaited.inheritance.priorities))
         twin.queue.tenants = Counter(self.queue.tenants)
         twin.learned.sketches = dict(self.learned.sketches)
-        twin.mix = DemandMix(self.mix.edition)
-        twin.accounts = self.accounts.copy()
+        twin.mix, twin.accounts = DemandMix(self.mix.edition), self.accounts.copy()
         return twin
 
     def _take_over(self, event: Event) -> None:
@@ -339,6 +362,8 @@ class World:
         elif task.is_active:
             self._count_active(task, +1, grows=grows)
             self.active[task.id] = may_be_late_at(task)
+            if task.members and vacant_bundles(task):
+                self.growable.add(task.id)
 
     def _count_out(self, task: Task, *, grows: bool) -> None:
         if task.state is TaskState.PENDING:
@@ -349,6 +374,7 @@ class World:
         else:  # active: what has ended changes no more
             self._count_active(task, -1, grows=grows)
             self.active.pop(task.id, None)
+            self.growable.discard(task.id)
 
     def _count_active(self, task: Task, sign: int, *, grows: bool) -> None:
         for node, part in rank_tasks(task):

@@ -37,6 +37,7 @@ from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer,
 from gpubroker_server.gateway.http.times import Time, rfc3339, rfc3339_or_none
 from gpubroker_server.gateway.http.waiters import LeaderRequests
 from gpubroker_server.gateway.submission.again import again
+from gpubroker_server.gateway.submission.named_objects import objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Submissions,
@@ -98,7 +99,8 @@ _REFUSALS = (
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
     "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes not-found result-damaged store-unavailable"
+    "tenant-queue-bytes not-found result-damaged leader-outdated "
+    "store-unavailable"
 )
 
 
@@ -128,6 +130,8 @@ async def submit_array(
     await submissions.check_allowed(call.identity, body, task)
     submissions.check_possible(task)
     spec = submissions.run_spec(body, body.run, learned)
+    named = {**objects_in_run(body.run, spec.arguments), **given.objects}
+    await submissions.check_objects(tenant, named)
     terms = terms_of(tenant, body, [(0, given.total)], submissions.clock.now())
     array = await new_array(submissions, task, spec, terms, joined(spec.arguments, given.packed))
     return await _store(call, parts, array, idempotency_key, "array")
@@ -219,6 +223,7 @@ async def retry_array(
 async def _store(call: Call, parts: Parts, array: NewArray, key: str | None, purpose: str) -> Response:
     """One commit for all of it. Raises Problem."""
     submissions, terms = parts.submissions, array.terms
+    submissions.leader.require("array")
     size_bytes = sum(worker.task.queued_bytes for worker in array.workers)
     submissions.check_queue(terms.tenant, len(array.workers), size_bytes)
     key = None if key is None else key.strip('"')

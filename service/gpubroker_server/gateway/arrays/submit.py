@@ -4,7 +4,7 @@ import asyncio
 import base64
 import binascii
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from gpubroker_server.core.domain.values import changed
 from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
+from gpubroker_server.gateway.submission.named_objects import objects_among
 from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
 from gpubroker_server.gateway.submission.task_body import Function, SubmitTask
 from gpubroker_server.ports.objects import StoredObject
@@ -110,6 +111,8 @@ class NewArray(NamedTuple):
 class GivenItems(NamedTuple):
     packed: bytes
     total: int
+    objects: Mapping[str, str]
+    """Ids of the objects that items name, by place. Of pickled items the function's `objects` says it."""
 
 
 async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> GivenItems:
@@ -122,26 +125,28 @@ async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> Giv
         raise invalid(Fault(pointer="/items", detail=detail, code="pickled-items"))
     match body.items:
         case PickledItems():
-            return GivenItems(body.items.pickled, body.items.count)
+            return GivenItems(body.items.pickled, body.items.count, {})
         case ObjectItems():
             packed = await objects.read(await objects.find(tenant, body.items.object))
             if body.items.count is not None and packed[:1] != b"[":
-                return GivenItems(packed, body.items.count)
-            count = await asyncio.to_thread(_count_of, packed)
+                return GivenItems(packed, body.items.count, {})
+            count, named = await asyncio.to_thread(_found_in, packed)
         case _:
             packed, count = to_json(body.items), len(body.items)
+            named = objects_among(enumerate(body.items), "/items")
     if not count:
         raise invalid(Fault(pointer="/items", detail="an array needs one item or more", code="no-items"))
-    return GivenItems(packed, count)
+    return GivenItems(packed, count, named)
 
 
-def _count_of(packed: bytes) -> int:
+def _found_in(packed: bytes) -> tuple[int, dict[str, str]]:
+    """How many items there are, and the objects that they name."""
     try:
         found = from_json(packed)
     except ValueError:
         found = None
     if isinstance(found, list):
-        return len(found)
+        return len(found), objects_among(enumerate(found), "/items")
     detail = "the object is neither a JSON array nor a pickled list with its count"
     raise invalid(Fault(pointer="/items/object", detail=detail, code="not-a-list"))
 

@@ -112,7 +112,7 @@ class DrainNode(CordonNode):
     ] = None
 
 
-ERRORS = "malformed-json not-found follower-stale validation-failed"
+ERRORS = "malformed-json not-found follower-stale validation-failed leader-outdated"
 RESPONSE = "The node as it is now."
 
 

@@ -43,7 +43,7 @@ class ChangePause(Body):
     reason: Because = ""
 
 
-_PROBLEMS = "malformed-json not-found validation-failed"
+_PROBLEMS = "malformed-json not-found validation-failed leader-outdated"
 _NO_REASON = ChangePause()
 
 

@@ -254,7 +254,7 @@ class SimulationView(EvaluatedFields):
     Scope.TASKS_READ,
     SimulationView,
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
-    "follower-stale too-many-requests",
+    "follower-stale too-many-requests leader-outdated",
 )
 async def simulate_task(call: Call, parts: Parts, body: SimulateTask) -> Response:
     """Say what would happen to a task if it were submitted now, without doing anything.

@@ -19,8 +19,10 @@ from gpubroker_server.gateway.http.problems import Problem
 class RequestLimits:
     body_bytes: int = 8 * 1024 * 1024
     batch_body_bytes: int = 16 * 1024 * 1024
-    object_bytes: int = 16 * 1024 * 1024
-    """The largest object that may be uploaded, and the most that all objects of one inference may have."""
+    object_bytes: int = 1024**3
+    """The largest object that may be uploaded."""
+    inference_object_bytes: int = 16 * 1024 * 1024
+    """The most that all objects of one inference may have."""
     tenant_object_bytes: int = 4 * 1024**3
     tenant_objects: int = 10_000
     """Both limits are for all objects of a tenant."""

@@ -65,13 +65,14 @@ class Identity:
     def may(self, scope: str) -> bool:
         return scope in self.scopes or EVERY_SCOPE in self.scopes
 
-    def require(self, scope: str, purpose: str) -> None:
-        """Raises Problem forbidden if the token lacks the scope. `purpose` is what needs it."""
-        if not self.may(scope):
+    def require(self, scope: str, purpose: str, *others: str) -> None:
+        """Raises Problem forbidden if the token lacks the scope, and all `others` that would do as well.
+        `purpose` is what needs it."""
+        if not any(map(self.may, (scope, *others))):
             raise Problem(
                 "forbidden",
-                f'token "{self.name}" lacks the scope {scope}, which {purpose} needs; '
-                "ask an admin for a token that has it",
+                f'token "{self.name}" lacks the scope {" or ".join((scope, *others))}, which {purpose} '
+                "needs; ask an admin for a token that has it",
             )
 
     def may_see(self, tenant: str) -> bool:

@@ -50,11 +50,14 @@ def complete(app: FastAPI) -> dict[str, Any]:
 
 
 def _polish(operation: dict[str, Any]) -> None:
-    """Make the docstring's first line the summary. A parameter may be left out, but not null."""
+    """Make the docstring's first line the summary. A parameter may be left out, but not null. Of several
+    scopes any will do, which takes a requirement for each."""
     summary, _, rest = operation.pop("description").partition("\n\n")
     operation["summary"] = summary.rstrip(".")
     if rest:
         operation["description"] = rest
+    if needed := operation.get("security"):
+        operation["security"] = [{"token": [scope]} for each in needed for scope in each["token"]]
     for parameter in operation.get("parameters", ()):
         schema = parameter["schema"]
         choices = [choice for choice in schema.pop("anyOf", ()) if choice.get("type") != "null"]

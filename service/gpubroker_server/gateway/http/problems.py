@@ -129,6 +129,13 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "Detection is not paused",
         "the leader holds no silent node back, so there is nothing to resume; GET /stats has its state",
     ),
+    "leader-outdated": ProblemKind(
+        409,
+        "The leader is of an earlier release, which does not know this",
+        "{what} needs a leader of gpubroker {since} or later, and {holder}, which leads, is of {found}; "
+        "nothing was changed. Upgrade the brokers, then send the request again",
+        retryable=True,
+    ),
     "token-exists": ProblemKind(
         409,
         "A token of this name exists",
@@ -154,6 +161,7 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "exceeds-maximum": ProblemKind(422, "The task asks for more than one task may have"),
     "exceeds-quota": ProblemKind(422, "The task asks for more than its tenant may have"),
     "objects-full": ProblemKind(422, "The tenant's objects exceed a limit"),
+    "range-not-satisfiable": ProblemKind(416, "The object has no such bytes"),
     "priority-too-low": ProblemKind(422, "What the task asks for is kept for higher priorities"),
     "pool-mismatch": ProblemKind(422, "The pool does not have what the task asks for"),
     "unknown-resource": ProblemKind(422, "There is no such resource"),

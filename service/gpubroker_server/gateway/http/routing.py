@@ -8,7 +8,7 @@ endpoint is called. That is about 40 % more requests per second, and a refusal h
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -48,17 +48,20 @@ class Call(Request):
     _whole_body: bytes | None = None
 
     async def body(self) -> bytes:
-        """All of it. Most bodies come in one message, for which Starlette's own stream is slow."""
+        """All of it."""
         if self._whole_body is None:
+            self._whole_body = b"".join([part async for part in self.parts()])
+        return self._whole_body
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The body as it comes, which is not kept. Starlette's own stream is slow for one message."""
+        more = True
+        while more:
             message = await self.receive()
-            chunks = [message.get("body", b"")]
-            while message.get("more_body", False):
-                message = await self.receive()
-                chunks.append(message.get("body", b""))
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            self._whole_body = b"".join(chunks)
-        return self._whole_body
+            yield message.get("body", b"")
+            more = message.get("more_body", False)
 
     @property
     def identity(self) -> Identity:
@@ -139,7 +142,7 @@ class Resource:
         self,
         at: str,
         id: str,
-        scope: Scope | None,
+        scope: Scope | tuple[Scope, ...] | None,
         view: Any,
         problems: str = "",
         *,
@@ -149,16 +152,17 @@ class Resource:
     ) -> Callable[[Endpoint], Endpoint]:
         """Declares an endpoint at a method and path, as `GET /tasks`.
 
-        `scope` is checked before anything else; None: the route needs no token. `view`: schema of the answer.
-        `problems`: codes, separated by spaces, besides those of every route. `accepted`: what the answer 202
-        means, if it may come with the same schema. `options` are FastAPI's.
+        `scope` is checked before anything else: the token needs it, or one of several; None: it needs none.
+        `view`: schema of the answer. `problems`: codes, separated by spaces, besides those of every route.
+        `accepted`: what the answer 202 means, if it may come with the same schema. `options` are FastAPI's.
         """
         declared: dict[int | str, dict[str, Any]] = {**responses}
         if accepted:
             declared[202] = {"model": view, "description": accepted}
         codes = problems.split()
         if scope is not None:
-            options["dependencies"] = [Security(_BEARER, scopes=[scope.value])]
+            enough = scope if isinstance(scope, tuple) else (scope,)
+            options["dependencies"] = [Security(_BEARER, scopes=[each.value for each in enough])]
             codes = ["unauthenticated", "forbidden", *codes]
         if view is not None:
             options["response_model"] = view
@@ -188,13 +192,15 @@ class DirectRoute(APIRoute):
         super().__init__(path, endpoint, **options)
         needed = [need for need in self.dependencies if isinstance(need, params.Security)]
         self._scopes = [scope for need in needed for scope in need.scopes or ()]
+        """Any of them will do."""
         self._readers = _readers_of(endpoint, self.param_convertors)
         self.app = self.answer
 
     async def answer(self, scope: RequestScope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive)
-        for needed in self._scopes:
-            call.identity.require(needed, f"{scope['method']} {scope['path']}")
+        if self._scopes:
+            needed, *others = self._scopes
+            call.identity.require(needed, f"{scope['method']} {scope['path']}", *others)
         response = await self.endpoint(**await self._arguments(call))
         await response(scope, receive, send)
 

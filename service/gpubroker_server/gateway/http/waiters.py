@@ -19,6 +19,7 @@ from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.gateway.http.ids import Ids
+from gpubroker_server.gateway.http.leader_release import LeaderRelease
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import Clock, TaskStore
@@ -229,12 +230,22 @@ class Leadership(Protocol):
 
 
 class LeaderRequests:
-    """Requests to the leader: they are committed rows, and the leader carries them out."""
+    """Requests to the leader: they are committed rows, and the leader carries them out.
+
+    Raises Problem leader-outdated for one that an earlier release would drop.
+    """
 
     def __init__(
-        self, store: TaskStore, ids: Ids, clock: Clock, waiters: Waiters, settle_seconds: Seconds
+        self,
+        store: TaskStore,
+        ids: Ids,
+        clock: Clock,
+        waiters: Waiters,
+        settle_seconds: Seconds,
+        release: LeaderRelease,
     ) -> None:
         self._store = store
+        self._release = release
         self._ids = ids
         self._clock = clock
         self._waiters = waiters
@@ -265,6 +276,7 @@ class LeaderRequests:
     def _requests(
         self, subjects: Sequence[str], tenant: str, what: str, fields: dict[str, Any]
     ) -> list[Request]:
+        self._release.require(what)
         now = self._clock.now()
         ids = [self._ids.request(now) for _ in subjects]
         return [

@@ -3,12 +3,13 @@
 import asyncio
 import hashlib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
-from fastapi import Query, Response
+from fastapi import Header, Query, Response
 from pydantic import Field
+from starlette.responses import StreamingResponse
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Instant
@@ -24,14 +25,11 @@ from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
-from gpubroker_server.ports.objects import LEAST_BYTES, Counted, Quota, StoredObject
+from gpubroker_server.gateway.objects.transfer import PART_BYTES, Span, Upload, span_of
+from gpubroker_server.ports.objects import IDLE_SHARE, LEAST_BYTES, Counted, Quota, StoredObject
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Clock, TaskStore
 
 _ID: Final = re.compile("[0-9a-f]{64}")
-_INLINE_BYTES: Final = 64 * 1024
-"""Larger objects are hashed on a thread."""
-_IDLE_SHARE: Final = 0.1
-"""A use is stored only once this share of the retention time has passed: each is a write."""
 
 
 def is_object_id(text: str) -> bool:
@@ -45,18 +43,20 @@ class ObjectStorage:
     clock: Clock
     limits: RequestLimits
 
-    async def put(self, data: bytes, tenant: str) -> StoredObject:
-        """Durable when this returns. Raises Problem objects-full."""
-        digest, now = await _digest_of(data), self.clock.now()
-        given = StoredObject(tenant, digest, len(data), now, self._expires_at())
-        quota = Quota(self.limits.tenant_object_bytes, self.limits.tenant_objects)
-        # Checked before the bytes are on disk, so that a refused upload does not fill it.
-        known = await self.store.stored_object(tenant, digest)
+    async def put(self, parts: AsyncIterator[bytes], size_hint: int, tenant: str) -> StoredObject:
+        """Durable when this returns. `size_hint`: 0 if it is unknown. Raises Problem objects-full."""
+        now, quota = self.clock.now(), Quota(self.limits.tenant_object_bytes, self.limits.tenant_objects)
         counted = await self.store.counted_objects(tenant, now)
-        if known is None and not quota.has_room(counted, given):
+        expected = StoredObject(tenant, "", size_hint, now, self._expires_at())
+        # Without room nothing is written: a refused upload must not fill the disk. Its digest still counts.
+        upload = Upload(self.blobs if quota.has_room(counted, expected) else None)
+        async for part in parts:
+            await upload.add(part)
+        given = replace(expected, digest=await upload.digest(), size_bytes=upload.size_bytes)
+        known = await self.store.stored_object(tenant, given.digest)
+        if known is None and not (upload.is_written and quota.has_room(counted, given)):
             raise self._full(given, counted)
-        stored_as = await self.blobs.put(data, owner=tenant)
-        assert stored_as == digest, "objects are named by their sha256"
+        await upload.finish(tenant)
         kept = await self.store.keep_object(given, quota)
         if kept is None:
             raise self._full(given, await self.store.counted_objects(tenant, now))
@@ -74,15 +74,26 @@ class ObjectStorage:
         try:
             data = await self.blobs.get(kept.digest)
         except (BlobMissing, BlobCorrupt):
-            raise Problem(
-                "result-damaged",
-                f"the bytes of object {kept.digest} are missing or damaged; upload them again, and check the "
-                "disk that holds the blobs",
-            ) from None
-        expires_at = self._expires_at()
-        if expires_at - kept.expires_at > _IDLE_SHARE * self.limits.object_seconds:
-            await self.store.extend_object(kept.tenant, kept.digest, expires_at)
+            raise self._damaged(kept) from None
+        await self._note_use(kept)
         return data
+
+    async def stream(self, kept: StoredObject, span: Span) -> AsyncIterator[bytes]:
+        """The bytes of a span, in parts. The whole is compared with the digest: its last part is held back
+        until then. Counts as a use. Raises Problem result-damaged."""
+        await self._note_use(kept)
+        digest, at = hashlib.sha256(), span.first_byte
+        while at < span.end_byte:
+            try:
+                part = await self.blobs.read(kept.digest, at, min(PART_BYTES, span.end_byte - at))
+            except BlobMissing:
+                raise self._damaged(kept) from None
+            at += len(part)
+            await asyncio.to_thread(digest.update, part)
+            is_wrong = at == span.end_byte and digest.hexdigest() != kept.digest
+            if not part or (is_wrong and span.size_bytes == kept.size_bytes):
+                raise self._damaged(kept)
+            yield part
 
     async def values_of(self, tenant: str, named: Mapping[int, str]) -> Mapping[str, bytes]:
         """The bytes of the objects that an inference names, by id. `named`: index of the input -> id.
@@ -98,11 +109,11 @@ class ObjectStorage:
         if faults:
             raise invalid(*faults)
         kept = {object_id: row for object_id, row in found.items() if row is not None}
-        total, most = sum(kept[it].size_bytes for it in named.values()), self.limits.object_bytes
+        total, most = sum(kept[it].size_bytes for it in named.values()), self.limits.inference_object_bytes
         if total > most:
             detail = (
                 f"the objects of one inference may have {most} bytes, and these have {total}; split the "
-                "inference, or raise limits.object_bytes"
+                "inference, or raise limits.inference_object_bytes"
             )
             raise invalid(Fault(pointer="/inputs", detail=detail, code="objects-too-large"))
         return {object_id: await self.read(row) for object_id, row in kept.items()}
@@ -112,6 +123,18 @@ class ObjectStorage:
             return None  # the database would refuse a NUL
         row = await self.store.stored_object(tenant, object_id)
         return row if row is not None and row.expires_at > self.clock.now() else None
+
+    async def _note_use(self, kept: StoredObject) -> None:
+        expires_at = self._expires_at()
+        if expires_at - kept.expires_at > IDLE_SHARE * self.limits.object_seconds:
+            await self.store.extend_object(kept.tenant, kept.digest, expires_at)
+
+    def _damaged(self, kept: StoredObject) -> Problem:
+        return Problem(
+            "result-damaged",
+            f"the bytes of object {kept.digest} are missing or damaged; upload them again, and check the "
+            "disk that holds the blobs",
+        )
 
     def _expires_at(self) -> Instant:
         return Instant(self.clock.now() + self.limits.object_seconds)
@@ -141,13 +164,10 @@ class ObjectStorage:
         )
 
 
-async def _digest_of(data: bytes) -> str:
-    if len(data) <= _INLINE_BYTES:
-        return hashlib.sha256(data).hexdigest()
-    return await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
-
-
 resource = Resource("models")
+
+_SCOPES: Final = (Scope.MODELS_INFER, Scope.TASKS_WRITE)
+"""Objects are for inferences and for tasks: whoever may submit either may have some."""
 
 _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
@@ -160,6 +180,10 @@ class ObjectParts:
 
 
 Parts = Annotated[ObjectParts, PARTS]
+RangeHeader = Annotated[
+    str | None,
+    Header(alias="Range", description="`bytes=0-99`, `bytes=100-` or `bytes=-50`."),
+]
 
 
 class ObjectView(TypedDict):
@@ -186,7 +210,7 @@ class ObjectPage(TypedDict):
 @resource.route(
     "POST /objects",
     "objects_upload",
-    Scope.MODELS_INFER,
+    _SCOPES,
     ObjectView,
     "payload-too-large objects-full store-unavailable",
     status_code=201,
@@ -194,18 +218,18 @@ class ObjectPage(TypedDict):
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
 async def upload_object(call: Call, parts: Parts) -> Response:
-    """Upload bytes that inferences name as values of an input.
+    """Upload bytes that inferences name as values of an input, and tasks as arguments.
 
-    The body is the bytes as they are, with any Content-Type. Uploading the same bytes again extends the time
-    for which the object is kept.
+    The body is the bytes as they are, with any Content-Type, and is stored as it comes.
+    Uploading the same bytes again extends the time for which the object is kept.
     """
-    kept = await parts.storage.put(await call.body(), call.identity.tenant)
+    length = call.header(b"content-length") or ""
+    size_hint = int(length) if length.isdigit() else 0
+    kept = await parts.storage.put(call.parts(), size_hint, call.identity.tenant)
     return answer(_view(kept), 201, {"Location": f"/objects/{kept.digest}"})
 
 
-@resource.route(
-    "GET /objects", "objects_list", Scope.MODELS_INFER, ObjectPage, "cursor-invalid validation-failed"
-)
+@resource.route("GET /objects", "objects_list", _SCOPES, ObjectPage, "cursor-invalid validation-failed")
 async def list_objects(call: Call, parts: Parts, query: Annotated[PageQuery, Query()]) -> Response:
     """List your tenant's objects, by id, and how many bytes count against its limit."""
     storage, tenant = parts.storage, call.identity.tenant
@@ -227,7 +251,7 @@ async def list_objects(call: Call, parts: Parts, query: Annotated[PageQuery, Que
     return answer(view)
 
 
-@resource.route("GET /objects/{object_id}", "objects_get", Scope.MODELS_INFER, ObjectView, "not-found")
+@resource.route("GET /objects/{object_id}", "objects_get", _SCOPES, ObjectView, "not-found")
 async def get_object(call: Call, parts: Parts, object_id: str) -> Response:
     """Read an object's size and until when it is kept. This does not count as a use."""
     return answer(_view(await parts.storage.find(call.identity.tenant, object_id)))
@@ -236,23 +260,42 @@ async def get_object(call: Call, parts: Parts, object_id: str) -> Response:
 @resource.route(
     "GET /objects/{object_id}/content",
     "objects_content",
-    Scope.MODELS_INFER,
+    _SCOPES,
     None,
-    "not-found result-damaged",
+    "not-found result-damaged range-not-satisfiable",
     response_class=Response,
-    responses={200: {"description": "The bytes.", "content": _BYTES}},
+    responses={
+        200: {"description": "The bytes.", "content": _BYTES},
+        206: {"description": "The bytes that `Range` asked for.", "content": _BYTES},
+    },
 )
-async def get_content(call: Call, parts: Parts, object_id: str) -> Response:
-    """Fetch the bytes of an object."""
-    data = await parts.storage.read(await parts.storage.find(call.identity.tenant, object_id))
-    return Response(data, media_type="application/octet-stream")
+async def get_content(call: Call, parts: Parts, object_id: str, range: RangeHeader = None) -> Response:
+    """Fetch the bytes of an object, or with `Range` a part of them."""
+    storage = parts.storage
+    kept = await storage.find(call.identity.tenant, object_id)
+    asked = span_of(range, kept.size_bytes)
+    headers = {"Accept-Ranges": "bytes", "ETag": f'"{kept.digest}"'}
+    if asked is not None:
+        headers["Content-Range"] = f"bytes {asked.first_byte}-{asked.end_byte - 1}/{kept.size_bytes}"
+    span = asked or Span(0, kept.size_bytes)
+    if span.size_bytes <= PART_BYTES and asked is None:
+        return Response(await storage.read(kept), 200, headers, "application/octet-stream")
+    headers["Content-Length"] = str(span.size_bytes)
+    flow = storage.stream(kept, span)
+    first = await anext(flow)  # what is missing altogether is a problem, not an answer that breaks off
+    status = 200 if asked is None else 206
+    return StreamingResponse(_joined(first, flow), status, headers, "application/octet-stream")
 
 
-@resource.route(
-    "DELETE /objects/{object_id}", "objects_delete", Scope.MODELS_INFER, None, "not-found", status_code=204
-)
+async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for part in rest:
+        yield part
+
+
+@resource.route("DELETE /objects/{object_id}", "objects_delete", _SCOPES, None, "not-found", status_code=204)
 async def delete_object(call: Call, parts: Parts, object_id: str) -> Response:
-    """Delete an object. Accepted inferences already have its values."""
+    """Delete an object. Accepted inferences already have its values; tasks that name it fail."""
     kept = await parts.storage.find(call.identity.tenant, object_id)
     await parts.storage.store.drop_object(kept.tenant, kept.digest)
     return Response(status_code=204)

@@ -273,7 +273,7 @@ def shown_format(form: str) -> str:
 
 
 def _member(data: bytes, form: str) -> bytes:
-    if form == "json" and _is_json(data):
+    if form in ("json", "object") and _is_json(data):
         return b'"result":' + data
     if form == TENSORS and (inference := _inference_json(data)) is not None:
         return b'"result":' + inference

@@ -12,9 +12,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from gpubroker_server.core.domain.ranks import MOST_RANKS
 from gpubroker_server.gateway.http.bodies import Body, KindName, LabelKey, NodeLabels, line
 
-MAX_RANKS = 256
 MAX_MB: Final = 16_777_216
 LEARNED: Final = "learned"
 GpuSize = int | Literal["learned"]
@@ -150,7 +150,7 @@ class Amounts(Body):
 class Bundle(Amounts):
     """What one rank of a gang needs, or each of `count` equal ranks."""
 
-    count: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    count: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
 
 
 class Resources(Amounts):
@@ -171,7 +171,7 @@ class Resources(Amounts):
     bundles: Annotated[
         list[Bundle],
         Field(
-            max_length=MAX_RANKS,
+            max_length=MOST_RANKS,
             description="A gang: one process per rank, numbered in this order; all start or none. Beside the "
             "bundles give only what holds for all ranks: kinds, nodes and the other restrictions, and pool.",
             examples=[[{"count": 4, "gpus": 1}, {"cpu": 2}]],
@@ -185,7 +185,7 @@ class Resources(Amounts):
         ),
     ] = "pack"
     min_ranks: (
-        Annotated[int, Field(ge=1, le=MAX_RANKS, description="It can run with only this many first ranks.")]
+        Annotated[int, Field(ge=1, le=MOST_RANKS, description="It can run with only this many first ranks.")]
         | None
     ) = None
 
@@ -219,9 +219,9 @@ class Resources(Amounts):
             raise PydanticCustomError(
                 "contradiction", "{wrong} has no effect beside bundles; put it into them", {"wrong": wrong}
             )
-        if ranks > MAX_RANKS:
+        if ranks > MOST_RANKS:
             raise PydanticCustomError(
-                "too_many_ranks", "{ranks} ranks; at most {most}", {"ranks": ranks, "most": MAX_RANKS}
+                "too_many_ranks", "{ranks} ranks; at most {most}", {"ranks": ranks, "most": MOST_RANKS}
             )
         if self.min_ranks is not None and self.min_ranks > ranks:
             raise PydanticCustomError(

@@ -23,12 +23,14 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.ids import Ids
+from gpubroker_server.gateway.http.leader_release import LeaderRelease
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call
 from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.status.task_view import CONCURRENCY_VARIABLE, PROFILE_VARIABLE, ROLES_VARIABLE
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, demand_of, first, subject_of
+from gpubroker_server.gateway.submission.named_objects import check_objects
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
 from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
 from gpubroker_server.ports.secrets import SecretStore
@@ -93,6 +95,9 @@ class Submissions:
     """Of one tenant."""
     most_pending_bytes: int
     """Kept by them for their runs."""
+    leader: LeaderRelease
+    object_seconds: Seconds
+    """An object is kept this long after its last use."""
 
     async def new_task(self, body: SubmitTask, tenant: str) -> PreparedTask:
         """The task that this body asks for. Raises Problem if the body is invalid; see also `check_allowed`
@@ -204,11 +209,13 @@ class Submissions:
         await self.check_secrets(identity, body.env, task.tenant)
 
     async def check_secrets(self, identity: Identity, env: Mapping[str, str], tenant: str) -> None:
-        """Raises Problem for a secret that the token may not use, or that the tenant does not have."""
+        """Raises Problem for a secret that the token may not use, that the tenant does not have, or that
+        the leader would not look up."""
         named = secrets_named(env)
         if not named:
             return
         identity.require(Scope.SECRETS_USE, "naming a secret in env")
+        self.leader.require("secret")
         known = await self.secrets.names(tenant)
         faults = [
             Fault(pointer=f"/env/{variable}", detail=_no_secret(name, tenant, known), code="unknown-secret")
@@ -217,6 +224,13 @@ class Submissions:
         ]
         if faults:
             raise invalid(*faults)
+
+    async def check_objects(self, tenant: str, named: Mapping[str, str]) -> None:
+        """Raises Problem for those that the tenant does not have, or if the leader would not open them.
+        `named`: id by place."""
+        if named:
+            self.leader.require("object")
+            await check_objects(self.store, tenant, named, self.clock.now(), self.object_seconds)
 
     def check_queue(self, tenant: str, tasks: int = 1, size_bytes: int = 0) -> None:
         """Raises Problem if so many more, or what they keep, would be too much. A bound, not a count:

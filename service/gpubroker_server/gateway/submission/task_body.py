@@ -164,6 +164,10 @@ class Function(Body):
         ]
         | None
     ) = None
+    objects: Annotated[
+        list[Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]],
+        Field(max_length=10_000, description="Ids of the objects that its arguments name."),
+    ] = Field(default_factory=list)
     runtime: Annotated[Literal[1], Field(description="Version of the protocol inside the process.")] = 1
 
 

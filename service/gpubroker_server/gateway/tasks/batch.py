@@ -22,6 +22,7 @@ from gpubroker_server.gateway.http.faults import body_faults, duplicate_key, inv
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem, ProblemDocument, problem_document
 from gpubroker_server.gateway.http.routing import Call, Resource, json_answer
+from gpubroker_server.gateway.submission.named_objects import may_name_objects, objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Submissions,
@@ -104,7 +105,8 @@ class BatchView(TypedDict):
     Scope.TASKS_WRITE,
     BatchView,
     "malformed-json payload-too-large unsupported-media-type validation-failed batch-refused "
-    "idempotency-key-reused tenant-queue-full tenant-queue-bytes too-many-requests store-unavailable",
+    "idempotency-key-reused tenant-queue-full tenant-queue-bytes too-many-requests leader-outdated "
+    "store-unavailable",
     accepted="`all_or_nothing`: all of them are on disk.",
     status_code=207,
     response_description="Tasks with status 202 are on disk, all in one commit; the others have a problem.",
@@ -247,7 +249,7 @@ class BatchTasks:
         if self._last is None:
             return None
         surroundings, first = self._last
-        call = call_within(text, surroundings)
+        call = None if may_name_objects(text) else call_within(text, surroundings)
         if call is None or len(call.arguments) > self._submissions.inline_bytes:
             return None
         return self._alike(first, id, changed(first.spec, arguments=call.arguments, arguments_digest=None))
@@ -271,7 +273,12 @@ class BatchTasks:
         else:
             self._submissions.permissions.check_run(self._identity, split.run)
             spec = self._submissions.run_spec(prototype.body, split.run, prototype.learned)
+        await self._check_objects(split.run, spec.arguments)
         return await self._submissions.with_object(self._alike(first, id, spec))
+
+    async def _check_objects(self, run: object, arguments: bytes) -> None:
+        named = objects_in_run(run, arguments)
+        await self._submissions.check_objects(self._identity.tenant, named)
 
     def _alike(self, first: Submission, id: TaskId, spec: RunSpec) -> Submission:
         return Submission(changed(first.task, id=id, queued_bytes=bytes_of(spec)), spec, like=first)
@@ -287,4 +294,5 @@ class BatchTasks:
         await make.check_allowed(self._identity, body, task)
         make.check_possible(task)
         submission = submission_of(task, make.run_spec(body, body.run, learned))
+        await self._check_objects(body.run, submission.spec.arguments)
         return _Prototype(body, await make.with_object(submission), learned)

@@ -51,6 +51,8 @@ class LogQuery(QueryModel):
     ] = False
 
 
+_UNBUFFERED = {"X-Accel-Buffering": "no"}
+"""Has an nginx that buffers answers pass this one as it comes."""
 _TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
 
 
@@ -82,7 +84,7 @@ async def read_log(
     fence = Fence(query.attempt or newest)
     log = LogName(task.id, fence, query.rank, query.stream)
     reading = LogReading(parts, record, log, query.offset, follows=query.follow)
-    return StreamingResponse(reading.text(), media_type="text/plain; charset=utf-8")
+    return StreamingResponse(reading.text(), 200, _UNBUFFERED, "text/plain; charset=utf-8")
 
 
 def _check_exists(task: Task, query: LogQuery, last_attempt: int) -> None:

@@ -23,7 +23,7 @@ resource = Resource("tasks")
     "not-found task-not-finished task-not-retryable priority-not-allowed exceeds-capacity no-matching-device "
     "exceeds-maximum exceeds-quota pool-mismatch unknown-resource priority-too-low entrypoint-not-allowed "
     "python-mismatch idempotency-key-reused tenant-queue-full tenant-queue-bytes result-damaged "
-    "validation-failed store-unavailable",
+    "validation-failed leader-outdated store-unavailable",
     status_code=202,
     response_description="A new task is on disk; its `retry_of` is the old one.",
 )

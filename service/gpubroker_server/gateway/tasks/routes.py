@@ -26,6 +26,7 @@ from gpubroker_server.gateway.status.records import (
 )
 from gpubroker_server.gateway.status.task_view import error_view, task_view
 from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
+from gpubroker_server.gateway.submission.named_objects import objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Stored,
@@ -71,7 +72,7 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGN
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
     "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes store-unavailable",
+    "tenant-queue-bytes leader-outdated store-unavailable",
     status_code=202,
     response_description="The task is on disk and will run as soon as there is room.",
     responses={
@@ -114,6 +115,8 @@ async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -
         await submissions.check_allowed(call.identity, body, task)
         submissions.check_possible(task)
         submission = submission_of(task, submissions.run_spec(body, body.run, learned))
+        named = objects_in_run(body.run, submission.spec.arguments)
+        await submissions.check_objects(task.tenant, named)
         submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
     except Problem:
         known = await submissions.sent_before(call, key, "task")

@@ -47,7 +47,8 @@ class StackView(TypedDict):
     "tasks_stack",
     Scope.TASKS_READ,
     StackView,
-    "not-found task-not-running stack-unavailable tenant-waits validation-failed store-unavailable",
+    "not-found task-not-running stack-unavailable tenant-waits validation-failed leader-outdated "
+    "store-unavailable",
 )
 async def get_stack(
     call: Call, parts: Parts, task_id: str, query: Annotated[StackQuery, Query()]

@@ -23,6 +23,7 @@ from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource,
 from gpubroker_server.gateway.http.times import Freshness, Time, rfc3339
 from gpubroker_server.gateway.http.waiters import LeaderRequests
 from gpubroker_server.gateway.submission.demand import first
+from gpubroker_server.gateway.submission.named_objects import objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Submissions,
@@ -143,7 +144,7 @@ _REFUSALS = (
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
     "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes store-unavailable"
+    "tenant-queue-bytes store-unavailable not-found leader-outdated"
 )
 _CALL_PROBLEMS = (
     "malformed-json not-found validation-failed payload-too-large no-ray-driver worker-queue-full "
@@ -175,6 +176,7 @@ async def submit_worker_set(
         if known.body_hash != hashed:
             raise key_reused(key, known.task, PURPOSE)
         return await _formed(call, parts, await _find(call, parts, known.task), is_new=False)
+    submissions.leader.require("form")
     check_worker(body)
     for role in body.colocate_with.values():
         submissions.permissions.check_run(call.identity, role.run)
@@ -185,7 +187,9 @@ async def submit_worker_set(
     task, learned = await submissions.new_task(wanted, tenant)
     await submissions.check_allowed(call.identity, wanted, task)
     submissions.check_possible(task)
-    new = await new_worker_set(submissions, body, task, submissions.run_spec(wanted, body.run, learned))
+    spec = submissions.run_spec(wanted, body.run, learned)
+    await submissions.check_objects(tenant, objects_in_run(body.run, spec.arguments))
+    new = await new_worker_set(submissions, body, task, spec)
     size_bytes = sum(worker.task.queued_bytes for worker in new.submissions)
     submissions.check_queue(tenant, len(new.submissions), size_bytes)
     terms = json.dumps(row_of(new.workers))

@@ -212,10 +212,10 @@ class NodeAgent:
                     runs.start(wanted, shareable=shareable)
             case ("go", task, fence, rank, rank_zero_address) if not is_over:
                 runs.go(RunKey(task, fence, rank), rank_zero_address)
-            case ("world", task, fence, rank, ranks) if not is_over:
-                runs.pass_on("world", RunKey(task, fence, rank), tuple(ranks))
-            case ("items", task, fence, rank, *answer) if not is_over:
-                runs.pass_on("items", RunKey(task, fence, rank), *answer)
+            case ("world" | "resized" | "items" | "part" as what, task, fence, rank, *values) if not is_over:
+                runs.pass_on(what, RunKey(task, fence, rank), *values)
+            case ("object", task, fence, rank, *answer) if not is_over:
+                runs.objects.take(RunKey(task, fence, rank), *answer)
             case ("watch", task, fence, rank, pid, leases) if not is_over:
                 runs.external.watch(RunKey(task, fence, rank), pid, leases)
             case ("stop", task, fence, rank, _reason, grace_seconds) if not is_over:
@@ -265,8 +265,9 @@ class NodeAgent:
         if samples is not None:
             self.report(("sampled", time.time(), samples))
         self.report(self._described(runs))
-        for report in (*runs.table.all_reports(), *runs.external.all_reports()):
-            self.report(report)
+        for reports in (runs.table.all_reports(), runs.external.all_reports(), runs.objects.questions()):
+            for report in reports:
+                self.report(report)
         for task in (self._sampling, self._beating):
             if task is not None:
                 task.cancel()
@@ -352,7 +353,7 @@ class NodeAgent:
         unpolled = now - self._polled_at
         if unpolled > DESERTED_SECONDS or self._announced != self._meter.inventory():
             self._end_conversation()
-        is_used = unpolled < DESERTED_SECONDS or not runs.is_idle
+        is_used = unpolled < DESERTED_SECONDS or not runs.table.is_idle
         if is_used and not self._head_is_lost:  # else `_watch_head` says whether there are runs
             self._keep_alive()
         if not is_used and not self._config.keepalive and unpolled > self._config.idle_stop_seconds:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgpack
+import ray
 from gpubroker.runtime.calls import REFUSED
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.mailbox import Mailbox
@@ -102,7 +103,7 @@ class Runner:
         """Made at the first call: only then is there an event loop."""
         if self._host is None or self._mailbox is None:
             self._mailbox = Mailbox()
-            self._host = RunHost(self._mailbox.journal)
+            self._host = RunHost(self._mailbox.journal, _shared_view)
         return self._host, self._mailbox
 
 
@@ -118,14 +119,26 @@ def _carry_out(host: RunHost, item: tuple[Any, ...], protocol: int) -> None:
             host.go(RunKey(*key), rank_zero_address)
         case ("world", key, ranks):
             host.change_world(RunKey(*key), ranks)
+        case ("resized", key, ranks, number):
+            host.change_world(RunKey(*key), ranks, number)
         case ("items", key, number, held, is_over):
             host.answer_items(RunKey(*key), number, held, is_over=is_over)
+        case ("object", key, id, shared, failure):
+            host.take_object(RunKey(*key), id, shared, failure)
+        case ("part", key, digest, stored_bytes, failure):
+            host.answer_part(RunKey(*key), digest, stored_bytes, failure)
         case ("retell", key):
             host.report_again(RunKey(*key))
         case ("stop", key):
             host.stop(RunKey(*key))
         case _:
             raise ValueError(f"unknown order {item[0]!r}")
+
+
+def _shared_view(shared: Any) -> memoryview:
+    """Of the node's copy of an object, which the agent has put into Ray's object store."""
+    view: memoryview = ray.get(shared).view
+    return view
 
 
 def _packed(value: Any) -> bytes:

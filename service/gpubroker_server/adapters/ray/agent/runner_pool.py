@@ -10,6 +10,7 @@ from uuid import uuid4
 import ray
 import structlog
 from gpubroker.runtime.messages import Report
+from gpubroker.runtime.objects import SharedBytes
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gpubroker_server.adapters.ray.agent.runner import Runner
@@ -27,6 +28,8 @@ REFILL_PAUSE_SECONDS = 0.2
 RETRY_PAUSE_SECONDS = 1.0
 MOST_CALLS = 10_000
 """Of one process at once. With Ray's usual 1000, calls to a worker of a set would keep its agent waiting."""
+OBJECT_CACHE_SHARE = 0.5
+"""Of Ray's object store on a node: so much keeps objects for later runs."""
 START_SECONDS = 60.0
 """A process that has not answered by then never will; it is killed and another is started."""
 
@@ -44,8 +47,10 @@ class RayRunners:
         self._address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
         """Another id means another Ray."""
-        self.host = _address_of(self.node)
+        about = _about(self.node)
+        self.host = str(about["NodeManagerAddress"])
         """Where other nodes reach this one."""
+        self.object_cache_bytes = int(about["Resources"].get("object_store_memory", 0) * OBJECT_CACHE_SHARE)
 
     def make(self, *, shared: bool) -> tuple[str, Any]:
         """Name and handle of a new one, which may still be starting."""
@@ -81,11 +86,15 @@ class RayRunners:
     def kill(self, runner: Any) -> None:
         ray.kill(runner)
 
+    def share(self, data: bytearray) -> Any:
+        """Put into Ray's object store; kept there while anything has a reference or a view."""
+        return ray.put(SharedBytes(data))
 
-def _address_of(node_id: str) -> str:
+
+def _about(node_id: str) -> dict[str, Any]:
     list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
-    [address] = (node["NodeManagerAddress"] for node in list_nodes() if node["NodeID"] == node_id)
-    return str(address)
+    [about] = (node for node in list_nodes() if node["NodeID"] == node_id)
+    return about
 
 
 class RunnerPool:

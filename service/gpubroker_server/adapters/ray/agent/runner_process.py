@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 from gpubroker.runtime.journal import START_OVER
-from gpubroker.runtime.messages import SPOKEN, Report, RunKey, RunOrder, newest_shared
+from gpubroker.runtime.messages import RESIZES, SPOKEN, Report, RunKey, RunOrder, newest_shared
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS
 from ray.exceptions import OutOfMemoryError, RayError
 
@@ -98,7 +98,9 @@ class RunnerProcess:
         self._waiting: list[tuple[Any, ...]] = []
 
     def send(self, *items: tuple[Any, ...]) -> None:
-        """Send orders; those of one turn of the event loop travel together."""
+        """Send orders; those of one turn of the event loop travel together. A process of an earlier release
+        does not learn that ranks have joined."""
+        items = tuple(item for item in items if item[0] != "resized" or self.protocol >= RESIZES)
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send_waiting)
         self._waiting += items
@@ -171,7 +173,7 @@ class Run:
     process: RunnerProcess | None = None
     """None while it waits for a process, and once that process is gone."""
     reports: dict[str, Report] = field(default_factory=dict)
-    """Its newest started, ready, checkpointed, items, ended and gone report, by kind."""
+    """Its newest started, ready, checkpointed, items, part, ended and gone report, by kind."""
     forgotten: bool = False
     go: str = ""
     """Rank 0's address, once all ranks are ready; passed on to the process that it gets."""
@@ -238,6 +240,18 @@ class RunTable:
         return "" if run is None or run.process is None or run.has_ended else run.process.name
 
     @property
+    def is_idle(self) -> bool:
+        return all(run.has_ended or run.is_gone for run in self.runs.values())
+
+    def alive_with_leases(self) -> dict[str, tuple[ProcessId, tuple[tuple[str, int], ...]]]:
+        """Process and leases of the runs that hold device memory."""
+        return {
+            str(run.key): (run.process.watched.id, run.order.leases)
+            for run in self.runs.values()
+            if run.order.leases and run.process is not None and not run.process.watched.ended
+        }
+
+    @property
     def keeps_outcomes(self) -> bool:
         """Only this agent knows how some run has ended: its process is gone, or soon will be."""
         return any(run.has_ended and not run.forgotten for run in self.runs.values())
@@ -259,7 +273,7 @@ class RunTable:
         """For a leader that may have received none of them: per run in the order of its states."""
         yield from self._gone
         for run in self.runs.values():
-            for kind in ("started", "ready", "checkpointed", "items", "ended", "gone"):
+            for kind in ("started", "ready", "checkpointed", "items", "part", "ended", "gone"):
                 if kind in run.reports:
                     yield run.reports[kind]
 

@@ -30,6 +30,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import (
     retry_until_done,
     with_fractions,
 )
+from gpubroker_server.adapters.ray.agent.shared_objects import SharedObjects
 from gpubroker_server.adapters.ray.agent.stacks import tell_stack
 from gpubroker_server.adapters.ray.agent.takeover import take_over
 from gpubroker_server.adapters.ray.options import AgentConfig
@@ -73,12 +74,10 @@ class NodeRuns:
         self.table = RunTable()
         hooks = self._on_report, self._on_end, self._on_ready
         self.pool = RunnerPool(config, runners, *hooks, lambda: sum(not run.shared for run in self._waiting))
+        give = partial(self.pass_on, "object")
+        self.objects = SharedObjects(runners.object_cache_bytes, runners.share, self._report, give)
         about = self._files, config.instance, runners.node
         self.external = ExternalProcesses(*about, self._runner_pids, self._report, self.measure, self._do)
-
-    @property
-    def is_idle(self) -> bool:
-        return all(run.has_ended or run.is_gone for run in self.table.runs.values())
 
     @property
     def has_unrecorded_state(self) -> bool:
@@ -95,11 +94,7 @@ class NodeRuns:
         self, needed: Sequence[str] = (), timeout_seconds: float = MEASURE_SECONDS
     ) -> list[WireSample]:
         """What each device holds now that can be measured; raises as DeviceMeter.measure does."""
-        holders = {
-            str(run.key): (run.process.watched.id, run.order.leases)
-            for run in self.table.runs.values()
-            if run.order.leases and run.process is not None and not run.process.watched.ended
-        } | self.external.alive()
+        holders = self.table.alive_with_leases() | self.external.alive()
         roots = {key: process for key, (process, _) in holders.items()}
         leased = {key: {uuid: Mib(mb) for uuid, mb in leases} for key, (_, leases) in holders.items()}
 
@@ -154,7 +149,7 @@ class NodeRuns:
             self._pass_on_go(run)
 
     def pass_on(self, what: str, key: RunKey, *values: Any) -> None:
-        """To a run that has begun: the ranks that are left, or what a worker of an array holds."""
+        """To a run that has begun: the ranks that are left, what a worker of an array holds, an object."""
         run = self.table.runs.get(key)
         if run is not None and run.process is not None and not run.has_ended:
             run.process.send((what, tuple(key), *values))
@@ -222,6 +217,9 @@ class NodeRuns:
             return  # user code may have forged it
         if kind == "printed":
             self._files.add_to_log(key, *report[5:])
+            return
+        if kind == "wanted":
+            self.objects.want(key, run.order.tenant, report[5])
             return
         report = (*report, run.ordered_at) if kind == "started" else report
         if kind != "ended":
@@ -328,6 +326,8 @@ class NodeRuns:
         if run.kill is not None:
             run.kill.cancel()
         run.reports["ended"] = report
+        run.reports.pop("part", None)
+        self.objects.leave(run.key)
         self._report(report)
 
     def _lost(self, run: Run, process: RunnerProcess) -> Report:

@@ -1,6 +1,5 @@
 """The node agents that answer a service: which release each is of, and when it may be replaced."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +19,9 @@ from gpubroker_server.core.domain.orders import (
     StartOrder,
     WatchOrder,
 )
-from gpubroker_server.core.domain.units import NodeName
+from gpubroker_server.core.domain.units import NodeName, release_numbers
 from gpubroker_server.ports.store import ReadTicks
+from gpubroker_server.ports.task_objects import ObjectQuestion
 
 IDLE_SECONDS = 1.0
 """A node has been idle for so long before its agent is replaced: the end of one run often begins the next."""
@@ -45,7 +45,7 @@ class AnsweringAgent:
 
     @property
     def is_outdated(self) -> bool:
-        return self.protocol < PROTOCOL or _numbers_of(self.release) < _numbers_of(__version__)
+        return self.protocol < PROTOCOL or release_numbers(self.release) < release_numbers(__version__)
 
     def note(self, run: RunId, what: str) -> None:
         happened = self.runs.get(run)
@@ -103,7 +103,7 @@ class NodeAgents:
         elif isinstance(order, ForgetOrder):
             agent.note(run, _FORGOTTEN)
 
-    def on_report(self, node: NodeName, report: Report) -> None:
+    def on_report(self, node: NodeName, report: Report | ObjectQuestion) -> None:
         agent, run = self._answering.get(node), run_of(report)
         if agent is None or run is None:
             return
@@ -149,8 +149,3 @@ class NodeAgents:
     def _was_replaced_in_vain(self, node: NodeName, now: float) -> bool:
         """An outdated agent was replaced a short time ago, so this one, outdated too, is its successor."""
         return now - self._replaced_at.get(node, -AGAIN_SECONDS) < AGAIN_SECONDS
-
-
-def _numbers_of(release: str) -> tuple[int, ...]:
-    """To compare. An unknown release counts as the oldest."""
-    return tuple(map(int, re.findall(r"\d+", release)[:3]))

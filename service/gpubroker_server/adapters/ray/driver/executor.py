@@ -16,11 +16,13 @@ from gpubroker_server.adapters.ray.driver.worker_calls import RayWorkerCalls
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import (
-    KNOWS_ARRAYS,
+    KNOWS_ARRAYS_AND_OBJECTS,
     MEASURE,
     TELLS_LOGS,
     OrderWriter,
     log_order,
+    needs_arrays_or_objects,
+    object_order,
     pack,
     run_of,
 )
@@ -34,6 +36,7 @@ from gpubroker_server.core.domain.orders import (
     LogName,
     NodeLost,
     NodeReport,
+    NodesListed,
     Order,
     Report,
     RunId,
@@ -41,11 +44,11 @@ from gpubroker_server.core.domain.orders import (
     StopOrder,
     TermRefused,
 )
-from gpubroker_server.core.domain.submission import ARRAY_VARIABLE
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, Seconds, TaskId, Term
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import Clock
+from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion
 
 log = structlog.get_logger("gpubroker.ray")
 
@@ -97,7 +100,7 @@ class RayExecutor:
         self._later: asyncio.TimerHandle | None = None
         self._unanswered: dict[RunId, UnansweredStart] = {}
         self._unanswered_bytes = 0
-        self._reports: list[Report | TermRefused] = []
+        self._reports: list[Report | TermRefused | ObjectQuestion] = []
         self._untaken_bytes = 0
         """Received and not fetched yet; beyond a bound the driver polls no agent."""
         self._arrived = asyncio.Event()
@@ -186,7 +189,12 @@ class RayExecutor:
             self._written.setdefault(node, []).extend(log_order(*log) for log in logs.items())
             self._dispatch(node)
 
-    async def reports(self) -> Sequence[Report | TermRefused]:
+    def answer(self, answer: ObjectAnswer) -> None:
+        if answer.node in self._agents:  # else its agent asks again
+            self._written.setdefault(answer.node, []).append(object_order(answer))
+            self._dispatch(answer.node)
+
+    async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
         while not self._reports:
             self._arrived.clear()
             await self._arrived.wait()
@@ -241,6 +249,9 @@ class RayExecutor:
                 self._agents.lose(node)
                 now = Instant(self._clock.now())
                 self._report(NodeLost(NodeName(node), incarnation, now, RAY_SAYS_SO, confirmed=True))
+            case ("nodes", names) if self._term:
+                now = Instant(self._clock.now())
+                self._report(NodesListed(frozenset(map(NodeName, names)), now))
             case ("head", fault):
                 self._head_fault = fault
             case ("trouble", what):
@@ -268,8 +279,11 @@ class RayExecutor:
     def _can_start(self, order: StartOrder, payload: RunPayload) -> bool:
         """Notes a start that is sent, and answers one that is not."""
         run = order.task, order.fence, order.rank
-        if ARRAY_VARIABLE in payload.spec.env and 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS:
-            log.warning("the agent is of a release without arrays; this start waits", task=order.task)
+        is_earlier = 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS_AND_OBJECTS
+        if is_earlier and needs_arrays_or_objects(payload):
+            log.warning(
+                "the agent is of a release without arrays and objects; this start waits", task=order.task
+            )
             self._report_never_started(run, self._clock.now())
             return False
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
@@ -324,7 +338,7 @@ class RayExecutor:
     def _answering(self) -> str:
         return "1 node answers" if len(self._agents) == 1 else f"{len(self._agents)} nodes answer"
 
-    def _on_report(self, received: AgentReports, report: Report) -> None:
+    def _on_report(self, received: AgentReports, report: Report | ObjectQuestion) -> None:
         run = run_of(report)
         if run is not None:
             self._note_answer(run)
@@ -371,6 +385,6 @@ class RayExecutor:
         self._report(Ended(task, fence, at, Ending.NEVER_STARTED, rank=rank))
         self._report(Gone(task, fence, at, Proof.NEVER_STARTED, rank=rank))
 
-    def _report(self, report: Report | TermRefused) -> None:
+    def _report(self, report: Report | TermRefused | ObjectQuestion) -> None:
         self._reports.append(report)
         self._arrived.set()

@@ -48,6 +48,8 @@ LOOK_SHARE = 0.01
 """In a large cluster the questions are rarer, so that they take no more of a core than this ..."""
 LONGEST_LOOK_SECONDS = 1.0
 """... but never as rare as to see a node later than this."""
+TELL_SECONDS = 5.0
+"""The service is told so often which nodes Ray has."""
 LOOK_PATIENCE_SECONDS = 3.0
 """A control service of Ray that is silent for longer is reported; agents can be talked to without it."""
 UNTAKEN_BYTES = 32 * 2**20
@@ -138,11 +140,16 @@ class Driver:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
         await self.send("connected")
         self._tasks.create_task(self._request_resources())
+        told, told_at = frozenset[str](), -TELL_SECONDS
         while True:
             asked_at = time.monotonic()
             nodes = await self._nodes()
             took_seconds = time.monotonic() - asked_at
             await self._update_links(nodes)
+            names = frozenset(_name_of(node) for node in nodes if node["Alive"] and _takes_runs(node))
+            if not self._opening.local_node and (names != told or asked_at >= told_at + TELL_SECONDS):
+                told, told_at = names, asked_at
+                await self.send("nodes", sorted(names))
             await asyncio.sleep(max(LOOK_SECONDS, min(took_seconds / LOOK_SHARE, LONGEST_LOOK_SECONDS)))
 
     async def on_message(self, message: tuple[Any, ...]) -> None:

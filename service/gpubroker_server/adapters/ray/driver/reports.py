@@ -34,6 +34,7 @@ from gpubroker_server.core.domain.orders import (
     Started,
 )
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId, device_key
+from gpubroker_server.ports.task_objects import ObjectPart, ObjectQuestion, ObjectWanted
 
 log = structlog.get_logger("gpubroker.ray")
 
@@ -42,6 +43,8 @@ MALFORMED = "malformed_report"
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A database column of four bytes."""
+Position = Annotated[int, Meta(ge=0, le=2**62)]
+"""Of a byte in a log or an object."""
 Name = Annotated[str, Meta(max_length=2048, pattern=r"^[^\x00]*\Z")]
 """A column or a key. PostgreSQL takes no NUL there."""
 Text = Annotated[str, Meta(max_length=128 * 1024)]
@@ -60,7 +63,7 @@ class AgentReports(NamedTuple):
 
     node: NodeName
     protocol: int
-    reports: list[Report]
+    reports: list[Report | ObjectQuestion]
 
 
 class ReportReader:
@@ -186,7 +189,7 @@ class ItemsForm(RunForm, tag="items"):
 class EndedForm(RunForm, tag="ended"):
     ending: Ending
     result: bytes | None
-    result_format: Literal["json", "cloudpickle"]
+    result_format: Literal["json", "cloudpickle", "object"]
     failure: tuple[Name, Text, Text] | None
     log_tail: LogTail
 
@@ -197,9 +200,21 @@ class StackForm(RunForm, tag="stack"):
     message: Text
 
 
+class WantedForm(RunForm, tag="wanted"):
+    object: Name
+    first_byte: Position
+
+
+class PartForm(RunForm, tag="part"):
+    object: Name
+    size_bytes: Position
+    first_byte: Position
+    data: bytes
+
+
 class LoggedForm(RunForm, tag="logged"):
     stream: Literal["stdout", "stderr"]
-    first_byte: Annotated[int, Meta(ge=0, le=2**62)]
+    first_byte: Position
     data: bytes
     is_final: bool
 
@@ -219,17 +234,21 @@ OfRun = (
     | EndedForm
     | LoggedForm
     | StackForm
+    | WantedForm
+    | PartForm
     | GoneForm
 )
 OfNode = BeatForm | SampledForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
 _REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
-_BY_USER_CODE = frozenset({"started", "ready", "progressed", "loaded", "checkpointed", "items", "ended"})
+_BY_USER_CODE = frozenset(
+    {"started", "ready", "progressed", "loaded", "checkpointed", "items", "part", "ended"}
+)
 """Kinds that are written where user code runs."""
 
 
-def _read(source: Source, packed: msgspec.Raw) -> Report | None:
+def _read(source: Source, packed: msgspec.Raw) -> Report | ObjectQuestion | None:
     """A run has failed if its report cannot be read. None for anything else that cannot be read."""
     try:
         form = _REPORT.decode(packed)
@@ -244,7 +263,7 @@ def _read(source: Source, packed: msgspec.Raw) -> Report | None:
     return None
 
 
-def _of_run(source: Source, it: OfRun) -> Report:
+def _of_run(source: Source, it: OfRun) -> Report | ObjectQuestion:
     run = TaskId(it.task), Fence(it.fence), source.instant(it.at)
     match it:
         case StartedForm():
@@ -272,6 +291,10 @@ def _of_run(source: Source, it: OfRun) -> Report:
             return Ended(*run, it.ending, it.result, it.result_format, failure, it.log_tail, it.rank)
         case StackForm():
             return Stacked(*run, it.request, it.stack, it.message, it.rank)
+        case WantedForm():
+            return ObjectWanted(*run, it.object, it.first_byte, it.rank)
+        case PartForm():
+            return ObjectPart(*run, it.object, it.size_bytes, it.first_byte, it.data, it.rank)
         case LoggedForm():
             return Logged(*run, it.stream, it.first_byte, it.data, it.is_final, it.rank)
         case GoneForm():

@@ -8,10 +8,11 @@ from gpubroker_server.core.domain.errors import Overcommitted
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.node_capacity import NodeHeadroom, NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, wildcard_limit
-from gpubroker_server.core.domain.ranks import needs_gpus, rank_task, rank_tasks, rank_tasks_on
+from gpubroker_server.core.domain.ranks import needs_gpus, rank_task, rank_tasks, rank_tasks_on, ranks_of
 from gpubroker_server.core.domain.task import MemberState, Task, TaskState, stop_notice, stop_notices
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId, node_of
 from gpubroker_server.core.domain.values import changed
+from gpubroker_server.core.world.background import BACKGROUND_TOP
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.revisions import RevisionLog
 from gpubroker_server.core.world.world import World
@@ -29,6 +30,7 @@ class Draft:
         self.growth = RevisionLog() if growth is None else growth
         """Nodes on which a task may now find room, or victims, that it did not find before."""
         self.custom_use: dict[str, float] = dict(world.custom_use)
+        self.background = world.background.copy()
         self.given: list[tuple[str, int]] = []
         """(tenant, MiB) of each lease made in this draft; negative for a lease taken back."""
         self._given_to: dict[str, list[DeviceKey]] = {}
@@ -44,6 +46,7 @@ class Draft:
         """An independent copy."""
         twin = Draft(self.world)
         twin.custom_use, twin.given = dict(self.custom_use), list(self.given)
+        twin.background = self.background.copy()
         twin._given_to = {holder: list(devices) for holder, devices in self._given_to.items()}
         twin._books = {key: ledger.copy() for key, ledger in self._books.items()}
         twin._use = {node: use.copy() for node, use in self._use.items()}
@@ -70,7 +73,8 @@ class Draft:
 
     def usable_nodes(self) -> Iterator[NodeName]:
         """Nodes on which something may be placed, in no order."""
-        return (node.name for node in self.world.nodes.values() if node.ready and not node.cordoned)
+        nodes = self.world.nodes.values()
+        return (row.name for row in nodes if row.ready and not (row.cordoned or self.full_disk(row.name)))
 
     def usable_ledgers(self, node: NodeName, policy: Policy, now: Instant) -> Iterator[DeviceLedger]:
         """Devices whose last sample is fresh enough, in key order."""
@@ -115,10 +119,19 @@ class Draft:
         row, use = self.world.nodes[node], self.use(node)
         custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
         cpu = round(row.cpu - use.cpu, 6)
-        room = NodeHeadroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom, row)
+        is_open = task in self._pledges or not self.is_closed_to(priority, node)
+        room = NodeHeadroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom, row, is_open)
         for other in self._respected(node, task, priority):
             room = room.with_room_of(other, sign=-1)
         return room
+
+    def full_disk(self, node: NodeName) -> str:
+        """Which disk is too full for anything to start there; empty if none is."""
+        return self.world.full_disks.get(node, "")
+
+    def is_closed_to(self, priority: int, node: NodeName) -> bool:
+        """Whether work of this priority is background work, which may take no more of the node's GPUs."""
+        return priority <= BACKGROUND_TOP and self.background.is_closed(node)
 
     def headroom_soon(self, node: NodeName, *, priority: int) -> NodeHeadroom:
         """The same once every run under notice has left the node."""
@@ -184,6 +197,16 @@ class Draft:
                 freeing_for, stopping = stop_notice(after, lease.rank)
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
 
+    def add_ranks(self, before: Task, after: Task) -> None:
+        """Enter the ranks that were added to a running gang."""
+        self._tasks[after.id] = after
+        for rank, node in ranks_of(after):
+            if rank >= len(before.members):
+                self._own_use(node).count(rank_task(after, rank), +1)
+                self.changes.mark(node)
+                if after.id not in self.world.runs.get(node, ()):
+                    self._admitted.setdefault(node, set()).add(after.id)
+
     def assume_started(self, task: TaskId) -> None:
         """As if the processes of a task that this draft admitted were at work."""
         for node, _ in rank_tasks(self.task(task)):
@@ -224,6 +247,8 @@ class Draft:
         if lease.mb > self.ledger(lease.device).unallocated_mb():
             raise Overcommitted(f"{lease.key}: {lease.mb} MiB do not fit on {lease.device}")
         self._own(lease.device).put(lease)
+        for node in self.background.take(lease):
+            self.changes.mark(node)
         self.given.append((lease.tenant, lease.mb))
         self._given_to.setdefault(lease.holder, []).append(lease.device)
 
@@ -262,10 +287,12 @@ class Draft:
         return tuple(ended[device] for device in sorted(ended))
 
     def pledge_priorities(self, node: NodeName) -> list[int]:
-        """Of the pledges that keep something there, in order."""
+        """Of the pledges that keep something there, in order; and up to which it is closed to background
+        work."""
         devices = (pledge for ledger in self.ledgers_on(node) for pledge in ledger.pledges.values())
         waiting = (priority for priority, _ in self._preemptors().get(node, ()))
-        return sorted({*(pledge.priority for pledge in devices), *waiting})
+        closed = (BACKGROUND_TOP,) if self.background.is_closed(node) else ()
+        return sorted({*(pledge.priority for pledge in devices), *waiting, *closed})
 
     def _respected(self, node: NodeName, task: TaskId | None, priority: int) -> Iterator[Task]:
         for pledged, other in self._preemptors().get(node, ()):

@@ -185,7 +185,7 @@ def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
     """The best way to one device of this node for less than `below`."""
     best: Option | None = None
     has_room = offer.room.fits(task)
-    for target in _targets(offer, task):
+    for target in sorted(_targets(offer, task), key=_last_to_join_first):
         site, need = target
         victims: Sequence[Candidate] | None = None
         if not has_room:
@@ -195,6 +195,13 @@ def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
         if victims is not None:
             best, below = _option(offer, task, [target], victims), cost_of(victims)
     return best
+
+
+def _last_to_join_first(target: Target) -> int:
+    """Of devices that cost the same, the one with the rank that joined a running gang last."""
+    holders = (holder for holder in target[0].holders if holder.rank is not None)
+    late = (holder.rank or 0 for holder in holders if holder.task.members[holder.rank or 0].is_late)
+    return -max(late, default=0)
 
 
 def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:

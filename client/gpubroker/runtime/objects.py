@@ -1,0 +1,164 @@
+"""Objects as arguments: what names one in a call, how a value is written as one, and how a run opens it.
+
+A run reads an object where the node keeps it, in memory that all its runs share. So what is opened here is
+read-only, and arrays are not copied.
+"""
+
+import ast
+import pickle
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from io import BytesIO
+from typing import Any
+
+import cloudpickle
+
+ARRAY_MARK = b"\x93NUMPY"
+"""How a .npy file begins."""
+PICKLE_MARK = b"\x93GPUBROKER1\n"
+_PYTHON_BYTES = 8
+_NUMBER_BYTES = 8
+_ALIGNED_TO = 64
+"""Buffers begin at multiples of it, as vector instructions like."""
+
+_ID = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """Names a stored object. As an argument of a task, the function gets the object itself."""
+
+    id: str
+    size_bytes: int = field(default=0, compare=False)
+
+
+class SharedBytes:
+    """Bytes that other processes of the node get as a read-only view of the same memory."""
+
+    def __init__(self, view: Any) -> None:
+        self.view = memoryview(view)
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:
+        return SharedBytes, (pickle.PickleBuffer(self.view),)
+
+
+class UnreadableObject(ValueError):
+    """The bytes of an object cannot be opened here; the text says why."""
+
+
+def named_object(value: Any) -> str | None:
+    """The id of the object that this argument names: an ObjectRef, or `{"object": id}`."""
+    if isinstance(value, ObjectRef):
+        return value.id
+    if type(value) is dict and len(value) == 1 and type(id := value.get("object")) is str:
+        return id if _ID.fullmatch(id) else None
+    return None
+
+
+def object_bytes(value: Any) -> bytes:
+    """Bytes as they are, a numpy array as a .npy file, anything else pickled, with its arrays beside.
+
+    Raises what pickling raises.
+    """
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
+        file = BytesIO()
+        numpy.lib.format.write_array(file, value, allow_pickle=False)
+        return file.getvalue()
+    return pickled_object(value)
+
+
+def pickled_object(value: Any) -> bytes:
+    """The mark, the Python minor, the number of parts, the length of each, and the parts: first the pickle,
+    then its buffers. Each part is aligned."""
+    buffers: list[pickle.PickleBuffer] = []
+    packed = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts: list[Any] = [packed, *(buffer.raw() for buffer in buffers)]
+    numbers = b"".join(len(part).to_bytes(_NUMBER_BYTES, "little") for part in parts)
+    count = len(parts).to_bytes(_NUMBER_BYTES, "little")
+    written = bytearray(PICKLE_MARK + _python().encode().ljust(_PYTHON_BYTES) + count + numbers)
+    for part in parts:
+        written += bytes(-len(written) % _ALIGNED_TO)
+        written += part
+    return bytes(written)
+
+
+def opened_object(view: memoryview, *, unpickles: bool) -> Any:
+    """A read-only array, the value that was pickled, or the bytes as a read-only view.
+
+    `unpickles`: the submitter may run code of its own here. Raises UnreadableObject.
+    """
+    view = view.toreadonly()
+    if view[: len(ARRAY_MARK)] == ARRAY_MARK:
+        return _array(view)
+    if view[: len(PICKLE_MARK)] == PICKLE_MARK:
+        if not unpickles:
+            raise UnreadableObject(
+                "it is a pickled value, which only a task that is a function opens; give an entrypoint "
+                "numpy arrays or bytes"
+            )
+        return _unpickled(view)
+    return view
+
+
+def _array(view: memoryview) -> Any:
+    try:
+        numpy = import_module("numpy")
+    except ImportError:
+        raise UnreadableObject("it is a numpy array, and this node has no numpy; install it there") from None
+    try:
+        width = 2 if view[6] == 1 else 4  # of the length, by the version of the format
+        begin = 8 + width
+        end = begin + int.from_bytes(view[8:begin], "little")
+        head = ast.literal_eval(bytes(view[begin:end]).decode("utf-8" if view[6] >= 3 else "latin-1"))
+        kind = numpy.lib.format.descr_to_dtype(head["descr"])
+        if kind.hasobject:
+            raise ValueError("its elements are Python objects")
+        order: Any = "F" if head["fortran_order"] else "C"
+        count = 1
+        for length in head["shape"]:
+            count *= length
+        flat = numpy.frombuffer(view, kind, count, end) if count else numpy.empty(0, kind)
+        return flat.reshape(head["shape"], order=order)
+    except Exception as fault:
+        raise UnreadableObject(f"it begins as a numpy array, and is none: {fault}") from None
+
+
+def _unpickled(view: memoryview) -> Any:
+    at = len(PICKLE_MARK)
+    python = bytes(view[at : at + _PYTHON_BYTES]).decode(errors="replace").strip()
+    if python != _python():
+        raise UnreadableObject(
+            f"Python {python} pickled it and this node runs {_python()}; store it from Python {_python()}, "
+            "or store arrays or bytes"
+        )
+    try:
+        packed, *buffers = _parts(view, at + _PYTHON_BYTES)
+        return cloudpickle.loads(packed, buffers=buffers)
+    except Exception as fault:
+        raise UnreadableObject(f"its pickle cannot be opened: {type(fault).__name__}: {fault}") from None
+
+
+def _parts(view: memoryview, at: int) -> Sequence[memoryview]:
+    def number() -> int:
+        nonlocal at
+        at += _NUMBER_BYTES
+        return int.from_bytes(view[at - _NUMBER_BYTES : at], "little")
+
+    count = number()
+    lengths = [number() for _ in range(min(count, len(view) // _NUMBER_BYTES))]
+    parts = []
+    for length in lengths:
+        at += -at % _ALIGNED_TO
+        parts.append(view[at : at + length])
+        at += length
+    return parts
+
+
+def _python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,0 +1,150 @@
+"""Objects that runs of this node use: fetched once, and read by all from Ray's object store.
+
+The leader is asked each time that a run opens one, whether it still may, and for the bytes that are missing
+here: from the first byte on, a part at a time. Users' bytes are not opened here.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import structlog
+from gpubroker.runtime.messages import Report, RunKey
+
+log = structlog.get_logger("gpubroker.agent")
+
+Failed = tuple[str, str]
+"""Kind and message of a failure."""
+Answer = Callable[[RunKey, str, Any, Failed | None], None]
+"""Gives a run what it reads an object by, or says why it gets none."""
+
+
+class Kept(NamedTuple):
+    shared: Any
+    """By which a run's process finds it."""
+    size_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Opening:
+    """One object of a tenant that runs wait for; the leader is asked on behalf of the first."""
+
+    runs: list[RunKey]
+    kept: Kept | None
+    data: bytearray = field(default_factory=bytearray)
+    storing: "asyncio.Task[None] | None" = None
+
+    @property
+    def first_byte(self) -> int:
+        """From there on bytes are missing here."""
+        return len(self.data) if self.kept is None else self.kept.size_bytes
+
+
+class SharedObjects:
+    def __init__(
+        self,
+        cache_bytes: int,
+        store: Callable[[bytearray], Any],
+        report: Callable[[Report], None],
+        give: Answer,
+    ) -> None:
+        """`cache_bytes`: the most that is kept here for later runs. `store`: puts bytes where the runs of the
+        node read them, for as long as anything refers to them; may block, and raise."""
+        self._cache_bytes = cache_bytes
+        self._store = store
+        self._report = report
+        self._give = give
+        self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
+        """By tenant and id, the least recently used first."""
+        self._openings: dict[tuple[str, str], _Opening] = {}
+
+    def want(self, run: RunKey, tenant: str, id: str) -> None:
+        """The run waits for this object. Repeating it is void."""
+        opening = self._openings.get((tenant, id))
+        if opening is None:
+            opening = _Opening([run], self._kept.get((tenant, id)))
+            self._openings[tenant, id] = opening
+            self._report(_question(opening, id))
+        elif run not in opening.runs:
+            opening.runs.append(run)
+
+    def take(self, run: RunKey, id: str, size_bytes: int, first_byte: int, data: bytes, failure: str) -> None:
+        """The leader's answer."""
+        found = (each for each in self._openings.items() if each[0][1] == id and run in each[1].runs)
+        (tenant, _), opening = next(found, (("", id), None))
+        if opening is None or first_byte != opening.first_byte or opening.storing is not None:
+            return  # no run waits any longer, or it was answered before
+        if failure:
+            self._kept.pop((tenant, id), None)
+            self._finish(tenant, id, opening, ("object_missing", failure))
+        elif opening.kept is not None:
+            self._finish(tenant, id, opening)
+        else:
+            opening.data += data
+            if len(opening.data) < size_bytes:
+                self._report(_question(opening, id))
+            else:
+                opening.storing = asyncio.create_task(self._keep(tenant, id, opening))
+
+    def leave(self, run: RunKey) -> None:
+        """The run has ended."""
+        for (tenant, id), opening in list(self._openings.items()):
+            if run not in opening.runs:
+                continue
+            was_first = opening.runs[0] == run
+            opening.runs.remove(run)
+            if not opening.runs and opening.storing is None:
+                del self._openings[tenant, id]
+            elif was_first and opening.storing is None:
+                self._report(_question(opening, id))
+
+    def questions(self) -> Iterator[Report]:
+        """Those that are not answered yet, for another leader."""
+        for (_, id), opening in self._openings.items():
+            if opening.storing is None:
+                yield _question(opening, id)
+
+    async def _keep(self, tenant: str, id: str, opening: _Opening) -> None:
+        try:
+            found, shared = await asyncio.to_thread(self._checked_and_stored, opening.data)
+        except Exception as fault:
+            log.exception("an object cannot be kept for the runs of this node")
+            why = f"object {id} cannot be kept on this node: {fault}"
+            self._finish(tenant, id, opening, ("object_unreadable", why))
+            return
+        if found != id:
+            why = f"the bytes of object {id} are damaged: they have the digest {found}; upload it again"
+            self._finish(tenant, id, opening, ("object_missing", why))
+            return
+        opening.kept = Kept(shared, len(opening.data))
+        self._finish(tenant, id, opening)
+
+    def _checked_and_stored(self, data: bytearray) -> tuple[str, Any]:
+        return hashlib.sha256(data).hexdigest(), self._store(data)
+
+    def _finish(self, tenant: str, id: str, opening: _Opening, failure: Failed | None = None) -> None:
+        del self._openings[tenant, id]
+        kept = opening.kept if failure is None else None
+        if kept is not None:
+            self._kept[tenant, id] = kept
+            self._kept.move_to_end((tenant, id))
+            self._drop_least_used()
+        for run in opening.runs:
+            self._give(run, id, None if kept is None else kept.shared, failure)
+
+    def _drop_least_used(self) -> None:
+        """Runs that read what is dropped here still refer to it."""
+        while self._kept and _sum_bytes(self._kept.values()) > self._cache_bytes:
+            self._kept.popitem(last=False)
+
+
+def _sum_bytes(kept: Iterable[Kept]) -> int:
+    return sum(each.size_bytes for each in kept)
+
+
+def _question(opening: _Opening, id: str) -> Report:
+    return ("wanted", *opening.runs[0], time.time(), id, opening.first_byte)

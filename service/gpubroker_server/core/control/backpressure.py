@@ -1,0 +1,48 @@
+"""When the service takes no more of the work that can wait, and when it takes it again."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from gpubroker_server.core.control.alarm import Alarm, Threshold
+from gpubroker_server.core.domain.policy import BANDS
+from gpubroker_server.core.domain.units import Instant, Seconds
+
+BANDS_AT_FIRST = 2
+"""The lowest bands, idle and background, are refused at once; each higher one a while later."""
+NEVER_REFUSED = 1
+"""The highest band, critical."""
+
+
+class Pressure(NamedTuple):
+    """One of the reasons to take no more."""
+
+    name: str
+    """`queue_length`, `admission_seconds`, `store_seconds`, `disk`, `host_memory`, or `queue:TENANT`."""
+    since: Instant
+    value: float
+    high: float
+    closed_below: int
+    """Tasks with a priority below it are refused."""
+
+
+def follow(
+    before: Mapping[str, Alarm],
+    values: Mapping[str, float | None],
+    thresholds: Mapping[str, Threshold],
+    now: Instant,
+) -> dict[str, Alarm]:
+    """`thresholds`: by name; `queue:*` is for each tenant by itself. A value without one is not watched."""
+    after = {}
+    for name, value in values.items():
+        threshold = thresholds.get(name) or thresholds.get(f"{name.partition(':')[0]}:*")
+        if threshold is not None:
+            after[name] = before.get(name, Alarm()).follow(value, threshold, now)
+    return after
+
+
+def closed_below(alarm: Alarm, now: Instant, next_band_seconds: Seconds) -> int:
+    """Background and idle work is refused at once; while that is not enough, one band more each
+    `next_band_seconds`; critical work never is."""
+    longer = int(max(0.0, now - alarm.since) / next_band_seconds) if next_band_seconds else len(BANDS)
+    closed = min(len(BANDS) - NEVER_REFUSED, BANDS_AT_FIRST + longer)
+    return BANDS[-closed - 1][1]

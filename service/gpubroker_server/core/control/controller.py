@@ -1,0 +1,62 @@
+"""How much background work may run, so that a measured value stays near a set point: a PID controller.
+
+As in Åström and Hägglund, "Advanced PID Control" (2006), chapter 3: a filtered derivative, anti-windup by
+back-calculation, and a start without a bump.
+"""
+
+from dataclasses import dataclass
+from math import exp
+
+from gpubroker_server.core.domain.units import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    proportional: float = 0.1
+    integral: float = 0.01
+    """Per second."""
+    derivative: float = 0.05
+    """Seconds."""
+    smoothing_seconds: Seconds = Seconds(60.0)
+    """Time constant with which the measured value is smoothed; 0: not at all."""
+    filter_seconds: Seconds = Seconds(20.0)
+    """Time constant of the derivative's filter; 0: no filter."""
+    most_step: float = 0.05
+    """The most that the share changes in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Where a controller stands after a step. Values and shares are from 0 to 1."""
+
+    share: float
+    """How much of what it controls may run."""
+    value: float
+    """The measured value, smoothed."""
+    integral: float
+    slope: float
+    """Of the error, filtered, per second."""
+
+
+def switch_on(share: float, value: float, set_point: float, gains: Gains) -> Control:
+    """Begin with the share that is in effect: nothing jumps."""
+    return Control(share, value, share - gains.proportional * (set_point - value), 0.0)
+
+
+def step(before: Control, value: float, set_point: float, seconds: Seconds, gains: Gains) -> Control:
+    """`value`: as measured now, `seconds` (more than 0) after the last step."""
+    smooth = before.value + _weight(seconds, gains.smoothing_seconds) * (value - before.value)
+    error = set_point - smooth
+    raw_slope = (before.value - smooth) / seconds
+    slope = before.slope + _weight(seconds, gains.filter_seconds) * (raw_slope - before.slope)
+    integral = before.integral + gains.integral * error * seconds
+    wanted = gains.proportional * error + integral + gains.derivative * slope
+    least, most = max(0.0, before.share - gains.most_step), min(1.0, before.share + gains.most_step)
+    share = min(most, max(least, wanted))
+    # What was wanted and not given is taken off the integral, which would else grow without an effect.
+    return Control(share, smooth, integral + share - wanted, slope)
+
+
+def _weight(seconds: Seconds, time_constant: Seconds) -> float:
+    """Of the newest value, in an exponential average."""
+    return 1.0 - exp(-seconds / time_constant) if time_constant else 1.0

@@ -1,0 +1,46 @@
+"""What is wrong with the fleet: findings, each with its cause, its evidence and a remedy."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from gpubroker_server.core.domain.units import Instant
+
+
+class Severity(StrEnum):
+    """Published; the worst first."""
+
+    CRITICAL = "critical"
+    """Work is lost or cannot be taken."""
+    WARNING = "warning"
+    """Work waits, or the fleet is used badly."""
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: str
+    """Published, such as `gpu-held-idle`."""
+    subject: str
+    """The device, node, task, model or address that it is about."""
+    severity: Severity
+    cause: str
+    """A sentence."""
+    evidence: Mapping[str, str | float]
+    """What was measured."""
+    remedy: str
+    """A command, or a sentence where no command helps."""
+    first_seen: Instant | None = None
+    """None: found just now, by a look that remembers nothing."""
+
+
+def remember(
+    before: Mapping[tuple[str, str], Instant], found: Sequence[Finding], now: Instant
+) -> tuple[list[Finding], dict[tuple[str, str], Instant]]:
+    """The findings with when each was first seen, the worst first; and what to remember of them. One that is
+    gone is forgotten: if it comes back, it is new."""
+    after = {(one.kind, one.subject): before.get((one.kind, one.subject), now) for one in found}
+    order = list(Severity)
+    dated = [replace(one, first_seen=after[one.kind, one.subject]) for one in found]
+    dated.sort(key=lambda one: (order.index(one.severity), one.first_seen, one.kind, one.subject))
+    return dated, after

@@ -1,0 +1,62 @@
+"""Devices and nodes that have done next to nothing for a while."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.units import Instant, Seconds
+
+
+class IdleRules(NamedTuple):
+    below: float = 0.05
+    """What uses less than this share of it is as good as nothing."""
+    grace_seconds: Seconds = Seconds(300.0)
+    """It counts as idle after so long."""
+
+
+class Reading(NamedTuple):
+    """Of one device or node."""
+
+    name: str
+    utilization: float | None
+    """0 to 1; None: not measured lately."""
+    fills_itself: bool = False
+    """All that runs on it is the work of idle templates, which does not make it busy."""
+
+
+class Quiet(NamedTuple):
+    """Something that is below the threshold."""
+
+    since: Instant
+    utilization: float
+
+
+class Idle(NamedTuple):
+    name: str
+    utilization: float
+    idle_seconds: Seconds
+
+
+def follow(
+    before: Mapping[str, Quiet], readings: Iterable[Reading], now: Instant, rules: IdleRules
+) -> dict[str, Quiet]:
+    """What is below the threshold now, and since when. What is not measured stays what it was: a driver that
+    does not answer for a moment says nothing about the work."""
+    after: dict[str, Quiet] = {}
+    for reading in readings:
+        known = before.get(reading.name)
+        if reading.utilization is None:
+            if known is not None:
+                after[reading.name] = known
+        elif reading.fills_itself or reading.utilization < rules.below:
+            since = now if known is None else min(known.since, now)
+            after[reading.name] = Quiet(since, 0.0 if reading.fills_itself else reading.utilization)
+    return after
+
+
+def idle(quiet: Mapping[str, Quiet], now: Instant, rules: IdleRules) -> list[Idle]:
+    """In name order."""
+    return [
+        Idle(name, quiet[name].utilization, Seconds(now - quiet[name].since))
+        for name in sorted(quiet)
+        if now - quiet[name].since >= rules.grace_seconds
+    ]

@@ -1,0 +1,168 @@
+"""Targets of the operator, and whether what is measured is inside them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.demand import (
+    Demand,
+    Labels,
+    PlacementConstraints,
+    may_use_device,
+    may_use_node,
+)
+from gpubroker_server.core.domain.device import NodeSample
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.world.ledger import DeviceLedger
+from gpubroker_server.core.world.world import World
+
+
+class Measure(StrEnum):
+    """Published. Each is a share, 0 to 1."""
+
+    GPU_UTILIZATION = "gpu_utilization"
+    """Mean over the devices."""
+    GPU_MEMORY = "gpu_memory"
+    """In use, of all devices together."""
+    HOST_MEMORY = "host_memory"
+    """In use, of all nodes together."""
+    DISK = "disk"
+    """Of the fullest watched disk."""
+
+
+class FleetScope(NamedTuple):
+    """A part of the fleet."""
+
+    kind: str = "all"
+    """`all`, `pool`, `label` or `node`."""
+    name: str = ""
+    """Of the pool or node; of a label `KEY=VALUE`."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}" if self.name else self.kind
+
+    def selector(self, policy: Policy) -> Demand | None:
+        """A demand that may use just its nodes and devices; None for a pool that is no longer configured."""
+        match self.kind:
+            case "node":
+                return _on((("node", (self.name,)),))
+            case "label":
+                key, _, value = self.name.partition("=")
+                return _on(((key, (value,)),))
+            case "pool":
+                pool = next((pool for pool in policy.pools if pool.name == self.name), None)
+                return None if pool is None else _on(pool.nodes, pool.kinds)
+        return _on(())
+
+
+def _on(nodes: Labels, kinds: tuple[str, ...] = ()) -> Demand:
+    return Demand(gpus=1, where=PlacementConstraints(kinds=kinds, nodes=nodes))
+
+
+class FleetTarget(NamedTuple):
+    """Where a measure shall be: from `least` to `most`, both included."""
+
+    measure: Measure
+    least: float
+    most: float
+    scope: FleetScope = FleetScope()
+
+    @property
+    def set_point(self) -> float:
+        return (self.least + self.most) / 2
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, float) and self.least <= value <= self.most
+
+
+class Standing(NamedTuple):
+    """How a target fares."""
+
+    value: float | None
+    """None: nothing of it is measured now."""
+    is_in: bool
+    since: Instant
+    """Since when it is in, or out."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one scope."""
+
+    utilizations: list[float] = field(default_factory=list)
+    gpu_total_mb: int = 0
+    gpu_used_mb: int = 0
+    host_total_mb: int = 0
+    host_used_mb: int = 0
+    disks: list[float] = field(default_factory=list)
+
+    def add_node(self, sample: NodeSample) -> None:
+        self.host_total_mb += sample.memory_total_mb
+        self.host_used_mb += sample.memory_total_mb - sample.memory_available_mb
+        if sample.disk_share is not None:
+            self.disks.append(sample.disk_share)
+
+    def add_device(self, ledger: DeviceLedger) -> None:
+        assert ledger.sample is not None, "only what is measured counts"
+        self.gpu_total_mb += ledger.device.physical_mb
+        self.gpu_used_mb += ledger.sample.used_mb
+        if ledger.sample.utilization is not None:
+            self.utilizations.append(ledger.sample.utilization)
+
+    def values(self) -> dict[Measure, float | None]:
+        busy = self.utilizations
+        return {
+            Measure.GPU_UTILIZATION: sum(busy) / len(busy) if busy else None,
+            Measure.GPU_MEMORY: _share(self.gpu_used_mb, self.gpu_total_mb),
+            Measure.HOST_MEMORY: _share(self.host_used_mb, self.host_total_mb),
+            Measure.DISK: max(self.disks, default=None),
+        }
+
+
+def _share(used: int, total: int) -> float | None:
+    return used / total if total else None
+
+
+def measured(
+    world: World, scopes: Iterable[FleetScope], policy: Policy, now: Instant
+) -> dict[FleetScope, dict[Measure, float | None]]:
+    """What each scope shows now. What was not measured for three periods counts nowhere."""
+    found: dict[FleetScope, dict[Measure, float | None]] = {}
+    for scope in dict.fromkeys(scopes):
+        sums, selector = _Sums(), scope.selector(policy)
+        for node in world.nodes.values():
+            if selector is not None and may_use_node(selector, node):
+                sample = world.node_samples.get(node.name)
+                if sample is not None and now - sample.at <= 3 * policy.sample_period_seconds:
+                    sums.add_node(sample)
+                for ledger in _fresh(world, node.name, policy, now):
+                    if may_use_device(selector, ledger.device):
+                        sums.add_device(ledger)
+        found[scope] = sums.values()
+    return found
+
+
+def _fresh(world: World, node: NodeName, policy: Policy, now: Instant) -> Iterator[DeviceLedger]:
+    """Its devices that are measured, without those that only stand for their instances."""
+    for key in world.by_node.get(node, ()):
+        ledger = world.ledgers[key]
+        if ledger.device.offers and not ledger.is_stale(now, policy.sample_period_seconds):
+            yield ledger
+
+
+def follow(
+    before: Mapping[FleetTarget, Standing],
+    targets: Iterable[FleetTarget],
+    values: Mapping[FleetScope, Mapping[Measure, float | None]],
+    now: Instant,
+) -> dict[FleetTarget, Standing]:
+    """How all targets fare now. One that is not measured stays in, or out, as it was."""
+    after = {}
+    for target in targets:
+        value, known = values[target.scope][target.measure], before.get(target)
+        is_in = (known is None or known.is_in) if value is None else value in target
+        is_same = known is not None and known.is_in is is_in
+        after[target] = Standing(value, is_in, known.since if known is not None and is_same else now)
+    return after

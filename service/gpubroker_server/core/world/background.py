@@ -1,0 +1,48 @@
+"""What background and idle work may still take of the fleet: set by fleet control, used up by starts."""
+
+from collections.abc import Iterator, Mapping
+
+from gpubroker_server.core.domain.lease import Lease
+from gpubroker_server.core.domain.policy import BAND_NAMES, band_of
+from gpubroker_server.core.domain.units import NodeName, node_of
+
+BACKGROUND_TOP = band_of(BAND_NAMES["background"])[2]
+"""The highest priority of background work; idle work is below it."""
+
+
+class BackgroundRoom:
+    """MiB by scope: a part of the fleet with a target. The last start in a scope may take more than is left
+    of it, for otherwise a large task would wait for ever."""
+
+    __slots__ = ("left_mb", "scopes")
+
+    def __init__(
+        self,
+        left_mb: Mapping[str, int] | None = None,
+        scopes: Mapping[NodeName, tuple[str, ...]] | None = None,
+    ) -> None:
+        """`scopes`: those that each node is in. A node that is in none is open."""
+        self.left_mb = dict(left_mb or {})
+        self.scopes = scopes or {}
+
+    def copy(self) -> "BackgroundRoom":
+        return BackgroundRoom(self.left_mb, self.scopes)
+
+    def is_closed(self, node: NodeName) -> bool:
+        """Nothing is left for it in one of the node's scopes."""
+        return any(self.left_mb[scope] <= 0 for scope in self.scopes.get(node, ()))
+
+    def closed(self) -> Iterator[NodeName]:
+        return filter(self.is_closed, self.scopes)
+
+    def take(self, lease: Lease) -> list[NodeName]:
+        """Count a new lease; returns the nodes that this has closed."""
+        if lease.priority > BACKGROUND_TOP:
+            return []
+        closed = []
+        for scope in self.scopes.get(node_of(lease.device), ()):
+            before = self.left_mb[scope]
+            self.left_mb[scope] -= lease.mb
+            if before > 0 >= self.left_mb[scope]:
+                closed += [node for node, scopes in self.scopes.items() if scope in scopes]
+        return closed

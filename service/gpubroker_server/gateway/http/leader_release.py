@@ -1,0 +1,52 @@
+"""What the leader knows: while a service is upgraded, it may be of an earlier release than this gateway."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from gpubroker_server.core.domain.units import release_numbers
+from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.ports.last_values import LeaderSeen
+
+
+class Since(NamedTuple):
+    release: str
+    """The first whose leaders know it."""
+    named: str
+
+
+_PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and drain of nodes")
+_WORKERS = Since("0.3.0", "a worker set")
+
+KNOWN_SINCE: Final[Mapping[str, Since]] = {
+    "array": Since("0.3.0", "arrays"),
+    "object": Since("0.3.0", "an object as an argument"),
+    "secret": Since("0.3.0", "secrets in env"),
+    "stack": Since("0.3.0", "reading stacks"),
+    "pause": _PAUSE,
+    "unpause": _PAUSE,
+    "cordon": _CORDON,
+    "drain": _CORDON,
+    "uncordon": _CORDON,
+    "form": _WORKERS,
+    "scale": _WORKERS,
+    "signal": _WORKERS,
+}
+"""What an earlier leader ignores or does wrong. By `Request.what`, or a word of our own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderRelease:
+    leader: Callable[[], LeaderSeen | None]
+
+    def require(self, what: str) -> None:
+        """Raises Problem leader-outdated if it needs a leader of a later release than the one that leads.
+        Whatever is not in the table, each leader knows; where none leads, the next one is not known."""
+        since, leader = KNOWN_SINCE.get(what), self.leader()
+        if since is None or leader is None:
+            return
+        if release_numbers(leader.release) < release_numbers(since.release):
+            found = leader.release or f"a release before {since.release}"
+            raise Problem(
+                "leader-outdated", what=since.named, since=since.release, holder=leader.holder, found=found
+            )

@@ -1,0 +1,147 @@
+"""The leader sends nodes the objects that runs open, and makes objects of large results."""
+
+import hashlib
+
+import pytest
+from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.broker import task_objects
+from gpubroker_server.broker.task_objects import TaskObjects
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
+from gpubroker_server.ports.objects import Quota, StoredObject
+from gpubroker_server.ports.task_objects import (
+    ObjectAnswer,
+    ObjectPart,
+    ObjectWanted,
+    PartAnswer,
+    WantedAnswer,
+)
+
+from tests.builders import NOW, a_task, a_world, holding
+from tests.gateway.harness import ManualClock
+from tests.memory_blobs import Blobs
+
+BYTES = b"0123456789"
+ID = hashlib.sha256(BYTES).hexdigest()
+DAY = Seconds(86400.0)
+ROOM = Quota(10**6, 10)
+
+
+class Stage:
+    """Implements the part of `Executor` that is used."""
+
+    def __init__(self, quota: Quota = ROOM) -> None:
+        self.sent: list[ObjectAnswer] = []
+        self.clock = ManualClock()
+        self.store = MemoryStore(now=self.clock.now)
+        self.blobs = Blobs()
+        self.world = a_world(holding(a_task("t1", tenant="acme"), "gpu0"))
+        about = self.world, self.store, self.blobs, self, self.clock
+        self.objects = TaskObjects(*about, DAY, quota, 100)  # type: ignore[arg-type]
+
+    def answer(self, answer: ObjectAnswer) -> None:
+        self.sent.append(answer)
+
+    async def upload(self, tenant: str = "acme") -> None:
+        await self.blobs.put(BYTES, owner=tenant)
+        until = Instant(self.clock.now() + DAY)
+        await self.store.keep_object(StoredObject(tenant, ID, len(BYTES), self.clock.now(), until), ROOM)
+
+    async def wanted(self, first_byte: int, task: str = "t1", fence: int = 1) -> tuple[int, bytes, str]:
+        """Size, what follows the first byte, failure."""
+        self.sent.clear()
+        await self.objects.answer(ObjectWanted(TaskId(task), Fence(fence), NOW, ID, first_byte))
+        [order] = self.sent
+        assert isinstance(order, WantedAnswer)
+        assert order.node == "n1"
+        return order.size_bytes, order.data, order.failure
+
+    async def part(self, first_byte: int, data: bytes, id: str = ID, size: int = 10) -> tuple[int, str]:
+        """How much is stored, and the failure."""
+        self.sent.clear()
+        await self.objects.answer(ObjectPart(TaskId("t1"), Fence(1), NOW, id, size, first_byte, data))
+        [order] = self.sent
+        assert isinstance(order, PartAnswer)
+        return order.stored_bytes, order.failure
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+async def test_an_object_is_sent_part_by_part_to_the_node_of_the_run(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_objects, "PART_BYTES", 6)
+    await stage.upload()
+    assert await stage.wanted(0) == (10, b"012345", "")
+    assert await stage.wanted(6) == (10, b"6789", "")
+    assert await stage.wanted(10) == (10, b"", "")
+
+
+async def test_an_object_that_was_deleted_or_expired_or_is_of_another_tenant_is_not_sent(
+    stage: Stage,
+) -> None:
+    await stage.upload("zeta")
+    assert (await stage.wanted(0))[:2] == (0, b"")
+    assert 'tenant "acme" has no object' in (await stage.wanted(0))[2]
+    await stage.upload()
+    stage.clock.advance(DAY + 1)
+    assert "not used for 86400 seconds" in (await stage.wanted(10))[2]
+    await stage.upload()
+    await stage.store.drop_object("acme", ID)
+    assert "was deleted" in (await stage.wanted(10))[2]
+    await stage.upload()
+    await stage.blobs.delete(ID)
+    assert "bytes" in (await stage.wanted(0))[2]
+
+
+async def test_to_open_an_object_is_a_use_of_it(stage: Stage) -> None:
+    await stage.upload()
+    stage.clock.advance(DAY / 2)
+    await stage.wanted(10)
+    kept = await stage.store.stored_object("acme", ID)
+    assert kept is not None
+    assert kept.expires_at == stage.clock.now() + DAY
+
+
+@pytest.mark.parametrize(("task", "fence"), [("t1", 2), ("t2", 1)])
+async def test_a_run_that_is_not_the_current_one_of_its_task_gets_no_answer(
+    stage: Stage, task: str, fence: int
+) -> None:
+    await stage.upload()
+    await stage.objects.answer(ObjectWanted(TaskId(task), Fence(fence), NOW, ID, 0))
+    assert stage.sent == []
+
+
+async def test_a_large_result_becomes_an_object_of_the_tenant(stage: Stage) -> None:
+    assert await stage.part(0, BYTES[:4]) == (4, "")
+    assert await stage.part(0, BYTES[:4]) == (4, ""), "the answer was lost"
+    assert await stage.part(4, BYTES[4:]) == (10, "")
+    assert await stage.part(4, BYTES[4:]) == (10, "")
+    assert stage.blobs.objects == {ID: BYTES}
+    kept = await stage.store.stored_object("acme", ID)
+    assert kept is not None
+    assert kept.size_bytes == 10
+    assert await stage.wanted(0) == (10, BYTES, "")
+
+
+async def test_a_large_result_counts_in_the_quota_of_its_tenant() -> None:
+    full = Stage(Quota(0, 10))
+    assert "no room" in (await full.part(0, BYTES))[1]
+    assert full.blobs.objects == {}
+
+
+async def test_a_result_beyond_the_size_of_objects_is_refused_at_its_first_part(stage: Stage) -> None:
+    assert "limits.object_bytes" in (await stage.part(0, BYTES, size=101))[1]
+
+
+async def test_a_result_that_arrives_damaged_becomes_no_object(stage: Stage) -> None:
+    assert "did not arrive" in (await stage.part(0, b"9876543210"))[1]
+    assert await stage.store.stored_object("acme", ID) is None
+
+
+@pytest.mark.parametrize(("id", "size"), [("../../../etc/x", 10), ("A" * 64, 10), (ID, 5)])
+async def test_a_part_that_user_code_has_forged_writes_nothing(stage: Stage, id: str, size: int) -> None:
+    assert "is none" in (await stage.part(0, BYTES, id, size))[1]
+    assert (stage.blobs.uploads, stage.blobs.objects) == ({}, {})

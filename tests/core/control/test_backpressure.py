@@ -1,0 +1,29 @@
+"""Backpressure closes the lowest bands first, and opens all of them again."""
+
+import pytest
+from gpubroker_server.core.control.alarm import Alarm, Threshold
+from gpubroker_server.core.control.backpressure import closed_below, follow
+from gpubroker_server.core.domain.units import Instant, Seconds
+
+THRESHOLDS = {"queue_length": Threshold(100.0, 80.0), "queue:*": Threshold(10.0, 5.0)}
+
+
+def test_each_value_has_its_threshold_and_tenants_share_one() -> None:
+    values = {"queue_length": 120.0, "queue:a": 10.0, "queue:b": 9.0, "disk": 1.0}
+    alarms = follow({}, values, THRESHOLDS, Instant(7.0))
+    assert alarms == {"queue_length": Alarm(True, Instant(7.0)), "queue:a": Alarm(True, Instant(7.0)),
+                      "queue:b": Alarm()}  # fmt: skip
+    later = follow(alarms, {"queue_length": 79.0, "queue:a": 5.0}, THRESHOLDS, Instant(8.0))
+    assert later == {"queue_length": Alarm(False, Instant(8.0)), "queue:a": Alarm(True, Instant(7.0))}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "below"), [(0.0, 40), (29.9, 40), (30.0, 70), (59.9, 70), (60.0, 90), (1e9, 90), (-5.0, 40)]
+)
+def test_higher_bands_are_refused_later_and_critical_work_never_is(seconds: float, below: int) -> None:
+    alarm = Alarm(True, Instant(100.0))
+    assert closed_below(alarm, Instant(100.0 + seconds), Seconds(30.0)) == below
+
+
+def test_without_a_pace_all_but_critical_work_is_refused_at_once() -> None:
+    assert closed_below(Alarm(True), Instant(0.0), Seconds(0.0)) == 90

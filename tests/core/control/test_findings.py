@@ -1,0 +1,26 @@
+"""Findings are remembered as long as they are found."""
+
+from gpubroker_server.core.control.findings import Finding, Severity, remember
+from gpubroker_server.core.domain.units import Instant
+
+
+def a_finding(kind: str, severity: Severity = Severity.WARNING) -> Finding:
+    return Finding(kind, "gpu0", severity, "It is idle.", {}, "gpubroker cancel x")
+
+
+def test_a_finding_keeps_the_time_at_which_it_was_first_seen_and_loses_it_when_it_is_gone() -> None:
+    found, known = remember({}, [a_finding("a")], Instant(1.0))
+    assert [one.first_seen for one in found] == [1.0]
+    found, known = remember(known, [a_finding("b"), a_finding("a")], Instant(2.0))
+    assert [(one.kind, one.first_seen) for one in found] == [("a", 1.0), ("b", 2.0)]
+    found, known = remember(known, [a_finding("b")], Instant(3.0))
+    assert known == {("b", "gpu0"): 2.0}
+    found, _ = remember(known, [a_finding("a")], Instant(4.0))
+    assert found[0].first_seen == 4.0
+
+
+def test_the_worst_comes_first() -> None:
+    found, _ = remember(
+        {}, [a_finding("n", Severity.NOTE), a_finding("w"), a_finding("c", Severity.CRITICAL)], Instant(0.0)
+    )
+    assert [one.kind for one in found] == ["c", "w", "n"]

@@ -1,0 +1,44 @@
+"""A BlobStore in memory."""
+
+import hashlib
+
+from gpubroker_server.ports.store import BlobCorrupt, BlobMissing
+
+
+class Blobs:
+    """Objects in memory, by digest."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.uploads: dict[str, bytearray] = {}
+
+    async def put(self, data: bytes, *, owner: str) -> str:
+        digest = hashlib.sha256(data).hexdigest()
+        self.objects[digest] = data
+        return digest
+
+    async def get(self, digest: str) -> bytes:
+        data = self.objects.get(digest)
+        if data is None or hashlib.sha256(data).hexdigest() != digest:
+            raise BlobMissing(digest) if data is None else BlobCorrupt(digest)
+        return data
+
+    async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
+        return (await self.get(digest))[first_byte : first_byte + most_bytes]
+
+    async def append(self, upload: str, first_byte: int, data: bytes) -> int:
+        there = self.uploads.setdefault(upload, bytearray())
+        if first_byte == 0:
+            there.clear()
+        if len(there) == first_byte:
+            there += data
+        return len(there)
+
+    async def finish(self, upload: str, digest: str) -> None:
+        data = bytes(self.uploads.pop(upload))
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise BlobCorrupt(digest)
+        await self.put(data, owner=upload)
+
+    async def delete(self, digest: str) -> None:
+        del self.objects[digest]
