@@ -12,6 +12,7 @@ from gpubroker_server.core.domain.submission import Scaling, WorkerSet
 from gpubroker_server.core.domain.task import Move, StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import changed
+from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.stopping import after_stop
 from gpubroker_server.core.lifecycle.worker_sets.members import STABLE_SECONDS, due
@@ -248,3 +249,10 @@ def test_the_log_says_once_that_a_worker_has_joined_and_that_it_has_left() -> No
     world.tasks.clear()
     [over] = step(world)
     assert (said([over]), over.sets_over[0].id) == ([("worker.left", "a", {"set": "a", "attempt": 2})], "a")
+
+
+def test_a_worker_that_its_set_does_not_want_says_so() -> None:
+    world = of(a_set("a", "b", count=1), a_task("a"), a_task("b", held=True))
+    world.worker_sets = {TaskId("z"): a_set("z", count=1), **world.worker_sets}
+    told = explain(world, TaskId("b"), POLICY, NOW)
+    assert told.message.startswith("a place of worker set a, which wants 1 of 2 workers now")
