@@ -89,9 +89,11 @@ def service(**settings: str) -> Iterator[Service]:
 
 
 @contextmanager
-def served(data_dir: Path, command: str = "serve", **settings: str) -> Iterator[Service]:
+def served(
+    data_dir: Path, command: str = "serve", module: str = "gpubroker_server", **settings: str
+) -> Iterator[Service]:
     """`gpubroker serve` or `gpubroker gateway` with this data directory, which is kept."""
-    with _process(command, data_dir, {"PORT": "0", **settings}) as process:
+    with _process(command, data_dir, {"PORT": "0", **settings}, module) as process:
         running = _wait_until_ready(process, data_dir)
         try:
             yield running
@@ -108,13 +110,13 @@ def brokering(data_dir: Path, **settings: str) -> Iterator[psutil.Popen]:
 
 
 @contextmanager
-def _process(command: str, data_dir: Path, settings: Mapping[str, str]) -> Iterator[psutil.Popen]:
+def _process(
+    command: str, data_dir: Path, settings: Mapping[str, str], module: str = "gpubroker_server"
+) -> Iterator[psutil.Popen]:
     data_dir.mkdir(exist_ok=True)
     given = {"DATA_DIR": str(data_dir), "LOG_LEVEL": "WARNING", **settings}
     environment = {**os.environ, **{f"GPUBROKER_{name}": value for name, value in given.items()}}
-    with started(
-        [sys.executable, "-m", "gpubroker_server", command], environment, _log_in(data_dir)
-    ) as process:
+    with started([sys.executable, "-m", module, command], environment, _log_in(data_dir)) as process:
         yield process
 
 

@@ -2,8 +2,12 @@
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpubroker import Stopped, current_task
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Worker:
@@ -22,6 +26,11 @@ def spin(number: int, ms: float) -> int:
     while time.thread_time() < end:
         pass
     return number
+
+
+def last_of(array: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
+    """Reads one page of an object, wherever it lies."""
+    return float(array[-1])
 
 
 def first_line() -> int:

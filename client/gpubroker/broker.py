@@ -46,8 +46,8 @@ class Broker(SyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, Clus
 class AsyncBroker(AsyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
     """`Broker` for asyncio: same arguments, same methods, same exceptions. Close it, or use `async with`.
 
-    `list`, `events`, `leases`, `objects`, `map`, `array_items`, `array_progress` and `infer_stream` are
-    asynchronous iterators; everything else is awaited.
+    `list`, `events`, `leases`, `logs`, `objects`, `download`, `map`, `array_items`, `array_progress` and
+    `infer_stream` are asynchronous iterators; everything else is awaited.
     """
 
     def lease(

@@ -10,7 +10,9 @@ from tests.client.command_line import Run, command_line
 from tests.client.recorded_service import RecordedService
 
 Do = Callable[..., Any]
-ITERATORS = frozenset({"list", "events", "leases", "objects", "logs", "map", "array_items", "array_progress"})
+ITERATORS = frozenset(
+    {"list", "events", "leases", "objects", "logs", "map", "array_items", "array_progress", "download"}
+)
 
 
 @pytest.fixture(autouse=True)

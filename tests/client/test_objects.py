@@ -1,12 +1,14 @@
 """Uploaded objects through SDK and command line: list, usage, delete."""
 
+import hashlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from gpubroker import AsyncBroker, Refused, StoredObject, Unreachable
+from gpubroker import AsyncBroker, BrokerError, ObjectRef, Refused, StoredObject, Unreachable, WrongArgument
+from gpubroker.tasks import object_api
 
 from tests.client.command_line import Run
 from tests.client.conftest import Do
@@ -28,10 +30,11 @@ def listed(*items: dict[str, Any], cursor: str | None = None) -> Reply:
 
 def test_all_objects_are_fetched_page_by_page(service: RecordedService, do: Do) -> None:
     service.reply_with(listed(stored(A), cursor="on"), listed(stored(B)))
-    first, second = do("objects")
+    first, second = do("objects", sort="-size")
     assert (first.id, second.id, first.size_bytes) == (A, B, 8)
     assert first.expires_at == datetime(2026, 11, 22, 10, 2, 11, tzinfo=UTC)
-    assert [dict(request.params).get("cursor") for request in service.requests] == [None, "on"]
+    asked = [dict(request.params) for request in service.requests]
+    assert [(params.get("cursor"), params["sort"]) for params in asked] == [(None, "-size"), ("on", "-size")]
 
 
 def test_object_usage_has_the_use_and_the_limit(service: RecordedService, do: Do) -> None:
@@ -149,3 +152,57 @@ def test_a_file_is_uploaded_unchanged(service: RecordedService, run: Run, tmp_pa
     missing = run("upload", str(tmp_path / "missing"))
     assert (missing.code, "missing" in missing.err) == (2, True)
     assert len(service.requests) == 2
+
+
+@pytest.mark.parametrize("method", ["upload", "put"])
+def test_a_file_is_sent_as_it_is_read_and_from_its_beginning_at_a_retry(
+    service: RecordedService, do: Do, tmp_path: Path, method: str
+) -> None:
+    service.reply_with(a_problem(503, "store-unavailable"), Reply(201, stored(A, 9)))
+    (tmp_path / "weights").write_bytes(b"012345678")
+    with (tmp_path / "weights").open("rb") as file:
+        assert do(method, file).id == A
+    assert [one.body for one in service.requests] == [b"012345678"] * 2
+    with (tmp_path / "weights").open() as text, pytest.raises(WrongArgument, match="binary mode"):
+        do(method, text)
+
+
+async def test_an_object_is_downloaded_in_parts_and_compared_with_its_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(object_api, "PART_BYTES", 4)
+    async with Gateway() as gateway:
+        token = (await gateway.client("sdk")).headers["authorization"].removeprefix("Bearer ")
+        transport = httpx.ASGITransport(gateway.app)
+        async with AsyncBroker("http://127.0.0.1:8470", token, transport=transport) as broker:
+            for data in (b"", b"0123", b"0123456789"):
+                kept = await broker.put(data)
+                assert kept == ObjectRef(kept.id, len(data))
+                parts = [part async for part in broker.download(kept)]
+                assert parts == [data[begin : begin + 4] for begin in range(0, len(data), 4)]
+            assert bytes(await broker.fetch(kept)) == data
+
+
+def test_a_download_goes_on_after_a_failure_and_ends_with_an_error_if_bytes_are_wrong(
+    service: RecordedService, do: Do
+) -> None:
+    first, second = (Reply(206, b"0123", {"Content-Range": f"bytes {at}/8"}) for at in ("0-3", "4-7"))
+    service.reply_with(first, HANG_UP, a_problem(503, "store-unavailable"), second)
+    with pytest.raises(BrokerError) as wrong:
+        do("download", A)
+    assert wrong.value.code == "result-damaged"
+    asked = [int(one.headers["range"].removeprefix("bytes=").partition("-")[0]) for one in service.requests]
+    assert asked == [0, 4, 4, 4]
+
+
+def test_a_downloaded_file_is_there_when_it_is_complete(
+    service: RecordedService, run: Run, tmp_path: Path
+) -> None:
+    data = b"0123"
+    id, reply = hashlib.sha256(data).hexdigest(), Reply(206, data, {"Content-Range": "bytes 0-3/4"})
+    service.reply_with(reply, reply, a_problem(404, "not-found"))
+    ended = run("objects download", id, str(tmp_path / "new"))
+    assert (ended.code, (tmp_path / "new").read_bytes()) == (0, data)
+    assert run("objects download", A, str(tmp_path / "wrong")).code != 0
+    assert run("objects download", B, str(tmp_path / "missing")).code != 0
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["new"]

@@ -28,13 +28,20 @@ class Worker:
     """A worker whose reports are answered by hand."""
 
     def __init__(
-        self, function: Any, items: Any, *, timeout: float | None = None, retries: int = 0, **order: Any
+        self,
+        function: Any,
+        items: Any,
+        *,
+        common: tuple[Any, ...] = (),
+        timeout: float | None = None,
+        retries: int = 0,
+        **order: Any,
     ) -> None:
         self._wake = threading.Event()
         self._journal = Journal(lambda _delay: self._wake.set())
         self.host = RunHost(self._journal)
         command = tuple(function) if isinstance(function, list) else ()
-        arguments = b"" if command else cloudpickle.dumps((function, (), {}))
+        arguments = b"" if command else cloudpickle.dumps((function, common, {}))
         limits = {"id": "t", "item_retries": retries, "item_timeout_seconds": timeout}
         packed = json.dumps(items).encode() if isinstance(items, list) else items
         self.host.start_shared(
@@ -249,6 +256,14 @@ def test_an_item_that_names_an_object_gets_it_and_one_that_is_missing_fails_alon
     assert found[0] == (b"4", None)
     assert found[1][1][:2] == ("object_missing", "deleted")
     assert found[2] == (b"5", None)
+
+
+@pytest.mark.parametrize("kind", ["object_missing", "object_unreadable"])
+def test_a_worker_that_cannot_open_a_common_argument_fails_as_one_that_cannot_import(kind: str) -> None:
+    """So it is not tried again as often as one whose items crash."""
+    worker = Worker(len, [1], common=(ObjectRef("ab" * 32),))
+    worker.host.take_object(KEY, worker.next("wanted")[5], None, (kind, "this is why"))
+    assert worker.next("ended")[8][:2] == (ARRAY_IMPORT_FAILED, "this is why")
 
 
 def test_a_large_result_of_an_item_becomes_an_object_and_is_named_in_the_format_of_the_array() -> None:

@@ -16,15 +16,19 @@ from gpubroker.runtime.objects import (
     ObjectRef,
     UnreadableObject,
     named_object,
-    object_bytes,
+    object_buffers,
     opened_object,
-    pickled_object,
+    pickled_buffers,
 )
 
 from tests.client.test_runtime_host import PYTHON
 from tests.patience import PATIENCE_SECONDS
 
 ID = "ab" * 32
+
+
+def written(value: Any) -> bytes:
+    return b"".join(object_buffers(value))
 
 
 class Asked:
@@ -59,7 +63,7 @@ class Asked:
 
     def give(self, key: RunKey, value: Any) -> None:
         assert self.next("wanted")[5] == ID
-        self.host.take_object(key, ID, memoryview(object_bytes(value)), None)
+        self.host.take_object(key, ID, memoryview(written(value)), None)
 
     def result(self) -> Any:
         report = self.next("ended")
@@ -91,11 +95,13 @@ def test_an_argument_names_an_object_by_reference_or_by_a_mapping_with_nothing_e
         np.array(5),
         np.zeros((0, 3)),
         np.array([(1, 2.0)], dtype=[("a", "<i4"), ("ü", "<f8")]),
+        np.arange(12).reshape(3, 4)[:, ::2],
+        np.array(["2026-11-26"], "M8[D]"),
     ],
-    ids=["2d", "fortran", "scalar", "empty", "named"],
+    ids=["2d", "fortran", "scalar", "empty", "named", "strided", "dates"],
 )
 def test_an_array_is_opened_where_it_lies_and_cannot_be_changed(array: "np.ndarray[Any, Any]") -> None:
-    view = memoryview(bytearray(object_bytes(array)))
+    view = memoryview(bytearray(written(array)))
     found = opened_object(view, unpickles=False)
     assert (found.dtype, found.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(found, array)
@@ -107,7 +113,7 @@ def test_an_array_is_opened_where_it_lies_and_cannot_be_changed(array: "np.ndarr
 
 def test_arrays_within_a_pickled_value_lie_in_the_shared_bytes_and_cannot_be_changed() -> None:
     value = {"weights": np.arange(1000), "name": "a", "more": [np.ones((3, 3))]}
-    view = memoryview(bytearray(object_bytes(value)))
+    view = memoryview(bytearray(written(value)))
     found = opened_object(view, unpickles=True)
     assert found["name"] == "a"
     shared = np.frombuffer(view, np.uint8)
@@ -120,6 +126,17 @@ def test_arrays_within_a_pickled_value_lie_in_the_shared_bytes_and_cannot_be_cha
     assert opened_object(view, unpickles=True)["name"] == "a", "each run opens a value of its own"
 
 
+def test_an_array_whose_description_fits_into_no_file_is_pickled() -> None:
+    array = np.array([(1,)], dtype=[("日", "<i4")])
+    np.testing.assert_array_equal(opened_object(memoryview(written(array)), unpickles=True), array)
+
+
+def test_a_large_array_is_not_copied_when_it_is_stored() -> None:
+    array = np.arange(1000.0)
+    assert np.shares_memory(np.frombuffer(object_buffers(array)[1], np.uint8), array)
+    assert any(np.shares_memory(np.frombuffer(b, np.uint8), array) for b in object_buffers([array]) if len(b))
+
+
 def test_bytes_are_a_read_only_view() -> None:
     found = opened_object(memoryview(bytearray(b"plain")), unpickles=False)
     assert found == b"plain"
@@ -128,7 +145,7 @@ def test_bytes_are_a_read_only_view() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"\x93NUMPY", b"\x93NUMPY\x01\x00\x05\x00{}   ", object_bytes(np.arange(9))[:-1]],
+    [b"\x93NUMPY", b"\x93NUMPY\x01\x00\x05\x00{}   ", written(np.arange(9))[:-1]],
     ids=["cut off", "no description", "too short"],
 )
 def test_bytes_that_only_begin_as_an_array_are_refused(data: bytes) -> None:
@@ -138,11 +155,11 @@ def test_bytes_that_only_begin_as_an_array_are_refused(data: bytes) -> None:
 
 def test_an_array_of_python_objects_is_not_unpickled() -> None:
     with pytest.raises(UnreadableObject, match="Python objects"):
-        opened_object(memoryview(object_bytes(np.arange(2)).replace(b"'<i8'", b"'|O' ")), unpickles=True)
+        opened_object(memoryview(written(np.arange(2)).replace(b"'<i8'", b"'|O' ")), unpickles=True)
 
 
 def test_a_pickle_of_another_python_or_one_that_is_damaged_is_refused() -> None:
-    whole = pickled_object([1, 2])
+    whole = b"".join(pickled_buffers([1, 2]))
     with pytest.raises(UnreadableObject, match=r"Python 2\.7 pickled it"):
         opened_object(memoryview(whole.replace(PYTHON.encode(), b"2.7 "[: len(PYTHON)], 1)), unpickles=True)
     with pytest.raises(UnreadableObject, match="cannot be opened"):

@@ -18,6 +18,7 @@ from gpubroker_server.adapters.sql.store import migrate, open_store
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position
+from gpubroker_server.ports.objects import ObjectOrder
 from gpubroker_server.ports.store import SubmitVerdict, TaskFilter
 from sqlalchemy.dialects import postgresql, sqlite
 
@@ -194,14 +195,16 @@ async def test_a_page_of_objects_is_read_without_those_of_other_pages(
     with fetched_at_most(2000, "stored_object", postgres_url):
         async with opened(postgres_url) as store:
             for turn in range(8):  # more often than a plan is made anew for each
-                page = await store.stored_objects("acme", Instant(0), after=f"{turn}", limit=100)
+                page = await store.stored_objects(
+                    "acme", Instant(0), ObjectOrder(), after=(f"{turn}",), limit=100
+                )
                 assert len(page) == 100
 
 
 def test_sqlite_pages_objects_along_their_key(sqlite_plan: Explain) -> None:
-    compiled = objects.LISTED.compile(dialect=sqlite.dialect(paramstyle="qmark"))
-    values = {**compiled.params, "tenant": "acme", "now": 0.0, "after": "a", "most": 100}
-    plan = sqlite_plan(str(compiled), {name: values[name] for name in compiled.positiontup or ()})
+    page = objects.listing("acme", Instant(0), ObjectOrder(), ("a",), 100)
+    compiled = page.compile(dialect=sqlite.dialect(paramstyle="qmark"))
+    plan = sqlite_plan(str(compiled), {name: compiled.params[name] for name in compiled.positiontup or ()})
     assert "sqlite_autoindex_stored_object_1 (tenant=? AND digest>?)" in plan, plan
     assert "TEMP B-TREE" not in plan, plan
 

@@ -4,8 +4,17 @@ import asyncio
 import time
 from dataclasses import replace
 
+import pytest
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.ports.objects import LEAST_BYTES, Counted, Quota, StoredObject
+from gpubroker_server.ports.objects import (
+    LEAST_BYTES,
+    Counted,
+    ObjectOrder,
+    ObjectSort,
+    Quota,
+    SortKey,
+    StoredObject,
+)
 from gpubroker_server.ports.store import TaskStore
 
 from tests.contracts.scenes import next_term
@@ -92,13 +101,35 @@ async def test_a_tenants_objects_are_listed_in_pages_without_expired_ones(
     for one in (*reversed(mine), an_object("2-over", lasts=10), an_object("3", tenant="zeta")):
         await store.keep_object(one, PLENTY)
     later = Instant(NOW + 10)
-    pages, after = [], ""
-    while page := await store.stored_objects("acme", later, after=after, limit=2):
+    by_id: SortKey = ()
+    pages = []
+    while page := await store.stored_objects("acme", later, ObjectOrder(), after=by_id, limit=2):
         pages.append(page)
-        after = page[-1].digest
+        by_id = (page[-1].digest,)
     assert pages == [mine[:2], mine[2:4], mine[4:]]
-    assert len(await store.stored_objects("acme", NOW, limit=10)) == 6
-    assert await store.stored_objects("nobody", NOW, limit=10) == []
+    assert len(await store.stored_objects("acme", NOW, ObjectOrder(), limit=10)) == 6
+    assert await store.stored_objects("nobody", NOW, ObjectOrder(), limit=10) == []
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("sort", ObjectSort)
+async def test_objects_are_listed_in_any_order_page_by_page(
+    store: TaskStore, sort: ObjectSort, descending: bool
+) -> None:
+    mine = [
+        replace(an_object(f"{n}"), size_bytes=5000 + n % 2, created_at=Instant(NOW - n % 3 / 3))
+        for n in range(5)
+    ]
+    for one in mine:
+        await store.keep_object(one, PLENTY)
+    found: list[StoredObject] = []
+    key: SortKey = ()
+    order = ObjectOrder(sort, descending)
+    while page := await store.stored_objects("acme", NOW, order, after=key, limit=2):
+        found += page
+        key = sort.key(page[-1])
+        await store.drop_object("acme", page[-1].digest)
+    assert found == sorted(mine, key=sort.key, reverse=descending)
 
 
 async def test_what_is_over_counts_no_more_and_makes_room(store: TaskStore) -> None:

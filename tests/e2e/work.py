@@ -263,7 +263,8 @@ def where_it_lies(array: Any) -> dict[str, Any]:
         begin, end = (int(edge, 16) for edge in span.split("-"))
         if begin <= at < end:
             file = [int(inode), int(offset, 16) + at - begin]
-    return {"sum": float(array.sum()), "refused": refused, "pid": os.getpid(), "file": file}
+    node = os.environ.get("GPUBROKER_NODE", "")
+    return {"sum": float(array.sum()), "refused": refused, "pid": os.getpid(), "node": node, "file": file}
 
 
 def size_of(value: Any) -> int:

@@ -76,6 +76,22 @@ async def test_a_tenant_lists_its_objects_in_pages_with_count_and_limit(gateway:
     assert (await other.get("/objects")).json()["counted_bytes"] == 4096
 
 
+@pytest.mark.parametrize("sort", ["id", "-id", "created", "-created", "size", "-size"])
+async def test_objects_are_sorted_page_by_page_as_asked(gateway: Gateway, sort: str) -> None:
+    mine = []
+    for size in (3, 1, 2, 3):
+        gateway.clock.advance(0.25)
+        mine.append(await upload(gateway.admin, b"%d" % len(mine) * size))
+    field = {"id": "id", "created": "created_at", "size": "size_bytes"}[sort.strip("-")]
+    expected = sorted(mine, key=lambda one: (one[field], one["id"]), reverse=sort[0] == "-")
+    page = (await gateway.admin.get(f"/objects?limit=3&sort={sort}")).json()
+    cursor = page["next_cursor"]
+    rest = (await gateway.admin.get(f"/objects?limit=3&sort={sort}&cursor={cursor}")).json()
+    assert page["items"] + rest["items"] == expected
+    other = "size" if field == "created_at" else "created"
+    problem(await gateway.admin.get(f"/objects?sort={other}&cursor={cursor}"), 400, "cursor-invalid")
+
+
 async def test_an_expired_object_is_neither_listed_nor_counted(gateway: Gateway) -> None:
     await upload(gateway.admin)
     gateway.clock.advance(DAY / 2)
@@ -214,12 +230,16 @@ async def test_an_unknown_or_unfitting_object_is_refused(
     assert gateway.world.tasks == {}
 
 
-async def test_the_objects_of_one_inference_have_a_limit_in_bytes() -> None:
-    async with a_gateway(serving=OPEN, inference_object_bytes=15) as gateway:
+async def test_objects_that_a_request_copies_have_a_limit_in_bytes() -> None:
+    async with a_gateway(serving=OPEN, copied_object_bytes=15) as gateway:
         body = naming((await upload(gateway.admin))["id"])
         body["inputs"].append({**body["inputs"][0], "name": "y"})
         refused = await gateway.admin.post("/inferences", json=body)
-        assert "may have 15 bytes, and these have 16" in fault(refused, "/inputs")
+        assert "may have 15 bytes, and here they have 16" in fault(refused, "/inputs")
+        items = {"object": (await upload(gateway.admin, b"[1, 2, 3, 4, 5, 6]"))["id"]}
+        run = {"entrypoint": "myteam.jobs:f"}
+        refused = await gateway.admin.post("/arrays", json={"run": run, "items": items})
+        assert "limits.copied_object_bytes" in fault(refused, "/items/object")
 
 
 async def test_lost_bytes_of_an_object_are_reported(gateway: Gateway) -> None:

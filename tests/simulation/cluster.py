@@ -70,8 +70,7 @@ class Cluster:
         for name in nodes:
             self.machines[name].beat()
 
-    def status(self) -> Mapping[str, str]:
-        return {"state": "connected"}
+    is_connected = True
 
     def deliver(self, message: tuple[Term, Report]) -> None:
         """From an agent's line. Some reports about runs come a second time, much later."""

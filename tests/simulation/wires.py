@@ -215,8 +215,9 @@ class Wire:
         said, self._said = self._said, []
         return said
 
-    def status(self) -> Mapping[str, str]:
-        return {"state": "connected" if self._has_answered else "starting"}
+    @property
+    def is_connected(self) -> bool:
+        return self._has_answered
 
     def take(self, node: NodeName, term: Term, report: Report) -> None:
         """Hear it, if it is for this process; while that is stopped it waits."""

@@ -1,9 +1,13 @@
-"""`gpubroker upload`, `objects` and `objects delete`: data that is stored for tasks and inferences."""
+"""`gpubroker upload`, `objects`, `objects download` and `objects delete`: data for tasks and inferences."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from shutil import copyfileobj
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -65,6 +69,36 @@ def delete(
         change_each(found, delete_one)
 
 
+@objects.command()
+def download(
+    context: typer.Context,
+    id: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID", help=f"Id, or {SHOWN_ID_LENGTH} or more characters from its start or end."
+        ),
+    ],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", allow_dash=True, help="File to write; `-` is standard output.")
+    ],
+) -> None:
+    """Write the bytes of an object to a file, which is there once they are complete."""
+    with connect(context) as broker:
+        [whole_id] = _found(broker, [id])
+        parts = broker.download(whole_id)
+        if str(file) == "-":
+            sys.stdout.buffer.writelines(parts)
+            return
+        with NamedTemporaryFile(dir=file.parent, prefix=".download-", delete=False) as new:
+            try:
+                new.writelines(parts)
+                Path(new.name).replace(file)
+            except BaseException:
+                Path(new.name).unlink()
+                raise
+        eprint(f"{size_of_bytes(file.stat().st_size)} in {file}")
+
+
 def upload(
     context: typer.Context,
     file: Annotated[
@@ -73,8 +107,10 @@ def upload(
     output: Output = Format.TABLE,
 ) -> None:
     """Upload a file as an object for tasks and queued inferences, and print its id."""
-    with connect(context) as broker:
-        stored = broker.upload(file.read())
+    with connect(context) as broker, TemporaryFile() as copy:
+        if not file.seekable():  # a pipe, which a retry could not read again
+            copyfileobj(file, copy)
+        stored = broker.upload(file if file.seekable() else copy)
         emit(output, stored, lambda stored: stored.id)
         until = timestamp(stored.expires_at)
         eprint(f"{size_of_bytes(stored.size_bytes)}, kept until {until}; each use extends that")

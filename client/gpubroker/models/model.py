@@ -75,10 +75,6 @@ class StoredObject:
         return {"datatype": self.datatype, "shape": list(self.shape), "object": self.id}
 
 
-AnyObject = StoredObject | str
-"""An object, or its id."""
-
-
 @dataclass(frozen=True, slots=True)
 class ObjectUsage:
     """Bytes of all objects of the tenant, and the limit."""

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, BinaryIO, Unpack
 
 from gpubroker.errors import BrokerError, ModelUnavailable
 from gpubroker.models.inference import (
@@ -16,8 +16,9 @@ from gpubroker.models.inference import (
     inference_body,
     stream_call,
 )
-from gpubroker.models.model import AnyObject, MeasuredModel, ObjectUsage, ServedModel, StoredObject
+from gpubroker.models.model import MeasuredModel, ObjectUsage, ServedModel, StoredObject
 from gpubroker.models.tensors import decode_outputs, object_body
+from gpubroker.tasks.object_api import AnyObject, object_id_of, upload_call
 from gpubroker.tasks.task import AnyTask, Outcome, Task, check_success, id_of
 from gpubroker.tasks.waiting import Deadline
 from gpubroker.transport.decoding import Page, decode, page_of
@@ -201,25 +202,25 @@ class ModelApi(Operations):
         return decode(MeasuredModel, (yield from _naming(name, call, 0.0)).json())
 
     @operation
-    def upload(self, data: "bytes | ArrayLike") -> Steps[StoredObject]:
-        """Store an array or bytes once, as an input of any number of `infer_later` calls.
+    def upload(self, data: "bytes | BinaryIO | ArrayLike") -> Steps[StoredObject]:
+        """Store an array, bytes or a file once, as an input of any number of `infer_later` calls.
 
+        A file, opened in binary mode, is read while it is sent, and may be larger than memory.
         Raises Refused, with the code `objects-full` if the tenant's limit is reached.
         """
         body, array = object_body(data)
-        headers = {"Content-Type": "application/octet-stream"}
-        answer = yield from self._send(Call("POST", "/objects", body=body, headers=headers))
-        return decode(StoredObject, answer.json(), **array)
+        return decode(StoredObject, (yield from self._send(upload_call(body))).json(), **array)
 
     @listing
-    def objects(self) -> Pages[StoredObject]:
-        """All objects of your tenant, by id, fetched page by page as they are used.
+    def objects(self, *, sort: str | None = None) -> Pages[StoredObject]:
+        """All objects of your tenant, fetched page by page as they are used. `sort`: id (the default),
+        created or size; with a `-` before it, the latest or the largest first.
 
         Datatype and shape of an array are only in the answer of `upload`.
         """
 
         def fetch(cursor: str | None) -> Steps[Page[StoredObject]]:
-            raw = yield from self._ask("GET", "/objects", limit=_OBJECTS_PER_PAGE, cursor=cursor)
+            raw = yield from self._ask("GET", "/objects", limit=_OBJECTS_PER_PAGE, sort=sort, cursor=cursor)
             return page_of(StoredObject, raw)
 
         return Pages(fetch)
@@ -232,8 +233,7 @@ class ModelApi(Operations):
     @operation
     def delete_object(self, stored: AnyObject) -> Steps[None]:
         """Delete an object; queued requests keep its values. Raises Refused (`not-found`)."""
-        id = stored.id if isinstance(stored, StoredObject) else stored
-        yield from self._ask_once("DELETE", f"/objects/{path_part(id)}")
+        yield from self._ask_once("DELETE", f"/objects/{path_part(object_id_of(stored))}")
 
     def _change_model(
         self,

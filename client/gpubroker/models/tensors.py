@@ -8,9 +8,10 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from gpubroker.errors import BrokerError, WrongArgument
+from gpubroker.transport.bodies import Body, FileBody, is_binary_file
 from gpubroker.transport.exchange import Answer
 
 if TYPE_CHECKING:
@@ -80,11 +81,15 @@ def tensor_of(name: str, given: "ArrayLike") -> tuple[dict[str, Any], bytes]:
     return {"name": name, "datatype": datatype, "shape": shape, "parameters": size}, data
 
 
-def object_body(data: "bytes | bytearray | memoryview | ArrayLike") -> tuple[bytes, dict[str, Any]]:
+def object_body(
+    data: "bytes | bytearray | memoryview | BinaryIO | ArrayLike",
+) -> tuple[bytes | Body, dict[str, Any]]:
     """The bytes of an object, and an array's datatype and shape. Raises WrongArgument."""
+    if is_binary_file(data):
+        return FileBody(data), {}
     if isinstance(data, bytes | bytearray | memoryview):
         return bytes(data), {}
-    datatype, shape, packed = _pack("of the object", data)
+    datatype, shape, packed = _pack("of the object", cast("ArrayLike", data))
     return packed, {"datatype": datatype, "shape": tuple(shape)}
 
 

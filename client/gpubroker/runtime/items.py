@@ -151,8 +151,6 @@ class ItemWorker:
                     self._keep(result)
         except CannotOpen as refusal:
             fault = refusal.outcome.fault
-            if fault is not None and fault.kind.startswith("object_"):
-                return refusal.outcome
             return failed(IMPORT_FAILED, str(refusal), fault.traceback if fault else "")
         except _Stuck:
             return failed("item_timeout", "an item did not end when its time was over")

@@ -58,34 +58,45 @@ def named_object(value: Any) -> str | None:
     return None
 
 
-def object_bytes(value: Any) -> bytes:
+def object_buffers(value: Any) -> Sequence[bytes | memoryview]:
     """Bytes as they are, a numpy array as a .npy file, anything else pickled, with its arrays beside.
 
-    Raises what pickling raises.
+    Large values are not copied. Raises what pickling raises.
     """
     if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
+        return [value if isinstance(value, bytes) else bytes(value)]
     numpy = sys.modules.get("numpy")
     if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
-        file = BytesIO()
-        numpy.lib.format.write_array(file, value, allow_pickle=False)
-        return file.getvalue()
-    return pickled_object(value)
+        try:
+            return _array_buffers(numpy, value)
+        except ValueError:
+            pass  # its names of fields do not fit into the header
+    return pickled_buffers(value)
 
 
-def pickled_object(value: Any) -> bytes:
+def _array_buffers(numpy: Any, array: Any) -> Sequence[bytes | memoryview]:
+    file, form = BytesIO(), numpy.lib.format
+    if not array.flags.forc:
+        array = numpy.ascontiguousarray(array)
+    form.write_array_header_1_0(file, form.header_data_from_array_1_0(array))
+    return [file.getvalue(), memoryview(array.ravel(order="K").view(numpy.uint8))]
+
+
+def pickled_buffers(value: Any) -> Sequence[bytes | memoryview]:
     """The mark, the Python minor, the number of parts, the length of each, and the parts: first the pickle,
     then its buffers. Each part is aligned."""
     buffers: list[pickle.PickleBuffer] = []
     packed = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    parts: list[Any] = [packed, *(buffer.raw() for buffer in buffers)]
+    parts: list[bytes | memoryview] = [packed, *(buffer.raw() for buffer in buffers)]
     numbers = b"".join(len(part).to_bytes(_NUMBER_BYTES, "little") for part in parts)
     count = len(parts).to_bytes(_NUMBER_BYTES, "little")
-    written = bytearray(PICKLE_MARK + _python().encode().ljust(_PYTHON_BYTES) + count + numbers)
+    written: list[bytes | memoryview] = [PICKLE_MARK, _python().encode().ljust(_PYTHON_BYTES), count, numbers]
+    size = sum(map(len, written))
     for part in parts:
-        written += bytes(-len(written) % _ALIGNED_TO)
-        written += part
-    return bytes(written)
+        space = bytes(-size % _ALIGNED_TO)
+        written += [space, part]
+        size += len(space) + len(part)
+    return written
 
 
 def opened_object(view: memoryview, *, unpickles: bool) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 from gpubroker.runtime.messages import MESSAGE_CHARS, TRACEBACK_BYTES, RunOutcome, failed
-from gpubroker.runtime.objects import pickled_object
+from gpubroker.runtime.objects import pickled_buffers
 from gpubroker.runtime.task import Stopped
 
 _OURS = str(Path(__file__).parent)
@@ -32,7 +32,7 @@ def succeeded(value: Any, result_format: str, limit_bytes: int, store: Store) ->
         if len(data) <= limit_bytes:
             return RunOutcome("succeeded", result=data, result_format=result_format)
         if result_format == "cloudpickle":
-            data = pickled_object(value)
+            data = b"".join(pickled_buffers(value))
     except Exception as fault:
         return failed("unserializable_result", _cannot_carry(value, result_format, fault))
     try:

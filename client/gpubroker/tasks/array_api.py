@@ -13,6 +13,7 @@ from typing import Any, TypedDict, Unpack, cast
 import cloudpickle
 
 from gpubroker.errors import BrokerError, ItemFailed, WrongArgument
+from gpubroker.tasks.object_api import upload_call
 from gpubroker.tasks.submission import SubmitOptions, Target, as_json, objects_named, submission_body
 from gpubroker.tasks.task import Failure
 from gpubroker.transport.decoding import Page, Raw, decode
@@ -255,11 +256,7 @@ class ArrayApi(Operations):
         if callable(target):
             body = _with_objects_of(body, listed)
         if len(packed) > _INLINE_BYTES:
-            upload = Call(
-                "POST", "/objects", body=packed, headers={"Content-Type": "application/octet-stream"},
-                patience_seconds=_SUBMIT_SECONDS,
-            )  # fmt: skip
-            stored = (yield from self._send(upload)).json()["id"]
+            stored = (yield from self._send(upload_call(packed))).json()["id"]
             given_as: Any = {"object": stored, "count": count}
         elif callable(target):
             given_as = {"pickled": base64.b64encode(packed).decode(), "count": count}

@@ -1,44 +1,101 @@
 """Operations on objects that tasks open: store a value once, and name it in the arguments of many."""
 
-from typing import Any
+import hashlib
+from typing import Any, Protocol
 
-from gpubroker.runtime.objects import ObjectRef, object_bytes, opened_object
+from gpubroker.errors import BrokerError, Refused
+from gpubroker.runtime.objects import ObjectRef, object_buffers, opened_object
+from gpubroker.transport.bodies import Body, BuffersBody, FileBody, is_binary_file
+from gpubroker.transport.decoding import Page
 from gpubroker.transport.exchange import Call, Steps
-from gpubroker.transport.operations import Operations, operation, path_part
+from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
 
-_UPLOAD_SECONDS = 600.0
+_TRANSFER_SECONDS = 600.0
+PART_BYTES = 2 * 2**20
+"""Of a download, asked for at once."""
 
-NamedObject = ObjectRef | str
+
+class Stored(Protocol):
+    """An `ObjectRef`, or what `upload` and `objects` return."""
+
+    @property
+    def id(self) -> str: ...
+
+
+AnyObject = Stored | str
 """An object, or its id."""
 
 
 class ObjectApi(Operations):
     @operation
     def put(self, value: Any) -> Steps[ObjectRef]:
-        """Store a value once, for the arguments of any number of tasks: a numpy array, bytes, or anything
-        that cloudpickle can carry.
+        """Store a value once, for the arguments of any number of tasks: a numpy array, bytes, a file opened
+        in binary mode, or anything that cloudpickle can carry.
 
             weights = broker.put(array)
             tasks = [broker.submit(evaluate, weights, seed) for seed in range(1000)]
 
         The function gets the value itself. It is fetched once per node; arrays are read-only there and not
         copied, and bytes are a read-only memoryview. Only functions get pickled values, not entrypoints.
-        Raises Refused, with the code `objects-full` if the tenant's limit is reached.
+        A file is read while it is sent. Raises Refused, with the code `objects-full` if the tenant's limit is
+        reached.
         """
-        headers = {"Content-Type": "application/octet-stream"}
-        body = object_bytes(value)
-        call = Call("POST", "/objects", body=body, headers=headers, patience_seconds=_UPLOAD_SECONDS)
-        stored = (yield from self._send(call)).json()
+        body = FileBody(value) if is_binary_file(value) else BuffersBody(object_buffers(value))
+        stored = (yield from self._send(upload_call(body))).json()
         return ObjectRef(stored["id"], stored["size_bytes"])
 
     @operation
-    def fetch(self, stored: NamedObject) -> Steps[Any]:
+    def fetch(self, stored: AnyObject) -> Steps[Any]:
         """The value of an object, as `put` took it; arrays are read-only. Unpickles what was pickled, which
         runs code that its owner chose. Raises Refused (`not-found`)."""
-        id = stored if isinstance(stored, str) else stored.id
-        data = yield from self._content(id)
+        data = yield from self._content(object_id_of(stored))
         return opened_object(memoryview(data), unpickles=True)
 
+    @listing
+    def download(self, stored: AnyObject) -> Pages[bytes]:
+        """The bytes of an object in parts of 2 MiB, each fetched when it is needed.
+
+            with open("weights.bin", "wb") as file:
+                file.writelines(broker.download(weights))
+
+        Raises Refused (`not-found`), and BrokerError (`result-damaged`) at the end if they are not what was
+        stored.
+        """
+        id, digest = object_id_of(stored), hashlib.sha256()
+
+        def fetch(cursor: str | None) -> Steps[Page[bytes]]:
+            begin = int(cursor or 0)
+            span = {"Range": f"bytes={begin}-{begin + PART_BYTES - 1}"}
+            try:
+                answer = yield from self._send(Call("GET", _content_path(id), headers=span))
+            except Refused as fault:
+                if begin or fault.code != "range-not-satisfiable":
+                    raise
+                return Page(())  # it has no bytes
+            digest.update(answer.content)
+            end, size = begin + len(answer.content), int(answer.headers["content-range"].rpartition("/")[2])
+            if end < size:
+                return Page((answer.content,), str(end))
+            if digest.hexdigest() != id:
+                found = f"the bytes of object {id} have the digest {digest.hexdigest()}: discard them"
+                raise BrokerError(found, code="result-damaged")
+            return Page((answer.content,))
+
+        return Pages(fetch)
+
     def _content(self, id: str) -> Steps[bytes]:
-        call = Call("GET", f"/objects/{path_part(id)}/content", patience_seconds=_UPLOAD_SECONDS)
+        call = Call("GET", _content_path(id), patience_seconds=_TRANSFER_SECONDS)
         return (yield from self._send(call)).content
+
+
+def object_id_of(stored: AnyObject) -> str:
+    return stored if isinstance(stored, str) else stored.id
+
+
+def upload_call(body: bytes | Body) -> Call:
+    headers = {"Content-Type": "application/octet-stream"}
+    return Call("POST", "/objects", body=body, headers=headers, patience_seconds=_TRANSFER_SECONDS)
+
+
+def _content_path(id: str) -> str:
+    return f"/objects/{path_part(id)}/content"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gpubroker.errors import BrokerError, CallFailed, ModelUnavailable, Refused, Unreachable
+from gpubroker.transport.bodies import Body
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class Call:
     method: str
     path: str
     params: Mapping[str, Any] = field(default_factory=dict)
-    body: bytes | None = None
+    body: bytes | Body | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     patience_seconds: float = 0.0
     repeatable: bool = True

@@ -171,7 +171,10 @@ class AsyncHttp(AsyncCaller):
             return None
         _check_open(self._http)
         try:
-            return _answer_of(await self._http.request(**_request_of(step, self._timeout_seconds)))
+            request = _request_of(step, self._timeout_seconds)
+            if isinstance(request["content"], Iterator):
+                request["content"] = _in_a_thread(request["content"])
+            return _answer_of(await self._http.request(**request))
         except httpx.TransportError as error:
             raise _unreachable(self.connection, error) from error
 
@@ -241,17 +244,27 @@ def _client_settings(connection: Connection) -> dict[str, Any]:
 
 
 def _request_of(call: Call, timeout_seconds: float) -> dict[str, Any]:
-    headers = dict(call.headers)
-    if call.body is not None:
+    headers, body = dict(call.headers), call.body
+    if body is not None:
         headers.setdefault("Content-Type", "application/json")
+    if not isinstance(body, bytes | None):
+        headers["Content-Length"] = str(body.size_bytes)
     return {
         "method": call.method,
         "url": call.path,
         "params": call.params or None,
-        "content": call.body,
+        "content": body if isinstance(body, bytes | None) else body.parts(),
         "headers": headers,
         "timeout": httpx.Timeout(timeout_seconds + call.patience_seconds, connect=_CONNECT_SECONDS),
     }
+
+
+async def _in_a_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Reading a file may block."""
+    from asyncio import to_thread
+
+    while (part := await to_thread(next, parts, None)) is not None:
+        yield part
 
 
 def _answer_of(response: httpx.Response, prefix: bytes = b"") -> Answer:

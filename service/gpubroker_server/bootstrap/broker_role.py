@@ -43,6 +43,7 @@ from gpubroker_server.broker.run_logs import LogKeeper
 from gpubroker_server.broker.task_objects import TaskObjects
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.units import Seconds, Term
+from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.last_values import LeaderSeen
@@ -139,6 +140,10 @@ class BrokerRole:
             lease_seconds=self.candidate.seconds_left(), release=__version__,
         )  # fmt: skip
         return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
+
+    def paused(self) -> PausedDetection | None:
+        leader = self.candidate.leader
+        return None if leader is None else leader.paused
 
     def forecasts(self) -> Sequence[Forecast]:
         leader = self.candidate.leader

@@ -206,7 +206,7 @@ def limits_of(settings: Settings) -> RequestLimits:
         body_bytes=given.body_bytes,
         batch_body_bytes=given.batch_body_bytes,
         object_bytes=given.object_bytes,
-        inference_object_bytes=given.inference_object_bytes,
+        copied_object_bytes=given.copied_object_bytes,
         tenant_object_bytes=given.tenant_object_bytes,
         tenant_objects=given.tenant_objects,
         tenant_pending_tasks=given.tenant_pending_tasks,

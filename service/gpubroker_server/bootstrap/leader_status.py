@@ -73,6 +73,9 @@ class LeaderStatus:
         return {"state": "unknown", "address": "", "message": "there is no leader"}
 
     def paused(self) -> PausedDetection | None:
+        """Without the rest of what is known of the leader, which has something of each node."""
+        if (here := self._here()) is not None and here.term() is not None:
+            return here.paused()
         leader = self.leader()
         return None if leader is None else leader.paused
 

@@ -50,7 +50,7 @@ async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
         )
     limits = settings.limits
     # An inference that names objects is stored with their values.
-    asked_bytes = limits.body_bytes + limits.inference_object_bytes
+    asked_bytes = limits.body_bytes + limits.copied_object_bytes
     most_bytes = max(asked_bytes, limits.object_bytes, limits.result_bytes, limits.checkpoint_bytes)
     return DirectoryBlobs(folder, max_bytes=most_bytes)
 

@@ -57,9 +57,6 @@ MOST_ENDS_ASKED = 1000
 _NO_MOVES = frozenset({Move.SUBMITTED, Move.CHANGED})
 """The gateway that accepted a task says so."""
 
-CONNECTED = "connected"
-"""The state of an executor that hears its nodes."""
-
 
 class Leader:
     """Leads for one term, from `run` until it is cancelled or the term is over."""
@@ -268,8 +265,7 @@ class Leader:
     async def _settle_deadlines(self) -> None:
         """What is due by now. Nodes that were given up, or may have missed an order, are asked what they
         have, and those with memory that was released unseen measure it."""
-        is_connected = self._executor.status().get("state") == CONNECTED
-        listening = self._inbox.has_room.is_set() and is_connected
+        listening = self._inbox.has_room.is_set() and self._executor.is_connected
         await self._commits.carry_out(self._observer.on_time(self._clock.now(), listening=listening))
         nodes, self._observer.to_ask = self._observer.to_ask, []
         if nodes:

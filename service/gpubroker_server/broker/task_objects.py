@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.ranks import node_of
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import Executor
-from gpubroker_server.ports.objects import IDLE_SHARE, ObjectRows, Quota, StoredObject
+from gpubroker_server.ports.objects import ObjectRows, Quota, StoredObject
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Clock, StoreUnavailable
 from gpubroker_server.ports.task_objects import (
     ObjectPart,
@@ -132,8 +132,8 @@ class TaskObjects:
         return kept if kept is not None and kept.expires_at > self._clock.now() else None
 
     async def _note_use(self, kept: StoredObject) -> None:
-        expires_at = Instant(self._clock.now() + self._object_seconds)
-        if expires_at - kept.expires_at > IDLE_SHARE * self._object_seconds:
+        expires_at = kept.end_after_use(self._clock.now(), self._object_seconds)
+        if expires_at is not None:
             with suppress(StoreUnavailable):
                 await self._store.extend_object(kept.tenant, kept.digest, expires_at)
 

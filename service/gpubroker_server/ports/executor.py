@@ -114,9 +114,14 @@ class Executor(Protocol):
         """All reports since the last call, in order per run; waits for at least one."""
         ...
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether it hears its nodes. Asked in every cycle."""
+        ...
+
     def status(self) -> Mapping[str, Any]:
-        """For people. Keys: state, address, message; `agents`, if there are any: release by node; `home`, of
-        Ray: which local Ray, or empty."""
+        """For people, with something of each node. Keys: state, address, message; `agents`, if there are any:
+        release by node; `home`, of Ray: which local Ray, or empty."""
         ...
 
     async def close(self, *, stop_cluster: bool) -> None: ...

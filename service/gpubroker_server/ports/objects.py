@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
 
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.units import Instant, Seconds
 
 LEAST_BYTES: Final = 4096
 """The least that an object counts in a quota, as on a disk."""
 
 
-IDLE_SHARE: Final = 0.1
+_IDLE_SHARE: Final = 0.1
 """A use is stored only once this share of the retention time has passed: each is a write."""
+SortKey = tuple[float | str, ...]
+"""A row's place in a sorted list: numbers, and its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,31 @@ class StoredObject:
     @property
     def counted_bytes(self) -> int:
         return max(self.size_bytes, LEAST_BYTES)
+
+    def end_after_use(self, now: Instant, object_seconds: Seconds) -> Instant | None:
+        """Until when a use keeps it, if that has to be stored."""
+        expires_at = Instant(now + object_seconds)
+        return expires_at if expires_at - self.expires_at > _IDLE_SHARE * object_seconds else None
+
+
+class ObjectSort(StrEnum):
+    """What lists of objects are sorted by; equal ones by digest. The values are fields of StoredObject."""
+
+    ID = "digest"
+    CREATED = "created_at"
+    SIZE = "size_bytes"
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return ("digest",) if self is ObjectSort.ID else (self.value, "digest")
+
+    def key(self, stored: StoredObject) -> SortKey:
+        return tuple(getattr(stored, name) for name in self.fields)
+
+
+class ObjectOrder(NamedTuple):
+    sort: ObjectSort = ObjectSort.ID
+    descending: bool = False
 
 
 class Counted(NamedTuple):
@@ -61,9 +89,9 @@ class ObjectRows(Protocol):
         ...
 
     async def stored_objects(
-        self, tenant: str, now: Instant, *, after: str = "", limit: int
+        self, tenant: str, now: Instant, order: ObjectOrder, *, after: SortKey = (), limit: int
     ) -> Sequence[StoredObject]:
-        """Not expired, in order of digests, after `after`."""
+        """Not expired; `after`: the key of the last object of the page before."""
         ...
 
     async def counted_objects(self, tenant: str, now: Instant) -> Counted: ...

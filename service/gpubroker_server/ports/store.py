@@ -30,7 +30,7 @@ from gpubroker_server.core.domain.units import (
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.arrays import ItemPages
-from gpubroker_server.ports.objects import ObjectRows
+from gpubroker_server.ports.objects import ObjectRows, SortKey
 from gpubroker_server.ports.run_logs import LogRows
 
 
@@ -134,9 +134,6 @@ class StoredCheckpoint:
     digest: str
     size_bytes: int
     uri: str | None
-
-
-SortKey = tuple[float | str, ...]
 
 
 class TaskSort(StrEnum):

@@ -241,7 +241,7 @@ class LimitSettings(Section):
     body_bytes: Annotated[int, Field(gt=0)] = 8 * 1024 * 1024
     batch_body_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
     object_bytes: Annotated[int, Field(gt=0)] = 1024**3
-    inference_object_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
+    copied_object_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
     tenant_object_bytes: Annotated[int, Field(ge=0)] = 4 * 1024**3
     tenant_objects: Annotated[int, Field(ge=0)] = 10_000
     tenant_pending_tasks: Annotated[int, Field(ge=0)] = 500_000

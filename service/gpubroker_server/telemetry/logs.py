@@ -31,7 +31,6 @@ LOG_FIELDS: Mapping[str, str] = {
     "subject": "task or node that a decision is about",
     "why": "reason of a decision, a fixed token",
     "node": "name of the node",
-    "processes": "number of processes",
     "connections": "number of connections to the database that this process keeps",
     "waiting": "number of tasks that wait for the same",
     "gpus": "number of GPUs that are asked for",

@@ -14,6 +14,7 @@ from tests.e2e.service_process import ServiceProcess
 def _service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     home = tmp_path_factory.mktemp("service") / "data"
     settings: dict[str, Any] = {"ray": {"spares": 4}, "policy": POLICY, "limits": {"result_bytes": 2**20}}
+    settings["entrypoints"] = ["tests.e2e.work:*", "bench.tasks:*"]
     with ServiceProcess(home, submit_from_tasks=True, **settings) as running:
         yield running
 

@@ -1,12 +1,20 @@
 """Objects as arguments on real Ray: one copy per node, which no run can change; large results."""
 
+import filecmp
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from gpubroker import Broker, ObjectRef, Refused, TaskFailed
 
-from tests.e2e.service_process import OPEN, until
+from bench import objects
+from tests.e2e.service_process import OPEN, ServiceProcess, environment, until
 from tests.e2e.work import where_it_lies
 
 
@@ -30,6 +38,12 @@ def test_arguments_and_items_of_an_array_are_objects(broker: Broker) -> None:
     assert list(found) == [0.0, 10.0, 20.0]
     named = [{"object": item.id} for item in items]
     assert list(broker.map("tests.e2e.work:size_of", named, cpu=0.1)) == [10, 10, 10]
+    listed = {"object": broker.upload(json.dumps(named).encode()).id}
+    body = {"run": {"entrypoint": "tests.e2e.work:size_of"}, "items": listed, "resources": {"cpu": 0.1}}
+    headers = {"Authorization": f"Bearer {broker.connection.token}"}
+    array = httpx.post(f"{broker.connection.url}/arrays", json=body, headers=headers).json()
+    until(lambda: broker.array(array["id"]).state == "succeeded", "items that an object lists are done")
+    assert [item.value for item in broker.array_items(array["id"])] == [10, 10, 10]
     until(lambda: not list(broker.list(state=OPEN)), "the workers end")
 
 
@@ -61,3 +75,61 @@ def test_a_result_beyond_the_limit_becomes_an_object_that_the_next_task_reads(
     stored = ObjectRef(outcome.value["object"])
     assert broker.result(broker.submit(len, stored, cpu=1)) >= size
     broker.delete_object(stored.id)
+
+
+def test_a_small_form_of_the_benchmark_compares_with_plain_ray(broker: Broker) -> None:
+    """Each side checks what its tasks have read."""
+    small = Namespace(mb=1, reads=3, rounds=1)
+    stored, read = objects.against_ray(broker, "sqlite", small, "")
+    assert [stored.figure, read.figure] == ["objects.stored_1mb", "objects.read_1mb"]
+    assert [stored.n, read.n] == [1, 3]
+    assert all(figure.baseline and figure.ratio for figure in (stored, read))
+
+
+SIZE_MB, MOST_MB = 128, 48
+COMMAND = """
+import atexit, sys
+from pathlib import Path
+from gpubroker.cli import main as main
+
+def show():
+    print("STATUS", Path("/proc/self/status").read_text(), file=sys.stderr)
+
+atexit.register(show)
+main()
+"""
+
+
+def peak_mb(status: str) -> int:
+    return int(status.partition("VmHWM:")[2].split()[0]) // 1024
+
+
+def test_a_file_larger_than_what_memory_may_take_goes_up_and_comes_down(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
+    """Through the commands and the service, which hold a part of it at a time."""
+    small, large, again = (tmp_path / name for name in ("small", "large", "again"))
+    small.write_bytes(b"x")
+    with large.open("wb") as file:
+        file.truncate(SIZE_MB * 2**20)
+    env = environment(GPUBROKER_URL=service.url, GPUBROKER_TOKEN=service.token)
+
+    def carried(*words: str) -> tuple[str, int]:
+        """What a command said, and the most memory that it took."""
+        ended = subprocess.run(
+            [sys.executable, "-c", COMMAND, *words], env=env, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip(), peak_mb(ended.stderr)
+
+    _, usual_mb = carried("upload", str(small))
+    process = Path(f"/proc/{service.pid}")
+    (process / "clear_refs").write_text("5")  # the peak begins anew
+    before_mb = peak_mb((process / "status").read_text())
+    id, took_mb = carried("upload", str(large))
+    _, down_mb = carried("objects", "download", id, str(again))
+    assert filecmp.cmp(large, again, shallow=False)
+    service_mb = peak_mb((process / "status").read_text()) - before_mb
+    more_mb = took_mb - usual_mb, down_mb - usual_mb, service_mb
+    assert max(more_mb) < MOST_MB, more_mb
+    service.broker.delete_object(id)

@@ -183,6 +183,10 @@ class WaitingExecutor:
         reports, self._pending = self._pending, []
         return reports
 
+    @property
+    def is_connected(self) -> bool:
+        return True
+
     def status(self) -> Mapping[str, Any]:
         return {"state": "connected", "address": "simulated", "message": "tasks only wait"}
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from gpubroker_server.adapters.memory.run_logs import RunLogsInMemory
 from gpubroker_server.core.domain.decisions import AuditNote
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.ports.objects import Counted, Quota, StoredObject
+from gpubroker_server.ports.objects import Counted, ObjectOrder, Quota, SortKey, StoredObject
 from gpubroker_server.ports.store import TokenRow
 
 
@@ -48,10 +48,13 @@ class TokensAndObjects(RunLogsInMemory):
         return self._objects.get((tenant, digest))
 
     async def stored_objects(
-        self, tenant: str, now: Instant, *, after: str = "", limit: int
+        self, tenant: str, now: Instant, order: ObjectOrder, *, after: SortKey = (), limit: int
     ) -> Sequence[StoredObject]:
         kept = [it for it in self._objects.values() if it.tenant == tenant and it.expires_at > now]
-        return sorted((it for it in kept if it.digest > after), key=lambda it: it.digest)[:limit]
+        key, descending = order.sort.key, order.descending
+        if after:
+            kept = [it for it in kept if (key(it) < after if descending else key(it) > after)]
+        return sorted(kept, key=key, reverse=descending)[:limit]
 
     async def counted_objects(self, tenant: str, now: Instant) -> Counted:
         kept = self._objects.values()

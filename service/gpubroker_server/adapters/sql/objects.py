@@ -9,6 +9,7 @@ from sqlalchemy import (
     Double,
     FromClause,
     Integer,
+    Select,
     bindparam,
     case,
     delete,
@@ -25,7 +26,7 @@ from gpubroker_server.adapters.sql.statements import insert_given
 from gpubroker_server.adapters.sql.system_tables import Count
 from gpubroker_server.adapters.sql.tables import stored_object
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.ports.objects import LEAST_BYTES, Counted, Quota, StoredObject
+from gpubroker_server.ports.objects import LEAST_BYTES, Counted, ObjectOrder, Quota, SortKey, StoredObject
 
 T = TypeVar("T")
 
@@ -42,13 +43,6 @@ _COUNTED = (
 )
 
 _OBJECT = select(stored_object).where(_c.tenant == bindparam("tenant"), _c.digest == bindparam("digest"))
-LISTED = (
-    select(stored_object)
-    .where(_c.tenant == bindparam("tenant"), _c.digest > bindparam("after"), _c.expires_at > bindparam("now"))
-    .order_by(_c.digest)
-    .limit(bindparam("most"))
-)
-"""In the order of the primary key, so a page reads its own rows alone."""
 _COUNTED_OBJECTS = select(*_COUNTED).where(_c.tenant == bindparam("tenant"), _c.expires_at > bindparam("now"))
 
 
@@ -74,9 +68,9 @@ class SqlObjects:
         return await self._readers.run(_find, tenant, digest)
 
     async def stored_objects(
-        self, tenant: str, now: Instant, *, after: str = "", limit: int
+        self, tenant: str, now: Instant, order: ObjectOrder, *, after: SortKey = (), limit: int
     ) -> Sequence[StoredObject]:
-        return await self._readers.run(_page, tenant, now, after, limit)
+        return await self._readers.run(_page, listing(tenant, now, order, after, limit))
 
     async def counted_objects(self, tenant: str, now: Instant) -> Counted:
         return await self._readers.run(_count, tenant, now)
@@ -101,11 +95,18 @@ def _find(connection: Connection, tenant: str, digest: str) -> StoredObject | No
     return None if row is None else StoredObject(*row)
 
 
-def _page(
-    connection: Connection, tenant: str, now: Instant, after: str, limit: int
-) -> Sequence[StoredObject]:
-    wanted = {"tenant": tenant, "now": now, "after": after, "most": limit}
-    return [StoredObject(*row) for row in connection.execute(LISTED, wanted)]
+def listing(tenant: str, now: Instant, order: ObjectOrder, after: SortKey, limit: int) -> Select[Any]:
+    """By digest, which is the order of the primary key, a page reads its own rows alone."""
+    columns = [_c[name] for name in order.sort.fields]
+    query = select(stored_object).where(_c.tenant == tenant, _c.expires_at > now).limit(limit)
+    if after:
+        here, there = tuple_(*columns), tuple_(*after)
+        query = query.where(here < there if order.descending else here > there)
+    return query.order_by(*(column.desc() if order.descending else column for column in columns))
+
+
+def _page(connection: Connection, query: Select[Any]) -> Sequence[StoredObject]:
+    return [StoredObject(*row) for row in connection.execute(query)]
 
 
 def _count(connection: Connection, tenant: str, now: Instant) -> Counted:

@@ -28,7 +28,6 @@ from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.submission.named_objects import objects_among
 from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
 from gpubroker_server.gateway.submission.task_body import Function, SubmitTask
-from gpubroker_server.ports.objects import StoredObject
 from gpubroker_server.ports.store import Submission
 
 MAX_WORKERS = 256
@@ -42,9 +41,7 @@ _LENGTH_BYTES = 8
 
 
 class GivenObjects(Protocol):
-    async def find(self, tenant: str, object_id: str) -> StoredObject: ...
-
-    async def read(self, kept: StoredObject) -> bytes: ...
+    async def copied(self, tenant: str, object_id: str, at: str) -> bytes: ...
 
 
 def _decoded(value: Any) -> Any:
@@ -127,7 +124,7 @@ async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> Giv
         case PickledItems():
             return GivenItems(body.items.pickled, body.items.count, {})
         case ObjectItems():
-            packed = await objects.read(await objects.find(tenant, body.items.object))
+            packed = await objects.copied(tenant, body.items.object, "/items/object")
             if body.items.count is not None and packed[:1] != b"[":
                 return GivenItems(packed, body.items.count, {})
             count, named = await asyncio.to_thread(_found_in, packed)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.ids import is_task_id
 from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.ports.objects import SortKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,8 @@ class RequestLimits:
     batch_body_bytes: int = 16 * 1024 * 1024
     object_bytes: int = 1024**3
     """The largest object that may be uploaded."""
-    inference_object_bytes: int = 16 * 1024 * 1024
-    """The most that all objects of one inference may have."""
+    copied_object_bytes: int = 16 * 1024 * 1024
+    """The most that the objects have of which one request takes a copy."""
     tenant_object_bytes: int = 4 * 1024**3
     tenant_objects: int = 10_000
     """Both limits are for all objects of a tenant."""
@@ -127,6 +128,25 @@ def filter_hash(filters: Mapping[str, Any]) -> str:
 
 def write_cursor(last_id: str, filtered_by: str) -> str:
     return base64.urlsafe_b64encode(f"{filtered_by}{last_id}".encode()).decode().rstrip("=")
+
+
+_NUMBER_BEFORE = re.compile(r"^-?[0-9]{1,15}(?:\.[0-9]{1,20})?:")
+
+
+def write_place(key: SortKey, filtered_by: str) -> str:
+    """The cursor of the page after this place in a sorted list."""
+    return write_cursor(":".join(map(str, key)), filtered_by)
+
+
+def read_place(
+    cursor: str, filtered_by: str, length: int, is_id: Callable[[str], bool] = is_task_id
+) -> SortKey:
+    """The place after which the next page begins: numbers and an id, so many in all. Raises Problem."""
+    text = read_cursor(cursor, filtered_by, lambda text: is_id(_NUMBER_BEFORE.sub("", text, 1)))
+    *values, id = text.split(":")
+    if len(values) + 1 != length:
+        raise Problem("cursor-invalid", "the cursor belongs to another order; start without a cursor")
+    return (*map(float, values), id)
 
 
 def read_cursor(cursor: str, filtered_by: str, is_id: Callable[[str], bool] = is_task_id) -> str:

@@ -5,7 +5,7 @@ import hashlib
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import Header, Query, Response
 from pydantic import Field
@@ -17,8 +17,8 @@ from gpubroker_server.gateway.http.bodies import (
     PageQuery,
     RequestLimits,
     filter_hash,
-    read_cursor,
-    write_cursor,
+    read_place,
+    write_place,
 )
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.identity import Scope
@@ -26,7 +26,15 @@ from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.objects.transfer import PART_BYTES, Span, Upload, span_of
-from gpubroker_server.ports.objects import IDLE_SHARE, LEAST_BYTES, Counted, Quota, StoredObject
+from gpubroker_server.gateway.submission.named_objects import unknown_object
+from gpubroker_server.ports.objects import (
+    LEAST_BYTES,
+    Counted,
+    ObjectOrder,
+    ObjectSort,
+    Quota,
+    StoredObject,
+)
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Clock, TaskStore
 
 _ID: Final = re.compile("[0-9a-f]{64}")
@@ -109,14 +117,23 @@ class ObjectStorage:
         if faults:
             raise invalid(*faults)
         kept = {object_id: row for object_id, row in found.items() if row is not None}
-        total, most = sum(kept[it].size_bytes for it in named.values()), self.limits.inference_object_bytes
-        if total > most:
-            detail = (
-                f"the objects of one inference may have {most} bytes, and these have {total}; split the "
-                "inference, or raise limits.inference_object_bytes"
-            )
-            raise invalid(Fault(pointer="/inputs", detail=detail, code="objects-too-large"))
+        self._check_copied(sum(kept[it].size_bytes for it in named.values()), "/inputs")
         return {object_id: await self.read(row) for object_id, row in kept.items()}
+
+    async def copied(self, tenant: str, object_id: str, at: str) -> bytes:
+        """The bytes of an object that a request takes a copy of; `at` points to it. Raises Problem."""
+        kept = await self.find(tenant, object_id)
+        self._check_copied(kept.size_bytes, at)
+        return await self.read(kept)
+
+    def _check_copied(self, size_bytes: int, at: str) -> None:
+        most = self.limits.copied_object_bytes
+        if size_bytes > most:
+            detail = (
+                f"the objects that one request copies may have {most} bytes, and here they have "
+                f"{size_bytes}; split the request, or raise limits.copied_object_bytes"
+            )
+            raise invalid(Fault(pointer=at, detail=detail, code="objects-too-large"))
 
     async def _kept(self, tenant: str, object_id: str) -> StoredObject | None:
         if not is_object_id(object_id):
@@ -125,8 +142,8 @@ class ObjectStorage:
         return row if row is not None and row.expires_at > self.clock.now() else None
 
     async def _note_use(self, kept: StoredObject) -> None:
-        expires_at = self._expires_at()
-        if expires_at - kept.expires_at > IDLE_SHARE * self.limits.object_seconds:
+        expires_at = kept.end_after_use(self.clock.now(), self.limits.object_seconds)
+        if expires_at is not None:
             await self.store.extend_object(kept.tenant, kept.digest, expires_at)
 
     def _damaged(self, kept: StoredObject) -> Problem:
@@ -140,10 +157,7 @@ class ObjectStorage:
         return Instant(self.clock.now() + self.limits.object_seconds)
 
     def _unknown(self, object_id: str) -> str:
-        return (
-            f'you have no object "{object_id[:100]}"; objects are kept for {self.limits.object_seconds:g} '
-            "seconds after their last use: upload it with POST /objects"
-        )
+        return unknown_object(object_id, self.limits.object_seconds)
 
     def _full(self, given: StoredObject, counted: Counted) -> Problem:
         limits = self.limits
@@ -229,21 +243,34 @@ async def upload_object(call: Call, parts: Parts) -> Response:
     return answer(_view(kept), 201, {"Location": f"/objects/{kept.digest}"})
 
 
+class ObjectQuery(PageQuery):
+    sort: Annotated[
+        Literal["id", "-id", "created", "-created", "size", "-size"],
+        Field(description="`-`: the latest, or the largest, first; equal ones by id."),
+    ] = "id"
+
+    @property
+    def order(self) -> ObjectOrder:
+        return ObjectOrder(ObjectSort[self.sort.strip("-").upper()], self.sort[0] == "-")
+
+
 @resource.route("GET /objects", "objects_list", _SCOPES, ObjectPage, "cursor-invalid validation-failed")
-async def list_objects(call: Call, parts: Parts, query: Annotated[PageQuery, Query()]) -> Response:
-    """List your tenant's objects, by id, and how many bytes count against its limit."""
+async def list_objects(call: Call, parts: Parts, query: Annotated[ObjectQuery, Query()]) -> Response:
+    """List your tenant's objects, by id if not sorted, and how many bytes count against its limit."""
     storage, tenant = parts.storage, call.identity.tenant
     store, limits, now = storage.store, storage.limits, storage.clock.now()
     limit = min(query.limit, limits.page_items)
-    filtered_by = filter_hash({"objects of": tenant})
-    after = "" if query.cursor is None else read_cursor(query.cursor, filtered_by, is_object_id)
-    found = await store.stored_objects(tenant, now, after=after, limit=limit + 1)
+    sorted_by = {} if query.sort == "id" else {"sort": query.sort}
+    order, filtered_by = query.order, filter_hash({"objects of": tenant, **sorted_by})
+    length = len(order.sort.fields)
+    after = () if query.cursor is None else read_place(query.cursor, filtered_by, length, is_object_id)
+    found = await store.stored_objects(tenant, now, order, after=after, limit=limit + 1)
     page, has_more = found[:limit], len(found) > limit
     # Counting reads all rows of the tenant: once for a list, not for each of its pages.
     counted_bytes = None if after else (await store.counted_objects(tenant, now)).size_bytes
     view: ObjectPage = {
         "items": [_view(kept) for kept in page],
-        "next_cursor": write_cursor(page[-1].digest, filtered_by) if has_more else None,
+        "next_cursor": write_place(order.sort.key(page[-1]), filtered_by) if has_more else None,
         "has_more": has_more,
         "counted_bytes": counted_bytes,
         "most_bytes": limits.tenant_object_bytes,

@@ -80,8 +80,7 @@ class PendingReasons:
 
     def notice(self, task: Task) -> str:
         """While silent nodes are held back: of a task that runs on one of them, or waits."""
-        paused = self._leadership.paused()
-        if paused is None or task.is_terminal:
+        if task.is_terminal or (paused := self._leadership.paused()) is None:
             return ""
         concerns = task.state is TaskState.PENDING or bool(nodes_of(task) & set(paused.nodes))
         return paused.summary if concerns else ""

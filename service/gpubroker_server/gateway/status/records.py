@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from gpubroker_server.core.serving.batching import response_in
 from gpubroker_server.core.serving.tensors import BadTensor, values_in_steps
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.phases import Phase, course_of_events, course_of_row, seconds_in_phases
-from gpubroker_server.gateway.http.bodies import PageQuery, filter_hash, read_cursor, write_cursor
+from gpubroker_server.gateway.http.bodies import PageQuery, filter_hash, read_place, write_place
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.ids import is_task_id
 from gpubroker_server.gateway.http.problems import Problem
@@ -38,7 +37,6 @@ from gpubroker_server.ports.store import (
     BlobCorrupt,
     BlobMissing,
     BlobStore,
-    SortKey,
     StoredResult,
     TaskFilter,
     TaskRecord,
@@ -129,13 +127,13 @@ class TaskRecords:
         filters = {"tenant": identity.tenant, **filters}
         wanted, filtered_by = TaskFilter(**filters, limit=limit + 1), filter_hash(filters)
         if query.cursor is not None:
-            wanted = replace(wanted, after=_place_in(query.cursor, filtered_by, wanted.sort))
+            wanted = replace(wanted, after=read_place(query.cursor, filtered_by, len(wanted.sort.fields)))
         records = await self.store.records(wanted)
         page, has_more = records[:limit], len(records) > limit
         return answer(
             {
                 "items": [view(record, live) for record, live in await self._with_lives(page)],
-                "next_cursor": _cursor_at(page[-1].task, filtered_by, wanted.sort) if has_more else None,
+                "next_cursor": write_place(wanted.sort.key(page[-1].task), filtered_by) if has_more else None,
                 "has_more": has_more,
             }
         )
@@ -229,25 +227,9 @@ class TaskRecords:
             await self.freshness.catch_up()
 
 
-_PLACE = re.compile(r"(-?[0-9]{1,15}(?:\.[0-9]{1,20})?:)?(task_[0-9a-z]{26})")
-
-
 def order_of(sort: str) -> dict[str, Any]:
     """The fields of TaskFilter for `submitted`, `-priority` and so on."""
     return {"sort": TaskSort[sort.strip("-").upper()], "descending": sort[0] == "-"}
-
-
-def _cursor_at(task: Task, filtered_by: str, sort: TaskSort) -> str:
-    return write_cursor(":".join(map(str, sort.key(task))), filtered_by)
-
-
-def _place_in(cursor: str, filtered_by: str, sort: TaskSort) -> SortKey:
-    """Raises Problem."""
-    text = read_cursor(cursor, filtered_by, lambda text: _PLACE.fullmatch(text) is not None)
-    *values, id = text.split(":")
-    if len(values) + 1 != len(sort.fields):
-        raise Problem("cursor-invalid", "the cursor belongs to another order; start without a cursor")
-    return (*map(float, values), id)
 
 
 NO_RESULT = b'"result":null'

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.gateway.http.faults import invalid
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.submission.task_body import Function
-from gpubroker_server.ports.objects import IDLE_SHARE, ObjectRows, StoredObject
+from gpubroker_server.ports.objects import ObjectOrder, ObjectRows, SortKey, StoredObject
 
 _ID: Final = re.compile("[0-9a-f]{64}")
 _MARK: Final = b'{"object":"'
@@ -57,13 +57,13 @@ async def check_objects(
     missing = [(place, id) for place, id in named.items() if id not in known]
     if missing:
         faults = (
-            Fault(pointer=place, detail=_unknown(id, object_seconds), code="unknown-object")
+            Fault(pointer=place, detail=unknown_object(id, object_seconds), code="unknown-object")
             for place, id in missing[:_MOST_NAMED]
         )
         raise invalid(*faults)
-    expires_at = Instant(now + object_seconds)
     for kept in known.values():
-        if expires_at - kept.expires_at > IDLE_SHARE * object_seconds:
+        expires_at = kept.end_after_use(now, object_seconds)
+        if expires_at is not None:
             await rows.extend_object(tenant, kept.digest, expires_at)
 
 
@@ -73,15 +73,15 @@ async def _known(rows: ObjectRows, tenant: str, ids: set[str], now: Instant) -> 
         found = [await rows.stored_object(tenant, id) for id in sorted(ids)]
         return {kept.digest: kept for kept in found if kept is not None and kept.expires_at > now}
     known: dict[str, StoredObject] = {}
-    after = ""
-    while page := await rows.stored_objects(tenant, now, after=after, limit=_PAGE):
+    after: SortKey = ()
+    while page := await rows.stored_objects(tenant, now, ObjectOrder(), after=after, limit=_PAGE):
         known |= {kept.digest: kept for kept in page if kept.digest in ids}
-        after = page[-1].digest
+        after = (page[-1].digest,)
     return known
 
 
-def _unknown(id: str, object_seconds: Seconds) -> str:
+def unknown_object(id: str, object_seconds: Seconds) -> str:
     return (
-        f'you have no object "{id}"; objects are kept for {object_seconds:g} seconds after their last use: '
-        "upload it with POST /objects"
+        f'you have no object "{id[:100]}"; objects are kept for {object_seconds:g} seconds after their last '
+        "use: upload it with POST /objects"
     )

@@ -1,6 +1,6 @@
 """The node agents that answer a service: which release each is of, and when it may be replaced."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,11 +41,9 @@ class AnsweringAgent:
     """Each run that it has, or that was ordered, and what happened to it; until it is gone and forgotten."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """GPUs that it cannot use, and why."""
+    is_outdated: bool = False
+    """It is of an earlier release than this software."""
     idle_since: float | None = None
-
-    @property
-    def is_outdated(self) -> bool:
-        return self.protocol < PROTOCOL or release_numbers(self.release) < release_numbers(__version__)
 
     def note(self, run: RunId, what: str) -> None:
         happened = self.runs.get(run)
@@ -87,7 +85,10 @@ class NodeAgents:
 
     def see(self, seen: NodeReport, protocol: int) -> None:
         runs: dict[RunId, set[str]] = {run: set() for run in seen.runs}
-        agent = AnsweringAgent(seen.node.incarnation, protocol, seen.release, runs, dict(seen.faults))
+        is_outdated = protocol < PROTOCOL or release_numbers(seen.release) < release_numbers(__version__)
+        agent = AnsweringAgent(
+            seen.node.incarnation, protocol, seen.release, runs, dict(seen.faults), is_outdated
+        )
         self._answering[seen.node.name] = agent
         if not agent.is_outdated:
             self._replaced_at.pop(seen.node.name, None)
@@ -112,17 +113,21 @@ class NodeAgents:
         elif isinstance(report, Ended) and report.ending is Ending.NEVER_STARTED:
             agent.runs.pop(run, None)
 
-    def to_replace(self) -> Iterator[NodeName]:
-        """Outdated agents of nodes that have been idle for a while. To be called again and again."""
-        now = self._ticks()
-        for node, agent in self._answering.items():
-            if agent.runs or not agent.is_outdated or self._was_replaced_in_vain(node, now):
-                agent.idle_since = None
-            elif agent.idle_since is None:
-                agent.idle_since = now
-            elif now - agent.idle_since >= IDLE_SECONDS:
-                self._replaced_at[node] = now
-                yield node
+    def to_replace(self, node: NodeName) -> bool:
+        """Whether the agent is outdated and its node has been idle for a while; then it counts as replaced.
+        To be asked with each message of the node."""
+        agent, now = self._answering.get(node), self._ticks()
+        if agent is None:
+            return False
+        if agent.runs or not agent.is_outdated or self._was_replaced_in_vain(node, now):
+            agent.idle_since = None
+            return False
+        if agent.idle_since is None:
+            agent.idle_since = now
+        if now - agent.idle_since < IDLE_SECONDS:
+            return False
+        self._replaced_at[node] = now
+        return True
 
     def views(self) -> dict[str, Mapping[str, Any]]:
         """For people, by node: release, protocol, whether it is outdated, what happens then, GPU faults."""

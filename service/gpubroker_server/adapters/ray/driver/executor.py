@@ -58,6 +58,8 @@ FORGET_SECONDS = 0.05
 """An order to forget a run is not urgent: it travels with the next order, or so much later."""
 NO_TERM = Term(0)
 """Sent to the driver while another process leads: it then talks to no agent."""
+CONNECTED = "connected"
+"""The state of an executor that hears its nodes."""
 STANDBY = "standby"
 """The state of an executor that has reached Ray and waits for a term."""
 RAY_SAYS_SO = "Ray says that the node is dead"
@@ -163,7 +165,7 @@ class RayExecutor:
         self._unanswered_bytes = 0
         self._ready.clear()
         self._driver.send("term", self._lineage, NO_TERM)
-        if self._state == "connected":
+        if self.is_connected:
             self._on_connected()
         self._acknowledge()
 
@@ -202,6 +204,10 @@ class RayExecutor:
         self._acknowledge()
         return reports
 
+    @property
+    def is_connected(self) -> bool:
+        return self._state == CONNECTED
+
     def status(self) -> Mapping[str, Any]:
         message = self._head_fault or self._message
         about = {"state": self._state, "address": self._driver.address, "message": message}
@@ -235,7 +241,7 @@ class RayExecutor:
                 received = self._reader.read(packed, boot_seconds() - asked_at)
                 for report in received.reports:
                     self._on_report(received, report)
-                self._replace_agents()
+                self._replace_if_outdated(received.node)
             case ("answer", number, packed):
                 self.calls.on_answer(number, packed)
             case ("connected",):
@@ -370,12 +376,12 @@ class RayExecutor:
         self._agents.see(seen, protocol)
         for packed in self._held.pop(name, ()):
             self._send_orders(name, packed)
-        self._state, self._message = "connected", self._answering()
+        self._state, self._message = CONNECTED, self._answering()
         self._ready.set()
 
-    def _replace_agents(self) -> None:
+    def _replace_if_outdated(self, node: NodeName) -> None:
         """Orders wait for the next agent of that node from now on."""
-        for node in list(self._agents.to_replace()):
+        if self._agents.to_replace(node):
             log.info("replacing an agent of an earlier release; nothing is on its node", node=node)
             self._agents.lose(node)
             self._driver.send("replace", node)

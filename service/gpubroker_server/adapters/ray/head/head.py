@@ -5,6 +5,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import secrets
 import select
@@ -21,7 +22,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-import structlog
 from gpubroker.runtime.process import is_kept
 
 from gpubroker_server.adapters.ray.options import RayOptions
@@ -35,7 +35,8 @@ from gpubroker_server.adapters.ray.processes import (
     session_of,
 )
 
-log = structlog.get_logger("gpubroker.ray")
+# The supervisor, which is there as long as its head, would take 7 MiB for structlog.
+log = logging.getLogger("gpubroker.ray")
 
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
@@ -347,7 +348,7 @@ def _clear_away(data_dir: Path, state: HeadState) -> None:
     """Kill what is left of a head that was killed or never came up, and remove its directory."""
     deadline = time.monotonic() + STOP_SECONDS
     while (left := _processes_of(state)) and time.monotonic() < deadline:
-        log.warning("killing what a Ray head left behind", processes=len(left))
+        log.warning("killing what a Ray head left behind: %d processes", len(left))
         kill_all(left)
         time.sleep(POLL_SECONDS)
     shutil.rmtree(state.temp_dir, ignore_errors=True)

@@ -1,0 +1,40 @@
+"""The baseline of `bench objects`: `ray.put` and `ray.get` on a Ray of its own, without the service."""
+
+import time
+from typing import Any
+
+import ray
+
+from bench.objects import an_array
+from bench.plain_ray import answer_on_plain_ray
+from bench.tasks import last_of
+
+READERS: list[Any] = []
+
+
+class Reader:
+    def last(self, refs: list[Any]) -> float:
+        """In a list Ray leaves references alone."""
+        return last_of(ray.get(refs[0]))
+
+
+def carry_out(mb: int, reads: int) -> tuple[float, float]:
+    """Seconds to store an array and read it once, and to read it again so many times."""
+    if not READERS:
+        remote_class: Any = ray.remote(num_cpus=0)(Reader)
+        READERS.append(remote_class.remote())
+    array = an_array(mb)
+    began = time.perf_counter()
+    ref = ray.put(array)
+    found = [ray.get(READERS[0].last.remote([ref]))]
+    first = time.perf_counter() - began
+    began = time.perf_counter()
+    found += ray.get([READERS[0].last.remote([ref]) for _ in range(reads)])
+    seconds = first, time.perf_counter() - began
+    if found != [float(array[-1])] * (reads + 1):
+        raise RuntimeError(f"{len(found)} calls read an array that ends with {array[-1]}: {set(found)}")
+    return seconds
+
+
+if __name__ == "__main__":
+    answer_on_plain_ray(carry_out)
