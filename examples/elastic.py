@@ -1,6 +1,7 @@
 """A fit by ranks that join as workers of a cluster arrive. Each in a terminal of its own:
 
     gpubroker cluster start --simulated 3x24GiB
+    export GPUBROKER_ENTRYPOINTS=examples.elastic:fit
     gpubroker serve --ray ADDRESS               # as the first command says
     python -m examples.elastic                  # prints each of its steps
     gpubroker cluster add-worker                # twice; a third one says that no GPU is left
@@ -62,7 +63,7 @@ def lead(server: socket.socket, enough: int, most_steps: int) -> int:
         ]
         slope -= RATE * sum(down for down, _ in sums) / ROWS
         offset -= RATE * sum(across for _, across in sums) / ROWS
-        ranks = ", ".join(map(str, [0, *others]))
+        ranks = ", ".join(map(str, sorted([0, *others])))
         print(
             f"step {step} by rank {ranks}: y = {slope:.3f} x + {offset:.3f}, {time.monotonic() - began:.1f} s"
         )
@@ -79,11 +80,12 @@ def meet(server: socket.socket, others: dict[int, IO[str]]) -> None:
     for rank in [rank for rank in others if rank not in at_work]:
         others.pop(rank).close()
         print(f"rank {rank} has left")
-    while missing := [rank for rank in at_work if rank > 0 and rank not in others]:
+    while not others.keys() >= {rank for rank in at_work if rank > 0}:
         connection, _ = server.accept()
         other = connection.makefile("rw")
-        others[int(other.readline())] = other
-        print(f"rank {missing[0]} has joined")
+        rank = int(other.readline())
+        others[rank] = other
+        print(f"rank {rank} has joined")
 
 
 def help_with(leader: IO[str], rank: int) -> int:

@@ -3,8 +3,9 @@
 125 empty nodes with 8 GPUs of three kinds, and tasks with 200 different demands, 4 tenants and 5 priorities.
 The first cycle fills the cluster. Then runs end one by one, or stop after a preemption; after each, one
 cycle runs until nothing more is to be decided. Every second of simulated time the forecasts are recomputed;
-plans respect them, and they have a figure of their own. Finally, explain and simulate requests go through
-the gateway, JSON included; before each of them a run ends and a cycle follows.
+plans respect them, and they have a figure of their own. The same number of cycles follows with running
+elastic gangs that lack ranks. Finally, explain and simulate requests go through the gateway, JSON included;
+before each of them a run ends and a cycle follows.
 
 `World.apply` of the decisions is reported on stderr.
 """
@@ -13,7 +14,7 @@ import random
 import resource
 from argparse import ArgumentParser, Namespace
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import process_time
@@ -26,8 +27,17 @@ from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
 from gpubroker_server.core.domain.lease import LeaseState, Proof, move_lease, release
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Move, Task, TaskState
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Position, TaskId, device_key
+from gpubroker_server.core.domain.task import Member, MemberState, Move, Task, TaskState
+from gpubroker_server.core.domain.units import (
+    DeviceKey,
+    Fence,
+    Instant,
+    Mib,
+    NodeName,
+    Position,
+    TaskId,
+    device_key,
+)
 from gpubroker_server.core.planning.cycle import Slice
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds
 from gpubroker_server.core.planning.plan_cache import PlanCache
@@ -54,6 +64,7 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--tasks", type=int, default=100_000, help="waiting tasks")
     parser.add_argument("--demands", type=int, default=200, help="different demands")
     parser.add_argument("--cycles", type=int, default=1000, help="cycles to measure, one after each release")
+    parser.add_argument("--gangs", type=int, default=50, help="running gangs that would take more ranks")
     parser.add_argument("--explained", type=int, default=200, help="requests per endpoint")
     parser.add_argument(
         "--large", action="store_true", help="10,000 GPUs and 1,000,000 tasks; overrides --nodes and --tasks"
@@ -74,25 +85,23 @@ def measure(options: Namespace) -> Iterator[Figure]:
     )
     yield _figure("first_s", sum(first), "s", len(first))
     leader.settle()
-    yield from releases(leader, options.cycles, chance)
+    cycles = yield from releases(leader, options.cycles, chance)
+    yield from growth(leader, options.gangs, cycles, chance)
     yield from answers(leader, options.explained, chance)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     yield _figure("rss_mb", peak_mb, "MB", 1)
 
 
-def releases(leader: "Leader", count: int, chance: random.Random) -> Iterator[Figure]:
+def releases(leader: "Leader", count: int, chance: random.Random) -> Generator[Figure, None, list[float]]:
     """One cycle after each release of memory, by a run that ended or was preempted; a cycle may take many
-    turns."""
+    turns. Returns the seconds of each cycle."""
     slices: list[float] = []
     cycles: list[float] = []
     given: list[float] = []
     leader.decided.clear()
     leader.rounds.clear()
     for _ in range(count):
-        leader.pass_time(0.02)
-        leader.release_one(chance)
-        taken = leader.cycle()
-        leader.forecast()
+        taken = leader.cycle_after_a_release(chance)
         slices += taken
         cycles.append(sum(taken))
         if leader.last_admission_s is not None:
@@ -113,6 +122,21 @@ def releases(leader: "Leader", count: int, chance: random.Random) -> Iterator[Fi
             f"the longest {1000 * max(steps):.1f} ms"
         )
         yield _figure("forecasts.max_ms", 1000 * max(map(sum, leader.rounds)), "ms", len(leader.rounds))
+    return cycles
+
+
+def growth(leader: "Leader", gangs: int, without: Sequence[float], chance: random.Random) -> Iterator[Figure]:
+    """As many cycles as `without`, with gangs that would take any GPU that no waiting task can use."""
+    leader.add_gangs(gangs, chance)
+    turns = [leader.cycle_after_a_release(chance) for _ in without]
+    cycles = list(map(sum, turns))
+    before_ms, now_ms = 1000 * percentile(without, 50), 1000 * percentile(cycles, 50)
+    report(
+        f"with {gangs} gangs that lack ranks, of which {leader.decided['grow']} grew, a cycle took "
+        f"{now_ms:.2f} ms (median), before {before_ms:.2f} ms; the longest turn "
+        f"{1000 * max(map(max, turns)):.1f} ms"
+    )
+    yield _figure("growth.ratio", now_ms / before_ms, "x", len(cycles))
 
 
 def answers(leader: "Leader", count: int, chance: random.Random) -> Iterator[Figure]:
@@ -156,6 +180,13 @@ class Leader:
         self.last_admission_s: float | None = None
         """CPU seconds from the start of the last cycle to its last admission."""
 
+    def cycle_after_a_release(self, chance: random.Random) -> list[float]:
+        self.pass_time(0.02)
+        self.release_one(chance)
+        taken = self.cycle()
+        self.forecast()
+        return taken
+
     def cycle(self) -> list[float]:
         """Run a whole cycle and start what it admits; returns the seconds of each turn."""
         taken: list[float] = []
@@ -181,7 +212,7 @@ class Leader:
                 if decision.why == "admit":
                     admitted += names
                     self.last_admission_s = sum(taken)
-                else:
+                elif decision.why == "preempt":
                     self.preempted += ((self.now, name) for name in names)
             cursor, turns = plan.cursor, MOST_TURNS
             if cursor is None:
@@ -206,6 +237,27 @@ class Leader:
             leases = tuple(move_lease(lease, LeaseState.HELD) for lease in self.world.leases_of(task))
             started = write_move(task, Move.STARTED, started_at=self.now)
             self.commit([Decision(name, "started", tasks=(started,), leases=leases)])
+
+    def add_gangs(self, count: int, chance: random.Random) -> None:
+        """Running gangs of one rank without a GPU. Seven more would take any whole one."""
+        demand = Demand(bundles=(Demand(), *[Demand(gpus=1)] * 7), min_ranks=1)
+        for number in range(count):
+            first = Member(0, chance.choice(sorted(self.world.nodes)), MemberState.READY, False, "10.0.0.1:1")
+            self.world.add_task(
+                Task(
+                    TaskId(f"gang_{number:026}"),
+                    chance.choice(TENANTS),
+                    "bench",
+                    PRIORITIES[0],
+                    demand,
+                    self.now,
+                    state=TaskState.RUNNING,
+                    fence=Fence(1),
+                    admitted_at=self.now,
+                    started_at=self.now,
+                    members=(first,),
+                )
+            )
 
     def settle(self) -> None:
         """Stop preempted runs and plan again until nothing changes any more."""

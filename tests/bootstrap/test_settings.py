@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gpubroker_server.bootstrap.compose import fleet_rules_of
 from gpubroker_server.settings.loading import Settings, SettingsRefused, load_settings
 from pydantic import BaseModel
 
@@ -178,6 +179,15 @@ simulated_devices: [{memory_mb: 24GiB}]
         ("policy: {tenants: {'*': {cohort: lab, guaranteed_mb: 1}}}\n", "no sum in a cohort"),
         ("policy: {tenants: {acme: {wait: 1}}}\n", 'did you mean "weight"?'),
         ("policy: {streams: {nightly: 0}}\n", "policy.streams.nightly"),
+        ("fleet: {targets: [{scope: rack}]}\n", "write all, pool:NAME, label:KEY=VALUE or node:NAME"),
+        ("fleet: {targets: [{scope: 'label:zone'}]}\n", "write label:KEY=VALUE"),
+        ("fleet: {targets: [{scope: 'pool:lab'}]}\n", "names pool 'lab'; pools are none"),
+        (
+            "fleet: {targets: [{scope: all, min_percent: 90, max_percent: 80}]}\n",
+            "90 is not below max_",
+        ),
+        ("fleet: {target_util_min_percent: 85}\n", "85 is not below target_util_max_percent 80"),
+        ("fleet: {backpressure: {queue_length: {high: 5, low: 5}}}\n", "low 5 is not below high 5"),
         ("submit_from_tasks: true\nray: {address: 'h:6379'}\n", "needs tasks_url with ray.address"),
         ("tasks_url: 'gpubroker.lab'\n", "must begin with http:// or https://"),
         ("drain_notice_seconds: 19\n", "must be at least 2 less than"),
@@ -210,6 +220,45 @@ def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, text: str, named: st
     with pytest.raises(SettingsRefused) as refused:
         load_settings(a_file(tmp_path, text))
     assert named in str(refused.value)
+
+
+def test_some_variables_have_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "TARGET_UTIL_MIN": "50", "TARGET_UTIL_MAX": "70", "MAX_DISK_PERCENT": "90", "MEMORY_LIMIT_GB": "12",
+        "IDLE_CHECK_INTERVAL": "30", "IDLE_GPU_THRESHOLD": "3", "IDLE_GRACE_PERIOD": "2m",
+    }  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(f"GPUBROKER_{name}", value)
+    found, fleet = load_settings(), load_settings().fleet
+    assert (fleet.target_util_min_percent, fleet.target_util_max_percent, fleet.max_disk_percent) == (
+        50,
+        70,
+        90,
+    )
+    assert (fleet.idle_check_seconds, fleet.idle_below_percent, fleet.idle_grace_seconds) == (30, 3, 120)
+    assert found.ray.process_memory_mb == 12 * 1024
+    monkeypatch.setenv("GPUBROKER_FLEET__MAX_DISK_PERCENT", "95")
+    assert load_settings().fleet.max_disk_percent == 95
+    monkeypatch.setenv("GPUBROKER_IDLE_GPU_THRESHOLD", "300")
+    with pytest.raises(SettingsRefused, match=r"found '300' \(in GPUBROKER_IDLE_GPU_THRESHOLD\)"):
+        load_settings()
+
+
+def test_targets_of_parts_are_beside_those_of_the_fleet_or_in_their_place() -> None:
+    text = {
+        "targets": [
+            {"scope": "node:n1", "max_percent": 90},
+            {"scope": "all", "measure": "disk", "max_percent": 50},
+        ]
+    }
+    rules = fleet_rules_of(load_settings(fleet=text, data_dir=Path("/tmp")))
+    shown = {(str(one.scope), one.measure.value): (one.least, one.most) for one in rules.targets}
+    assert shown == {
+        ("all", "gpu_utilization"): (0.6, 0.8), ("all", "gpu_memory"): (0.0, 0.8),
+        ("all", "host_memory"): (0.0, 0.8), ("all", "disk"): (0.0, 0.5),
+        ("node:n1", "gpu_utilization"): (0.0, 0.9),
+    }  # fmt: skip
+    assert rules.thresholds["queue_length"].high == 400_000
 
 
 def test_a_wrong_setting_names_the_file_the_variable_or_the_flag_it_came_from(

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_tasks_that_could_only_fail_are_not_waited_for(
     tmp_path: Path, setting: str, value: object, says: str
 ) -> None:
     assert says in refusal(ForkedService(tmp_path / "data", **{setting: value}))
+
+
+def test_a_dashboard_without_what_it_needs_is_refused_with_what_to_install(tmp_path: Path) -> None:
+    """As here, where Ray is installed without it."""
+    with pytest.raises(ModuleNotFoundError):
+        import_module("aiohttp_cors")
+    said = refusal(ForkedService(tmp_path / "data", ray={"dashboard": True}))
+    assert "ray.dashboard needs more to be installed: pip install 'ray[default]'; or set it to false" in said
 
 
 def test_an_address_that_others_reach_needs_their_names_for_it(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A leader on a stage: the real loop, store, blobs and executor, one turn at a time on one clock."""
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +12,12 @@ from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExec
 from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.broker.dispatch import Dispatcher
+from gpubroker_server.broker.fleet import FleetKeeper, HostUse
 from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.model_dispatch import ModelDispatcher
 from gpubroker_server.broker.observe import Observer
+from gpubroker_server.core.control.fleet import FleetRules
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderRow, LeaderTerm
 from gpubroker_server.core.domain.orders import Order, Report, ReportedDevice, TermRefused
@@ -147,6 +149,9 @@ class Stage:
         self.executor = WitnessedExecutor(self.store, self.clock)
         self.progress: dict[TaskId, Progress] = {}
         self.policy = Policy(**policy)
+        self.fleet_rules = FleetRules()
+        """Of a leader that begins from now on."""
+        self.host = HostUse(10.0, 20.0)
         self.entrypoints: tuple[str, ...] = ("m:*",)
         """What a leader allows that begins from now on."""
         self.leader = self.new_leader(LeaderTerm(Term(0)))
@@ -166,6 +171,11 @@ class Stage:
         desk: ModelDispatcher | None = None,
         inferences: InferenceDispatcher | None = None,
     ) -> Leader:
+        def fleet(commit_seconds: Callable[[], float]) -> FleetKeeper:
+            return FleetKeeper(
+                self.fleet_rules, self.world, self.policy, self.clock, lambda: self.host, commit_seconds
+            )
+
         rules = InventoryRules("test", Mib(0))
         return Leader(
             leader_term=leader_term,
@@ -189,6 +199,7 @@ class Stage:
                 secrets=self.secrets,
             ),
             clock=self.clock,
+            new_fleet=fleet,
         )
 
     async def lead(self, leader_term: LeaderTerm | None = None) -> None:

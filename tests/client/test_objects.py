@@ -193,6 +193,9 @@ def test_a_download_goes_on_after_a_failure_and_ends_with_an_error_if_bytes_are_
     assert wrong.value.code == "result-damaged"
     asked = [int(one.headers["range"].removeprefix("bytes=").partition("-")[0]) for one in service.requests]
     assert asked == [0, 4, 4, 4]
+    data = b"all of it"
+    service.reply_with(Reply(200, data))
+    assert do("download", hashlib.sha256(data).hexdigest()) == [data], "from a release without ranges"
 
 
 def test_a_downloaded_file_is_there_when_it_is_complete(

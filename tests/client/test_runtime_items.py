@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,22 @@ def test_a_worker_does_what_it_is_given_and_reports_all_that_was_not_answered() 
     worker.hold(second, (0, 1))
     worker.hold(third, is_over=True)
     assert worker.next("ended")[5] == "succeeded"
+
+
+def takes_a_moment(item: int) -> int:
+    time.sleep(0.03)
+    return item
+
+
+def test_more_is_asked_for_before_the_last_item_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpubroker.runtime.items.REPORT_SECONDS", 1000.0)
+    worker = Worker(takes_a_moment, list(range(20)))
+    worker.hold(worker.next(), (0, 20))
+    report = worker.next()
+    assert 0 < len(report[6]) < 20
+    assert report[7], "there is work for the time until the answer"
+    assert 1 <= report[8] <= 33, "about a second of work is wanted"
+    worker.results(20)
 
 
 def test_an_answer_that_was_lost_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,11 @@ from gpubroker_server.adapters.sql import connections
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import LogFollower, fill, refill
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
+from gpubroker_server.core.control.backpressure import Pressure
+from gpubroker_server.core.control.fleet import FleetSeen, TargetSeen
+from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
-from gpubroker_server.core.domain.units import Instant, NodeName, TaskId, Term
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
@@ -21,7 +24,7 @@ from gpubroker_server.ports.executor import first_progress
 from gpubroker_server.ports.last_values import LastValues, LeaderSeen
 from gpubroker_server.ports.store import LogShortened, StoreUnavailable
 
-from tests.builders import a_task
+from tests.builders import a_device, a_node, a_task
 from tests.contracts.proxy import a_proxy, to_postgres, url_through
 from tests.contracts.scenes import a_submission, admission, log_of, next_term, opened, picture, with_gpu
 from tests.contracts.wire import a_wire
@@ -150,7 +153,7 @@ async def test_a_picture_hears_of_a_commit_elsewhere_and_knows_that_it_is_curren
             assert seen.age_seconds() < PATIENCE_SECONDS
 
 
-async def test_paused_detection_and_silent_nodes_are_visible_in_every_process(
+async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_every_process(
     postgres_url: str,
 ) -> None:
     paused = PausedDetection(
@@ -163,7 +166,12 @@ async def test_paused_detection_and_silent_nodes_are_visible_in_every_process(
         gateway = LeaderStatus(two, seen, Policy(), None)
         assert (gateway.leader(), gateway.paused()) == (None, None)
         term = await next_term(one)
-        said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent)
+        seen.world.add_node(a_node())
+        seen.world.add_device(a_device())
+        target = TargetSeen("all", "disk", 0.0, 0.7, None, is_in=True, since=Instant(3.0))
+        pressure = Pressure("disk_percent", Instant(4.0), 96.0, 95.0, 40, Seconds(30.0))
+        fleet = FleetSeen((target,), {"all": 0}, (Idle("n1", 0.0, Instant(5.0)),), (pressure,))
+        said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent, fleet=fleet)
         await one.publish(term, 1, LastValues(leader=said))
         jobs = dict(gateway.jobs())
         jobs["forecasts"].close()
@@ -173,6 +181,7 @@ async def test_paused_detection_and_silent_nodes_are_visible_in_every_process(
                 await asyncio.sleep(0.01)
         assert gateway.leader() == said
         assert gateway.paused() == paused
+        assert seen.world.background.is_closed(NodeName("n1"))
         hearing.cancel()
         await asyncio.wait([hearing])
 

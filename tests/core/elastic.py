@@ -18,8 +18,10 @@ from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 from tests.builders import (
     GIB,
     NOW,
+    a_device,
     a_sample,
     a_task,
+    a_world,
     commit,
     submit,
 )
@@ -43,6 +45,17 @@ def elastic(count: int = 4, least: int = 2, **fields: Any) -> Task:
 def at_work(gang: Task | None = None, *parts: Any) -> Agents:
     """Ranks 0 and 1 on n1, ranks 2 and 3 on n2, all of which have run for ten seconds."""
     world = a_cluster(gang or elastic(), *parts)
+    admit_all(world)
+    agents = Agents(world)
+    agents.run()
+    agents.now = LATER
+    return agents
+
+
+def on_one_node(gang: Task | None = None, *parts: Any) -> Agents:
+    """Ranks 0 and 1 of four on n1, which is full, for ten seconds."""
+    devices = [a_device(f"gpu{index}", "n1") for index in (0, 1)]
+    world = a_world(*devices, gang or elastic(), *parts)
     admit_all(world)
     agents = Agents(world)
     agents.run()

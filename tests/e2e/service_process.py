@@ -39,6 +39,7 @@ class ServiceProcess:
 
     command = "serve"
     module = "gpubroker_server"
+    python = sys.executable
 
     def __init__(
         self, home: Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT, **settings: object
@@ -76,7 +77,7 @@ class ServiceProcess:
         """Start the process, which calls `begin` first, and wait for nothing."""
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", self.module, self.command, "--config", str(self._config)],
+                [self.python, "-m", self.module, self.command, "--config", str(self._config)],
                 stdout=log,
                 stderr=log,
                 env=self._env,

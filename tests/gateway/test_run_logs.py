@@ -118,6 +118,17 @@ async def test_each_attempt_has_a_log_of_its_own(gateway: Gateway, api: Client) 
     assert "no gang" in fault(refused, "query:rank")
 
 
+async def test_ranks_that_join_an_elastic_gang_have_numbers_beyond_its_bundles(
+    gateway: Gateway, api: Client
+) -> None:
+    task = await api.submit(resources={"bundles": [{"count": 2, "cpu": 1}], "min_ranks": 1})
+    await say(gateway, task, (0, b"late\n"), rank=2)
+    await gateway.end(task)
+    assert (await api.get(f"/tasks/{task}/logs?rank=2")).text == "late\n"
+    refused = await api.get(f"/tasks/{task}/logs?rank=256")
+    assert fault(refused, "query:rank") == "the task has at most 256 ranks, from 0"
+
+
 async def test_without_follow_a_task_that_has_not_begun_has_nothing(gateway: Gateway, api: Client) -> None:
     task = await api.submit()
     assert (await api.get(f"/tasks/{task}/logs")).text == ""

@@ -128,9 +128,8 @@ class RunHost:
     def _submit(self, order: RunOrder, task: RunningTask, output: Output) -> None:
         self.orders[order.key] = order
         self._tasks[order.key] = task
-        self._objects[order.key] = RunObjects(order, self._journal, task, self._open_shared)
+        objects = self._objects[order.key] = RunObjects(order, self._journal, task, self._open_shared)
         if is_array(order):
-            objects = self._objects[order.key]
             self._workers[order.key] = ItemWorker(order, self._journal, task, output, objects)
         if is_worker(order):
             self.callees[order.key] = CallWorker(order, self._journal, task, self._objects[order.key])

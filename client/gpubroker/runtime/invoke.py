@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from gpubroker.runtime.messages import RunOrder, RunOutcome, failed
-from gpubroker.runtime.objects import UnreadableObject, named_object, opened_object
+from gpubroker.runtime.objects import named_object
 from gpubroker.runtime.outcome import Store, describe, raised, succeeded, trace_of
 from gpubroker.runtime.task import RunningTask
 
@@ -72,18 +72,6 @@ def with_objects(call: Invocation, fetch: Callable[[str], Any]) -> Invocation:
 def with_object(value: Any, fetch: Callable[[str], Any]) -> Any:
     id = named_object(value)
     return value if id is None else fetch(id)
-
-
-def opened_object_of(order: RunOrder, id: str, view: memoryview) -> Any:
-    """What a run gets for an object. Raises CannotOpen.
-
-    Whoever may submit a function may run any code. An entrypoint is what the operator allows, so its objects
-    are never unpickled.
-    """
-    try:
-        return opened_object(view, unpickles=order.kind == "function")
-    except UnreadableObject as fault:
-        raise CannotOpen(failed("object_unreadable", f"object {id} cannot be opened: {fault}")) from None
 
 
 async def _awaited(value: Any) -> Any:

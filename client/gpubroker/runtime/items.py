@@ -47,7 +47,9 @@ ARRAY_VARIABLE = "GPUBROKER_ARRAY"
 """Set for workers of arrays: JSON with the limits of an item."""
 
 REPORT_SECONDS = 0.5
-"""Results are reported this often, and at once when no item is left here."""
+"""Results are reported this often, and at once when no item is left here ..."""
+LOW_SECONDS = 0.1
+"""... or when there is only so much work, in which the answer comes."""
 AHEAD_SECONDS = 1.0
 """So much work is wanted here, so that no report has to be waited for."""
 AGAIN_SECONDS = 2.0
@@ -202,17 +204,27 @@ class ItemWorker:
             self._unanswered_bytes += _size_bytes(result)
         self._seconds += result[1]
         self._done += 1
-        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
+        if time.monotonic() - self._reported_at >= REPORT_SECONDS or self._runs_low:
             self._report()
+
+    @property
+    def _runs_low(self) -> bool:
+        """Since the item that was just done; so once for each answer."""
+        left = len(self._todo)
+        return left > 0 and left * self._each_seconds <= LOW_SECONDS < (left + 1) * self._each_seconds
+
+    @property
+    def _each_seconds(self) -> float:
+        """Of an item."""
+        return self._seconds / self._done if self._done else AHEAD_SECONDS
 
     def _report(self, *, leaving: bool = False) -> None:
         """All that was not answered, in place of the report before."""
         with self._lock:
             self._number += 1
             self._reported_at = time.monotonic()
-            each = self._seconds / self._done if self._done else AHEAD_SECONDS
+            wanted = 0 if leaving else min(2**20, max(1, int(AHEAD_SECONDS / max(self._each_seconds, 1e-6))))
             self._seconds, self._done = self._seconds / 2, self._done / 2  # the latest count most
-            wanted = 0 if leaving else min(2**20, max(1, int(AHEAD_SECONDS / max(each, 1e-6))))
             held = [*([] if self._current is None else [self._current]), *self._todo]
             results = [result for _, result in self._results]
             report = items(self._order.key, self._number, results, list(_ranges(sorted(held))), wanted)

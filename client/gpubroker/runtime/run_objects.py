@@ -6,9 +6,10 @@ from concurrent.futures import CancelledError, Future
 from threading import Lock
 from typing import Any
 
-from gpubroker.runtime.invoke import CannotOpen, opened_object_of
+from gpubroker.runtime.invoke import CannotOpen
 from gpubroker.runtime.journal import Journal
 from gpubroker.runtime.messages import Report, RunOrder, failed, part, wanted
+from gpubroker.runtime.objects import UnreadableObject, opened_object
 from gpubroker.runtime.outcome import NotStored
 from gpubroker.runtime.task import RunningTask, Stopped
 
@@ -38,7 +39,14 @@ class RunObjects:
         shared, failure = self._answer_to(id, wanted(self._order.key, id))
         if failure is not None:
             raise CannotOpen(failed(*failure))
-        return opened_object_of(self._order, id, self._open_shared(shared))
+        # Whoever may submit a function may run any code. An entrypoint is what the operator allows, so its
+        # objects are never unpickled.
+        unpickles = self._order.kind == "function"
+        try:
+            return opened_object(self._open_shared(shared), unpickles=unpickles)
+        except UnreadableObject as fault:
+            why = f"object {id} cannot be opened: {fault}"
+            raise CannotOpen(failed("object_unreadable", why)) from None
 
     def store(self, data: bytes) -> str:
         """The id of a new object of the run's tenant. Raises NotStored, Stopped."""

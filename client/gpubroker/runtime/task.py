@@ -25,9 +25,6 @@ _PLAIN, _PICKLED = b"\x00", b"\x01"
 _ROUNDING = 0.01
 """A fraction may be so far outside 0..1, because sums of steps are seldom exact."""
 
-_ATTEMPT_STRIDE = 1_000_000
-"""Checkpoints are numbered attempt * stride + n, so that those of a later attempt are always newer."""
-
 
 class Stopped(BaseException):
     """Raise it to obey a stop notice; a preempted run is resumed later from its newest checkpoint.
@@ -207,8 +204,7 @@ class RunningTask:
         digest = hashlib.sha256((address or "").encode() if data is None else data).hexdigest()
         with self._lock:
             self._saved += 1
-            sequence = self._order.attempt * _ATTEMPT_STRIDE + self._saved
-            report = checkpointed(self._key, sequence, digest, data, address)
+            report = checkpointed(self._key, self._saved, digest, data, address)
             self._journal.note(self._key, report, AT_ONCE)
 
     @property

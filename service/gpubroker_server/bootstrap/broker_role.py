@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from random import random
 
 from gpubroker import __version__
@@ -13,6 +14,8 @@ from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.adapters.triton.server_process import is_gone
 from gpubroker_server.bootstrap.compose import (
+    fleet_rules_of,
+    host_use,
     hosts_of,
     inventory_rules_of,
     leader_term_rules_of,
@@ -33,6 +36,7 @@ from gpubroker_server.broker.background import (
     models_in_use,
 )
 from gpubroker_server.broker.dispatch import Dispatcher
+from gpubroker_server.broker.fleet import FleetKeeper
 from gpubroker_server.broker.leadership import LeaderCandidate
 from gpubroker_server.broker.left_servers import LeftServers
 from gpubroker_server.broker.loop import Leader
@@ -139,7 +143,10 @@ class BrokerRole:
             term, self._name, self._follower.clock.now(), status, slots=self._slots.divided,
             lease_seconds=self.candidate.seconds_left(), release=__version__,
         )  # fmt: skip
-        return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
+        if leader is None:
+            return seen
+        fleet = None if leader.fleet is None else leader.fleet.seen
+        return replace(seen, paused=leader.paused, silent=leader.silent(), fleet=fleet)
 
     def paused(self) -> PausedDetection | None:
         leader = self.candidate.leader
@@ -203,8 +210,20 @@ class BrokerRole:
             ),
             dispatcher=self._dispatcher(),
             clock=follower.clock,
+            new_fleet=self._new_fleet,
             logs=logs,
             objects=objects,
+        )
+
+    def _new_fleet(self, commit_seconds: Callable[[], float]) -> FleetKeeper:
+        rules, disks = fleet_rules_of(self._settings), (self._settings.data_dir, self._settings.objects)
+        return FleetKeeper(
+            rules,
+            self._follower.world,
+            self._policy,
+            self._follower.clock,
+            partial(host_use, disks),
+            commit_seconds,
         )
 
     def _dispatcher(self) -> Dispatcher:

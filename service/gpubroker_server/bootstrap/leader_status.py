@@ -11,6 +11,7 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.follower import Job, LogFollower, publish_seconds
 from gpubroker_server.broker.observe import forget_ended
+from gpubroker_server.core.control.fleet import background_room
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -105,6 +106,9 @@ class LeaderStatus:
         world = self._follower.world
         world.measure(values.samples)
         self._published = values.leader or self._published
+        if values.leader is not None and values.leader.fleet is not None:
+            room = background_room(world, self._policy, values.leader.fleet.background_mb)
+            world.control(room, world.full_disks)
         if self._broker is not None:
             await self._broker.check_ray(values.leader)
         for task, progress in values.progress.items():

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 import structlog
 
@@ -21,6 +22,8 @@ log = structlog.get_logger("gpubroker.broker")
 
 TRIES = 20
 """The leader alone changes states; if the database refuses its decisions so often, its World is wrong."""
+
+LATELY_SECONDS = 10.0
 
 COMMITTED = CommitVerdict.COMMITTED
 _REJECTED = frozenset({CommitVerdict.REFUSED, CommitVerdict.UNSTORABLE})
@@ -58,6 +61,10 @@ class Committer:
         self._hear = hear
         self._undispatched: list[Decision] = []
         """Committed, but their orders were not sent yet."""
+        self._began_at: float | None = None
+        """When the commit began that is under way."""
+        self._last = (-inf, 0.0)
+        """When the last commit ended, and how long it took."""
         self._refused: set[str] = set()
         """Subjects that the database refused in this cycle, and did not accept in it either."""
         self._refusals: Mapping[str, int] = {}
@@ -91,6 +98,14 @@ class Committer:
             self._hear(await self._dispatcher.send(self._undispatched))
             self._undispatched = []
 
+    def seconds(self) -> float:
+        """How long commits take now; 0 if there was none lately."""
+        now = self._ticks()
+        if self._began_at is not None:
+            return now - self._began_at
+        ended_at, seconds = self._last
+        return seconds if now - ended_at < LATELY_SECONDS else 0.0
+
     def check_leader_term(self) -> None:
         """Raises LeaderTermOver."""
         if self._leader_term.is_over(self._ticks()):
@@ -107,8 +122,13 @@ class Committer:
                 raise PictureDiverged.of(subject)
 
     async def _commit(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
-        written = self._store.commit(self._leader_term.term, decisions)
-        verdicts, _ = await asyncio.gather(written, self._dispatcher.look_up(decisions))
+        self._began_at = began_at = self._ticks()
+        try:
+            written = self._store.commit(self._leader_term.term, decisions)
+            verdicts, _ = await asyncio.gather(written, self._dispatcher.look_up(decisions))
+        finally:
+            now, self._began_at = self._ticks(), None
+            self._last = now, now - began_at
         return verdicts
 
     def _note(self, decisions: Sequence[Decision], verdicts: Sequence[CommitVerdict]) -> None:

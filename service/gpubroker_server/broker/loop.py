@@ -2,7 +2,7 @@
 upon."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import inf
 
@@ -11,6 +11,7 @@ import structlog
 from gpubroker_server.broker.arrays import Arrays
 from gpubroker_server.broker.commit import COMMITTED, TRIES, Committer, PictureDiverged, rejected
 from gpubroker_server.broker.dispatch import Dispatcher
+from gpubroker_server.broker.fleet import FleetKeeper
 from gpubroker_server.broker.inbox import Inbox
 from gpubroker_server.broker.observe import Observer, without_values
 from gpubroker_server.broker.planner import Planner
@@ -54,6 +55,9 @@ STORE_RETRY_SECONDS = 1.0
 MOST_ENDS_ASKED = 1000
 """Ends of other tasks that one cycle reads from the database."""
 
+NewFleet = Callable[[Callable[[], float]], FleetKeeper]
+"""Given how long commits take now."""
+
 _NO_MOVES = frozenset({Move.SUBMITTED, Move.CHANGED})
 """The gateway that accepted a task says so."""
 
@@ -73,6 +77,7 @@ class Leader:
         observer: Observer,
         dispatcher: Dispatcher,
         clock: Clock,
+        new_fleet: NewFleet | None = None,
         logs: LogKeeper | None = None,
         objects: TaskObjects | None = None,
     ) -> None:
@@ -90,6 +95,7 @@ class Leader:
         self._arrays = Arrays(store, world)
         self._timer = CycleTimer()
         self._commits = Committer(leader_term, ticks, store, dispatcher, self._timer.wake, self._inbox.put)
+        self.fleet = None if new_fleet is None else new_fleet(self._commits.seconds)
         self.planner = Planner(world, policy, clock, self._commits, self._timer.wake)
         self._is_winding_up = False
         self._wound_up = asyncio.Event()
@@ -113,6 +119,10 @@ class Leader:
         await self._settle_dependencies()
         if self._is_winding_up:
             return
+        if self.fleet is not None:
+            found = self.fleet.take()
+            await self._commits.carry_out(found)
+            self.fleet.told(found)
         await self.planner.plan(lambda: self._is_winding_up)
         self._commits.end_cycle()
 
@@ -130,6 +140,8 @@ class Leader:
             group.create_task(self._lead())
             if self._logs is not None:
                 group.create_task(self._logs.follow())
+            if self.fleet is not None:
+                group.create_task(self.fleet.keep())
             if self._objects is not None:
                 group.create_task(self._objects.serve())
 
@@ -149,6 +161,8 @@ class Leader:
     def on_events(self, events: Sequence[Event]) -> None:
         """Wake up for what gateways inserted; the leader's own commits need no new cycle."""
         self._observer.on_events(events)
+        if self.fleet is not None:
+            self.fleet.on_events(events)
         log_moves(events, self._world)
         if any(event.kind in {"task.submitted", "request.made"} for event in events):
             self._timer.wake(urgent=True)

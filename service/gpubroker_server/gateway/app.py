@@ -18,7 +18,16 @@ from gpubroker_server.gateway.admin.secrets import SecretParts
 from gpubroker_server.gateway.admin.tokens import TokenParts
 from gpubroker_server.gateway.arrays import routes as arrays
 from gpubroker_server.gateway.arrays.routes import ArrayParts
-from gpubroker_server.gateway.cluster import autoscaling, devices, nodes, pauses, policy, quarantine, stats
+from gpubroker_server.gateway.cluster import (
+    autoscaling,
+    devices,
+    nodes,
+    pauses,
+    policy,
+    quarantine,
+    stats,
+    targets,
+)
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.events.routes import EventParts
@@ -74,6 +83,7 @@ _RESOURCES = (
     *(
         devices,
         nodes,
+        targets,
         models,
         measure,
         quarantine,

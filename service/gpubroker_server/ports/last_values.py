@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
@@ -26,6 +27,8 @@ class LeaderSeen:
     """Nodes with a late heartbeat, and when it last came."""
     slots: Mapping[str, Shares] | None = None
     """By model, the slots that each gateway may claim; None if the leader divides none."""
+    fleet: FleetSeen | None = None
+    """What it makes of its measurements; None before its first look."""
     lease_seconds: Seconds = Seconds(0.0)
     """It may lead this long without another renewal."""
     release: str = ""

@@ -2,7 +2,8 @@
 environment and flags.
 
 Order, later wins: defaults, the file given by `--config` (or GPUBROKER_CONFIG), `<file>.local` beside it,
-environment (`GPUBROKER_PORT`, `GPUBROKER_RAY__SPARES`), flags.
+environment (`GPUBROKER_PORT`, `GPUBROKER_RAY__SPARES`; a few have short names, such as
+`GPUBROKER_TARGET_UTIL_MIN`), flags.
 """
 
 import os
@@ -31,6 +32,7 @@ from pydantic_settings import (
 )
 
 from gpubroker_server.core.domain.submission import SECRET_PREFIX
+from gpubroker_server.settings.fleet import SHORT_VARIABLES, FleetSettings
 from gpubroker_server.settings.ray import RaySettings
 from gpubroker_server.settings.sections import (
     DefaultSettings,
@@ -106,6 +108,7 @@ class Settings(WithUnits, BaseSettings):
     log_format: Literal["console", "json"] = "console"
     access_log: bool = False
     ray: RaySettings = RaySettings()
+    fleet: FleetSettings = FleetSettings()
     policy: PolicySettings = PolicySettings()
     limits: LimitSettings = LimitSettings()
     retention: RetentionSettings = RetentionSettings()
@@ -176,6 +179,17 @@ class Settings(WithUnits, BaseSettings):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _targets_are_of_known_pools(self) -> "Settings":
+        for target in self.fleet.targets:
+            kind, _, name = target.scope.partition(":")
+            if kind == "pool" and name not in self.pools:
+                known = ", ".join(sorted(self.pools)) or "none"
+                raise ValueError(
+                    f"fleet.targets names pool {name!r}; pools are {known}: add it, or name one of them"
+                )
+        return self
+
     @property
     def objects(self) -> Path:
         return self.blob_dir or self.data_dir / "blobs"
@@ -199,6 +213,7 @@ class Settings(WithUnits, BaseSettings):
         return (
             InitSettingsSource(settings_cls, init_kwargs=flags),
             env_settings,
+            InitSettingsSource(settings_cls, init_kwargs=_short_variables()),
             InitSettingsSource(settings_cls, init_kwargs=files),
         )
 
@@ -287,6 +302,9 @@ def _origin(path: Sequence[int | str], flags: Mapping[str, Any], files: dict[str
         return ""
     if path[0] in flags:
         return f"--{path[0]}".replace("_", "-")
+    short = [name for name, setting in SHORT_VARIABLES.items() if setting == path]
+    if variables := [variable for name in short if (variable := _PREFIX + name.upper()) in os.environ]:
+        return variables[0]
     for length in range(len(path), 0, -1):
         variable = _PREFIX + "__".join(str(part) for part in path[:length]).upper()
         if variable in os.environ:
@@ -301,6 +319,15 @@ def _has_value(tree: Any, path: Sequence[int | str]) -> bool:
                 return False
             tree = tree[part]
     return True
+
+
+def _short_variables() -> dict[str, Any]:
+    """What the short names say, as settings."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, (section, setting) in SHORT_VARIABLES.items():
+        if (value := os.environ.get(_PREFIX + name.upper())) is not None:
+            found.setdefault(section, {})[setting] = f"{value}GiB" if name.endswith("_gb") else value
+    return found
 
 
 def _misspelled_variables() -> Iterator[str]:
@@ -325,7 +352,7 @@ def _two_data_dirs(config: Path, files: Mapping[str, Any]) -> Iterator[str]:
 
 _PREFIX: Final = "GPUBROKER_"
 _DATA_DIR: Final = "GPUBROKER_DATA_DIR"
-_VARIABLES: Final = (*Settings.model_fields, "config", "url", "token")
+_VARIABLES: Final = (*Settings.model_fields, *SHORT_VARIABLES, "config", "url", "token")
 """Names after the prefix: settings, the configuration file, and what clients read."""
 
 

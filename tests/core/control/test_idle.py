@@ -16,7 +16,7 @@ def after(*steps: tuple[float, float | None]) -> dict[str, Quiet]:
 def test_it_is_idle_once_the_grace_time_is_over() -> None:
     quiet = after((0, 0.04), (2, 0.01))
     assert idle(quiet, Instant(299.9), RULES) == []
-    assert idle(quiet, Instant(300.0), RULES) == [Idle("gpu0", 0.01, 300.0)]
+    assert idle(quiet, Instant(300.0), RULES) == [Idle("gpu0", 0.01, Instant(0.0))]
 
 
 def test_the_threshold_itself_is_work() -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.demand import PlacementConstraints
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TenantPolicy
 from gpubroker_server.core.domain.task import Task
@@ -19,6 +20,7 @@ from gpubroker_server.core.explain.autoscaling import (
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_pledge, a_task, a_world, holding
+from tests.core.elastic import BIG, elastic, on_one_node
 from tests.core.gangs import bundles
 
 POLICY = Policy()
@@ -169,3 +171,23 @@ def test_a_label_without_a_limit_limits_nothing() -> None:
     wants = {"gpu_mb": 70 * GIB, "slots": (("label:team=a", 1.0),)}
     found = demand_of(a_full_world(waiting("one", **wants), waiting("two", **wants)))
     assert (found.tasks, found.limited_tasks) == (2, 0)
+
+
+def test_ranks_that_a_running_elastic_gang_lacks_count_as_far_as_its_quota_allows() -> None:
+    def lacking(policy: Policy = POLICY, **scope: Any) -> AutoscalingDemand:
+        return demand_of(gang.world, policy, **scope)
+
+    gang = on_one_node(elastic(5))
+    room = CapacityAmounts(3, 3 * BIG, 3.0, 0)
+    assert only_group(lacking()) == UnmetGroup("", (), 1, Seconds(0.0), room)
+    assert lacking().bundles[1.0, 1.0, 0] == 5
+    assert lacking(waited_seconds=Seconds(1.0)).tasks == lacking(pool="lab").tasks == 0
+    two = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(4 * BIG)),))
+    assert (only_group(lacking(two)).amounts.gpus, lacking(two).limited_tasks) == (2, 0)
+    none = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(2 * BIG)),))
+    assert (lacking(none).unmet, lacking(none).limited_tasks) == ((), 1)
+    gang.world.add_node(a_node("n2"))
+    gang.world.add_device(a_device("gpu0", "n2"))
+    assert lacking().spare == ()
+    gang.world.pause(QueuePause("tenant:default", gang.now, "ops"))
+    assert (lacking().unmet, [node.name for node in lacking().spare]) == ((), ["n2"])

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, TaskMaximum, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason, Refusal
@@ -10,6 +11,7 @@ from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.explain.admission import check_demand
 from gpubroker_server.core.explain.explain import Explanation, explain
 from gpubroker_server.core.explain.pools import apply_pool
+from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (
@@ -18,11 +20,13 @@ from tests.builders import (
     a_demand,
     a_device,
     a_node,
+    a_sample,
     a_task,
     a_world,
     holding,
     submit,
 )
+from tests.core.elastic import on_one_node, plan
 from tests.core.gangs import Agents, a_cluster, a_gang, admit_all, bundles
 
 BIG = 60 * GIB
@@ -215,3 +219,29 @@ def test_an_active_gang_says_where_it_is_and_how_far() -> None:
     assert explained(world).message == "admitted to n1, n2, n3 and 2 more, 1 of its 5 ranks ready"
     gang.tell(*(gang.ready(rank) for rank in (0, 2, 3, 4)))
     assert explained(world).message == "running on n1, n2, n3 and 2 more, 5 ranks for 0 s"
+
+
+def test_a_running_elastic_gang_says_why_ranks_are_missing_and_what_would_let_them_join() -> None:
+    gang = on_one_node()
+    lack = "2 of its 4 ranks are missing and join when there is room that no waiting task can use"
+
+    def told(policy: Policy | None = None) -> str:
+        gang.world.measure(a_sample(device, gang.now) for device in gang.world.ledgers)
+        return explain(gang.world, gang.id, policy or Policy(), gang.now).message.partition("; ")[2]
+
+    assert (
+        told() == f"{lack}; bundle 2: needs 60.0 GiB on one GPU; the largest free block is 20.0 GiB (n1/gpu1)"
+    )
+    poor = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(2 * BIG)),))
+    assert told(poor).startswith(f"{lack}; bundle 2 counts 60.0 GiB against the quota; tenant default")
+    gang.world.add_node(a_node("n2"))
+    gang.world.add_device(a_device("gpu0", "n2"))
+    assert told().startswith(f"{lack}; there is some now")
+    gang.world.control(BackgroundRoom({"all": 0}, dict.fromkeys(gang.world.nodes, ("all",))), {})
+    assert "background and idle work may take no more GPU memory now on n1, n2" in told()
+    assert plan(gang) == []
+    gang.world.control(BackgroundRoom(), {})
+    gang.world.pause(QueuePause("tenant:default", gang.now, "ops", "a rest"))
+    assert told() == f"{lack}; tenant default was paused 0 s ago (a rest); it starts nothing until resumed"
+    gang.tell(gang.ended(1))
+    assert told() == ""

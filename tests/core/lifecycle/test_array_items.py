@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from gpubroker_server.core.domain.decisions import Decision, ItemPage, write_move
 from gpubroker_server.core.domain.orders import (
     Ended,
@@ -143,6 +144,16 @@ def test_a_given_chunk_is_handed_out_whole() -> None:
     stage = Stage(ArrayWork(terms(chunk=30), (), 0))
     [answer] = stage.tell(reported("w0", 1))
     assert answer.held == ((0, 30),)
+
+
+@pytest.mark.parametrize(("item_ms", "chunk"), [(1, 100), (5, 20), (20, 5), (100, 1), (500, 1)])
+def test_without_a_chunk_work_is_handed_out_in_tenths_of_a_second(item_ms: int, chunk: int) -> None:
+    """Whatever has been done, a run that wants a second of work gets more in pieces of about 100 ms."""
+    stage, wanted = Stage(ArrayWork(terms(100_000), (), 0)), max(1, 1000 // item_ms)
+    [answer] = stage.tell(reported("w0", wanted))
+    assert len(numbers_in(answer.held)) == wanted
+    [answer] = stage.tell(reported("w0", wanted, result(0), number=2))
+    assert len(numbers_in(answer.held)) == wanted - 1 + chunk
 
 
 def test_shares_shrink_towards_the_end() -> None:

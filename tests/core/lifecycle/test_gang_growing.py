@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.orders import Ending, GoOrder, StopOrder, WorldOrder
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.ranks import MOST_FAILED_JOINS, MOST_RANKS, vacant_bundles, world_number
-from gpubroker_server.core.domain.task import Member, MemberState, Task, TaskState
+from gpubroker_server.core.domain.task import Member, MemberState, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
@@ -17,21 +17,21 @@ from gpubroker_server.core.world.event_codec import members_fields, members_from
 from gpubroker_server.core.world.events import events_of
 
 from tests.builders import GIB, a_device, a_node, a_task, a_world, check_ledger, commit, submit
-from tests.core.elastic import BIG, LATER, comes, elastic, orders_of, plan, seen, state_of, wait
+from tests.core.elastic import (
+    BIG,
+    LATER,
+    comes,
+    elastic,
+    on_one_node,
+    orders_of,
+    plan,
+    seen,
+    state_of,
+    wait,
+)
 from tests.core.gangs import Agents, a_gang, admit_all, bundles, leases, states, stopped
 
 READY, PLACED, LEAVING, LEFT, SUCCEEDED = "ready", "placed", "leaving", "left", "succeeded"
-
-
-def on_one_node(gang: Task | None = None, *parts: Any) -> Agents:
-    """Ranks 0 and 1 of four on n1, which is full, for ten seconds."""
-    devices = [a_device(f"gpu{index}", "n1") for index in (0, 1)]
-    world = a_world(*devices, gang or elastic(), *parts)
-    admit_all(world)
-    agents = Agents(world)
-    agents.run()
-    agents.now = LATER
-    return agents
 
 
 def arrives(gang: Agents, node: str = "n2", gpus: int = 2) -> list[Decision]:
@@ -93,6 +93,12 @@ def test_waiting_tasks_come_first_whatever_their_priority() -> None:
     decisions = arrives(gang)
     assert [decision.why for decision in decisions] == ["admit", "grow"]
     assert states(gang.task) == [READY, READY, PLACED]
+
+
+def test_missing_ranks_join_in_order() -> None:
+    wide = bundles(1, gpus=2, gpu_mb=BIG, cpu=1.0)
+    gang = on_one_node(a_gang("gang", *bundles(2, gpu_mb=BIG), *wide, *bundles(1, gpu_mb=BIG), min_ranks=2))
+    assert arrives(gang, gpus=1) == []
 
 
 def test_a_gang_gets_no_room_that_is_pledged() -> None:
@@ -271,6 +277,8 @@ def test_after_so_many_failures_no_rank_is_added() -> None:
         plan(gang)
     assert len(gang.task.members) == 2 + MOST_FAILED_JOINS
     assert vacant_bundles(gang.task) == ()
+    told = explain(gang.world, gang.id, gang.policy, gang.now).message
+    assert "2 of its 4 ranks are missing until its next start: 3 that joined failed (at most 3)" in told
 
 
 def test_a_lost_node_is_no_failure_of_a_rank_that_joined() -> None:
@@ -387,4 +395,5 @@ def test_a_release_that_does_not_know_late_ranks_does_not_read_on() -> None:
 
 def test_an_explanation_counts_the_ranks_that_are_joining() -> None:
     gang = growing()
-    assert "2 ranks, 2 more joining" in explain(gang.world, gang.id, gang.policy, gang.now).message
+    told = explain(gang.world, gang.id, gang.policy, gang.now).message
+    assert told == "running on n1, n2, 2 ranks, 2 more joining for 10 s"

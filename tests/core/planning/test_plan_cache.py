@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, withdraw_pledges, write_move
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Move, TaskState
-from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+from gpubroker_server.core.domain.task import Move, Placement, TaskState
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.places import PlaceTable
 from gpubroker_server.core.planning.plan_cache import MOST_UNASKED, PlanCache
 from gpubroker_server.core.world.world import World
@@ -29,6 +31,7 @@ from tests.builders import (
     let_go,
     submit,
 )
+from tests.core.elastic import BIG, on_one_node
 
 POLICY = Policy()
 
@@ -253,3 +256,22 @@ def test_who_was_refused_within_the_cycle_stays_so_when_others_are_woken():
         a_device(), a_device("gpu1"), run, low, *large, a_task("one", priority=55, gpu_mb=60 * GIB)
     )
     assert [decision.subject for decision in plan(world, PlanCache())] == ["one"]
+
+
+def test_that_no_rank_can_join_a_gang_is_remembered_until_a_node_has_more_or_is_no_longer_reserved():
+    gang = on_one_node()
+    world, now, cache = gang.world, gang.now, PlanCache()
+
+    def plan_again(*forecasts: Forecast) -> list[str]:
+        world.measure(a_sample(device, now) for device in world.ledgers)
+        decisions = plan_cycle(world, POLICY, now, cache=cache, forecasts=forecasts).decisions
+        return [decision.why for decision in decisions]
+
+    assert plan_again() == plan_again() == []
+    submit(world, a_task("wide", gpus=3, gpu_mb=BIG))
+    world.add_node(a_node("n2"))
+    world.add_device(a_device("gpu0", "n2"))
+    place = Placement(NodeName("n2"), ((key("n2/gpu0"), BIG),))
+    kept = Forecast(TaskId("wide"), (place,), now, now, Instant(inf), 0, Basis.GUESS)
+    assert plan_again(kept) == plan_again(kept) == []
+    assert plan_again() == ["grow"]

@@ -304,9 +304,12 @@ class WaitingExecutor:
         now = self._clock.now()
         held = ((device, dict(self._used[device])) for device in devices)
         return tuple(
-            DeviceSample(device, now, Mib(sum(by_holder.values())), by_holder=by_holder)
+            DeviceSample(
+                device, now, Mib(sum(by_holder.values())), by_holder=by_holder,
+                utilization=1.0 if by_holder else 0.0,
+            )
             for device, by_holder in held
-        )
+        )  # fmt: skip
 
     def _measure(self) -> None:
         """Report what every device holds now."""

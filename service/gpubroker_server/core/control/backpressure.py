@@ -19,10 +19,12 @@ class Pressure(NamedTuple):
     name: str
     """`queue_length`, `admission_seconds`, `store_seconds`, `disk`, `host_memory`, or `queue:TENANT`."""
     since: Instant
-    value: float
+    value: float | None
     high: float
     closed_below: int
-    """Tasks with a priority below it are refused."""
+    """Tasks with a priority below it are refused ..."""
+    retry_after_seconds: Seconds
+    """... and their clients asked to try again so much later."""
 
 
 def follow(
@@ -34,10 +36,14 @@ def follow(
     """`thresholds`: by name; `queue:*` is for each tenant by itself. A value without one is not watched."""
     after = {}
     for name, value in values.items():
-        threshold = thresholds.get(name) or thresholds.get(f"{name.partition(':')[0]}:*")
-        if threshold is not None:
-            after[name] = before.get(name, Alarm()).follow(value, threshold, now)
+        if (watched := threshold_name(name, thresholds)) in thresholds:
+            after[name] = before.get(name, Alarm()).follow(value, thresholds[watched], now)
     return after
+
+
+def threshold_name(name: str, thresholds: Mapping[str, Threshold]) -> str:
+    """Its own, or that of all of its kind."""
+    return name if name in thresholds else f"{name.partition(':')[0]}:*"
 
 
 def closed_below(alarm: Alarm, now: Instant, next_band_seconds: Seconds) -> int:

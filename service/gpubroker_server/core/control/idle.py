@@ -33,7 +33,7 @@ class Quiet(NamedTuple):
 class Idle(NamedTuple):
     name: str
     utilization: float
-    idle_seconds: Seconds
+    since: Instant
 
 
 def follow(
@@ -56,7 +56,7 @@ def follow(
 def idle(quiet: Mapping[str, Quiet], now: Instant, rules: IdleRules) -> list[Idle]:
     """In name order."""
     return [
-        Idle(name, quiet[name].utilization, Seconds(now - quiet[name].since))
+        Idle(name, quiet[name].utilization, quiet[name].since)
         for name in sorted(quiet)
         if now - quiet[name].since >= rules.grace_seconds
     ]

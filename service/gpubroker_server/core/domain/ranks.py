@@ -88,12 +88,16 @@ def vacant_bundles(task: Task) -> tuple[int, ...]:
         return ()
     if any(member.is_joining or member.has_finished for member in task.members):
         return ()
-    failed = (m for m in task.members if m.is_late and m.has_ended and m.stop_deadline_at is None)
-    if sum(1 for _ in failed) >= MOST_FAILED_JOINS:
+    if failed_joins(task) >= MOST_FAILED_JOINS:
         return ()
     taken = {bundle_of(task, member.rank) for member in task.members if not member.has_ended}
     vacant = (bundle for bundle in range(len(demand.bundles)) if bundle not in taken)
     return tuple(vacant)[: max(0, MOST_RANKS - len(task.members))]
+
+
+def failed_joins(task: Task) -> int:
+    """Ranks that were added to it while it ran and failed by themselves."""
+    return sum(m.is_late and m.has_ended and m.stop_deadline_at is None for m in task.members)
 
 
 def workers(task: Task) -> tuple[int, ...]:

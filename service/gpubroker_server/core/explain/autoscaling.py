@@ -2,15 +2,18 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate
 from math import ceil, floor, inf
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Device, is_of_kind
 from gpubroker_server.core.domain.policy import Policy, Pool
+from gpubroker_server.core.domain.ranks import vacant_bundles
+from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.quota import Quotas
@@ -38,7 +41,7 @@ class CapacityAmounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnmetGroup:
-    """Waiting tasks of one pool and one choice of kinds."""
+    """Tasks of one pool and one choice of kinds that wait, or run without all of their ranks."""
 
     pool: str
     """Empty: none."""
@@ -46,7 +49,7 @@ class UnmetGroup:
     """As the tasks name them; empty: any, or no GPU."""
     tasks: int
     waiting_seconds: Seconds
-    """Of the task that has waited longest."""
+    """Of the task that has waited longest; one that lacks ranks has since its start."""
     amounts: CapacityAmounts
 
 
@@ -120,7 +123,8 @@ EVERYTHING = DemandScope()
 def autoscaling_demand(
     world: World, policy: Policy, now: Instant, scope: DemandScope = EVERYTHING
 ) -> AutoscalingDemand:
-    """Held, delayed and dependent tasks do not count, nor do those for which memory is being freed.
+    """Held, delayed and dependent tasks do not count, nor do those for which memory is being freed. The ranks
+    that running elastic gangs lack do.
 
     Each task that waits counts in full: what is free is of no use to it. Costs one step per group of the
     queue, one per node and device, and for each idle node one per different demand.
@@ -129,6 +133,8 @@ def autoscaling_demand(
     waiting = _Waiting(draft, policy, now, scope)
     for group in world.queue.groups.values():
         waiting.count(group)
+    for gang in sorted(world.growable):
+        waiting.count_missing_ranks(world.tasks[gang])
     pool = next((known for known in policy.pools if known.name == scope.pool), None)
     nodes = [
         name
@@ -191,11 +197,30 @@ class _Waiting:
         self.limited += max(0, tasks) - allowed
         if allowed <= 0:
             return
-        self.tasks += allowed
         parts = demand.bundles[: demand.least_ranks] or (demand,)
-        since = group.member(0)[0]
+        self._add(demand.pool, parts, allowed, group.member(0)[0])
+
+    def count_missing_ranks(self, gang: Task) -> None:
+        """As many as its tenant's quota allows. What counts for the whole gang is counted already."""
+        since = gang.started_at or self.now
+        is_too_new = self.now - since < self.scope.waited_seconds
+        if is_too_new or not self._is_in_scope(gang.demand) or self.draft.world.queue.pause_of(gang):
+            return
+        parts = [gang.demand.bundles[bundle] for bundle in vacant_bundles(gang)]
+        quota = self._quotas.of(gang.tenant, gang.priority) if self.policy.has_quotas else None
+        left_mb = inf if quota is None else quota.left_mb - self._taken_mb[gang.tenant]
+        needs_mb = accumulate(map(self._quotas.need_mb, parts))
+        allowed = parts[: sum(need_mb <= left_mb for need_mb in needs_mb)]
+        self._taken_mb[gang.tenant] += sum(map(self._quotas.need_mb, allowed))
+        self.limited += bool(parts) and not allowed
+        if allowed:
+            self._add(gang.demand.pool, allowed, 1, since)
+
+    def _add(self, pool: str, parts: Sequence[Demand], allowed: int, since: float) -> None:
+        """So many tasks of these parts."""
+        self.tasks += allowed
         for place, part in enumerate(parts):
-            found = self._sums.setdefault((demand.pool, part.where.kinds), _Sum())
+            found = self._sums.setdefault((pool, part.where.kinds), _Sum())
             first_there = all(part.where.kinds != other.where.kinds for other in parts[:place])
             found.tasks += allowed if first_there else 0
             found.since = min(found.since, since)

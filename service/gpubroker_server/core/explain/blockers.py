@@ -39,8 +39,8 @@ def limit_blockers(survey: Survey) -> list[Blocker]:
 
 
 def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
-    """Everything that keeps the task from a placement; empty if there is one. `of_rank`: without the limits,
-    which count over all ranks."""
+    """Everything that keeps the task from a placement; empty if there is one. `of_rank`: without the limits
+    and the priorities for custom resources, which count over all ranks."""
     if survey.task.is_inference:
         why = inference_blockers(survey.draft.world, survey.task, survey.policy)
         return [*limit_blockers(survey), *(Blocker(reason, message) for reason, message in why)]
@@ -49,7 +49,8 @@ def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
     refusal = check(demand, devices, world.nodes.values(), survey.policy)
     if refusal is not None and refusal.code == "no-matching-device":
         return [Blocker(Reason.NO_MATCHING_DEVICE, refusal.message)]
-    refusal = refusal or check_priority(demand, survey.task.priority, survey.policy)
+    if not of_rank:
+        refusal = refusal or check_priority(demand, survey.task.priority, survey.policy)
     if refusal is not None:
         return [Blocker(Reason.EXCEEDS_CAPACITY, refusal.message)]
     blockers = [] if of_rank else limit_blockers(survey)

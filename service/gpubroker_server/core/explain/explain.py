@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.ranks import nodes_of
+from gpubroker_server.core.domain.ranks import (
+    MOST_FAILED_JOINS,
+    MOST_RANKS,
+    failed_joins,
+    nodes_of,
+    vacant_bundles,
+)
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import MemberState, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib, in_time
@@ -14,6 +20,7 @@ from gpubroker_server.core.explain.blockers import (
     Blocker,
     QuotaStanding,
     quota_of,
+    room_blockers,
     task_label,
     used_without_lease,
 )
@@ -21,6 +28,7 @@ from gpubroker_server.core.explain.diagnosis import Diagnosis, RankVerdict, diag
 from gpubroker_server.core.explain.survey import DeviceFinding, Survey, Verdict, survey_nodes
 from gpubroker_server.core.explain.what_if import reservation_blockers
 from gpubroker_server.core.planning.forecasts.reservations import Forecast
+from gpubroker_server.core.planning.growth import as_pending
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.dependencies import Inherited
@@ -81,7 +89,16 @@ def explain(
     task = world.tasks[task_id]
     if task.state is not TaskState.PENDING:
         return Explanation(
-            task_id, task.state, None, _statement(world, task, now), now, None, len(world.queue), None, (), ()
+            task_id,
+            task.state,
+            None,
+            _statement(world, task, policy, now),
+            now,
+            None,
+            len(world.queue),
+            None,
+            (),
+            (),
         )
     return explain_pending(diagnose(survey_nodes(Draft(world), task, policy, now, forecasts)))
 
@@ -202,13 +219,13 @@ def _state_of(world: World, name: TaskId) -> str:
     return "being looked up" if row is None else str(row.state)
 
 
-def _statement(world: World, task: Task, now: Instant) -> str:
+def _statement(world: World, task: Task, policy: Policy, now: Instant) -> str:
     match task.state:
         case TaskState.ADMITTED:
             where = _whereabouts(task)
             return f"admitted to {where}" + ("" if task.members else _being_started(world, task))
         case TaskState.RUNNING:
-            more = _overuse(world, task)
+            more = _overuse(world, task) + _missing_ranks(world, task, policy, now)
             return f"running on {_whereabouts(task)} for {in_time(now - (task.started_at or now))}{more}"
         case TaskState.STOPPING:
             left = in_time(max(0.0, (task.stop_deadline_at or now) - now))
@@ -240,7 +257,36 @@ def _whereabouts(task: Task) -> str:
     joining = sum(member.is_joining for member in task.members)
     stopped_early = f", {left} more stopped early" if left else ""
     more = f", {joining} more joining" if joining else ""
-    return f"{names}, {len(task.members) - left - joining} ranks{more}{stopped_early}"
+    ranks = len(task.members) - left - joining
+    return f"{names}, {ranks} {'rank' if ranks == 1 else 'ranks'}{more}{stopped_early}"
+
+
+def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> str:
+    """Why a running elastic gang has fewer ranks than it may have; empty while ranks are joining or done."""
+    most, failed = len(task.demand.bundles), failed_joins(task)
+    missing = most - sum(not member.has_ended for member in task.members)
+    if missing <= 0 or any(member.is_joining or member.has_finished for member in task.members):
+        return ""
+    lack = f"; {missing} of its {most} ranks are missing"
+    if bundles := vacant_bundles(task):
+        why = _why_none_joins(world, task, bundles[0], policy, now)
+        return f"{lack} and join when there is room that no waiting task can use; {why}"
+    used = f"{len(task.members)} rank numbers are used (at most {MOST_RANKS})"
+    return (
+        f"{lack} until its next start: {failed} that joined failed (at most {MOST_FAILED_JOINS}), and {used}"
+    )
+
+
+def _why_none_joins(world: World, gang: Task, bundle: int, policy: Policy, now: Instant) -> str:
+    if (pause := world.queue.pause_of(gang)) is not None:
+        return _paused(pause, now)
+    survey = survey_nodes(Draft(world), as_pending(gang, gang.demand.bundles[bundle]), policy, now)
+    quota = quota_of(survey)
+    if quota is not None and quota.is_short:
+        return f"bundle {bundle} {quota.message}"
+    if blockers := room_blockers(survey, of_rank=True):
+        return f"bundle {bundle}: {blockers[0].message}"
+    return "there is some now: it is reserved, forbidden by the strategy, or taken in the next cycle"
 
 
 def _overuse(world: World, task: Task) -> str:

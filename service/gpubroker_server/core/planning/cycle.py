@@ -181,7 +181,7 @@ class Slice:
         if head is None:
             if self._order.is_done and not self.is_last:
                 # 6. What no task could take goes to running gangs that lack ranks.
-                self._decisions += more_ranks(self._view)
+                self._decisions += more_ranks(self._view, self._refusals)
                 self.is_last = True
             return False
         task = self._view.draft.world.tasks[head.task]

@@ -99,7 +99,7 @@ _REFUSALS = (
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
     "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes not-found result-damaged leader-outdated "
+    "tenant-queue-bytes backpressure not-found result-damaged leader-outdated "
     "store-unavailable"
 )
 
@@ -224,8 +224,7 @@ async def _store(call: Call, parts: Parts, array: NewArray, key: str | None, pur
     """One commit for all of it. Raises Problem."""
     submissions, terms = parts.submissions, array.terms
     submissions.leader.require("array")
-    size_bytes = sum(worker.task.queued_bytes for worker in array.workers)
-    submissions.check_queue(terms.tenant, len(array.workers), size_bytes)
+    submissions.check_queue(worker.task for worker in array.workers)
     key = None if key is None else key.strip('"')
     hashed = "" if key is None else await body_hash(call, purpose)
     batch = BatchSubmission(array.workers, key, hashed, terms_text(terms))

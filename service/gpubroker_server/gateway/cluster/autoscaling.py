@@ -48,7 +48,9 @@ class SpareView(CapacityView):
 
 
 class AutoscalingView(AsOf):
-    unmet: Annotated[UnmetView, Field(description="Of tasks that wait for room; each counts in full.")]
+    unmet: Annotated[
+        UnmetView, Field(description="Of tasks that wait for room, each in full, and of missing ranks.")
+    ]
     used: Annotated[CapacityView, Field(description="Held now: GPUs in whole or in part.")]
     needed: Annotated[CapacityView, Field(description="`used` and `unmet`: what the cluster should have.")]
     groups: Annotated[list[UnmetGroupView], Field(description="`unmet` by pool and kinds.")]
@@ -81,8 +83,9 @@ async def get_demand(parts: Parts, query: Annotated[AutoscalingQuery, Query()]) 
     """Read what an autoscaler needs: what waiting tasks lack and for how long, what all tasks need together,
     and what could be given back.
 
-    Tasks that are held, wait for others, or have memory being freed for them, lack nothing. `gpus` counts
-    parts of GPUs by how many fit on one of the kind that suits them best.
+    Tasks that are held, wait for others, or have memory being freed for them, lack nothing; running elastic
+    gangs lack their missing ranks. `gpus` counts parts of GPUs by how many fit on one of the kind that suits
+    them best.
     """
     pools = [known.name for known in parts.policy.pools]
     if query.pool and query.pool not in pools:

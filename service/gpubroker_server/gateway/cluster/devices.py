@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated
 
-from fastapi import Response
+from fastapi import Query, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -13,6 +13,7 @@ from gpubroker_server.core.planning.fragmentation import FreeMemory, fragmentati
 from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.http.bodies import Query as QueryModel
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339, rfc3339_or_none
@@ -82,6 +83,7 @@ class GpuView(DeviceView):
     free_mb: Annotated[int, Field(description="What a task without a pledge could take now.")]
     stranded_mb: Annotated[int, Field(description="Of that, what the usual demands cannot use.")]
     utilization: Annotated[float | None, Field(description="0 to 1, as last measured.")]
+    idle_seconds: Annotated[float | None, Field(description="How long it has been idle; null: it is not.")]
     sampled_at: Time | None
     stale: Annotated[bool, Field(description="Not measured recently: takes nothing new.")]
     fault: Annotated[str | None, Field(description="Why its node's agent cannot measure it.")]
@@ -93,15 +95,27 @@ class GpuList(AsOf):
     items: list[GpuView]
 
 
-@resource.route("GET /gpus", "gpus_list", Scope.CLUSTER_READ, GpuList, "follower-stale")
-async def list_gpus(call: Call, parts: Parts) -> Response:
-    """List all devices: what is leased, used, unaccounted for and free, and their holders."""
+class GpuQuery(QueryModel):
+    idle: Annotated[bool | None, Field(description="True: only those that are idle; false: the others.")] = (
+        None
+    )
+
+
+@resource.route("GET /gpus", "gpus_list", Scope.CLUSTER_READ, GpuList, "follower-stale validation-failed")
+async def list_gpus(call: Call, parts: Parts, query: Annotated[GpuQuery, Query()]) -> Response:
+    """List all devices: what is leased, used, unaccounted for and free, and their holders.
+
+    One is idle that has used less than `fleet.idle_below_percent` for `fleet.idle_grace_seconds`.
+    """
     as_of, world = parts.freshness.as_of(), parts.world
     awaited = awaited_by_lease(world)
     agents = parts.leadership.executor_status().get("agents", {})
     sums = fragmentation(world, parts.policy, parts.clock.now()).devices
     items: list[GpuView] = []
+    idle_seconds = parts.idle_seconds()
     for key in sorted(world.ledgers):
+        if query.idle is not None and query.idle is not (key in idle_seconds):
+            continue
         ledger, sample = world.ledgers[key], world.ledgers[key].sample
         device = ledger.device
         items.append(
@@ -115,6 +129,7 @@ async def list_gpus(call: Call, parts: Parts) -> Response:
                 "free_mb": max(0, ledger.free_mb()),
                 "stranded_mb": sums.get(key, FreeMemory()).stranded_mb,
                 "utilization": None if sample is None else sample.utilization,
+                "idle_seconds": idle_seconds.get(key),
                 "sampled_at": rfc3339_or_none(ledger.sampled_at),
                 "stale": ledger.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
                 "fault": agents.get(device.node, {}).get("gpu_faults", {}).get(device.uuid),

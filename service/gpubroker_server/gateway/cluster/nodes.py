@@ -78,6 +78,9 @@ class NodeView(TypedDict):
     memory_mb: MebibyteAmount
     runs: RunAmount
     gpus: int
+    idle_seconds: Annotated[
+        float | None, Field(description="How long its CPUs have been idle; null: they are not.")
+    ]
     labels: dict[str, str]
     agent: Annotated[AgentView | None, Field(description="Null while it does not answer.")]
 
@@ -218,6 +221,7 @@ def _node_view(parts: Parts, node: Node) -> NodeView:
         "memory_mb": {"total": node.memory_mb, "used": use.memory_mb},
         "runs": {"limit": node.max_runs, "used": use.runs},
         "gpus": len(world.by_node.get(node.name, ())),
+        "idle_seconds": parts.idle_seconds().get(node.name),
         "labels": dict(node.labels),
         "agent": agent,
     }

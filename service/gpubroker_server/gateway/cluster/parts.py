@@ -35,5 +35,11 @@ class ClusterParts:
     residencies: Residencies | None
     disk_full: Callable[[], str]
 
+    def idle_seconds(self) -> dict[str, float]:
+        """How long each device (by key) and node (by name) has been idle that is."""
+        leader, now = self.leadership.leader(), self.clock.now()
+        idle = () if leader is None or leader.fleet is None else leader.fleet.idle
+        return {one.name: max(0.0, now - one.since) for one in idle}
+
 
 Parts = Annotated[ClusterParts, PARTS]

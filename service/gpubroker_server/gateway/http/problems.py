@@ -195,6 +195,14 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "nothing was stored; send it again when some have started, or cancel some",
         retryable=True,
     ),
+    "backpressure": ProblemKind(
+        429,
+        "The service takes no more work of this priority now",
+        "{measure} is {value}, which is too high ({high}): nothing of a priority below {below} is taken now, "
+        "and this has {priority}; nothing was stored; send it again in {seconds} s or more, or with a higher "
+        "priority",
+        retryable=True,
+    ),
     "tenant-queue-bytes": ProblemKind(
         429,
         "The tenant's tasks in the queue keep too many bytes",

@@ -231,7 +231,7 @@ Parts = Annotated[InferenceParts, PARTS]
     Scope.MODELS_INFER,
     TaskView,
     "malformed-json priority-not-allowed not-found payload-too-large unsupported-media-type "
-    "tenant-queue-full tenant-queue-bytes validation-failed exceeds-capacity no-matching-device "
+    "tenant-queue-full tenant-queue-bytes backpressure validation-failed exceeds-capacity no-matching-device "
     "exceeds-maximum exceeds-quota idempotency-key-reused too-many-requests result-damaged store-unavailable",
     status_code=202,
     response_description="It is on disk, and sent to its model when that is loaded and its turn has come.",
@@ -264,11 +264,11 @@ async def submit_inference(
         if not submissions.permissions.policy.serving.is_anywhere:
             raise Problem("not-found", "no model server is configured; set triton.servers")
         task = await _new_task(call, submissions, body)
-        submissions.check_queue(task.tenant)
+        submissions.check_queue([task])
         named = {at: tensor.object for at, tensor in enumerate(body.inputs) if tensor.object is not None}
         async with parts.reads.slot() if named else nullcontext():
             submission = await _submission_of(call, parts, body, task, named)
-            submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
+            submissions.check_queue([submission.task])
             if not is_deferred(task, submissions.world):
                 await _want_model(parts, body.model, task.priority)
             submission = await submissions.with_object(submission)

@@ -75,7 +75,7 @@ class LeaseWaitQuery(WaitQuery):
     Scope.TASKS_WRITE,
     LeaseView,
     "malformed-json priority-not-allowed validation-failed exceeds-capacity no-matching-device "
-    "exceeds-maximum exceeds-quota idempotency-key-reused tenant-queue-full tenant-queue-bytes "
+    "exceeds-maximum exceeds-quota idempotency-key-reused tenant-queue-full tenant-queue-bytes backpressure "
     "store-unavailable",
     status_code=202,
     response_description="It waits in the queue; `/leases/{id}/wait` answers when it is held.",
@@ -92,7 +92,7 @@ async def ask_lease(
     try:
         task = _new_task(call, submissions, body)
         submission = submission_of(task, RunSpec(kind=KIND, labels=body.labels))
-        submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
+        submissions.check_queue([submission.task])
     except Problem:
         known = await submissions.sent_before(call, idempotency_key, "lease")
         if known is None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
@@ -26,7 +25,7 @@ from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
 from gpubroker_server.gateway.http.times import Time, rfc3339
 from gpubroker_server.gateway.objects.transfer import PART_BYTES, Span, Upload, span_of
-from gpubroker_server.gateway.submission.named_objects import unknown_object
+from gpubroker_server.gateway.submission.named_objects import is_object_id, unknown_object
 from gpubroker_server.ports.objects import (
     LEAST_BYTES,
     Counted,
@@ -36,12 +35,6 @@ from gpubroker_server.ports.objects import (
     StoredObject,
 )
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Clock, TaskStore
-
-_ID: Final = re.compile("[0-9a-f]{64}")
-
-
-def is_object_id(text: str) -> bool:
-    return _ID.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +298,9 @@ async def get_content(call: Call, parts: Parts, object_id: str, range: RangeHead
     if asked is not None:
         headers["Content-Range"] = f"bytes {asked.first_byte}-{asked.end_byte - 1}/{kept.size_bytes}"
     span = asked or Span(0, kept.size_bytes)
-    if span.size_bytes <= PART_BYTES and asked is None:
-        return Response(await storage.read(kept), 200, headers, "application/octet-stream")
     headers["Content-Length"] = str(span.size_bytes)
     flow = storage.stream(kept, span)
-    first = await anext(flow)  # what is missing altogether is a problem, not an answer that breaks off
+    first = await anext(flow, b"")  # what is missing altogether is a problem, not an answer that breaks off
     status = 200 if asked is None else 206
     return StreamingResponse(_joined(first, flow), status, headers, "application/octet-stream")
 

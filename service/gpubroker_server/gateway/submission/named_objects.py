@@ -20,6 +20,10 @@ _MOST_NAMED: Final = 10
 _decode = msgspec.json.Decoder().decode
 
 
+def is_object_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
+
+
 def may_name_objects(text: bytes) -> bool:
     """Of the JSON of a task, with spaces or without."""
     return b'"object"' in text
@@ -46,7 +50,7 @@ def _named(value: Any) -> str | None:
     """As `gpubroker.runtime.objects` reads it."""
     if type(value) is not dict or len(value) != 1 or type(id := value.get("object")) is not str:
         return None
-    return id if _ID.fullmatch(id) else None
+    return id if is_object_id(id) else None
 
 
 async def check_objects(

@@ -3,9 +3,10 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
+from math import ceil
 from typing import Annotated, NamedTuple
 
 import structlog
@@ -232,17 +233,34 @@ class Submissions:
             self.leader.require("object")
             await check_objects(self.store, tenant, named, self.clock.now(), self.object_seconds)
 
-    def check_queue(self, tenant: str, tasks: int = 1, size_bytes: int = 0) -> None:
-        """Raises Problem if so many more, or what they keep, would be too much. A bound, not a count:
-        requests that are under way at once do not see each other."""
+    def check_queue(self, tasks: Iterable[Task]) -> None:
+        """Raises Problem if so many more of one tenant, or what they keep, would be too much, or if the fleet
+        takes no more of their priority now. A bound, not a count: requests that are under way at once do not
+        see each other."""
+        more = list(tasks)
+        if not more:
+            return
+        tenant, size_bytes = more[0].tenant, sum(task.queued_bytes for task in more)
         pending = self.world.pending[tenant]
-        if pending + tasks > self.most_pending:
+        if pending + len(more) > self.most_pending:
             raise Problem("tenant-queue-full", tenant=tenant, pending=pending, most=self.most_pending)
         pending_bytes, most = self.world.pending_bytes[tenant], self.most_pending_bytes
         if pending_bytes + size_bytes > most:
             raise Problem(
                 "tenant-queue-bytes", tenant=tenant, pending=pending_bytes, more=size_bytes, most=most
             )
+        self._check_pressure(tenant, min(task.priority for task in more))
+
+    def _check_pressure(self, tenant: str, priority: int) -> None:
+        leader = self.leader.leader()
+        for one in () if leader is None or leader.fleet is None else leader.fleet.pressures:
+            if priority < one.closed_below and one.name.partition(":")[2] in ("", tenant):
+                seconds = ceil(one.retry_after_seconds)
+                raise Problem(
+                    "backpressure", measure=one.name, value=f"{one.value or 0.0:g}", high=f"{one.high:g}",
+                    below=one.closed_below, priority=priority, seconds=seconds,
+                    headers={"Retry-After": str(seconds)},
+                )  # fmt: skip
 
     def check_possible(self, task: Task) -> None:
         """Raises Problem for a task that could never run here, or that may run for too long."""

@@ -105,7 +105,8 @@ class BatchView(TypedDict):
     Scope.TASKS_WRITE,
     BatchView,
     "malformed-json payload-too-large unsupported-media-type validation-failed batch-refused "
-    "idempotency-key-reused tenant-queue-full tenant-queue-bytes too-many-requests leader-outdated "
+    "idempotency-key-reused tenant-queue-full tenant-queue-bytes backpressure too-many-requests "
+    "leader-outdated "
     "store-unavailable",
     accepted="`all_or_nothing`: all of them are on disk.",
     status_code=207,
@@ -132,8 +133,7 @@ async def submit_batch(
             _check_all(made)
         text = to_json(_view(call, made))
     submissions = [one for one in made if isinstance(one, Submission)]
-    size_bytes = sum(submission.task.queued_bytes for submission in submissions)
-    parts.submissions.check_queue(call.identity.tenant, len(submissions), size_bytes)
+    parts.submissions.check_queue(submission.task for submission in submissions)
     if submissions:
         answered = "" if key is None else text.decode()
         outcome = await store.submit_batch(BatchSubmission(submissions, key, hashed, answered))

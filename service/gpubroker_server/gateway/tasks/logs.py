@@ -10,6 +10,7 @@ from pydantic import Field
 from starlette.responses import StreamingResponse
 
 from gpubroker_server.core.domain.orders import LogName
+from gpubroker_server.core.domain.ranks import MOST_RANKS
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Fence, Instant
 from gpubroker_server.gateway.http.bodies import Query as QueryModel
@@ -89,12 +90,15 @@ async def read_log(
 
 def _check_exists(task: Task, query: LogQuery, last_attempt: int) -> None:
     """Raises Problem validation-failed."""
-    ranks = max(1, len(task.demand.bundles))
+    demand = task.demand
+    ranks = len(demand.bundles) if demand.min_ranks is None else MOST_RANKS
     if query.attempt is not None and query.attempt > last_attempt:
         detail = f"the task has had {task.fence} attempts; left out, the newest is read"
         raise invalid(Fault(pointer="query:attempt", detail=detail, code="too-large"))
-    if query.rank >= ranks:
-        detail = f"the task has {ranks} ranks, from 0" if ranks > 1 else "the task is no gang; leave it out"
+    if query.rank >= max(1, ranks):
+        detail = (
+            f"the task has at most {ranks} ranks, from 0" if ranks else "the task is no gang; leave it out"
+        )
         raise invalid(Fault(pointer="query:rank", detail=detail, code="too-large"))
 
 

@@ -22,7 +22,7 @@ resource = Resource("tasks")
     TaskView,
     "not-found task-not-finished task-not-retryable priority-not-allowed exceeds-capacity no-matching-device "
     "exceeds-maximum exceeds-quota pool-mismatch unknown-resource priority-too-low entrypoint-not-allowed "
-    "python-mismatch idempotency-key-reused tenant-queue-full tenant-queue-bytes result-damaged "
+    "python-mismatch idempotency-key-reused tenant-queue-full tenant-queue-bytes backpressure result-damaged "
     "validation-failed leader-outdated store-unavailable",
     status_code=202,
     response_description="A new task is on disk; its `retry_of` is the old one.",
@@ -57,5 +57,5 @@ async def _again(submissions: Submissions, identity: Identity, record: TaskRecor
     if ARRAY_VARIABLE in record.spec.env:
         raise Problem("task-not-retryable", task=old.id, kind="worker of an array")
     submission = submission_of(*await again(submissions, identity, record))
-    submissions.check_queue(old.tenant, size_bytes=submission.task.queued_bytes)
+    submissions.check_queue([submission.task])
     return submission

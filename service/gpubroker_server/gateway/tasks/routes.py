@@ -72,7 +72,7 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGN
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
     "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes leader-outdated store-unavailable",
+    "tenant-queue-bytes backpressure leader-outdated store-unavailable",
     status_code=202,
     response_description="The task is on disk and will run as soon as there is room.",
     responses={
@@ -117,7 +117,7 @@ async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -
         submission = submission_of(task, submissions.run_spec(body, body.run, learned))
         named = objects_in_run(body.run, submission.spec.arguments)
         await submissions.check_objects(task.tenant, named)
-        submissions.check_queue(task.tenant, size_bytes=submission.task.queued_bytes)
+        submissions.check_queue([submission.task])
     except Problem:
         known = await submissions.sent_before(call, key, "task")
         if known is None:

@@ -144,7 +144,7 @@ _REFUSALS = (
     "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
     "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
     "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
-    "tenant-queue-bytes store-unavailable not-found leader-outdated"
+    "tenant-queue-bytes backpressure store-unavailable not-found leader-outdated"
 )
 _CALL_PROBLEMS = (
     "malformed-json not-found validation-failed payload-too-large no-ray-driver worker-queue-full "
@@ -190,8 +190,7 @@ async def submit_worker_set(
     spec = submissions.run_spec(wanted, body.run, learned)
     await submissions.check_objects(tenant, objects_in_run(body.run, spec.arguments))
     new = await new_worker_set(submissions, body, task, spec)
-    size_bytes = sum(worker.task.queued_bytes for worker in new.submissions)
-    submissions.check_queue(tenant, len(new.submissions), size_bytes)
+    submissions.check_queue(worker.task for worker in new.submissions)
     terms = json.dumps(row_of(new.workers))
     outcome = await submissions.store.submit_batch(BatchSubmission(new.submissions, key, hashed, terms))
     if outcome.verdict is SubmitVerdict.KEY_REUSED:

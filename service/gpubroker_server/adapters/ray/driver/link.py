@@ -21,6 +21,7 @@ from gpubroker_server.adapters.ray.head.head import (
     ray_environment,
     reach,
     running_head,
+    token_file,
     why_ended,
 )
 from gpubroker_server.adapters.ray.options import RayOptions
@@ -189,7 +190,8 @@ class DriverKeeper:
         self._finding = asyncio.ensure_future(running_head(self._options))
         head = await asyncio.shield(self._finding)
         if head.dashboard and self.address != head.address:
-            log.info(f"Ray's dashboard is at http://{head.dashboard}")
+            token = token_file(self._options.data_dir)
+            log.info(f"Ray's dashboard is at http://{head.dashboard}; it asks for the token in {token}")
         self.address = head.address
         return head
 

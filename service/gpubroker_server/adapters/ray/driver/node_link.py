@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import ray
 import structlog
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gpubroker_server.adapters.clock import boot_seconds
@@ -157,6 +157,12 @@ class NodeLink:
             if await self._is_welcome(agent):
                 self._pause_seconds = FIRST_PAUSE_SECONDS
                 await self._poll(agent)
+        except ActorUnavailableError:
+            if self._reported_lost:
+                # A control service that was restored may take it for alive though it ended with its node.
+                log.error("the agent cannot be reached; replacing it", node=self.node)
+                await asyncio.to_thread(ray.kill, agent)
+            raise
         except TimeoutError as fault:
             if isinstance(fault, RayError):
                 raise  # the agent answered, with a fault of that name

@@ -247,7 +247,7 @@ def token_environment(data_dir: Path) -> dict[str, str]:
         **EVERYWHERE,
         **ON_LOOPBACK,
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(_token_file(data_dir)),
+        "RAY_AUTH_TOKEN_PATH": str(token_file(data_dir)),
         # Ray would lower the priority of all its workers, the node agent's too; runs do that themselves.
         "RAY_worker_niceness": "0",
     }
@@ -268,7 +268,7 @@ def _is_on_loopback_alone(address: str) -> bool:
     return False
 
 
-def _token_file(data_dir: Path) -> Path:
+def token_file(data_dir: Path) -> Path:
     """A secret of this data directory, mode 0600, made when it is first needed."""
     path = data_dir / "ray-token"
     if not path.exists():
@@ -283,7 +283,7 @@ def _check_access(data_dir: Path) -> None:
     """Raises PermissionError if the node agent or Ray's processes could not use this directory."""
     runs = data_dir / "runs"
     runs.mkdir(mode=0o700, exist_ok=True)
-    for path, wanted in ((runs, os.W_OK | os.X_OK), (_token_file(data_dir), os.R_OK)):
+    for path, wanted in ((runs, os.W_OK | os.X_OK), (token_file(data_dir), os.R_OK)):
         if not os.access(path, wanted):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 

@@ -99,11 +99,16 @@ class GangNode:
 
 
 def gang_nodes_of(
-    draft: Draft, task: Task, policy: Policy, now: Instant, worth: PlacementScorer | None = None
+    draft: Draft,
+    task: Task,
+    policy: Policy,
+    now: Instant,
+    worth: PlacementScorer | None = None,
+    nodes: Iterable[NodeName] | None = None,
 ) -> list[GangNode]:
-    """The usable nodes, with what the task could have now."""
+    """The usable nodes, with what the task could have now. `nodes`: of these only, which are usable."""
     found = []
-    for name in sorted(draft.usable_nodes()):
+    for name in sorted(draft.usable_nodes() if nodes is None else nodes):
         ledgers = list(draft.usable_ledgers(name, policy, now))
         found.append(
             GangNode(

@@ -1,0 +1,215 @@
+"""Fleet control: what one leader makes of its measurements, step by step. In its memory only; the next leader
+begins anew."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gpubroker_server.core.control.alarm import Alarm, Threshold
+from gpubroker_server.core.control.backpressure import Pressure, closed_below, threshold_name
+from gpubroker_server.core.control.backpressure import follow as follow_pressure
+from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
+from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, idle
+from gpubroker_server.core.control.idle import follow as follow_idle
+from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure, Standing, measured
+from gpubroker_server.core.control.targets import follow as follow_targets
+from gpubroker_server.core.domain.decisions import Notice
+from gpubroker_server.core.domain.demand import may_use_device, may_use_node
+from gpubroker_server.core.domain.interval import Interval
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds
+from gpubroker_server.core.world.background import BACKGROUND_TOP, BackgroundRoom
+from gpubroker_server.core.world.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRules:
+    """The operator's choices. Shares are from 0 to 1."""
+
+    targets: tuple[FleetTarget, ...] = ()
+    controls: bool = False
+    """Hold background work back so that GPU utilisation stays inside its targets."""
+    gains: Gains = field(default_factory=Gains)
+    idle: IdleRules = field(default_factory=IdleRules)
+    idle_check_seconds: Seconds = Seconds(60.0)
+    thresholds: Mapping[str, Threshold] = field(default_factory=dict)
+    """Of backpressure, by name; `queue:*` is for each tenant by itself."""
+    next_band_seconds: Seconds = Seconds(60.0)
+    retry_after_seconds: Seconds = Seconds(30.0)
+
+
+class TargetSeen(NamedTuple):
+    """A target and how it fares."""
+
+    scope: str
+    measure: str
+    least: float
+    most: float
+    value: float | None
+    is_in: bool
+    since: Instant
+    share: float | None = None
+    """How much of its part of the fleet background work may take; None if it is not controlled."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSeen:
+    """What a leader publishes of it: plain values."""
+
+    targets: tuple[TargetSeen, ...] = ()
+    background_mb: dict[str, int] = field(default_factory=dict)
+    """Scope -> MiB that background work may take from now on."""
+    idle: tuple[Idle, ...] = ()
+    """Devices by key, and nodes by name."""
+    pressures: tuple[Pressure, ...] = ()
+
+
+class FleetControl:
+    def __init__(self, rules: FleetRules, policy: Policy) -> None:
+        self.seen = FleetSeen()
+        self._rules = rules
+        self._policy = policy
+        self._standings: dict[FleetTarget, Standing] = {}
+        self._controls: dict[FleetTarget, Control] = {}
+        self._quiet: dict[str, Quiet] = {}
+        self._idle: list[Idle] = []
+        self._idle_pace = Interval(rules.idle_check_seconds)
+        self._alarms: dict[str, Alarm] = {}
+        self._stepped_at: Instant | None = None
+
+    def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
+        """Look at everything once; returns what the log is to say of it. `pressures`: what backpressure looks
+        at, by name."""
+        rules = self._rules
+        scopes = [target.scope for target in rules.targets]
+        values = measured(world, scopes, self._policy, now)
+        before, self._standings = self._standings, follow_targets(self._standings, rules.targets, values, now)
+        notices = [*self._constraints(before)]
+        background_mb = self._follow_controls(world, now)
+        notices += self._follow_idle(world, now)
+        notices += self._follow_pressures(pressures, now)
+        self._stepped_at = now
+        self.seen = FleetSeen(
+            tuple(self._target_seen(target) for target in rules.targets),
+            background_mb,
+            tuple(self._idle),
+            tuple(self._pressures_seen(pressures, now)),
+        )
+        return notices
+
+    def _target_seen(self, target: FleetTarget) -> TargetSeen:
+        control = self._controls.get(target)
+        share = None if control is None else control.share
+        about = str(target.scope), target.measure.value, target.least, target.most
+        return TargetSeen(*about, *self._standings[target], share)
+
+    def _constraints(self, before: Mapping[FleetTarget, Standing]) -> Iterator[Notice]:
+        """What has come to be above its target."""
+        for target, standing in self._standings.items():
+            was_in = target not in before or before[target].is_in
+            if standing.value is not None and was_in and standing.value > target.most:
+                about = {"measure": target.measure.value, "value": standing.value, "threshold": target.most}
+                yield Notice("fleet.RESOURCE_CONSTRAINT", str(target.scope), about)
+
+    def _follow_controls(self, world: World, now: Instant) -> dict[str, int]:
+        """Scope -> MiB that are left for background work."""
+        left_mb: dict[str, int] = {}
+        for target in self._rules.targets if self._rules.controls else ():
+            value = self._standings[target].value
+            if target.measure is not Measure.GPU_UTILIZATION:
+                continue
+            total_mb, used_mb = _background_use(world, target.scope, self._policy)
+            known = self._controls.get(target)
+            if known is None and value is not None and total_mb:
+                share = min(1.0, used_mb / total_mb)
+                self._controls[target] = switch_on(share, value, target.set_point, self._rules.gains)
+            elif known is not None and value is not None and self._stepped_at is not None:
+                seconds = Seconds(now - self._stepped_at)
+                if seconds > 0:
+                    self._controls[target] = step(known, value, target.set_point, seconds, self._rules.gains)
+            if (control := self._controls.get(target)) is not None:
+                left_mb[str(target.scope)] = int(control.share * total_mb) - used_mb
+        return left_mb
+
+    def _follow_idle(self, world: World, now: Instant) -> Iterator[Notice]:
+        rules = self._rules.idle
+        self._quiet = follow_idle(self._quiet, _readings(world, self._policy, now), now, rules)
+        if not self._idle_pace.is_due(now):
+            return
+        self._idle_pace.done(now)
+        known = {one.name for one in self._idle}
+        self._idle = idle(self._quiet, now, rules)
+        for one in self._idle:
+            if one.name not in known:
+                about: dict[str, Any] = {
+                    "utilization": one.utilization,
+                    "idle_seconds": now - one.since,
+                    "threshold": rules.below,
+                }
+                yield Notice("fleet.IDLE_RESOURCE_DETECTED", one.name, about)
+
+    def _follow_pressures(self, values: Mapping[str, float | None], now: Instant) -> Iterator[Notice]:
+        thresholds = self._rules.thresholds
+        before, self._alarms = self._alarms, follow_pressure(self._alarms, values, thresholds, now)
+        for name, alarm in self._alarms.items():
+            if alarm.is_on is not before.get(name, Alarm()).is_on:
+                threshold = thresholds[threshold_name(name, thresholds)]
+                limit = threshold.high if alarm.is_on else threshold.low
+                what = "ACTIVATED" if alarm.is_on else "RELEASED"
+                about = {"value": values[name], "threshold": limit}
+                yield Notice(f"fleet.BACKPRESSURE_{what}", name, about)
+
+    def _pressures_seen(self, values: Mapping[str, float | None], now: Instant) -> Iterator[Pressure]:
+        thresholds = self._rules.thresholds
+        for name, alarm in sorted(self._alarms.items()):
+            if alarm.is_on:
+                below = closed_below(alarm, now, self._rules.next_band_seconds)
+                high = thresholds[threshold_name(name, thresholds)].high
+                again = self._rules.retry_after_seconds
+                yield Pressure(name, alarm.since, values.get(name), high, below, again)
+
+
+def background_room(world: World, policy: Policy, left_mb: Mapping[str, int]) -> BackgroundRoom:
+    """What of each scope is left, for each node that is in it."""
+    scopes: dict[NodeName, tuple[str, ...]] = {}
+    for name in left_mb:
+        for node in sorted({node for node, _ in _devices(world, _scope(name), policy)}):
+            scopes[node] = (*scopes.get(node, ()), name)
+    return BackgroundRoom(left_mb, scopes)
+
+
+def _scope(name: str) -> FleetScope:
+    kind, _, which = name.partition(":")
+    return FleetScope(kind, which)
+
+
+def _devices(world: World, scope: FleetScope, policy: Policy) -> Iterator[tuple[NodeName, DeviceKey]]:
+    selector = scope.selector(policy)
+    for node in world.nodes.values():
+        if selector is not None and may_use_node(selector, node):
+            for key in world.by_node.get(node.name, ()):
+                device = world.ledgers[key].device
+                if device.offers and may_use_device(selector, device):
+                    yield node.name, key
+
+
+def _background_use(world: World, scope: FleetScope, policy: Policy) -> tuple[int, int]:
+    """(MiB in all, MiB leased to background work) of its devices."""
+    total_mb = used_mb = 0
+    for _, key in _devices(world, scope, policy):
+        ledger = world.ledgers[key]
+        total_mb += ledger.device.allocatable_mb
+        leases = (holding.lease for holding in ledger.holdings.values())
+        used_mb += sum(lease.mb for lease in leases if lease.priority <= BACKGROUND_TOP)
+    return total_mb, used_mb
+
+
+def _readings(world: World, policy: Policy, now: Instant) -> Iterator[Reading]:
+    """Of all devices that take work, and of the CPUs of all nodes."""
+    period = policy.sample_period_seconds
+    for key, ledger in world.ledgers.items():
+        if ledger.device.offers:
+            sample = None if ledger.is_stale(now, period) else ledger.sample
+            yield Reading(key, None if sample is None else sample.utilization)
+    for name, seen in world.node_samples.items():
+        yield Reading(name, seen.cpu if now - seen.at <= 3 * period else None)

@@ -1,0 +1,104 @@
+"""Fleet health: targets, the controller of background work, idle devices and backpressure."""
+
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from gpubroker_server.settings.sections import Section
+
+Percent = Annotated[float, Field(ge=0, le=100)]
+Duration = Annotated[float, Field(ge=0)]
+
+SHORT_VARIABLES: Final = {
+    "target_util_min": ("fleet", "target_util_min_percent"),
+    "target_util_max": ("fleet", "target_util_max_percent"),
+    "max_disk_percent": ("fleet", "max_disk_percent"),
+    "idle_check_interval": ("fleet", "idle_check_seconds"),
+    "idle_gpu_threshold": ("fleet", "idle_below_percent"),
+    "idle_grace_period": ("fleet", "idle_grace_seconds"),
+    "memory_limit_gb": ("ray", "process_memory_mb"),
+}
+"""Short names of environment variables, after the prefix, and the settings that they are."""
+
+
+def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:
+    if low >= high:
+        raise ValueError(f"{low_name} {low:g} is not below {high_name} {high:g}; make it smaller")
+
+
+class TargetSettings(Section):
+    scope: str
+    measure: Literal["gpu_utilization", "gpu_memory", "host_memory", "disk"] = "gpu_utilization"
+    min_percent: Percent = 0.0
+    max_percent: Percent = 100.0
+
+    @field_validator("scope")
+    @classmethod
+    def _scope_is_a_part(cls, scope: str) -> str:
+        kind, _, name = scope.partition(":")
+        if scope != "all" and not (kind in ("pool", "label", "node") and name):
+            raise ValueError(
+                f"{scope!r} is no part of the fleet; write all, pool:NAME, label:KEY=VALUE or node:NAME"
+            )
+        if kind == "label" and "=" not in name:
+            raise ValueError(f"{scope!r} has no value; write label:KEY=VALUE")
+        return scope
+
+    @model_validator(mode="after")
+    def _least_is_below_most(self) -> Self:
+        _check_order("min_percent", self.min_percent, "max_percent", self.max_percent)
+        return self
+
+
+class GainSettings(Section):
+    proportional: Annotated[float, Field(ge=0)] = 0.1
+    integral: Annotated[float, Field(ge=0)] = 0.01
+    derivative: Annotated[float, Field(ge=0)] = 0.05
+    smoothing_seconds: Duration = 60.0
+    filter_seconds: Duration = 20.0
+    most_step: Annotated[float, Field(gt=0, le=1)] = 0.05
+
+
+class ThresholdSettings(Section):
+    high: Annotated[float, Field(gt=0)]
+    low: Annotated[float, Field(ge=0)]
+    seconds: Duration = 10.0
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Self:
+        _check_order("low", self.low, "high", self.high)
+        return self
+
+
+class BackpressureSettings(Section):
+    queue_length: ThresholdSettings | None = ThresholdSettings(high=400_000, low=300_000)
+    tenant_queue_length: ThresholdSettings | None = None
+    admission_seconds: ThresholdSettings | None = None
+    store_seconds: ThresholdSettings | None = ThresholdSettings(high=2.0, low=0.5)
+    disk_percent: ThresholdSettings | None = ThresholdSettings(high=95, low=90)
+    host_memory_percent: ThresholdSettings | None = ThresholdSettings(high=95, low=90)
+    next_band_seconds: Duration = 60.0
+    retry_after_seconds: Annotated[float, Field(ge=1, le=3600)] = 30.0
+
+
+class FleetSettings(Section):
+    target_util_min_percent: Percent = 60.0
+    target_util_max_percent: Percent = 80.0
+    max_gpu_memory_percent: Percent = 80.0
+    max_memory_percent: Percent = 80.0
+    max_disk_percent: Percent = 70.0
+    targets: list[TargetSettings] = Field(default_factory=list)
+    controller: bool = False
+    gains: GainSettings = Field(default_factory=GainSettings)
+    idle_check_seconds: Annotated[float, Field(gt=0)] = 60.0
+    idle_below_percent: Percent = 5.0
+    idle_grace_seconds: Duration = 300.0
+    backpressure: BackpressureSettings = Field(default_factory=BackpressureSettings)
+
+    @model_validator(mode="after")
+    def _least_is_below_most(self) -> Self:
+        _check_order(
+            "target_util_min_percent", self.target_util_min_percent,
+            "target_util_max_percent", self.target_util_max_percent,
+        )  # fmt: skip
+        return self

@@ -1,0 +1,99 @@
+"""Fleet control in a leader: what it finds holds background work back, and is in the log."""
+
+from pathlib import Path
+
+from gpubroker_server.broker.fleet import HostUse
+from gpubroker_server.core.control.alarm import Threshold
+from gpubroker_server.core.control.fleet import FleetRules
+from gpubroker_server.core.control.targets import FleetTarget, Measure
+
+from tests.broker.stage import Stage, a_stage
+from tests.builders import GIB
+
+BUSY = FleetTarget(Measure.GPU_UTILIZATION, 0.6, 0.8)
+
+
+async def look(stage: Stage, seconds: float = 2.0) -> None:
+    await stage.later(seconds)
+    assert stage.leader.fleet is not None
+    await stage.leader.fleet.look()
+    await stage.leader.cycle()
+
+
+async def test_background_work_starts_step_by_step_while_the_fleet_is_below_its_target(
+    tmp_path: Path,
+) -> None:
+    async with a_stage(tmp_path) as stage:
+        stage.fleet_rules = FleetRules((BUSY,), controls=True)
+        await stage.lead()
+        await look(stage)
+        tasks = [await stage.submit(f"b{n}", seconds=1e6, priority=20, gpu_mb=4 * GIB) for n in range(12)]
+        high = await stage.submit("high", seconds=1e6, priority=50, gpu_mb=4 * GIB)
+        await stage.turn()
+        assert stage.world.tasks[high.id].is_active  # it is not background work
+        started = []
+        for _ in range(90):
+            await look(stage)
+            started.append(sum(stage.world.tasks[task.id].is_active for task in tasks))
+        assert started[0] <= 1
+        assert started == sorted(started)
+        # Its simulated devices are busy once anything runs on them.
+        assert 1 <= started[-1] < len(tasks)
+
+
+async def test_what_it_finds_is_in_the_log_and_published(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        stage.fleet_rules = FleetRules(
+            thresholds={
+                "queue_length": Threshold(2.0, 1.0), "disk_percent": Threshold(90.0, 80.0),
+                "store_seconds": Threshold(5.0, 1.0), "host_memory_percent": Threshold(90.0, 80.0),
+            }
+        )  # fmt: skip
+        await stage.lead()
+        kinds: list[tuple[str, str]] = []
+        stage.store.listen(lambda events: kinds.extend((event.kind, event.key) for event in events))
+        for n in range(2):
+            await stage.submit(f"t{n}", gpu_mb=20 * GIB, held=True)
+        stage.host = HostUse(95.0, None)
+        await look(stage)
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        assert [one.name for one in fleet.seen.pressures] == ["disk_percent", "queue_length"]
+        assert [kind for kind in kinds if kind[0].startswith("fleet.")] == [
+            ("fleet.BACKPRESSURE_ACTIVATED", "queue_length"),
+            ("fleet.BACKPRESSURE_ACTIVATED", "disk_percent"),
+        ]
+
+
+async def test_how_long_admissions_take_is_what_the_last_one_had_waited(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        stage.fleet_rules = FleetRules(thresholds={"admission_seconds": Threshold(2.5, 0.5)})
+        await stage.lead()
+        for name in ("first", "second"):
+            await stage.submit(name, seconds=1.0, gpu_mb=20 * GIB)
+        third = await stage.submit("third", seconds=60.0, gpu_mb=20 * GIB)
+        await stage.submit("held", held=True)
+        await look(stage)
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        assert fleet.seen.pressures == ()
+        await look(stage, 8.0)
+        while not stage.world.tasks[third.id].is_active:
+            await stage.turn()
+        await look(stage)
+        assert [one.name for one in fleet.seen.pressures] == ["admission_seconds"]
+
+
+async def test_news_are_told_until_they_are_committed(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        stage.fleet_rules = FleetRules(thresholds={"disk_percent": Threshold(90.0, 80.0)})
+        await stage.lead()
+        stage.host = HostUse(95.0, None)
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        await fleet.look()
+        first = list(fleet.take())
+        assert [one.notices[0].kind for one in first] == ["fleet.BACKPRESSURE_ACTIVATED"]
+        assert fleet.take() == first
+        fleet.told(first)
+        assert fleet.take() == []

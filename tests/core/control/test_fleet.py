@@ -1,0 +1,146 @@
+"""Fleet control step by step: background work follows its targets, and the log hears what changes."""
+
+from collections.abc import Iterable
+
+from gpubroker_server.core.control.alarm import Threshold
+from gpubroker_server.core.control.fleet import FleetControl, FleetRules, background_room
+from gpubroker_server.core.control.idle import Idle
+from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure
+from gpubroker_server.core.domain.decisions import Notice
+from gpubroker_server.core.domain.device import NodeSample
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
+from gpubroker_server.core.world.world import World
+
+from tests.builders import GIB, NOW, Holding, a_device, a_node, a_sample, a_task, a_world, holding, key
+
+POLICY = Policy()
+UTILIZATION = FleetTarget(Measure.GPU_UTILIZATION, 0.6, 0.8)
+N1, N2 = NodeName("n1"), NodeName("n2")
+
+
+def a_fleet(*runs: Holding) -> World:
+    nodes = (part for node in ("n1", "n2") for part in (a_node(node), a_device("gpu0", node)))
+    return a_world(*nodes, *runs)
+
+
+def shows(world: World, at: float, **utilization: float | None) -> Instant:
+    """By node: of its GPU and its CPUs."""
+    for name, value in utilization.items():
+        world.measure([a_sample(key("gpu0", name), at, utilization=value)])
+        if value is not None:
+            node = NodeName(name)
+            world.node_samples[node] = NodeSample(node, Instant(at), value, Mib(10), Mib(5))
+    return Instant(at)
+
+
+def kinds(notices: Iterable[Notice]) -> list[tuple[str, str]]:
+    return [(one.kind, one.key) for one in notices]
+
+
+def test_background_work_gets_more_while_the_fleet_is_below_its_target_and_less_above() -> None:
+    background = holding(a_task("b", priority=20), "gpu0", mb=40 * GIB)
+    world = a_fleet(background, holding(a_task("high", priority=50), "gpu0", mb=20 * GIB))
+    control = FleetControl(FleetRules((UTILIZATION,), controls=True), POLICY)
+    control.step(world, {}, shows(world, NOW, n1=0.2, n2=0.2))
+    assert control.seen.background_mb == {"all": 0}  # as much as it has: nothing jumps
+    for n in range(1, 60):
+        control.step(world, {}, shows(world, NOW + 2 * n, n1=0.2, n2=0.2))
+    risen = control.seen.background_mb["all"]
+    assert risen > 40 * GIB
+    for n in range(60, 240):
+        control.step(world, {}, shows(world, NOW + 2 * n, n1=1.0, n2=1.0))
+    assert control.seen.background_mb["all"] < risen - 40 * GIB
+    [target] = control.seen.targets
+    assert (target.scope, target.measure, target.value) == ("all", "gpu_utilization", 1.0)
+    assert (target.is_in, target.share is None) == (False, False)
+
+
+def test_what_is_not_measured_leaves_the_share_as_it_is_and_begins_none() -> None:
+    world, control = a_fleet(), FleetControl(FleetRules((UTILIZATION,), controls=True), POLICY)
+    control.step(world, {}, shows(world, NOW, n1=None, n2=None))
+    assert control.seen.background_mb == {}
+    control.step(world, {}, shows(world, NOW + 2, n1=0.5, n2=0.5))
+    first = control.seen.targets[0].share
+    control.step(world, {}, shows(world, NOW + 4, n1=None, n2=None))
+    control.step(world, {}, shows(world, NOW + 4, n1=0.5, n2=0.5))  # a clock that stands still
+    assert (first, control.seen.targets[0].share) == (0.0, 0.0)
+
+
+def test_nothing_is_held_back_unless_the_controller_is_on_and_by_memory_never() -> None:
+    world = a_fleet()
+    memory = FleetTarget(Measure.GPU_MEMORY, 0.0, 0.8)
+    for rules in (FleetRules((UTILIZATION,)), FleetRules((memory,), controls=True), FleetRules()):
+        control = FleetControl(rules, POLICY)
+        control.step(world, {}, shows(world, NOW, n1=1.0, n2=1.0))
+        assert control.seen.background_mb == {}
+    nowhere = UTILIZATION._replace(scope=FleetScope("pool", "gone"))
+    control = FleetControl(FleetRules((nowhere,), controls=True), POLICY)
+    control.step(world, {}, Instant(NOW))
+    assert control.seen.background_mb == {}
+
+
+def test_each_node_is_closed_by_the_scopes_that_it_is_in() -> None:
+    room = background_room(a_fleet(), POLICY, {"all": 100, "node:n2": 0, "pool:gone": 0})
+    assert room.scopes == {N1: ("all",), N2: ("all", "node:n2")}
+    assert [room.is_closed(node) for node in (N1, N2)] == [False, True]
+
+
+def test_instances_stand_for_the_gpu_that_they_are_part_of() -> None:
+    world = a_world(a_node(), a_device("whole", split=True), a_device("part", parent="whole"))
+    control = FleetControl(FleetRules((UTILIZATION,), controls=True), POLICY)
+    world.measure([a_sample("part", utilization=0.9)])
+    control.step(world, {}, Instant(NOW))
+    assert control.seen.targets[0].value == 0.9
+
+
+def test_what_comes_to_be_above_its_target_is_told_once() -> None:
+    memory = FleetTarget(Measure.GPU_MEMORY, 0.1, 0.8)
+    world, control = a_fleet(), FleetControl(FleetRules((memory,)), POLICY)
+
+    def told(at: float, used_mb: int) -> list[tuple[str, str]]:
+        world.measure(a_sample(key("gpu0", node), at, used_mb=used_mb) for node in ("n1", "n2"))
+        return kinds(control.step(world, {}, Instant(at)))
+
+    constraint = [("fleet.RESOURCE_CONSTRAINT", "all")]
+    assert told(NOW, 70 * GIB) == constraint
+    assert told(NOW + 2, 72 * GIB) == []
+    assert told(NOW + 4, 0) == []  # below its target: out, and no constraint
+    assert told(NOW + 6, 40 * GIB) == []
+    assert told(NOW + 8, 70 * GIB) == constraint
+
+
+def test_idle_devices_and_nodes_are_looked_for_now_and_then_and_told_once() -> None:
+    world, control = a_fleet(), FleetControl(FleetRules(), POLICY)
+    heard: list[Notice] = []
+    for n in range(200):
+        heard += control.step(world, {}, shows(world, NOW + 2 * n, n1=0.0, n2=1.0))
+    idle = [key("gpu0", "n1"), "n1"]
+    assert sorted(kinds(heard)) == sorted(("fleet.IDLE_RESOURCE_DETECTED", name) for name in idle)
+    assert heard[0].fields == {"utilization": 0.0, "idle_seconds": 300.0, "threshold": 0.05}
+    assert set(control.seen.idle) == {Idle(name, 0.0, NOW) for name in idle}
+    control.step(world, {}, Instant(NOW + 460))  # all samples are old by now: nothing is known
+    assert len(control.seen.idle) == 2
+
+
+def test_backpressure_is_told_when_it_begins_and_ends_and_closes_more_bands_with_time() -> None:
+    rules = FleetRules(
+        thresholds={"queue_length": Threshold(10.0, 5.0), "queue:*": Threshold(3.0, 2.0)},
+        next_band_seconds=Seconds(60.0),
+    )
+    world, control = a_fleet(), FleetControl(rules, POLICY)
+    pressed = {"queue_length": 12.0, "queue:acme": 1.0, "disk_percent": 99.0}
+    begun = control.step(world, pressed, Instant(NOW))
+    assert kinds(begun) == [("fleet.BACKPRESSURE_ACTIVATED", "queue_length")]
+    [pressure] = control.seen.pressures
+    assert (pressure.name, pressure.value, pressure.high) == ("queue_length", 12.0, 10.0)
+    assert pressure.closed_below == 40
+    assert control.step(world, {"queue_length": 6.0}, Instant(NOW + 60)) == []
+    assert control.seen.pressures[0].closed_below == 70
+    [released] = control.step(world, {"queue_length": 4.0}, Instant(NOW + 62))
+    assert released.kind == "fleet.BACKPRESSURE_RELEASED"
+    assert released.fields == {"value": 4.0, "threshold": 5.0}
+    assert control.seen.pressures == ()
+    assert kinds(control.step(world, {"queue:acme": 3.0}, Instant(NOW))) == [
+        ("fleet.BACKPRESSURE_ACTIVATED", "queue:acme")
+    ]
