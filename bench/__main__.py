@@ -31,7 +31,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "soak",
             "worker_call",
         ),
-        *("openb", "plan", "evict", "turns", "churn", "simulate", "proxy", "inferences"),
+        *("openb", "plan", "evict", "turns", "churn", "simulate", "control", "proxy", "inferences"),
     )
 }
 

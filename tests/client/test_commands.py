@@ -172,6 +172,15 @@ def test_the_demand_of_autoscalers_is_shown(gpubroker: Run, holder: str) -> None
     assert gpubroker("cancel", waiting).code == 0
 
 
+def test_targets_are_shown_with_what_is_measured(gpubroker: Run, holder: str) -> None:
+    def shows(line: str) -> bool:
+        return re.search(line, gpubroker("targets").out, re.MULTILINE) is not None
+
+    until(lambda: shows(r"^all +gpu_utilization +60% to 80% +100% ! "), "the fleet has been looked at")
+    assert shows(r"^all +disk +at most 70% ")
+    assert gpubroker("targets -o json").json[0]["measure"] == "gpu_utilization"
+
+
 def test_slurm_starts_a_node_for_each_gpu_that_is_lacked_and_ends_spare_ones(
     gpubroker: Run, holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

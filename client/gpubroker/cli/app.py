@@ -25,6 +25,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "lease_commands": "lease",
     "gpu_commands": "gpus",
     "cluster_commands": "estimates tenants stats policy profiles demand",
+    "fleet_commands": "targets",
     "node_commands": "nodes cordon drain uncordon",
     "infer_command": "infer",
     "model_commands": "load unload pin models",

@@ -208,6 +208,25 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Where a measure of a part of the fleet shall be. Shares are from 0 to 1."""
+
+    scope: str
+    measure: str
+    least: float = 0.0
+    most: float = 1.0
+    value: float | None = None
+    """As last measured; None if nothing of it is."""
+    state: str = ""
+    """`in` or `out`."""
+    changed_at: datetime | None = None
+    background_share: float | None = None
+    """What background work may take of it; None if nothing holds it back."""
+    background_left_mb: int | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class AutoscalingDemand:
     """What waiting tasks lack (`unmet`), what all tasks need together (`needed`), and idle nodes
     (`spare`): each with `gpus`, `gpu_mb`, `cpu` and `memory_mb`."""
