@@ -15,7 +15,7 @@ class IdleTemplate:
     task: str
     """The body of its tasks, as JSON text."""
     token: str
-    """The sha256 of the token that made it, whose holder its tasks are submitted for."""
+    """The sha256 of the token that made it; its tasks are submitted for its holder."""
     made_by: str
     """The name of that token."""
     made_at: Instant
@@ -33,7 +33,7 @@ class IdleTemplates(Protocol):
         ...
 
     async def idle_templates(self, now: Instant | None = None) -> Sequence[IdleTemplate]:
-        """By name. With `now` only those whose token exists and has not expired then."""
+        """By name. With `now` only those with a token that exists and has not expired then."""
         ...
 
     async def drop_idle_template(self, name: str, *, by: str) -> bool:

@@ -105,7 +105,7 @@ class FleetControl:
         return notices
 
     def is_idle_check_due(self, now: Instant) -> bool:
-        """Whether the next step looks for what is idle, and uses the templates anew."""
+        """Whether the next step looks for what is idle, and takes other templates over."""
         return self._idle_pace.is_due(now)
 
     def _target_seen(self, target: FleetTarget) -> TargetSeen:
@@ -173,7 +173,7 @@ class FleetControl:
             yield self._reading(name, use, now, is_filled=_runs_idle_work(world, name))
 
     def _reading(self, name: str, utilization: float | None, now: Instant, *, is_filled: bool) -> Reading:
-        """The last samples of idle work come after its end, and say nothing of who comes next."""
+        """The last samples of idle work come after its end, and are not those of other work."""
         if is_filled:
             self._filled[name] = now
         elif now - self._filled.get(name, now) > 3 * self._policy.sample_period_seconds:

@@ -79,7 +79,7 @@ def missing(
     """How many more tasks of each template fill these seats. `alive`: tasks that run or wait, by template.
 
     Each seat goes to the template for which (what it has, with this task, and has used lately) / weight is
-    least, as far as its `max_running` allows; first to those whose tasks wait already. So a few seats are
+    least, as far as its `max_running` allows; first to those with tasks that wait already. So a few seats are
     shared by weight at each moment, and one seat is shared by weight as time goes by.
     """
     held, to_come, more = Counter(alive), Counter(waiting), Counter[str]()
@@ -158,8 +158,8 @@ class IdleFill:
         return running, waiting
 
     def _age(self, alive: Mapping[str, int], now: Instant) -> None:
-        """What was to be submitted counts as used too, whether it came or not: a template whose tasks are
-        refused keeps no seat from the others."""
+        """What was to be submitted counts as used too, whether it came or not: a template with refused
+        tasks keeps no seat from the others."""
         seconds = 0.0 if self._looked_at is None else max(0.0, now - self._looked_at)
         asked = {one.name: one.missing for one in self.seen}
         kept = max(0.0, 1.0 - seconds / MEMORY_SECONDS)
@@ -172,6 +172,6 @@ class IdleFill:
 
 
 def _is_open(world: World, seat: Seat) -> bool:
-    """Nothing has a lease of the device; nothing runs on the node whose CPUs it is."""
+    """Nothing has a lease of the device; nothing runs on the node, if it is the node's CPUs."""
     ledger = world.ledgers.get(DeviceKey(seat.name))
     return not world.runs.get(seat.node) if ledger is None else not ledger.holdings

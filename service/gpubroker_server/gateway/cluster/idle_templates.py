@@ -195,7 +195,7 @@ async def fill(parts: IdleTemplateParts, leader: LeaderSeen, refused: dict[str, 
         except Problem as problem:
             if refused.get(template.name) != problem.detail:
                 refused[template.name] = problem.detail
-                log.warning("idle template submits nothing", template=template.name, why=problem.detail)
+                log.warning("idle template submits nothing", template=template.name, fault=problem.detail)
 
 
 async def _submit(parts: IdleTemplateParts, template: IdleTemplate, number: str) -> None:
@@ -225,7 +225,7 @@ def _task(name: str, body: SubmitTask) -> SubmitTask:
 
 
 def _holder(parts: IdleTemplateParts, template: IdleTemplate) -> Identity:
-    """For whom its tasks are submitted. Raises Problem if its token is gone or may not do so any more."""
+    """The holder of its token. Raises Problem if its token is gone or may not do so any more."""
     identity = parts.tokens.holder(template.token)
     if identity is None:
         raise Problem("forbidden", f'the token "{template.made_by}" that made it was deleted or has expired')
