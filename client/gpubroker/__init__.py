@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         AutoscalingDemand,
         Finding,
         Gpu,
+        IdleTemplate,
         Node,
         Policy,
         Profile,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
+        CallFailed,
         ItemFailed,
         ModelUnavailable,
         Refused,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from gpubroker.tasks.explanation import Explanation, Simulation
     from gpubroker.tasks.submission import Submission
     from gpubroker.tasks.task import Event, Outcome, Quarantined, Stack, Task, TaskState
+    from gpubroker.tasks.worker_set_api import WorkerSet
     from gpubroker.transport.decoding import Page
 
 __version__ = "0.3.0.dev0"
@@ -61,6 +64,7 @@ _NAMES = {
         "AutoscalingDemand",
         "Finding",
         "Gpu",
+        "IdleTemplate",
         "Node",
         "Policy",
         "Profile",
@@ -72,6 +76,7 @@ _NAMES = {
     "decorators": ("inference", "task"),
     "errors": (
         "BrokerError",
+        "CallFailed",
         "ItemFailed",
         "ModelUnavailable",
         "Refused",
@@ -91,6 +96,7 @@ _NAMES = {
     "tasks.explanation": ("Explanation", "Simulation"),
     "tasks.submission": ("Submission",),
     "tasks.task": ("Event", "Outcome", "Quarantined", "Stack", "Task", "TaskState"),
+    "tasks.worker_set_api": ("WorkerSet",),
     "transport.decoding": ("Page",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
@@ -103,6 +109,7 @@ __all__ = [
     "AutoscalingDemand",
     "Broker",
     "BrokerError",
+    "CallFailed",
     "CheckpointTooLarge",
     "Detection",
     "Estimate",
@@ -111,6 +118,7 @@ __all__ = [
     "Finding",
     "FleetPlan",
     "Gpu",
+    "IdleTemplate",
     "ItemFailed",
     "Lease",
     "LeaseEnded",
@@ -148,6 +156,7 @@ __all__ = [
     "Token",
     "Unreachable",
     "WaitTimeout",
+    "WorkerSet",
     "WrongArgument",
     "current_task",
     "inference",

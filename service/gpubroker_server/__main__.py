@@ -122,7 +122,7 @@ def doctor(
 
     Works without a running service too: then it looks at this machine alone.
     """
-    from gpubroker.cli.doctor_command import report
+    from gpubroker.cli.fleet_commands import report
 
     from gpubroker_server.bootstrap.diagnosis.doctor import findings_for
 

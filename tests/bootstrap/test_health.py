@@ -175,7 +175,8 @@ def test_wrong_settings_are_told_and_are_no_health(variables: Mapping[str, str])
 
 def test_it_is_light() -> None:
     """It runs every few seconds in every container."""
-    imported = "import sys, gpubroker_server.__main__, gpubroker_server.bootstrap.diagnosis.health; print(*sys.modules)"
+    health = "gpubroker_server.bootstrap.diagnosis.health"
+    imported = f"import sys, gpubroker_server.__main__, {health}; print(*sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", imported], capture_output=True, text=True, check=True, cwd=ROOT
     )

@@ -19,13 +19,13 @@ _MODULES: Final[Mapping[str, str]] = {
     "tasks.explain": "explain",
     "tasks.results": "wait result logs",
     "tasks.arrays": "map array",
+    "tasks.workers": "workers",
     "tasks.events": "events",
     "tasks.change": "cancel retry stack hold release priority change",
     "lease_commands": "lease",
     "gpu_commands": "gpus",
     "cluster_commands": "estimates tenants stats policy profiles demand",
-    "fleet_commands": "targets",
-    "doctor_command": "doctor",
+    "fleet_commands": "targets doctor",
     "node_commands": "nodes cordon drain uncordon",
     "infer_command": "infer",
     "model_commands": "load unload pin models",
@@ -34,6 +34,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "plan_command": "plan",
     "token_commands": "token",
     "secret_commands": "secrets",
+    "idle_template_commands": "idle-template",
 }
 """The commands of each module. A command loads its module alone (`bench cli`)."""
 _PLACES = {command: module for module, commands in _MODULES.items() for command in commands.split()}

@@ -189,6 +189,8 @@ class Stats:
     tasks: Mapping[str, int] = field(default_factory=dict)
     nodes: Mapping[str, int] = field(default_factory=dict)
     """total, ready, cordoned, draining."""
+    worker_sets: Mapping[str, int] = field(default_factory=dict)
+    """sets, and of their workers wanted and running."""
     executor: Mapping[str, Any] = field(default_factory=dict)
     leader: Mapping[str, Any] = field(default_factory=dict)
     detection: Mapping[str, Any] = field(default_factory=dict)
@@ -240,6 +242,24 @@ class Finding:
     remedy: str = ""
     """A command, or what to do where none helps."""
     first_seen_at: datetime | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleTemplate:
+    """A task that is submitted again and again as long as devices are idle."""
+
+    name: str
+    tenant: str = ""
+    weight: int = 1
+    max_running: int = 1
+    made_by: str = ""
+    """Name of the token that made it."""
+    made_at: datetime | None = None
+    running: int = 0
+    waiting: int = 0
+    stopped: str | None = None
+    """Why nothing of it is submitted any more; None: it goes on."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 

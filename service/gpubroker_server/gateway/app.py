@@ -22,6 +22,7 @@ from gpubroker_server.gateway.cluster import (
     autoscaling,
     devices,
     diagnostics,
+    idle_templates,
     nodes,
     pauses,
     policy,
@@ -29,6 +30,7 @@ from gpubroker_server.gateway.cluster import (
     stats,
     targets,
 )
+from gpubroker_server.gateway.cluster.idle_templates import IdleTemplateParts
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.events.routes import EventParts
@@ -58,6 +60,9 @@ from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, lo
 from gpubroker_server.gateway.tasks import routes as tasks
 from gpubroker_server.gateway.tasks.logs import LogParts
 from gpubroker_server.gateway.tasks.routes import TaskParts
+from gpubroker_server.gateway.workers import routes as workers
+from gpubroker_server.gateway.workers.fleet import Fleets
+from gpubroker_server.gateway.workers.routes import WorkerSetParts
 from gpubroker_server.telemetry.metrics import Sources, Telemetry
 
 _RESOURCES = (
@@ -67,6 +72,7 @@ _RESOURCES = (
         cancel_selected,
         retry,
         arrays,
+        workers,
         logs,
         stack,
         inferences,
@@ -82,6 +88,7 @@ _RESOURCES = (
         nodes,
         targets,
         diagnostics,
+        idle_templates,
         models,
         measure,
         quarantine,
@@ -148,6 +155,8 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     storage = ObjectStorage(store, blobs, clock, limits)
     yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
     yield ArrayParts(submissions, storage, requests)
+    fleets = Fleets(world, parts.worker_calls)
+    yield WorkerSetParts(world, freshness, submissions, requests, fleets)
     yield LeaseParts(records, submissions, requests, limits.wait_seconds)
     outside = tuple(server for server in servers if not server.is_managed)
     yield InferenceParts(submissions, storage, parts.residencies, limits.wait_seconds, outside)
@@ -160,6 +169,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
         world, clock, freshness, leadership, requests, parts.tokens, rules.policy, limits, rules.defaults,
         rules.kinds, servers, parts.residencies, parts.disk_full,
     )  # fmt: skip
+    yield IdleTemplateParts(store, clock, parts.tokens, leadership, submissions)
     yield EventParts(records)
     yield LogParts(records, parts.log_readers)
     yield TokenParts(store, clock, parts.tokens, rules.policy)

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.submission import BatchSubmission as BatchSubmission
-from gpubroker_server.core.domain.submission import KnownKey as KnownKey
+from gpubroker_server.core.domain.submission import KnownKey, WorkerSet
 from gpubroker_server.core.domain.submission import RunSpec as RunSpec
 from gpubroker_server.core.domain.submission import Submission as Submission
 from gpubroker_server.core.domain.submission import SubmitOutcome as SubmitOutcome
@@ -30,6 +30,7 @@ from gpubroker_server.core.domain.units import (
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.arrays import ItemPages
+from gpubroker_server.ports.idle_templates import IdleTemplates
 from gpubroker_server.ports.objects import ObjectRows, SortKey
 from gpubroker_server.ports.run_logs import LogRows
 
@@ -208,6 +209,7 @@ class Snapshot:
     nodes: Sequence[Node]
     requests: Sequence[Request]
     pauses: Sequence[QueuePause]
+    worker_sets: Sequence[WorkerSet]
     finished: Mapping[tuple[str, TaskState], int]
     estimates: Sequence[tuple[SketchKey, Sketch]]
     """In the order of learning."""
@@ -221,7 +223,7 @@ EventListener = Callable[[Sequence[Event]], None]
 """Called on the event loop with events in the order of their positions."""
 
 
-class TaskStore(ObjectRows, ItemPages, LogRows, Protocol):
+class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
     """The queue, the ledger's rows and the event log. Every write is durable when its call returns."""
 
     def listen(self, listener: EventListener) -> None:
@@ -245,8 +247,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, Protocol):
         ...
 
     async def batch_answer(self, first: TaskId) -> str:
-        """The stored answer to the batch that begins with this task, or the terms of the array; empty if
-        there is none."""
+        """The stored answer to the batch that begins with this task, or its terms; empty if there is none."""
         ...
 
     async def request(self, *requests: Request) -> None:

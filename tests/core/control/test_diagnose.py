@@ -78,12 +78,13 @@ def test_a_holder_that_came_to_an_idle_gpu_has_time_to_prepare() -> None:
     assert findings(world, fleet=idle(key("gpu0"))) == []
 
 
-def test_what_leaves_or_comes_and_a_servers_own_memory_do_not_count_as_held() -> None:
+def test_what_leaves_or_comes_and_a_servers_own_memory_and_idle_work_do_not_count_as_held() -> None:
     coming = holding(a_task("coming"), "gpu0", mb=GIB, lease_state=LeaseState.RESERVED)
     leaving = holding(a_task("leaving"), "gpu0", mb=GIB, state=TaskState.STOPPING)
     server = holding(a_task("server"), mb=GIB)
     base = a_lease(server.task, "gpu0", GIB)
-    world = a_world(coming, leaving, server)
+    fill = holding(a_task("fill", priority=5), "gpu0", mb=GIB)
+    world = a_world(coming, leaving, server, fill)
     world.add_lease(type(base)(HolderKind.SERVER, *[getattr(base, f) for f in base.__match_args__[1:]]))
     assert findings(world, fleet=idle(key("gpu0"))) == []
 

@@ -20,6 +20,7 @@ from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.estimates import Observation, Sketch, SketchKey, What
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.orders import Checkpointed
+from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import (
     HOT_FIELDS,
     StopReason,
@@ -48,13 +49,13 @@ Written = tuple[SetStatement, Row]
 
 
 @lru_cache(4096)
-def _demand_of(text: str) -> Demand:
+def demand_of_text(text: str) -> Demand:
     """Many tasks have few demands; a queue keeps each once, which `bench restart` shows."""
     return demand_from(from_json(text))
 
 
 @lru_cache(4096)
-def _demand_text(demand: Demand) -> str:
+def demand_text(demand: Demand) -> str:
     """Many tasks have few demands, which `bench accept` notices."""
     return json_text(demand_fields(demand))
 
@@ -84,7 +85,7 @@ def task_tail(task: Task) -> Row:
     if task.state is not TaskState.PENDING or task.version != 1:
         raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
     return (
-        task.tenant, task.name, task.priority, _demand_text(task.demand),
+        task.tenant, task.name, task.priority, demand_text(task.demand),
         task.submitted_at, task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable,
         json_text(after_fields(task.after)), task.queue_ttl_seconds, task.deadline_at, task.expected_seconds,
         task.stream, task.subject,
@@ -234,6 +235,10 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.MAKE_PAUSES, (pause.queue, pause.at, pause.actor, pause.reason)
     for pause in decision.resumed:
         yield sql.END_PAUSES, (pause.queue,)
+    for workers in decision.worker_sets:
+        yield sql.WRITE_WORKER_SETS, (workers.id, workers.tenant, json_text(workers))
+    for workers in decision.sets_over:
+        yield sql.END_WORKER_SETS, (workers.id,)
     for note in decision.audit:
         yield sql.INSERT_AUDIT, (note.at, note.tenant, note.actor, note.action, note.subject, note.reason)
     for topic in decision.forgotten:
@@ -322,7 +327,7 @@ def task_of_row(row: Iterable[Any]) -> Task:
     values = list(row)
     for at in _REPEATED:
         values[at] = intern(values[at])
-    values[_DEMAND] = _demand_of(values[_DEMAND])
+    values[_DEMAND] = demand_of_text(values[_DEMAND])
     values[_AFTER] = () if values[_AFTER] == "[]" else after_from(from_json(values[_AFTER]))
     if values[_EXTERNAL] is not None:
         values[_EXTERNAL] = external_from(from_json(values[_EXTERNAL]))
@@ -382,6 +387,10 @@ def node_of_row(row: Mapping[str, Any]) -> Node:
 
 def request_of_row(row: Mapping[str, Any]) -> Request:
     return Request(**{**row, "fields": from_json(row["fields"])})
+
+
+def worker_sets_of(texts: Iterable[str]) -> list[WorkerSet]:
+    return [worker_set_from(from_json(fields)) for fields in texts]
 
 
 def token_of_row(row: Mapping[str, Any]) -> TokenRow:

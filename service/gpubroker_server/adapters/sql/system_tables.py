@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 12
+SCHEMA = 14
 """Number of the newest migration that this software knows."""
 
 READER = 4
@@ -191,6 +191,21 @@ token = Table(
     UniqueConstraint("sha256"),
 )
 
+idle_template = Table(
+    "idle_template",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("task", Text, nullable=False),
+    Column("demand", Text, nullable=False),
+    Column("weight", Integer, nullable=False),
+    Column("max_running", Integer, nullable=False),
+    Column("token", Text, nullable=False),
+    Column("made_by", Text, nullable=False),
+    Column("made_at", Double, nullable=False),
+)
+"""`task` is the body of its tasks, as JSON text; `token` the `sha256` of the token that made it."""
+
 audit = Table(
     "audit",
     metadata,
@@ -217,3 +232,12 @@ relocation = Table(
 )
 """A move of all data from or to another database (`move_data`); no row if there was none. `other`: the name
 of the other database, for people."""
+
+worker_set = Table(
+    "worker_set",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("fields", Text, nullable=False),
+)
+"""Sets of workers that are not over, as JSON."""

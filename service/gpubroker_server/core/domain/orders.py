@@ -194,6 +194,16 @@ class Progressed(_RunReport):
 
 
 @value
+class Loaded(_RunReport):
+    """How busy a worker of a set is: calls under way, calls that wait there, and per cent of one core."""
+
+    running: int
+    waiting: int
+    cpu_percent: float
+    rank: int = 0
+
+
+@value
 class Checkpointed(_RunReport):
     """The run saved its state: `data`, or the `uri` of a checkpoint that is too large to send."""
 
@@ -302,8 +312,7 @@ class NodeReport:
     faults: tuple[tuple[str, str], ...] = ()
     """GPUs that cannot be used: (UUID, or what people call it while that is unknown; why)."""
     complete: bool = True
-    """A device that is not named is removed or lost: no process uses it. False while the agent does not know
-    each of its GPUs."""
+    """What is not named is removed or lost, and unused. False while the agent does not know all its GPUs."""
     versions: tuple[tuple[str, str], ...] = ()
     """Of `python` and `ray` there; empty if unknown."""
 
@@ -372,6 +381,7 @@ Report = (
     Started
     | Ready
     | Progressed
+    | Loaded
     | Checkpointed
     | ItemsReported
     | Ended
@@ -387,4 +397,4 @@ Report = (
     | ServerGone
     | ModelsInUse
 )
-"""`task`, `fence` and `rank` of the first eight name the run; a report with a stale fence changes nothing."""
+"""`task`, `fence` and `rank` of the first nine name the run; a report with a stale fence changes nothing."""

@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from gpubroker_server.core.control.idle_templates import NAME_PREFIX
 from gpubroker_server.core.domain.policy import BAND_NAMES
 from gpubroker_server.gateway.http.bodies import ENTRYPOINT, Body, Labels, Name, Text, line
 from gpubroker_server.gateway.submission.resources import Resources
@@ -40,7 +41,7 @@ def _band_value(value: Any) -> Any:
     return BAND_NAMES[value]
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -72,6 +73,14 @@ def _check_env(env: dict[str, str]) -> dict[str, str]:
             {"size": size, "most": ENV_BYTES},
         )
     return env
+
+
+def _not_reserved(name: str) -> str:
+    if name.startswith(NAME_PREFIX):
+        raise PydanticCustomError(
+            "reserved_name", "only tasks of idle templates have names that begin with idle/"
+        )
+    return name
 
 
 Priority = Annotated[
@@ -147,7 +156,7 @@ class Function(Body):
     tag: ClassVar = "function"
     function: Annotated[
         bytes,
-        BeforeValidator(_decoded),
+        BeforeValidator(decoded),
         Field(min_length=1, description="Base64 of the cloudpickle of `(callable, args, kwargs)`."),
         WithJsonSchema({"type": "string", "contentEncoding": "base64", "minLength": 4}),
     ]
@@ -196,7 +205,7 @@ class SubmitTask(Timed):
     """One task. Only `run` is required."""
 
     run: Run
-    name: Name = ""
+    name: Annotated[Name, AfterValidator(_not_reserved)] = ""
     priority: Priority | None = None
     model_type: Annotated[
         str,

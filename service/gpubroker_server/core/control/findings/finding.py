@@ -33,7 +33,7 @@ class Finding:
     first_seen: Instant | None = None
     """Since when it is known to be so; None: not known."""
     tenant: str = ""
-    """Whose task it is about, and who may see it; empty: it is about no task."""
+    """Of the task that it is about, which is not shown to others; empty: it is about no task."""
 
     @property
     def about(self) -> tuple[str, str]:

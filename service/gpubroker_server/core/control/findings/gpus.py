@@ -7,6 +7,7 @@ from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Seconds, TaskId
+from gpubroker_server.core.world.background import IDLE_TOP
 from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 from gpubroker_server.core.world.world import World
 
@@ -26,10 +27,10 @@ def held_idle(world: World, idle: Iterable[Idle], now: Instant) -> Iterator[Find
             task, lease = world.tasks.get(TaskId(holding.lease.holder)), holding.lease
             since = max(one.since, lease.since)
             is_held = lease.state is LeaseState.HELD and not holding.is_leaving
-            # What a model server takes for itself does not compute.
-            if task is None or not is_held or lease.holder_kind is HolderKind.SERVER:
+            # What a model server takes for itself does not compute; idle work runs where it is idle.
+            if lease.holder_kind is HolderKind.SERVER or lease.priority <= IDLE_TOP:
                 continue
-            if now - since >= HELD_SECONDS:
+            if task is not None and is_held and now - since >= HELD_SECONDS:
                 yield _finding(world, ledger, holding, task, since)
 
 
