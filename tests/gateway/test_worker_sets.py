@@ -1,5 +1,6 @@
 """Worker sets over HTTP: formed, read, scaled, ended."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -102,6 +103,16 @@ async def test_a_set_is_scaled_within_its_places(gateway: Gateway, api: Client) 
     assert (await api.get(path)).json()["states"] == {"held": 3}
     refused = await api.patch(path, json={"count": 4})
     assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "contradiction")
+
+
+async def test_two_changes_at_once_both_count_and_none_undoes_the_other(
+    gateway: Gateway, api: Client
+) -> None:
+    seen = await formed(gateway, api, count=1, max_count=3)
+    path = f"/worker-sets/{seen['id']}"
+    await asyncio.gather(api.patch(path, json={"min_count": 0}), api.patch(path, json={"count": 3}))
+    told = (await api.get(path)).json()
+    assert (told["min_count"], told["count"], told["max_count"]) == (0, 3, 3)
 
 
 async def test_a_set_that_follows_its_calls_keeps_a_worker_to_report_them(

@@ -13,9 +13,9 @@ from gpubroker_server.core.domain.task import Move, StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.explain.explain import explain
-from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.change_requests import carry_out, carry_out_all
 from gpubroker_server.core.lifecycle.stopping import after_stop
-from gpubroker_server.core.lifecycle.worker_sets.members import STABLE_SECONDS, due
+from gpubroker_server.core.lifecycle.worker_sets.members import STABLE_SECONDS, due, scaled
 from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
 from gpubroker_server.core.world.world import World
 
@@ -95,6 +95,57 @@ def test_a_set_without_its_tasks_is_not_formed_and_one_is_formed_once() -> None:
     world = of(workers, a_task("a"))
     assert ask(world, "a", "form", asdict(changed(workers, count=0))).worker_sets == ()
     assert world.worker_sets == {"a": workers}
+
+
+def ask_together(world: World, *asked: tuple[str, dict[str, Any]]) -> WorkerSet:
+    """What one batch of requests makes of the only set, or of the set `a` that it forms."""
+    requests = [
+        Request(f"r{at}", TaskId("a"), "default", what, fields, NOW)
+        for at, (what, fields) in enumerate(asked)
+    ]
+    for request in requests:
+        world.add_request(request)
+    commit(world, carry_out_all(world, requests, NOW, POLICY))
+    assert world.requests == {}
+    return world.worker_sets[TaskId("a")]
+
+
+def test_requests_about_one_set_that_come_together_all_count() -> None:
+    workers = a_set("a", "b", "c", count=1)
+    tasks = [a_task(name, held=True) for name in "abc"]
+    scale, signal = ("scale", {"count": 3}), ("signal", {"value": 7.0})
+    for asked in ((scale, signal), (signal, scale)):
+        after = ask_together(of(workers, *tasks), *asked)
+        assert (after.count, after.signal) == (3, 7.0)
+    after = ask_together(a_world(*tasks), ("form", asdict(workers)), scale, ("cancel", {}))
+    assert after.count == 3
+
+
+def test_a_change_of_one_bound_keeps_what_was_changed_meanwhile() -> None:
+    world = of(a_set("a", "b", "c", count=1, most=1), *(a_task(name, held=True) for name in "abc"))
+    after = ask_together(world, ("scale", {"most": 3}), ("scale", {"count": 2}), ("scale", {"least": 1}))
+    assert (after.least, after.count, after.most) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "given", "after"),
+    [
+        (None, {"count": 4}, (2, 4, 4)),
+        (None, {"count": 1}, (1, 1, 3)),
+        (None, {"count": 0, "most": 1}, (0, 0, 1)),
+        (None, {"count": 9}, (2, 4, 4)),
+        (None, {"least": 4}, (4, 4, 4)),
+        (None, {"most": 1}, (1, 1, 1)),
+        (CALLS, {"count": 4}, (2, 3, 3)),
+        (CALLS, {"count": 1}, (2, 2, 3)),
+        (CALLS, {"least": 1, "count": 1}, (1, 1, 3)),
+    ],
+)
+def test_what_is_not_given_follows_what_is(
+    scaling: Scaling | None, given: dict[str, int], after: tuple[int, int, int]
+) -> None:
+    workers = scaled(a_set(*"abcd", count=2, least=2, most=3, scaling=scaling), **given)
+    assert (workers.least, workers.count, workers.most) == after
 
 
 @pytest.mark.parametrize("what", ["scale", "signal"])

@@ -186,7 +186,8 @@ class Request:
     - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,
       uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
     - of operators for no task: pause and unpause (queue, by, reason)
-    - of a worker set, whose id is in `task`: form (its fields), scale (least, most, count), signal (value)
+    - of a worker set, whose id is in `task`: form (its fields), scale (what is given of least, most and
+      count), signal (value)
     """
 
     id: str

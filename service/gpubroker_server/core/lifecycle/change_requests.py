@@ -1,7 +1,8 @@
 """Requests of clients for existing tasks: cancel, change, renew, release, attest, and so on. Only the leader
 carries them out."""
 
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from gpubroker_server.core.domain.decisions import (
 from gpubroker_server.core.domain.orders import StackOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import node_of
+from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.lifecycle import cordoning, external_leases, model_lifecycle, quarantine
 from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, give_notice, orders_to_leave, will_requeue
 from gpubroker_server.core.lifecycle.worker_sets import members
@@ -29,6 +31,21 @@ TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
 
 STACK_SECONDS = Seconds(10.0)
 """An agent has so long to read the stacks of a run."""
+
+
+def carry_out_all(world: World, requests: Iterable[Request], now: Instant, policy: Policy) -> list[Decision]:
+    """In order. The row of a worker set is written whole, so each request about one begins with what those
+    before it have made of the set."""
+    sets: ChainMap[TaskId, WorkerSet] = ChainMap({}, world.worker_sets)
+    decisions = []
+    for request in requests:
+        if request.what in members.REQUESTS:
+            decision = members.carry_out(world, sets.get(request.task), request)
+            sets.update({workers.id: workers for workers in decision.worker_sets})
+        else:
+            decision = carry_out(world, request, now, policy)
+        decisions.append(decision)
+    return decisions
 
 
 def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> Decision:
@@ -48,7 +65,7 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
     if request.what in cordoning.CORDONINGS:
         return cordoning.carry_out(world, request, now, done)
     if request.what in members.REQUESTS:
-        return members.carry_out(world, request, done)
+        return members.carry_out(world, world.worker_sets.get(request.task), request)
     if task is not None and request.what == "release":
         return external_leases.release(world, task, request, now, done)
     if task is None or task.is_terminal:

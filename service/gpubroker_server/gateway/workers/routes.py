@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.units import Seconds, TaskId
+from gpubroker_server.core.lifecycle.worker_sets.members import scaled
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.faults import invalid
@@ -227,23 +228,21 @@ async def get_worker_set(call: Call, parts: Parts, set_id: str) -> Response:
 async def scale_worker_set(call: Call, parts: Parts, set_id: str, body: ChangeWorkerSet) -> Response:
     """Want more or fewer workers. Those that leave finish the calls under way, within their grace period."""
     workers = await _find_to_change(call, parts, set_id, "worker_set.scale")
-    count, least, most = body.count, body.min_count, body.max_count
-    if workers.scaling is None and count is not None:  # then the bounds only follow
-        least = min(first(least, workers.least), count)
-        most = max(first(most, workers.most), count)
-    least, most = first(least, workers.least), first(most, workers.most)
-    count = first(count, min(max(workers.count, least), most))
+    given = {"least": body.min_count, "count": body.count, "most": body.max_count}
+    fields = {name: number for name, number in given.items() if number is not None}
+    after = scaled(workers, **fields)
     detail = ""
-    if not (least <= count <= most <= len(workers.workers)):
+    if any(getattr(after, name) != number for name, number in fields.items()):
         detail = (
-            f"min_count {least}, count {count} and max_count {most} must rise, and the set has "
+            f"min_count {first(body.min_count, after.least)}, count {first(body.count, after.count)} and "
+            f"max_count {first(body.max_count, after.most)} must rise, and the set has "
             f"{len(workers.workers)} places; form a new set for more"
         )
-    elif least == 0 and workers.scaling is not None and workers.scaling.by != "signal":
+    elif after.least == 0 and workers.scaling is not None and workers.scaling.by != "signal":
         detail = NEEDS_ONE
     if detail:
         raise invalid(Fault(pointer="", detail=detail, code="contradiction"))
-    fields = {"least": least, "most": most, "count": count}
+    # Only what was given: the set may have changed since this process last read it.
     done = await parts.requests.ask(workers.id, workers.tenant, "scale", fields)
     return answer(view(await _find(call, parts, set_id), parts.world), 200 if done else 202)
 

@@ -31,19 +31,34 @@ _LEAVES = {TaskState.PENDING: 0, TaskState.STOPPING: 1, TaskState.ADMITTED: 2, T
 """What has the least to lose leaves first."""
 
 
-def carry_out(world: World, request: Request, done: Decision) -> Decision:
-    """Settles the request. One about a set that is over, or that is there already, changes nothing."""
-    known = world.worker_sets.get(request.task)
+def carry_out(world: World, known: WorkerSet | None, request: Request) -> Decision:
+    """Settles the request about a set, which is `known` as it is by then. One about a set that is over, or
+    that is there already, changes nothing."""
+    done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
     match request.what, known:
         case "form", None:
             formed = worker_set_from(request.fields)
             return replace(done, worker_sets=(formed,)) if formed.id in world.tasks else done
         case "scale", WorkerSet():
-            return replace(done, worker_sets=(changed(known, **request.fields),))
+            return replace(done, worker_sets=(scaled(known, **request.fields),))
         case "signal", WorkerSet():
             return replace(done, worker_sets=(changed(known, signal=float(request.fields["value"])),))
         case _:
             return done
+
+
+def scaled(
+    workers: WorkerSet, count: int | None = None, least: int | None = None, most: int | None = None
+) -> WorkerSet:
+    """What is given holds where it can; the rest follows it. Bounds follow a count only where nothing scales
+    the set."""
+    follows = None if workers.scaling is not None else count
+    most = max(workers.most, least or 0, follows or 0) if most is None else most
+    most = min(most, len(workers.workers))
+    least = min(workers.least, workers.least if follows is None else follows) if least is None else least
+    least = min(least, most)
+    count = workers.count if count is None else count
+    return changed(workers, least=least, most=most, count=min(max(count, least), most))
 
 
 def due(world: World, loads: Mapping[TaskId, Loaded], autoscaler: Autoscaler, now: Instant) -> list[Decision]:
