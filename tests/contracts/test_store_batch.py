@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.core.domain.submission import Request
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import BatchSubmission, SubmitVerdict, TaskStore, Unstorable
 
-from tests.builders import a_task
+from tests.builders import NOW, a_task
 from tests.contracts.scenes import a_submission, log_of, opened, replayed
 
 LARGE = 1200
@@ -134,3 +135,18 @@ async def test_two_stores_that_are_sent_the_same_batch_at_once_store_it_once(pos
             assert len({outcome.task for outcome in found}) == 1
             assert sorted(outcome.verdict for outcome in found) == ["accepted", "duplicate"]
         assert await one.head() == 5 * 400
+
+
+async def test_requests_about_a_batch_are_stored_with_it_once_or_not_at_all(store: TaskStore) -> None:
+    def asked(name: str) -> list[Request]:
+        return [Request(f"r-{name}", TaskId(f"{name}00000"), "default", "form", {"count": 1}, NOW)]
+
+    batch = replace(a_batch("a", 3, "k"), requests=asked("a"))
+    for _ in range(2):
+        assert (await store.submit_batch(batch)).verdict is SubmitVerdict.ACCEPTED
+    await store.submit_batch(replace(a_batch("b", 3, "k"), requests=asked("b")))
+    events, snapshot = await log_of(store), await store.snapshot()
+    assert [event.kind for event in events] == [*["task.submitted"] * 3, "request.made"]
+    assert [event.position for event in events] == [1, 2, 3, 4]
+    assert list(snapshot.requests) == asked("a")
+    assert replayed(events).requests == {"r-a": asked("a")[0]}

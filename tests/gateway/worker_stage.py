@@ -102,6 +102,7 @@ async def formed(gateway: Gateway, api: Client, **fields: Any) -> dict[str, Any]
     body = {"run": RUN, "resources": {"cpu": 0.1}, **fields}
     answer = await api.post("/worker-sets", json=body)
     assert answer.status_code == 202, answer.text
+    await gateway.carry_out_requests()
     await lead(gateway)
     return dict((await api.get(answer.headers["Location"])).json())
 

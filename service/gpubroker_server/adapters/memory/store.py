@@ -127,6 +127,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMem
             for other in others:
                 await self.submit(other)
             self._batch_answers[first.task.id] = batch.answer
+            await self.request(*batch.requests)
         return outcome
 
     async def known_key(self, tenant: str, key: str) -> KnownKey | None:

@@ -137,6 +137,7 @@ class NewTask(NewTasks):
 class NewBatch(NewTasks):
     def __init__(self, batch: BatchSubmission) -> None:
         super().__init__(batch.first, batch.tenant, batch.idempotency_key, batch.body_hash)
+        self._fill([row_of_request(it) for it in batch.requests], [requested(it) for it in batch.requests])
         self._batch = batch
         self._made: BatchRows | None = None
         self.weight = max(1, len(batch.submissions) // 8)  # tasks that are alike cost less
@@ -151,17 +152,23 @@ class NewBatch(NewTasks):
 
     @property
     def event_count(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + super().event_count
 
     def put_rows(self, rows: Mapping[SetStatement, Rows]) -> None:
         for statement, alike in self._rows.blocks:
             rows[statement].alike.append(alike)
+        super().put_rows(rows)
 
     def put_events(self, rows: Rows, first: Position, at: Instant) -> None:
         rows.alike.append(self._rows.event_rows(first, at))
+        super().put_events(rows, self._behind(first), at)
 
     def events_at(self, first: Position, at: Instant) -> Iterator[Event]:
-        return self._rows.events(first, at)
+        yield from self._rows.events(first, at)
+        yield from super().events_at(self._behind(first), at)
+
+    def _behind(self, first: Position) -> Position:
+        return Position(first + len(self._rows))
 
 
 class NewRequest(Unit):

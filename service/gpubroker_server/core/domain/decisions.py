@@ -9,6 +9,8 @@ from gpubroker_server.core.domain.estimates import Observation, SketchKey
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge, PledgeEnd
 from gpubroker_server.core.domain.model_orders import InferenceOrder, ModelOrder
 from gpubroker_server.core.domain.orders import Checkpointed, Failure, Order
+from gpubroker_server.core.domain.submission import Fields as Fields
+from gpubroker_server.core.domain.submission import Request as Request
 from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
@@ -17,8 +19,6 @@ from gpubroker_server.core.domain.values import value
 AnyOrder = Order | ModelOrder | InferenceOrder
 """To a node agent, to a model server, or to the sender of inferences."""
 
-Fields = Mapping[str, Any]
-"""Plain JSON values: what an event carries and `World.apply` reads."""
 
 
 @value
@@ -172,30 +172,6 @@ class Decision:
             or self.worker_sets
             or self.sets_over
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a client asks of an existing task. A gateway inserts it; only the leader carries it out.
-
-    `what` and its fields:
-
-    - of a task: cancel (grace_seconds or none), change (priority, held, times), stack (rank)
-    - of an external holder, also: renew (ttl_seconds or none), release (by)
-    - of a model, also: want (priority, uses), pin (pinned, by)
-    - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,
-      uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
-    - of operators for no task: pause and unpause (queue, by, reason)
-    - of a worker set, whose id is in `task`: form (its fields), scale (what is given of least, most and
-      count), signal (value)
-    """
-
-    id: str
-    task: TaskId
-    tenant: str
-    what: str
-    fields: Fields
-    made_at: Instant
 
 
 def tenant_delta_mb(decision: Decision) -> dict[str, int]:

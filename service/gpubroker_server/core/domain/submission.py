@@ -11,6 +11,9 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import value
 
+Fields = Mapping[str, Any]
+"""Plain JSON values: what an event carries and `World.apply` reads."""
+
 EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND = "external", "model", "inference"
 """`RunSpec.kind` of tasks that no node agent starts."""
 
@@ -159,6 +162,30 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asks of an existing task. A gateway inserts it; only the leader carries it out.
+
+    `what` and its fields:
+
+    - of a task: cancel (grace_seconds or none), change (priority, held, times), stack (rank)
+    - of an external holder, also: renew (ttl_seconds or none), release (by)
+    - of a model, also: want (priority, uses), pin (pinned, by)
+    - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,
+      uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
+    - of operators for no task: pause and unpause (queue, by, reason)
+    - of a worker set, whose id is in `task`: form (its fields), scale (what is given of least, most and
+      count), signal (value)
+    """
+
+    id: str
+    task: TaskId
+    tenant: str
+    what: str
+    fields: Fields
+    made_at: Instant
+
+
+@dataclass(frozen=True, slots=True)
 class BatchSubmission:
     """One or more tasks that are written together or not at all, in order."""
 
@@ -166,7 +193,10 @@ class BatchSubmission:
     idempotency_key: str | None = None
     body_hash: str = ""
     answer: str = ""
-    """Kept beside the key for a repeated request; of an array its terms. Nothing is kept if it is empty."""
+    """Kept beside the key for a repeated request; of an array or a worker set its terms. Nothing is kept if
+    it is empty."""
+    requests: Sequence[Request] = ()
+    """To the leader, about these tasks."""
 
     @property
     def tenant(self) -> str:

@@ -2,7 +2,7 @@
 
 import base64
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import structlog
@@ -40,10 +40,9 @@ from gpubroker_server.gateway.workers.submit import (
     SubmitWorkerSet,
     check_worker,
     new_worker_set,
-    row_of,
     with_roles,
 )
-from gpubroker_server.ports.store import BatchSubmission, SubmitVerdict
+from gpubroker_server.ports.store import SubmitVerdict
 from gpubroker_server.ports.worker_calls import WorkerCall
 
 log = structlog.get_logger("gpubroker.gateway")
@@ -176,7 +175,7 @@ async def submit_worker_set(
     if key is not None and (known := await submissions.store.known_key(tenant, key)) is not None:
         if known.body_hash != hashed:
             raise key_reused(key, known.task, PURPOSE)
-        return await _formed(call, parts, await _find(call, parts, known.task), is_new=False)
+        return _accepted(await _find(call, parts, known.task), parts, is_new=False)
     submissions.leader.require("form")
     check_worker(body)
     for role in body.colocate_with.values():
@@ -191,15 +190,15 @@ async def submit_worker_set(
     spec = submissions.run_spec(wanted, body.run, learned)
     await submissions.check_objects(tenant, objects_in_run(body.run, spec.arguments))
     new = await new_worker_set(submissions, body, task, spec)
-    submissions.check_queue(worker.task for worker in new.submissions)
-    terms = json.dumps(row_of(new.workers))
-    outcome = await submissions.store.submit_batch(BatchSubmission(new.submissions, key, hashed, terms))
+    submissions.check_queue(worker.task for worker in new.batch.submissions)
+    batch = replace(new.batch, idempotency_key=key, body_hash=hashed)
+    outcome = await submissions.store.submit_batch(batch)
     if outcome.verdict is SubmitVerdict.KEY_REUSED:
         raise key_reused(str(key), outcome.task, PURPOSE)
     if outcome.verdict is SubmitVerdict.DUPLICATE:
-        return await _formed(call, parts, await _find(call, parts, outcome.task), is_new=False)
+        return _accepted(await _find(call, parts, outcome.task), parts, is_new=False)
     log.info("worker set accepted", task=new.workers.id, tenant=tenant)
-    return await _formed(call, parts, new.workers, is_new=True)
+    return _accepted(new.workers, parts, is_new=True)
 
 
 @resource.route("GET /worker-sets", "worker_sets_list", Scope.TASKS_READ, WorkerSetsView, "follower-stale")
@@ -347,15 +346,11 @@ def view(workers: WorkerSet, world: World) -> dict[str, Any]:
     }
 
 
-async def _formed(call: Call, parts: Parts, workers: WorkerSet, *, is_new: bool) -> Response:
-    """Have the leader form it. A repeated request does so again: an earlier one may have been cut off between
-    its two commits, and what is formed, or over, stays as it is."""
-    if workers.id not in parts.world.worker_sets:
-        await parts.requests.ask(workers.id, workers.tenant, "form", row_of(workers))
+def _accepted(workers: WorkerSet, parts: WorkerSetParts, *, is_new: bool) -> Response:
     headers = {"Location": f"/worker-sets/{workers.id}"}
     if not is_new:
         headers["Idempotency-Replayed"] = "true"
-    return answer(view(await _find(call, parts, workers.id), parts.world), 202, headers)
+    return answer(view(workers, parts.world), 202, headers)
 
 
 async def _find(call: Call, parts: Parts, set_id: str) -> WorkerSet:

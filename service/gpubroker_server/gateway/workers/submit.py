@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
+from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.submission import (
     WORKER_SET_VARIABLE,
     RunSpec,
@@ -24,7 +25,7 @@ from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults, 
 from gpubroker_server.gateway.submission.resources import Role
 from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, ProfileName, SubmitTask
-from gpubroker_server.ports.store import Submission
+from gpubroker_server.ports.store import BatchSubmission, Submission
 
 MAX_WORKERS = 256
 MOST_AT_ONCE = 1000
@@ -121,7 +122,7 @@ class SubmitWorkerSet(SubmitTask):
 
 class NewWorkerSet(NamedTuple):
     workers: WorkerSet
-    submissions: list[Submission]
+    batch: BatchSubmission
 
 
 def check_worker(body: SubmitWorkerSet) -> None:
@@ -221,9 +222,7 @@ async def new_worker_set(
     one = await submissions.with_object(submission_of(worker, spec))
     own_bytes = bytes_of(one.spec)
     others = (changed(one.task, id=id, queued_bytes=own_bytes) for id in ids[1:])
-    return NewWorkerSet(workers, [one, *(Submission(other, one.spec, like=one) for other in others)])
-
-
-def row_of(workers: WorkerSet) -> dict[str, Any]:
-    """Fields of the request that has the leader form it."""
-    return asdict(workers)
+    tasks = [one, *(Submission(other, one.spec, like=one) for other in others)]
+    fields = asdict(workers)
+    form = Request(submissions.ids.request(now), workers.id, task.tenant, "form", fields, Instant(now))
+    return NewWorkerSet(workers, BatchSubmission(tasks, answer=json.dumps(fields), requests=[form]))
