@@ -2,6 +2,7 @@
 
 import asyncio
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,9 @@ class FakeRunners:
         self.node = "a Ray node"
         self.host = "10.0.0.1"
         self.object_cache_bytes = 100
+        self.object_store_bytes = 100 * 2**20
+        self.session_directory = tempfile.gettempdir()
+        self.spill_directory = ""
         self.shared: list[bytes] = []
         """What the agent has put where runs read it."""
         self.made: list[Runner] = []

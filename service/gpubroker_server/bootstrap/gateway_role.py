@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from gpubroker_server.gateway.proxy.grpc_port import GrpcPort
 
 
+NODES_AT_ONCE = 20
+"""So many are taken into the history before requests have their turn."""
 FIRST_LOOK_SECONDS = 1.0
 """How long a start waits for model servers to list their models."""
 
@@ -135,6 +137,7 @@ class GatewayRole:
     def jobs(self) -> list[Job]:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
         jobs.append(("logs that are read", self._parts.log_readers.keep()))
+        jobs.append(("history of samples", self._keep_history()))
         if self._parts.residencies is not None:
             jobs.append(("use of models", self._parts.residencies.keep_reporting()))
             jobs.append(("models of inferences", QueuedModels(self._parts.residencies).keep()))
@@ -179,6 +182,13 @@ class GatewayRole:
                 await self._store.absent(self._name)
             if self._slots is not None:
                 await self._slots.drop()
+
+    async def _keep_history(self) -> None:
+        while True:
+            for taken, _ in enumerate(self._parts.history.follow(self._follower.world), 1):
+                if taken % NODES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            await asyncio.sleep(self._parts.rules.policy.sample_period_seconds)
 
     @property
     def url(self) -> str:

@@ -22,6 +22,7 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     NodeLost,
     NodeReport,
+    NodeSampled,
     NodesListed,
     Progressed,
     Report,
@@ -157,6 +158,8 @@ class Observer:
                         about_runs.append(report)
                 case Sampled():
                     self._world.measure(report.samples)
+                case NodeSampled():
+                    self._world.measure((), [report.sample])
                 case Gone():
                     after_gone |= {sample.device: sample for sample in report.samples}
                     about_runs.append(report)

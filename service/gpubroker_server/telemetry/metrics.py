@@ -32,6 +32,9 @@ from gpubroker_server.telemetry.durations import DurationCollector
 from gpubroker_server.telemetry.inferences import COUNTERS as OF_INFERENCES
 from gpubroker_server.telemetry.inferences import GAUGES as ABOUT_INFERENCES
 from gpubroker_server.telemetry.inferences import inference_metrics
+from gpubroker_server.telemetry.nodes import COUNTERS as COUNTED_ON_NODES
+from gpubroker_server.telemetry.nodes import GAUGES as OF_NODES
+from gpubroker_server.telemetry.nodes import node_samples
 
 _RELEASE = version("gpubroker-server")
 
@@ -51,11 +54,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Time since the submit of the oldest task that is queued.",
         ("band",),
     ),
-    "gpubroker_node_ready": (
-        "1 if the node's agent answers the leader, 0 if it is silent; absent without a known leader.",
-        ("hostname",),
-    ),
-    "gpubroker_node_gpu_faults": ("GPUs that the node's agent cannot use.", ("hostname",)),
+    **OF_NODES,
     "gpubroker_silent_nodes": (
         "Silent nodes that are not given up; absent without a known leader.",
         (),
@@ -115,6 +114,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
     "gpubroker_preemptions": ("Tasks and models that made room since this process started.", ("holder",)),
+    **COUNTED_ON_NODES,
     **OF_INFERENCES,
     "gpubroker_model_server_faults": (
         "Calls of a model server that were refused, broke off or timed out.",
@@ -236,6 +236,8 @@ class WorldCollector(Collector):
         yield _gauge("gpubroker_build_info", [((_RELEASE,), 1)])
         yield from _task_metrics(sources.world, sources.now())
         yield from _device_metrics(sources.world)
+        for name, samples in node_samples(sources.world, sources.now(), sources.policy.sample_period_seconds):
+            yield (_counter if name in COUNTERS else _gauge)(name, samples)
         yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
         yield from _tenant_metrics(sources)
         yield from _forecast_metrics(sources.world)

@@ -212,4 +212,4 @@ def _readings(world: World, policy: Policy, now: Instant) -> Iterator[Reading]:
             sample = None if ledger.is_stale(now, period) else ledger.sample
             yield Reading(key, None if sample is None else sample.utilization)
     for name, seen in world.node_samples.items():
-        yield Reading(name, seen.cpu if now - seen.at <= 3 * period else None)
+        yield Reading(name, None if seen.is_stale(now, period) else seen.cpu)

@@ -8,7 +8,7 @@ it has already started.
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.device import DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.task import StopReason
@@ -366,6 +366,13 @@ class Sampled:
     samples: tuple[DeviceSample, ...]
 
 
+@value
+class NodeSampled:
+    """The newest sample of the machine. Kept in memory; not an event."""
+
+    sample: NodeSample
+
+
 Report = (
     Started
     | Ready
@@ -381,6 +388,7 @@ Report = (
     | NodesListed
     | Heartbeat
     | Sampled
+    | NodeSampled
     | ServerIndex
     | ServerGone
     | ModelsInUse

@@ -20,6 +20,7 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     NodeLost,
     NodeReport,
+    NodeSampled,
     NodesListed,
     Progressed,
     Ready,
@@ -112,6 +113,7 @@ def apply_reports(
                 | NodesListed()
                 | Heartbeat()
                 | Sampled()
+                | NodeSampled()
                 | Progressed()
                 | Stacked()
                 | Logged()

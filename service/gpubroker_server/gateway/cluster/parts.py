@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
+from gpubroker_server.core.control.history import FleetHistory
 from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.world.world import World
@@ -34,6 +35,7 @@ class ClusterParts:
     servers: tuple[Server, ...]
     residencies: Residencies | None
     disk_full: Callable[[], str]
+    history: FleetHistory
 
     def idle_seconds(self) -> dict[str, float]:
         """How long each device (by key) and node (by name) has been idle that is."""

@@ -48,7 +48,12 @@ class RayRunners:
         about = _about(self.node)
         self.host = str(about["NodeManagerAddress"])
         """Where other nodes reach this one."""
-        self.object_cache_bytes = int(about["Resources"].get("object_store_memory", 0) * OBJECT_CACHE_SHARE)
+        self.object_store_bytes = int(about["Resources"].get("object_store_memory", 0))
+        self.object_cache_bytes = int(self.object_store_bytes * OBJECT_CACHE_SHARE)
+        context = ray.get_runtime_context()
+        self.session_directory = f"{context.get_temp_dir()}/{context.get_session_name()}"
+        self.spill_directory = f"{self.session_directory}/ray_spilled_objects_{self.node}"
+        """Where Ray puts objects for lack of memory, unless it is configured otherwise."""
 
     def make(self, *, shared: bool) -> tuple[str, Any]:
         """Name and handle of a new one, which may still be starting."""
