@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "array",
             "batch",
             "cancel",
+            "control",
             "cli",
             "idle",
             "run",

@@ -26,7 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "ad693f0c881a",
+    "agent-9": "10a7f741f66f",
     "runner-5": "159adbd1a83c",
     "runner-6": "2e9c7e7d9b10",
 }
@@ -71,7 +71,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "0d04ccacc2ae"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "4fc5d4fb205b"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "5f969b2c73e5"),
     ],
     ids=["driver and agent", "agent and run process"],

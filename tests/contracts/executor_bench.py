@@ -19,6 +19,7 @@ from gpubroker_server.core.domain.orders import (
     Heartbeat,
     NodeLost,
     NodeReport,
+    NodeSampled,
     Order,
     Report,
     RunId,
@@ -113,6 +114,7 @@ class Bench:
         self.heard: dict[RunId, list[Report | ObjectQuestion]] = {}
         self.nodes: list[NodeReport | NodeLost] = []
         self.samples: list[Sampled] = []
+        self.node_samples: list[NodeSampled] = []
         self.beats: list[float] = []
         """When each was heard, in seconds of the event loop."""
         self._news = asyncio.Event()
@@ -211,6 +213,8 @@ class Bench:
                         self.beats.append(asyncio.get_running_loop().time())
                     case Sampled():
                         self.samples.append(report)
+                    case NodeSampled():
+                        self.node_samples.append(report)
                     case _:
                         self.heard.setdefault((report.task, report.fence, report.rank), []).append(report)
             self._news.set()

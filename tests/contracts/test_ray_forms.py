@@ -19,7 +19,14 @@ from gpubroker_server.adapters.ray.agent.runner_process import describe
 from gpubroker_server.adapters.ray.driver.reports import ReportReader
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import unpack
-from gpubroker_server.core.domain.device import DeviceSample, DiskSample, GpuHealth, Node, NodeSample, StoreSample
+from gpubroker_server.core.domain.device import (
+    DeviceSample,
+    DiskSample,
+    GpuHealth,
+    Node,
+    NodeSample,
+    StoreSample,
+)
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -66,8 +73,8 @@ SAMPLE = (DeviceSample(DeviceKey("c/n1/GPU-a"), AT, Mib(5), Mib(1), {"t:3": Mib(
 
 NODE_SAMPLED = NodeSampled(
     NodeSample(
-        N, AT, 0.5, Mib(100), Mib(60), 0.25, (DiskSample("/", 1000, 400),), 7, 8, StoreSample(Mib(64), Mib(3)),
-        {"GPU-a": GpuHealth(300.5, 54, 1980, 2619, 0, 79)},
+        N, AT, 0.5, Mib(100), Mib(60), 0.25, (DiskSample("/", 1000, 400),), 7, 8,
+        StoreSample(Mib(64), Mib(3)), {"GPU-a": GpuHealth(300.5, 54, 1980, 2619, 0, 79)},
     )
 )  # fmt: skip
 

@@ -66,7 +66,9 @@ async def until(leader: Leader, true: Callable[[NodeSample], bool]) -> NodeSampl
 async def test_the_machine_is_measured(
     runners: FakeRunners, open_leader: OpenLeader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (pressure := tmp_path / "memory").write_text("some avg10=12.50 avg60=0.00 avg300=0.00 total=9\nfull ...\n")
+    (pressure := tmp_path / "memory").write_text(
+        "some avg10=12.50 avg60=0.00 avg300=0.00 total=9\nfull ...\n"
+    )
     monkeypatch.setattr(host_meter, "PRESSURE", pressure)
     (Path(runners.spill_directory) / "objects").write_bytes(bytes(3 * MIB))
     leader = open_leader(watched_directories=(str(tmp_path),))
@@ -99,20 +101,37 @@ async def test_network_bytes_are_counted_without_loopback(
 
 
 @pytest.mark.parametrize("text", ["", "some avg10=high", None])
-async def test_what_the_kernel_or_ray_does_not_say_is_none(
-    runners: FakeRunners, open_leader: OpenLeader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+async def test_what_the_kernel_does_not_say_is_none(
+    runners: FakeRunners,
+    open_leader: OpenLeader,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
 ) -> None:
     monkeypatch.setattr(host_meter, "PRESSURE", tmp_path / "memory")
     if text is not None:
         (tmp_path / "memory").write_text(text)
-    runners.spill_directory = str(tmp_path / "elsewhere")
+    (Path(runners.spill_directory) / "deleted meanwhile").symlink_to("nothing")
     leader = open_leader()
     await leader.announce()
     sample = await next_node_sample(leader)
-    assert (sample.memory_pressure, sample.store) == (None, StoreSample(100, None))
+    assert (sample.memory_pressure, sample.store) == (None, StoreSample(100, 0))
 
 
-async def test_without_an_object_store_nothing_is_said_of_it(runners: FakeRunners, open_leader: OpenLeader) -> None:
+@pytest.mark.parametrize(("path", "spilled_mb"), [("not yet made", 0), ("a file", None)])
+async def test_spilled_objects_are_none_that_are_known_or_not_known(
+    runners: FakeRunners, open_leader: OpenLeader, tmp_path: Path, path: str, spilled_mb: int | None
+) -> None:
+    (tmp_path / "a file").touch()
+    runners.spill_directory = str(tmp_path / path)
+    leader = open_leader()
+    await leader.announce()
+    assert (await next_node_sample(leader)).store == StoreSample(100, spilled_mb)
+
+
+async def test_without_an_object_store_nothing_is_said_of_it(
+    runners: FakeRunners, open_leader: OpenLeader
+) -> None:
     runners.object_store_bytes = 0
     leader = open_leader()
     await leader.announce()

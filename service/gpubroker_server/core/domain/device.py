@@ -148,7 +148,8 @@ class StoreSample(NamedTuple):
 
     total_mb: Mib
     spilled_mb: Mib | None
-    """Written to disk for lack of room, and not deleted yet; None if it cannot be read."""
+    """Written to disk below Ray's session for lack of room, and not deleted yet; None if that does not
+    answer."""
 
 
 class GpuHealth(NamedTuple):

@@ -24,7 +24,7 @@ class HistoryView(TypedDict):
     values: Annotated[
         dict[str, list[float | None]],
         Field(
-            description="Of a GPU `utilization` (0 to 1), `used_mb`, `power_watts` and `temperature_celsius`; "
+            description="Of a GPU `utilization` (0 to 1), `used_mb`, `power_watts`, `temperature_celsius`; "
             "of a node `cpu` and `disk` (0 to 1) and `memory_used_mb`. What was never measured is left out."
         ),
     ]

@@ -1,6 +1,7 @@
 """Measures the machine of a node besides its GPUs: CPUs, memory, disks, network, Ray's object store."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ from gpubroker_server.core.domain.device import GpuHealth
 log = structlog.get_logger("gpubroker.agent")
 
 ANSWER_SECONDS = 0.5
-"""A sample waits no longer for a file system. It then goes without it, and it is not asked again before it has
+"""A sample waits no longer for a file system. It then goes without it, and asks it again once it has
 answered."""
 MIB = 2**20
 PRESSURE = Path("/proc/pressure/memory")
@@ -102,13 +103,12 @@ def _room(path: str) -> tuple[int, int]:
 
 
 def _total_mb(path: str) -> tuple[int]:
-    """Of the files in a directory; it may be that Ray deletes some meanwhile."""
+    """Of the files in a directory, which Ray makes at its first spill. It may delete files meanwhile."""
     total_bytes = 0
-    for name in os.listdir(path):
-        try:
-            total_bytes += os.stat(os.path.join(path, name)).st_size
-        except FileNotFoundError:
-            continue
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            with contextlib.suppress(FileNotFoundError):
+                total_bytes += os.stat(os.path.join(path, name)).st_size
     return (total_bytes // MIB,)
 
 
