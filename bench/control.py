@@ -1,8 +1,8 @@
 """What measuring a fleet costs: CPU of a node's agent, and memory and time of an hour of history.
 
-The agent is the real one on real Ray, with simulated GPUs and without work; its CPU time is that of its process,
-divided by the clock's. `host_sample_ms` is CPU time of one measurement of the machine without its GPUs. The
-history is that of a simulated fleet whose every value was measured for an hour.
+The agent is the real one on real Ray, with simulated GPUs and without work; its CPU time is that of its
+process, divided by the clock's. `host_sample_ms` is CPU time of one measurement of the machine without its
+GPUs. The history is that of a simulated fleet; its memory is taken at the first value of each kind.
 """
 
 import asyncio

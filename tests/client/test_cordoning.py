@@ -101,7 +101,10 @@ async def test_the_sdk_asks_for_one_node_and_for_more_of_the_past() -> None:
     [
         (None, []),
         ({"stale": True}, []),
-        ({"cpu": 0.5, "memory_total_mb": 100, "memory_available_mb": 40, "disks": [], "stale": False}, ["50%", "60%"]),
+        (
+            {"cpu": 0.5, "memory_total_mb": 100, "memory_available_mb": 40, "disks": [], "stale": False},
+            ["50%", "60%"],
+        ),
         (
             {
                 "cpu": 0.5, "memory_total_mb": 0, "memory_available_mb": 0, "stale": False,

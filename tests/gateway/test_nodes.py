@@ -31,7 +31,9 @@ async def test_a_node_shows_what_is_held_and_what_is_measured(gateway: Gateway, 
         await gateway.admit(task)
     measure(gateway)
     [node] = (await api.get("/nodes")).json()["items"]
-    assert node["gpu_mb"] == {"total": 80 * GIB, "used": 10 * GIB, "free": 68 * GIB}, "2 GiB are in use unasked"
+    assert node["gpu_mb"] == {"total": 80 * GIB, "used": 10 * GIB, "free": 68 * GIB}, (
+        "2 GiB are in use unasked"
+    )
     about = {"kind": "run", "tenant": "default"}
     assert node["holders"] == [
         {"id": gpu_task, "name": "gpu", "gpus": 1, "gpu_mb": 10 * GIB, **about},
@@ -59,7 +61,9 @@ async def test_holders_of_other_tenants_have_no_names(gateway: Gateway, api: Cli
     other = await gateway.client("other", "cluster:read", tenant="acme")
     for path in ("/nodes", "/gpus"):
         [item] = (await other.get(path)).json()["items"]
-        assert [(one["id"], one["name"], one["tenant"]) for one in item["holders"]] == [(None, None, "default")]
+        assert [(one["id"], one["name"], one["tenant"]) for one in item["holders"]] == [
+            (None, None, "default")
+        ]
 
 
 async def test_one_node_is_shown_with_its_devices(gateway: Gateway, api: Client) -> None:
@@ -90,7 +94,9 @@ async def test_a_node_that_was_never_measured_says_so(api: Client) -> None:
 @pytest.mark.parametrize(
     ("query", "points"), [("", 30), ("?history=0", 0), ("?history=1h", 360), ("?history=90s", 9)]
 )
-async def test_the_history_is_as_long_as_asked_for(gateway: Gateway, api: Client, query: str, points: int) -> None:
+async def test_the_history_is_as_long_as_asked_for(
+    gateway: Gateway, api: Client, query: str, points: int
+) -> None:
     measure(gateway, 0.25)
     gateway.clock.advance(2 * STEP_SECONDS)
     measure(gateway, 0.5)
@@ -103,7 +109,12 @@ async def test_the_history_is_as_long_as_asked_for(gateway: Gateway, api: Client
         assert len(values) == points
         assert [value for value in values if value is not None] == [0.25, 0.5][: 2 if points else 0]
         assert values[-1:] == [0.5][:points]
-    assert sorted(gpu["history"]["values"]) == ["power_watts", "temperature_celsius", "used_mb", "utilization"]
+    assert sorted(gpu["history"]["values"]) == [
+        "power_watts",
+        "temperature_celsius",
+        "used_mb",
+        "utilization",
+    ]
     assert sorted(node["history"]["values"]) == ["cpu", "disk", "memory_used_mb"]
 
 

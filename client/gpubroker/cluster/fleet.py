@@ -93,7 +93,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. `cpu`, `memory_mb`, `gpu_mb` and `runs` say what is held of the total. `agent` has the node
+    """One machine. `cpu`, `memory_mb`, `gpu_mb` and `runs` say what is held of the total. `agent` has the
     agent's `release`, whether it is `outdated`, a `message` if something has to be done, and `gpu_faults`:
     GPUs that it cannot use, and why."""
 
