@@ -18,7 +18,6 @@ BENCHMARKS: dict[str, ModuleType] = {
             "array",
             "batch",
             "cancel",
-            "control",
             "cli",
             "idle",
             "run",
@@ -30,8 +29,20 @@ BENCHMARKS: dict[str, ModuleType] = {
             "queues",
             "restart",
             "soak",
+            "worker_call",
         ),
-        *("openb", "plan", "evict", "turns", "churn", "simulate", "proxy", "inferences"),
+        *(
+            "openb",
+            "plan",
+            "evict",
+            "turns",
+            "churn",
+            "simulate",
+            "control",
+            "samples",
+            "proxy",
+            "inferences",
+        ),
     )
 }
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpubroker.admin import Detection, Queue, Released, Token
     from gpubroker.broker import AsyncBroker, Broker
-    from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Tenant
+    from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Target, Tenant
     from gpubroker.cluster.plan import FleetPlan
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
+        CallFailed,
         ItemFailed,
         ModelUnavailable,
         Refused,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from gpubroker.tasks.explanation import Explanation, Simulation
     from gpubroker.tasks.submission import Submission
     from gpubroker.tasks.task import Event, Outcome, Quarantined, Stack, Task, TaskState
+    from gpubroker.tasks.worker_set_api import WorkerSet
     from gpubroker.transport.decoding import Page
 
 __version__ = "0.3.0.dev0"
@@ -47,11 +49,12 @@ __version__ = "0.3.0.dev0"
 _NAMES = {
     "admin": ("Detection", "Queue", "Released", "Token"),
     "broker": ("AsyncBroker", "Broker"),
-    "cluster.fleet": ("AutoscalingDemand", "Gpu", "Node", "Policy", "Profile", "Stats", "Tenant"),
+    "cluster.fleet": ("AutoscalingDemand", "Gpu", "Node", "Policy", "Profile", "Stats", "Target", "Tenant"),
     "cluster.plan": ("FleetPlan",),
     "decorators": ("inference", "task"),
     "errors": (
         "BrokerError",
+        "CallFailed",
         "ItemFailed",
         "ModelUnavailable",
         "Refused",
@@ -71,6 +74,7 @@ _NAMES = {
     "tasks.explanation": ("Explanation", "Simulation"),
     "tasks.submission": ("Submission",),
     "tasks.task": ("Event", "Outcome", "Quarantined", "Stack", "Task", "TaskState"),
+    "tasks.worker_set_api": ("WorkerSet",),
     "transport.decoding": ("Page",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
@@ -83,6 +87,7 @@ __all__ = [
     "AutoscalingDemand",
     "Broker",
     "BrokerError",
+    "CallFailed",
     "CheckpointTooLarge",
     "Detection",
     "Estimate",
@@ -117,6 +122,7 @@ __all__ = [
     "Stopped",
     "StoredObject",
     "Submission",
+    "Target",
     "Task",
     "TaskCancelled",
     "TaskExpired",
@@ -126,6 +132,7 @@ __all__ = [
     "Token",
     "Unreachable",
     "WaitTimeout",
+    "WorkerSet",
     "WrongArgument",
     "current_task",
     "inference",

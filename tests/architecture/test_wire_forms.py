@@ -26,9 +26,9 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "10a7f741f66f",
+    "agent-9": "99efbd1bfa13",
     "runner-5": "159adbd1a83c",
-    "runner-6": "2e9c7e7d9b10",
+    "runner-6": "bd3f1abdb241",
 }
 FIRST_RELEASED = {"agent": 8, "runner": 5}
 """No release speaks an earlier form, so none is read."""
@@ -71,8 +71,8 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "4fc5d4fb205b"),
-        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "5f969b2c73e5"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "5bb0ac615eac"),
+        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "69cdf664f028"),
     ],
     ids=["driver and agent", "agent and run process"],
 )

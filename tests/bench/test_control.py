@@ -1,23 +1,18 @@
-"""What measuring costs: the short form of `python -m bench control`."""
+"""`python -m bench control` judges the controller, and looks at a fleet."""
 
-import pytest
+from argparse import ArgumentParser
 
-from bench.control import agent_cores, history, host_sample_seconds
-
-ONE_PERCENT = 0.01
-PERIOD_SECONDS = 2.0
+from bench import control
 
 
-def test_a_machine_is_measured_in_a_hundredth_of_a_core() -> None:
-    assert 0 < host_sample_seconds(20) < ONE_PERCENT * PERIOD_SECONDS
-
-
-def test_an_hour_of_a_fleet_is_kept_in_bounded_memory() -> None:
-    kept_mb, pass_seconds = history(10, 8)
-    assert 0 < kept_mb * 100 < 80, "of 1,000 nodes with 8 GPUs each"
-    assert pass_seconds < 1.0
-
-
-@pytest.mark.evidence
-def test_an_agent_at_rest_with_eight_gpus_takes_a_hundredth_of_a_core() -> None:
-    assert agent_cores(8, 60.0) < ONE_PERCENT
+def test_it_measures_each_load_and_a_look() -> None:
+    parser = ArgumentParser()
+    control.add_options(parser)
+    figures = {
+        one.figure: one.value
+        for one in control.measure(parser.parse_args(["--nodes", "3", "--looks", "3", "--seeds", "1"]))
+    }
+    assert figures["control.falling.overshoot"] == 0.0
+    assert 0.0 < figures["control.falling.settle_s"] < 300.0
+    assert figures["control.look_ms"] > 0.0
+    assert len(figures) == 11

@@ -8,7 +8,7 @@ from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.device import NodeSample
 from gpubroker_server.core.domain.lease import LeaseState
-from gpubroker_server.core.domain.orders import Gone, NodeSampled, Stacked, StackOrder
+from gpubroker_server.core.domain.orders import Gone, Stacked, StackOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, MonotonicSeconds, NodeName, TaskId
 from gpubroker_server.core.lifecycle.change_requests import STACK_SECONDS
@@ -67,5 +67,5 @@ async def test_the_newest_sample_of_a_machine_is_in_the_world(tmp_path: Path) ->
     rules = InventoryRules("test", Mib(0))
     observer = Observer(world, Policy(), blobs, rules, 65536, {}, lambda: MonotonicSeconds(NOW))
     first, second = (NodeSample(NodeName("n1"), Instant(NOW + n), 0.5, Mib(9), Mib(4)) for n in range(2))
-    assert await observer.on_reports([NodeSampled(first), NodeSampled(second)], NOW) == []
+    assert await observer.on_reports([first, second], NOW) == []
     assert world.node_samples == {"n1": second}

@@ -55,8 +55,8 @@ class ExecutorSuite:
         assert GPU in {sample.device for sample in samples[0].samples}
         assert bench.executor.status()["state"] == "connected"
         [machine, *_] = await bench.until(lambda: bench.node_samples)
-        assert machine.sample.node == seen.node.name
-        assert 0 < machine.sample.memory_available_mb <= machine.sample.memory_total_mb
+        assert machine.node == seen.node.name
+        assert 0 < machine.memory_available_mb <= machine.memory_total_mb
 
     async def test_devices_are_measured_when_the_leader_asks(self, bench: Bench) -> None:
         node = (await bench.node()).node.name

@@ -9,6 +9,7 @@ from typing import Any
 
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import PROTOCOL, Report, RunOrder
+from gpubroker_server.adapters.ray.agent.host_meter import RaySession
 from gpubroker_server.adapters.ray.agent.node_agent import NodeAgent
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import WatchedProcess, process_id
@@ -123,9 +124,7 @@ class FakeRunners:
         self.node = "a Ray node"
         self.host = "10.0.0.1"
         self.object_cache_bytes = 100
-        self.object_store_bytes = 100 * 2**20
-        self.session_directory = tempfile.gettempdir()
-        self.spill_directory = ""
+        self.session = RaySession(tempfile.gettempdir(), "", 100 * 2**20)
         self.shared: list[bytes] = []
         """What the agent has put where runs read it."""
         self.made: list[Runner] = []

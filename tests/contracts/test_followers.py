@@ -39,7 +39,7 @@ MANY = 1500
 
 NODE_SAMPLE = NodeSample(
     NodeName("n1"), Instant(1.0), 0.5, Mib(100), Mib(60), 0.25, (DiskSample("/", 1000, 400),), 7, 8,
-    StoreSample(Mib(64), None), {"GPU-a": GpuHealth(300.5, 54.0, 1980, 2619, 0)},
+    StoreSample(64, None), {"GPU-a": GpuHealth(300.5, 54.0, 1980, 2619, 0)},
 )  # fmt: skip
 
 

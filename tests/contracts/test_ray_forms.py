@@ -36,10 +36,10 @@ from gpubroker_server.core.domain.orders import (
     Heartbeat,
     ItemResult,
     ItemsReported,
+    Loaded,
     Logged,
     NodeLost,
     NodeReport,
-    NodeSampled,
     Progressed,
     Ready,
     ReportedDevice,
@@ -71,11 +71,9 @@ T, F, N, AT = TaskId("t"), Fence(3), NodeName("n1"), Instant(1000.0)
 OF_RUN = T, F, AT
 SAMPLE = (DeviceSample(DeviceKey("c/n1/GPU-a"), AT, Mib(5), Mib(1), {"t:3": Mib(4)}, 0.5),)
 
-NODE_SAMPLED = NodeSampled(
-    NodeSample(
-        N, AT, 0.5, Mib(100), Mib(60), 0.25, (DiskSample("/", 1000, 400),), 7, 8,
-        StoreSample(Mib(64), Mib(3)), {"GPU-a": GpuHealth(300.5, 54, 1980, 2619, 0, 79)},
-    )
+NODE_SAMPLED = NodeSample(
+    N, AT, 0.5, Mib(100), Mib(60), 0.25, (DiskSample("/", 1000, 400),), 7, 8, StoreSample(64, 3),
+    {"GPU-a": GpuHealth(300.5, 54, 1980, 2619, 0, 79)},
 )  # fmt: skip
 
 
@@ -127,7 +125,7 @@ def test_reports_are_read(agent: int) -> None:
         Ready(*OF_RUN, "10.0.0.1:4711", 1),
         Progressed(*OF_RUN, 0.5, "half", 1),
         Checkpointed(*OF_RUN, 7, "abc", b"state", None, 1),
-        *([OF_ITEMS] if agent > 8 else []),
+        *([Loaded(*OF_RUN, 2, 5, 40.0, 1), OF_ITEMS] if agent > 8 else []),
         Ended(*OF_RUN, Ending.FAILED, None, "json", Failure("exception", "no", "Trace"), b"log", 1),
         Gone(*OF_RUN, "process_absent", SAMPLE, 1),
         Sampled(N, AT, SAMPLE),

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from gpubroker_server.adapters.ray.agent import host_meter
+from gpubroker_server.adapters.ray.agent.host_meter import RaySession
 from gpubroker_server.core.domain.device import DiskSample, NodeSample, StoreSample
 from structlog.testing import capture_logs
 
@@ -25,7 +26,7 @@ def open_leader(runners: FakeRunners, tmp_path: Path) -> OpenLeader:
     """Of an agent that samples often; its Ray keeps its session in a directory of its own."""
     session = tmp_path / "session"
     (session / "spilled").mkdir(parents=True)
-    runners.session_directory, runners.spill_directory = str(session), str(session / "spilled")
+    runners.session = RaySession(str(session), str(session / "spilled"), 100 * MIB)
     return partial(a_leader, runners, tmp_path, sample_period_seconds=0.05)
 
 
@@ -70,7 +71,7 @@ async def test_the_machine_is_measured(
         "some avg10=12.50 avg60=0.00 avg300=0.00 total=9\nfull ...\n"
     )
     monkeypatch.setattr(host_meter, "PRESSURE", pressure)
-    (Path(runners.spill_directory) / "objects").write_bytes(bytes(3 * MIB))
+    (Path(runners.session.spill_directory) / "objects").write_bytes(bytes(3 * MIB))
     leader = open_leader(watched_directories=(str(tmp_path),))
     await leader.announce()
     sample = await next_node_sample(leader)
@@ -78,7 +79,7 @@ async def test_the_machine_is_measured(
     assert 0 < sample.memory_available_mb < sample.memory_total_mb
     assert 0 <= sample.cpu <= 1
     assert sample.memory_pressure == 0.125
-    assert paths(sample) == [runners.session_directory, str(tmp_path)]
+    assert paths(sample) == [runners.session.directory, str(tmp_path)]
     room = os.statvfs(tmp_path)
     assert {disk.total_bytes for disk in sample.disks} == {room.f_blocks * room.f_frsize}
     assert all(0 < disk.free_bytes < disk.total_bytes for disk in sample.disks)
@@ -111,7 +112,7 @@ async def test_what_the_kernel_does_not_say_is_none(
     monkeypatch.setattr(host_meter, "PRESSURE", tmp_path / "memory")
     if text is not None:
         (tmp_path / "memory").write_text(text)
-    (Path(runners.spill_directory) / "deleted meanwhile").symlink_to("nothing")
+    (Path(runners.session.spill_directory) / "deleted meanwhile").symlink_to("nothing")
     leader = open_leader()
     await leader.announce()
     sample = await next_node_sample(leader)
@@ -123,7 +124,7 @@ async def test_spilled_objects_are_none_that_are_known_or_not_known(
     runners: FakeRunners, open_leader: OpenLeader, tmp_path: Path, path: str, spilled_mb: int | None
 ) -> None:
     (tmp_path / "a file").touch()
-    runners.spill_directory = str(tmp_path / path)
+    runners.session = runners.session._replace(spill_directory=str(tmp_path / path))
     leader = open_leader()
     await leader.announce()
     assert (await next_node_sample(leader)).store == StoreSample(100, spilled_mb)
@@ -132,7 +133,7 @@ async def test_spilled_objects_are_none_that_are_known_or_not_known(
 async def test_without_an_object_store_nothing_is_said_of_it(
     runners: FakeRunners, open_leader: OpenLeader
 ) -> None:
-    runners.object_store_bytes = 0
+    runners.session = runners.session._replace(object_store_bytes=0)
     leader = open_leader()
     await leader.announce()
     assert (await next_node_sample(leader)).store is None
@@ -144,14 +145,14 @@ async def test_a_mount_that_hangs_is_left_out_and_costs_one_thread_until_it_answ
     leader = open_leader(watched_directories=(hung.path,))
     with capture_logs() as logs:
         await leader.announce()
-        await until(leader, lambda sample: paths(sample) == [runners.session_directory])
+        await until(leader, lambda sample: paths(sample) == [runners.session.directory])
         assert hung.asked.is_set()
         threads = set(threading.enumerate())
         for _ in range(5):
-            assert paths(await next_node_sample(leader)) == [runners.session_directory]
+            assert paths(await next_node_sample(leader)) == [runners.session.directory]
         assert set(threading.enumerate()) <= threads
         hung.answers.set()
-        await until(leader, lambda sample: paths(sample) == [runners.session_directory, hung.path])
+        await until(leader, lambda sample: paths(sample) == [runners.session.directory, hung.path])
     told = [(line["path"], line["fault"]) for line in logs if "path" in line]
     assert told == [(hung.path, "it does not answer")]
 
@@ -176,7 +177,7 @@ async def test_a_directory_that_is_missing_is_left_out_and_named_once(
     with capture_logs() as logs:
         await leader.announce()
         for _ in range(3):
-            assert paths(await next_node_sample(leader)) == [runners.session_directory]
+            assert paths(await next_node_sample(leader)) == [runners.session.directory]
     assert [(line["path"], line["fault"]) for line in logs if "path" in line] == [
         (str(later), "No such file or directory")
     ]

@@ -18,7 +18,7 @@ MIB = 2**20
 def main(folder: str) -> None:
     ray.init(object_store_memory=80 * MIB, num_cpus=1, include_dashboard=False, log_to_driver=False)
     runners = RayRunners(an_agent_config(Path(folder)))
-    meter = HostMeter([], runners.spill_directory, runners.object_store_bytes)
+    meter = HostMeter(runners.session, ())
 
     def measured() -> tuple[int, int]:
         store: tuple[int, int] = asyncio.run(meter.report({}))[9]

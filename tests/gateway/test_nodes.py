@@ -17,7 +17,7 @@ def measure(gateway: Gateway, cpu: float = 0.25, **fields: Any) -> None:
     now = gateway.clock.now()
     disks = (DiskSample("/", 1000 * 2**20, 250 * 2**20),)
     about: dict[str, Any] = {"memory_pressure": 0.5, "disks": disks, "received_bytes": 7, "sent_bytes": 8}
-    about |= {"store": StoreSample(Mib(64), Mib(3)), "gpus": {"gpu0": HEALTH}, **fields}
+    about |= {"store": StoreSample(64, 3), "gpus": {"gpu0": HEALTH}, **fields}
     sample = NodeSample(NodeName("n1"), now, cpu, Mib(1000), Mib(400), **about)
     gateway.world.measure([a_sample("gpu0", now, utilization=cpu, used_mb=2 * GIB)], [sample])
     for _ in gateway.parts.history.follow(gateway.world):

@@ -8,7 +8,7 @@ from gpubroker.runtime.messages import Report
 from gpubroker_server.adapters.ray.driver.reports import ReportReader
 from gpubroker_server.adapters.ray.wire import write_reports
 from gpubroker_server.core.domain.device import DeviceSample, NodeSample
-from gpubroker_server.core.domain.orders import Gone, NodeReport, NodeSampled, Sampled
+from gpubroker_server.core.domain.orders import Gone, NodeReport, Sampled
 
 from tests.builders import NOW
 from tests.contracts.fake_runners import Leader
@@ -60,5 +60,5 @@ async def next_node_sample(leader: Leader) -> NodeSample:
     while (report := await leader.receive("node_sampled"))[1] < called_at:
         leader.received.remove(report)
     read = core_report(report)
-    assert isinstance(read, NodeSampled)
-    return read.sample
+    assert isinstance(read, NodeSample)
+    return read

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Tenant
+from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Target, Tenant
 from gpubroker.cluster.plan import FleetPlan
 from gpubroker.tasks.task import Quarantined
 from gpubroker.transport.decoding import Page, decode, page_of
@@ -13,12 +13,12 @@ from gpubroker.transport.operations import Operations, operation, path_part, wit
 
 class ClusterApi(Operations):
     @operation
-    def gpus(self, *, history: str | None = None) -> Steps[Page[Gpu]]:
-        """All devices, with what is leased, used and free on each.
+    def gpus(self, *, idle: bool | None = None, history: str | None = None) -> Steps[Page[Gpu]]:
+        """All devices, with what is leased, used and free on each; or those that are idle, or are not.
 
         `history`: how much of the past to show, such as `1h`, which is the most; the default is `5m`.
         """
-        return page_of(Gpu, (yield from self._ask("GET", "/gpus", history=history)))
+        return page_of(Gpu, (yield from self._ask("GET", "/gpus", idle=idle, history=history)))
 
     @operation
     def nodes(self, *, history: str | None = None) -> Steps[Page[Node]]:
@@ -58,6 +58,12 @@ class ClusterApi(Operations):
             "GET", "/autoscaling/demand", pool=pool, kind=kind, waited_seconds=waited_seconds
         )
         return decode(AutoscalingDemand, found)
+
+    @operation
+    def targets(self) -> Steps[Page[Target]]:
+        """The targets of the fleet and its parts, and how they fare; `raw` also says what keeps new work
+        out (`backpressure`)."""
+        return page_of(Target, (yield from self._ask("GET", "/targets")))
 
     @operation
     def policy(self) -> Steps[Policy]:

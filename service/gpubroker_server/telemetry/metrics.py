@@ -54,11 +54,9 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Time since the submit of the oldest task that is queued.",
         ("band",),
     ),
+    "gpubroker_workers": ("Workers of sets: `wanted`, and those that are `running`.", ("state",)),
     **OF_NODES,
-    "gpubroker_silent_nodes": (
-        "Silent nodes that are not given up; absent without a known leader.",
-        (),
-    ),
+    "gpubroker_silent_nodes": ("Silent nodes that are not given up; absent without a known leader.", ()),
     "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
     "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
     "gpubroker_gpu_memory_leased_bytes": ("Memory that is leased.", _GPU),
@@ -318,6 +316,9 @@ def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
         "Queued": waiting.total(),
     }
     yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])
+    sets = world.worker_sets.values()
+    workers = {"wanted": sum(it.count for it in sets), "running": sum(len(it.joined) for it in sets)}
+    yield _gauge("gpubroker_workers", [((state,), count) for state, count in workers.items()])
     ages = [((band,), max(0.0, now - since)) for band, since in oldest.items()]
     yield _gauge("gpubroker_pending_oldest_seconds", ages)
     preempted = [((holder,), world.preempted[holder]) for holder in ("task", "model")]
@@ -377,7 +378,9 @@ def _device_metrics(world: World) -> Iterator[Metric]:
     yield per_device("gpubroker_gpu_memory_overused_bytes", lambda b: (b.held_mb() - b.leased_mb()) * _MIB)
     yield per_device("gpubroker_gpu_memory_foreign_bytes", lambda b: (b.foreign_mb + b.unexplained_mb) * _MIB)
     yield per_device("gpubroker_gpu_memory_free_bytes", lambda b: max(0, b.free_mb()) * _MIB)
-    yield per_device("gpubroker_gpu_utilization_ratio", _utilization)
+    yield per_device(
+        "gpubroker_gpu_utilization_ratio", lambda b: None if b.sample is None else b.sample.utilization
+    )
 
 
 def _fragmentation_metrics(
@@ -394,7 +397,3 @@ def _fragmentation_metrics(
 def _quarantined_mb(ledger: DeviceLedger) -> int:
     leases = (holding.lease for holding in ledger.holdings.values())
     return sum(lease.mb for lease in leases if lease.state is LeaseState.QUARANTINED)
-
-
-def _utilization(ledger: DeviceLedger) -> float | None:
-    return None if ledger.sample is None else ledger.sample.utilization

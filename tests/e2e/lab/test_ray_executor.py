@@ -18,9 +18,9 @@ class TestRayExecutor(ExecutorSuite):
         self, bench: Bench
     ) -> None:
         [machine, *_] = await bench.until(lambda: bench.node_samples)
-        [session] = machine.sample.disks
+        [session] = machine.disks
         assert "/session_" in session.path
         assert 0 < session.free_bytes < session.total_bytes
-        assert machine.sample.store is not None
-        assert machine.sample.store.total_mb > 0
-        assert machine.sample.store.spilled_mb == 0
+        assert machine.store is not None
+        assert machine.store.total_mb > 0
+        assert machine.store.spilled_mb == 0

@@ -20,7 +20,6 @@ from gpubroker_server.core.domain.orders import (
     Logged,
     LogName,
     NodeReport,
-    NodeSampled,
     Order,
     Ready,
     Report,
@@ -317,7 +316,7 @@ class WaitingExecutor:
         now, node = self._clock.now(), self._node
         self._report(Sampled(NodeName(node.name), now, self._samples(self._used)))
         busy, memory_mb = min(1.0, len(self._runs) / node.max_runs), Mib(node.memory_mb)
-        self._report(NodeSampled(NodeSample(NodeName(node.name), now, busy, memory_mb, memory_mb)))
+        self._report(NodeSample(NodeName(node.name), now, busy, memory_mb, memory_mb))
 
     async def _beat(self) -> None:
         while True:

@@ -146,8 +146,8 @@ class DiskSample(NamedTuple):
 class StoreSample(NamedTuple):
     """Ray's object store on a node. How much of it is in use, Ray tells no process of another program."""
 
-    total_mb: Mib
-    spilled_mb: Mib | None
+    total_mb: int
+    spilled_mb: int | None
     """Written to disk below Ray's session for lack of room, and not deleted yet; None if that does not
     answer."""
 
@@ -167,6 +167,8 @@ class GpuHealth(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeSample:
+    """The machine of a node; a report of its agent, which is kept in memory and is no event."""
+
     node: NodeName
     at: Instant
     cpu: float
@@ -187,11 +189,6 @@ class NodeSample:
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
         """As the sample of a device is: it is older than three periods."""
         return now - self.at > 3 * period_seconds
-
-    @property
-    def memory_share(self) -> float:
-        """In use: 0 to 1."""
-        return 1.0 - self.memory_available_mb / self.memory_total_mb if self.memory_total_mb else 0.0
 
     @property
     def disk_share(self) -> float | None:

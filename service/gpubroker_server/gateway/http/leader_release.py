@@ -16,6 +16,7 @@ class Since(NamedTuple):
 
 
 _PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and drain of nodes")
+_WORKERS = Since("0.3.0", "a worker set")
 
 KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "array": Since("0.3.0", "arrays"),
@@ -27,6 +28,9 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "cordon": _CORDON,
     "drain": _CORDON,
     "uncordon": _CORDON,
+    "form": _WORKERS,
+    "scale": _WORKERS,
+    "signal": _WORKERS,
 }
 """What an earlier leader ignores or does wrong. By `Request.what`, or a word of our own."""
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import structlog
@@ -59,12 +60,23 @@ class FileQuestion:
             log.warning("a directory cannot be measured", path=self._path, fault=fault)
 
 
+class RaySession(NamedTuple):
+    """Of the Ray of a node."""
+
+    directory: str
+    spill_directory: str
+    """Where it puts objects for lack of memory, unless it is configured otherwise."""
+    object_store_bytes: int
+    """0: it has none, or it is unknown."""
+
+
 class HostMeter:
-    def __init__(self, directories: Iterable[str], spill_directory: str, object_store_bytes: int) -> None:
-        """`directories`: the ones whose file systems are measured. `object_store_bytes`: 0: it is unknown."""
-        self._disks = {path: FileQuestion(path, _room) for path in dict.fromkeys(directories)}
-        self._spill = FileQuestion(spill_directory, _total_mb)
-        self._store_mb = object_store_bytes // MIB
+    def __init__(self, session: RaySession, directories: Iterable[str]) -> None:
+        """`directories`: whose file systems are measured besides the session's."""
+        paths = dict.fromkeys((session.directory, *directories))
+        self._disks = {path: FileQuestion(path, _room) for path in paths}
+        self._spill = FileQuestion(session.spill_directory, _total_mb)
+        self._store_mb = session.object_store_bytes // MIB
         psutil.cpu_percent()  # each call tells the time since the one before
 
     async def report(self, gpus: Mapping[str, GpuHealth]) -> Report:

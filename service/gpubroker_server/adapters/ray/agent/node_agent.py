@@ -42,7 +42,6 @@ OPENING_MEASURE_SECONDS = 5.0
 """The answer to an announcement waits no longer for the devices; they can be measured later."""
 
 LOG_LIMIT_SECONDS = 30.0
-
 WATCH_HEAD_SECONDS = 1.0
 
 LOST_HEAD_GRACE_SECONDS = 30.0
@@ -64,8 +63,7 @@ class NodeAgent:
         self._meter = DeviceMeter(find_probes(self._config.simulated, os.environ.get(NODE_GPUS)))
         self._has_own_process = runners is None
         self._runners = runners or RayRunners(self._config)
-        watched = self._runners.session_directory, *self._config.watched_directories
-        self._host = HostMeter(watched, self._runners.spill_directory, self._runners.object_store_bytes)
+        self._host = HostMeter(self._runners.session, self._config.watched_directories)
         self._id = uuid4().hex[:8]
         self._announcements = 0
         self._term = LineageTerm(0, 0)
@@ -160,6 +158,10 @@ class NodeAgent:
         packed = write_reports(self._config.node, time.time(), reports, held_seconds, self._protocol)
         return read[-1][0], packed
 
+    async def runner_of(self, task: str, fence: int, rank: int) -> str:
+        """The name of the actor that has this run, for those who call it; empty if none has."""
+        return "" if self._runs is None else self._runs.table.runner_of(RunKey(task, fence, rank))
+
     async def leave(self) -> None:
         """Kill every run and every process of ours on this node, then this one, and remove every file."""
         if self._leaving is None:
@@ -182,7 +184,7 @@ class NodeAgent:
         if self._mailbox is None:
             return
         journal = self._mailbox.journal
-        if report[0] in ("progressed", "checkpointed", "items"):
+        if report[0] in ("progressed", "loaded", "checkpointed", "items"):
             journal.note(RunKey(*report[1:4]), report, AT_ONCE)
         elif report[0] == "ended":
             key = RunKey(*report[1:4])
@@ -313,8 +315,8 @@ class NodeAgent:
             (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent, d.split)
             for d in inventory.devices
         ]
-        known = [tuple(key) for key in (*runs.table.runs, *runs.external)]
-        return "node_seen", time.time(), node, devices, known
+        here = [tuple(key) for key in (*runs.table.runs, *runs.external)]
+        return "node_seen", time.time(), node, devices, here
 
     async def _sampled(self, runs: NodeRuns, timeout_seconds: float) -> list[WireSample] | None:
         """None if the devices cannot be measured."""
@@ -338,15 +340,14 @@ class NodeAgent:
             if samples is not None:
                 self._note(("sampled", asked_at, samples))
             try:
-                self._note(await self._host.report(self._meter.health()))
                 await self._look_after(runs)
+                self._note(await self._host.report(self._meter.health()))
             except Exception:
                 log.exception("looking after the node failed; the agent goes on")
             since = time.monotonic() - self._announced_at
             pause = min(self._config.sample_period_seconds, max(FIRST_SAMPLE_SECONDS, since))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._measure_now.wait()
+                await asyncio.wait_for(self._measure_now.wait(), pause)
 
     async def _look_after(self, runs: NodeRuns) -> None:
         self._exit_if_replaced()
@@ -376,8 +377,7 @@ class NodeAgent:
             await asyncio.sleep(WATCH_HEAD_SECONDS)
         log.error("the head lost a process that Ray needs; its runs get notice", fault=lost.read_text())
         self._head_is_lost = True
-        if self._mailbox is not None:
-            self.report(self._described(runs))
+        self.report(self._described(runs))
         for key in list(runs.table.runs):
             runs.stop(key, LOST_HEAD_GRACE_SECONDS)
         while runs.table.has_processes or (self._is_polled and self._keeps_news(runs)):

@@ -13,6 +13,7 @@ from gpubroker.runtime.messages import Report
 from gpubroker.runtime.objects import SharedBytes
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from gpubroker_server.adapters.ray.agent.host_meter import RaySession
 from gpubroker_server.adapters.ray.agent.runner import Runner
 from gpubroker_server.adapters.ray.agent.runner_process import RunnerProcess, describe
 from gpubroker_server.adapters.ray.options import AgentConfig
@@ -26,6 +27,8 @@ STARTING_AT_ONCE = 2
 REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
 RETRY_PAUSE_SECONDS = 1.0
+MOST_CALLS = 10_000
+"""Of one process at once. With Ray's usual 1000, calls to a worker of a set would keep its agent waiting."""
 OBJECT_CACHE_SHARE = 0.5
 """Of Ray's object store on a node: so much keeps objects for later runs."""
 START_SECONDS = 60.0
@@ -48,12 +51,11 @@ class RayRunners:
         about = _about(self.node)
         self.host = str(about["NodeManagerAddress"])
         """Where other nodes reach this one."""
-        self.object_store_bytes = int(about["Resources"].get("object_store_memory", 0))
-        self.object_cache_bytes = int(self.object_store_bytes * OBJECT_CACHE_SHARE)
+        store_bytes = int(about["Resources"].get("object_store_memory", 0))
+        self.object_cache_bytes = int(store_bytes * OBJECT_CACHE_SHARE)
         context = ray.get_runtime_context()
-        self.session_directory = f"{context.get_temp_dir()}/{context.get_session_name()}"
-        self.spill_directory = f"{self.session_directory}/ray_spilled_objects_{self.node}"
-        """Where Ray puts objects for lack of memory, unless it is configured otherwise."""
+        session = f"{context.get_temp_dir()}/{context.get_session_name()}"
+        self.session = RaySession(session, f"{session}/ray_spilled_objects_{self.node}", store_bytes)
 
     def make(self, *, shared: bool) -> tuple[str, Any]:
         """Name and handle of a new one, which may still be starting."""
@@ -66,6 +68,7 @@ class RayRunners:
             "num_cpus": 0,
             "num_gpus": 0,
             "max_restarts": 0,
+            "max_concurrency": MOST_CALLS,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
         }
         actor = ray.remote(Runner).options(**options)

@@ -28,10 +28,10 @@ from gpubroker_server.core.domain.orders import (
     ItemRange,
     ItemResult,
     ItemsReported,
+    Loaded,
     Logged,
     NodeLost,
     NodeReport,
-    NodeSampled,
     Progressed,
     Ready,
     Report,
@@ -191,6 +191,12 @@ class ProgressedForm(RunForm, tag="progressed"):
     message: Text
 
 
+class LoadedForm(RunForm, tag="loaded"):
+    running: Count
+    waiting: Count
+    cpu_percent: Number
+
+
 class CheckpointedForm(RunForm, tag="checkpointed"):
     sequence: Count
     digest: Name
@@ -248,6 +254,7 @@ OfRun = (
     StartedForm
     | ReadyForm
     | ProgressedForm
+    | LoadedForm
     | CheckpointedForm
     | ItemsForm
     | EndedForm
@@ -261,7 +268,9 @@ OfNode = BeatForm | SampledForm | NodeSampledForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
 _REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
-_BY_USER_CODE = frozenset({"started", "ready", "progressed", "checkpointed", "items", "part", "ended"})
+_BY_USER_CODE = frozenset(
+    {"started", "ready", "progressed", "loaded", "checkpointed", "items", "part", "ended"}
+)
 """Kinds that are written where user code runs."""
 
 
@@ -290,6 +299,8 @@ def _of_run(source: Source, it: OfRun) -> Report | ObjectQuestion:
             return Ready(*run, it.address, it.rank)
         case ProgressedForm():
             return Progressed(*run, it.fraction, it.message, it.rank)
+        case LoadedForm():
+            return Loaded(*run, it.running, it.waiting, it.cpu_percent, it.rank)
         case CheckpointedForm():
             if (it.data is None) == (it.uri is None):
                 raise MalformedReport("a checkpoint has either data or a uri")
@@ -345,7 +356,7 @@ def _of_node(source: Source, it: OfNode) -> Report:
         case SampledForm():
             return Sampled(source.node, at, _samples(source, at, it.samples))
         case NodeSampledForm():
-            return NodeSampled(_node_sample(source.node, at, it))
+            return _node_sample(source.node, at, it)
         case NodeLostForm():
             return NodeLost(source.node, it.incarnation, at, it.why)
         case NodeSeenForm():
@@ -365,23 +376,12 @@ def _of_node(source: Source, it: OfNode) -> Report:
 
 
 def _node_sample(node: NodeName, at: Instant, it: NodeSampledForm) -> NodeSample:
-    store = None
-    if it.store is not None:
-        total_mb, spilled_mb = it.store
-        store = StoreSample(Mib(total_mb), None if spilled_mb is None else Mib(spilled_mb))
     return NodeSample(
-        node,
-        at,
-        it.cpu,
-        Mib(it.memory_total_mb),
-        Mib(it.memory_available_mb),
-        it.memory_pressure,
-        tuple(DiskSample(*disk) for disk in it.disks),
-        it.received_bytes,
-        it.sent_bytes,
-        store,
+        node, at, it.cpu, Mib(it.memory_total_mb), Mib(it.memory_available_mb), it.memory_pressure,
+        tuple(DiskSample(*disk) for disk in it.disks), it.received_bytes, it.sent_bytes,
+        None if it.store is None else StoreSample(*it.store),
         {uuid: GpuHealth(*health) for uuid, health in it.gpus.items()},
-    )
+    )  # fmt: skip
 
 
 def _samples(source: Source, at: Instant, samples: tuple[Sample, ...]) -> tuple[DeviceSample, ...]:
