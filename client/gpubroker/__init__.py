@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpubroker.broker import AsyncBroker, Broker
     from gpubroker.cluster.fleet import (
         AutoscalingDemand,
+        Finding,
         Gpu,
         IdleTemplate,
         Node,
@@ -61,6 +62,7 @@ _NAMES = {
     "broker": ("AsyncBroker", "Broker"),
     "cluster.fleet": (
         "AutoscalingDemand",
+        "Finding",
         "Gpu",
         "IdleTemplate",
         "Node",
@@ -113,6 +115,7 @@ __all__ = [
     "Estimate",
     "Event",
     "Explanation",
+    "Finding",
     "FleetPlan",
     "Gpu",
     "IdleTemplate",

@@ -10,7 +10,7 @@ from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 
 from gpubroker_server.core.domain.device import NodeSample
-from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
+from gpubroker_server.core.domain.model_orders import ServerReport
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
@@ -190,6 +190,6 @@ def _without_order_time(report: WireReport) -> WireReport:
 def run_of(report: Report | ObjectQuestion) -> RunId | None:
     """The run that a report is about; None for one about a node or a server."""
     about_nodes = NodeReport | NodeLost | NodesListed | Heartbeat | Sampled | NodeSample
-    if isinstance(report, about_nodes | ServerIndex | ServerGone | ModelsInUse):
+    if isinstance(report, about_nodes | ServerReport):
         return None
     return report.task, report.fence, report.rank

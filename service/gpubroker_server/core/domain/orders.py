@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.device import DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.lease import Proof
-from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
+from gpubroker_server.core.domain.model_orders import ServerReport
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import (
     DeviceKey,
@@ -312,8 +312,9 @@ class NodeReport:
     faults: tuple[tuple[str, str], ...] = ()
     """GPUs that cannot be used: (UUID, or what people call it while that is unknown; why)."""
     complete: bool = True
-    """A device that is not named is removed or lost: no process uses it. False while the agent does not know
-    each of its GPUs."""
+    """What is not named is removed or lost, and unused. False while the agent does not know all its GPUs."""
+    versions: tuple[tuple[str, str], ...] = ()
+    """Of `python` and `ray` there; empty if unknown."""
 
 
 @value
@@ -393,8 +394,6 @@ Report = (
     | Heartbeat
     | Sampled
     | NodeSample
-    | ServerIndex
-    | ServerGone
-    | ModelsInUse
+    | ServerReport
 )
 """`task`, `fence` and `rank` of the first nine name the run; a report with a stale fence changes nothing."""

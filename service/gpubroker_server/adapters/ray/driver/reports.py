@@ -72,6 +72,9 @@ class AgentReports(NamedTuple):
     node: NodeName
     protocol: int
     reports: list[Report | ObjectQuestion]
+    ahead_seconds: float
+    """How far the node's clock is ahead of the reader's; never too little, and too much by at most the time
+    that the message and the question before it took."""
 
 
 class ReportReader:
@@ -93,7 +96,7 @@ class ReportReader:
         arrived_at = self._now() - max(0.0, asked_seconds_ago - held_seconds)
         source = Source(self._cluster, NodeName(node), sent_at, arrived_at)
         read = [read for report in reports if (read := _read(source, report)) is not None]
-        return AgentReports(source.node, protocol, read)
+        return AgentReports(source.node, protocol, read, sent_at - arrived_at)
 
 
 class Source(NamedTuple):
@@ -154,6 +157,7 @@ class NodeForm(Struct):
     release: Name
     faults: dict[Name, Text] = {}
     complete: bool = True
+    versions: dict[Name, Name] = {}
 
 
 class NodeSeenForm(Form, tag="node_seen"):
@@ -356,7 +360,12 @@ def _of_node(source: Source, it: OfNode) -> Report:
         case SampledForm():
             return Sampled(source.node, at, _samples(source, at, it.samples))
         case NodeSampledForm():
-            return _node_sample(source.node, at, it)
+            return NodeSample(
+                source.node, at, it.cpu, Mib(it.memory_total_mb), Mib(it.memory_available_mb),
+                it.memory_pressure, tuple(DiskSample(*disk) for disk in it.disks),
+                it.received_bytes, it.sent_bytes, None if it.store is None else StoreSample(*it.store),
+                {uuid: GpuHealth(*health) for uuid, health in it.gpus.items()},
+            )  # fmt: skip
         case NodeLostForm():
             return NodeLost(source.node, it.incarnation, at, it.why)
         case NodeSeenForm():
@@ -370,18 +379,10 @@ def _of_node(source: Source, it: OfNode) -> Report:
                 node.release,
                 tuple(node.faults.items()),
                 node.complete,
+                tuple(node.versions.items()),
             )
         case _:
             assert_never(it)
-
-
-def _node_sample(node: NodeName, at: Instant, it: NodeSampledForm) -> NodeSample:
-    return NodeSample(
-        node, at, it.cpu, Mib(it.memory_total_mb), Mib(it.memory_available_mb), it.memory_pressure,
-        tuple(DiskSample(*disk) for disk in it.disks), it.received_bytes, it.sent_bytes,
-        None if it.store is None else StoreSample(*it.store),
-        {uuid: GpuHealth(*health) for uuid, health in it.gpus.items()},
-    )  # fmt: skip
 
 
 def _samples(source: Source, at: Instant, samples: tuple[Sample, ...]) -> tuple[DeviceSample, ...]:
