@@ -20,7 +20,6 @@ AnyOrder = Order | ModelOrder | InferenceOrder
 """To a node agent, to a model server, or to the sender of inferences."""
 
 
-
 @value
 class TaskWrite:
     """A changed task row. The store writes it only where the row's version is `task.version - 1`."""
