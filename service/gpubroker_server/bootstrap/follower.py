@@ -223,7 +223,8 @@ def fill(world: World, snapshot: Snapshot) -> None:
     for request in snapshot.requests:
         world.add_request(request)
     for pause in snapshot.pauses:
-        world.pause(pause)
+        world.queue.pause(pause, world.tasks)
+    world.streams.update((stream.name, stream) for stream in snapshot.streams)
     world.finished.update(snapshot.finished)
     for topic, sketch in snapshot.estimates:
         world.learned.put(topic, sketch)

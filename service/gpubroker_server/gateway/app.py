@@ -27,6 +27,7 @@ from gpubroker_server.gateway.cluster import (
     quarantine,
     stats,
     targets,
+    work_streams,
 )
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
@@ -87,6 +88,7 @@ _RESOURCES = (
         autoscaling,
         policy,
         pauses,
+        work_streams,
         tokens,
         secrets,
         operations,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from gpubroker_server.core.domain.decisions import Decision, QueuePause, Request
+from gpubroker_server.core.domain.decisions import Decision, QueuePause, Request, StreamState
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow
@@ -208,6 +208,7 @@ class Snapshot:
     nodes: Sequence[Node]
     requests: Sequence[Request]
     pauses: Sequence[QueuePause]
+    streams: Sequence[StreamState]
     finished: Mapping[tuple[str, TaskState], int]
     estimates: Sequence[tuple[SketchKey, Sketch]]
     """In the order of learning."""

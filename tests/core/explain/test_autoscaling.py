@@ -189,5 +189,5 @@ def test_ranks_that_a_running_elastic_gang_lacks_count_as_far_as_its_quota_allow
     gang.world.add_node(a_node("n2"))
     gang.world.add_device(a_device("gpu0", "n2"))
     assert lacking().spare == ()
-    gang.world.pause(QueuePause("tenant:default", gang.now, "ops"))
+    gang.world.queue.pause(QueuePause("tenant:default", gang.now, "ops"), gang.world.tasks)
     assert (lacking().unmet, [node.name for node in lacking().spare]) == ((), ["n2"])

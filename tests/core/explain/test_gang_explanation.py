@@ -241,7 +241,7 @@ def test_a_running_elastic_gang_says_why_ranks_are_missing_and_what_would_let_th
     assert "background and idle work may take no more GPU memory now on n1, n2" in told()
     assert plan(gang) == []
     gang.world.control(BackgroundRoom(), {})
-    gang.world.pause(QueuePause("tenant:default", gang.now, "ops", "a rest"))
+    gang.world.queue.pause(QueuePause("tenant:default", gang.now, "ops", "a rest"), gang.world.tasks)
     assert told() == f"{lack}; tenant default was paused 0 s ago (a rest); it starts nothing until resumed"
     gang.tell(gang.ended(1))
     assert told() == ""

@@ -8,11 +8,11 @@ from operator import gt, lt
 
 from gpubroker_server.adapters.memory.item_pages import PagesInMemory
 from gpubroker_server.adapters.memory.leadership import LeaderInMemory
+from gpubroker_server.adapters.memory.queue_rows import QueuesInMemory
 from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
     Decision,
     Outcome,
-    QueuePause,
     Request,
     device_delta_mb,
     tenant_delta_mb,
@@ -57,7 +57,7 @@ from gpubroker_server.ports.store import (
 _CHECKPOINTS_KEPT = 3
 
 
-class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
+class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, QueuesInMemory):
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
     def __init__(
@@ -68,6 +68,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         TokensAndObjects.__init__(self, now)
         LeaderInMemory.__init__(self, now)
         PagesInMemory.__init__(self)
+        QueuesInMemory.__init__(self)
         self._listeners: list[EventListener] = []
         self._fault: Exception | None = None
         self._tasks: dict[TaskId, Task] = {}
@@ -80,7 +81,6 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         self._leased_mb: Counter[str] = Counter()
         self._nodes: dict[NodeName, Node] = {}
         self._requests: dict[str, Request] = {}
-        self._pauses: dict[str, QueuePause] = {}
         self._outcomes: dict[TaskId, Outcome] = {}
         self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
         self._finished: Counter[tuple[str, TaskState]] = Counter()
@@ -216,9 +216,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         self.keep_pages(decision.items)
         for request in decision.requests_done:
             self._requests.pop(request, None)
-        self._pauses |= {pause.queue: pause for pause in decision.paused}
-        for pause in decision.resumed:
-            self._pauses.pop(pause.queue, None)
+        self.keep_queues(decision)
         for lesson in decision.lessons:
             self._estimates.pop(lesson.topic, None)
             self._estimates[lesson.topic] = lesson.sketch
@@ -268,7 +266,8 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
             devices=[d for d in self._devices.values() if d.present or self._leased_mb[d.key]],
             nodes=list(self._nodes.values()),
             requests=list(self._requests.values()),
-            pauses=list(self._pauses.values()),
+            pauses=list(self.pauses.values()),
+            streams=list(self.streams.values()),
             finished=dict(self._finished),
             estimates=list(self._estimates.items()),
             usage=self._usage.rows(),

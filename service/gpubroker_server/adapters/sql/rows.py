@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import astuple, fields
 from functools import lru_cache
 from operator import attrgetter
 from sys import intern
@@ -234,6 +234,11 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.MAKE_PAUSES, (pause.queue, pause.at, pause.actor, pause.reason)
     for pause in decision.resumed:
         yield sql.END_PAUSES, (pause.queue,)
+    for stream in decision.streams:
+        if stream.is_untold:
+            yield sql.REMOVE_STREAMS, (stream.name,)
+        else:
+            yield sql.WRITE_STREAMS, astuple(stream)
     for note in decision.audit:
         yield sql.INSERT_AUDIT, (note.at, note.tenant, note.actor, note.action, note.subject, note.reason)
     for topic in decision.forgotten:

@@ -1,5 +1,5 @@
-"""Columns and constraints that all tables use, the tables about the installation itself, and which schema and
-events this software can read."""
+"""Columns and constraints that all tables use, the tables about the installation itself and its queues, and
+which schema and events this software can read."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 12
+SCHEMA = 13
 """Number of the newest migration that this software knows."""
 
 READER = 4
@@ -203,6 +203,29 @@ audit = Table(
     Column("reason", Text, nullable=False),
 )
 """The audit log. Written in the transaction that it is about. `reason`: in the words of the operator."""
+
+queue_pause = Table(
+    "queue_pause",
+    metadata,
+    Column("queue", Text, primary_key=True),
+    Column("at", Double, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+)
+"""Queues of tenants and of work streams that start nothing."""
+
+work_stream = Table(
+    "work_stream",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("curriculum", Double),
+    Column("progress", Double),
+    Column("progress_at", Double, nullable=False),
+    Column("velocity_per_hour", Double, nullable=False),
+    Column("data_at", Double),
+    Column("quality", Double, nullable=False),
+)
+"""What operators and clients have told of work streams."""
 
 relocation = Table(
     "relocation",

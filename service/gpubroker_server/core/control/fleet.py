@@ -11,6 +11,7 @@ from gpubroker_server.core.control.backpressure import follow as follow_pressure
 from gpubroker_server.core.control.controller import Control, Gains, step, switch_on
 from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
+from gpubroker_server.core.control.streams import steady_weights
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure, Standing, measured
 from gpubroker_server.core.control.targets import follow as follow_targets
 from gpubroker_server.core.domain.decisions import Notice
@@ -62,6 +63,8 @@ class FleetSeen:
     idle: tuple[Idle, ...] = ()
     """Devices by key, and nodes by name."""
     pressures: tuple[Pressure, ...] = ()
+    stream_weights: dict[str, float] = field(default_factory=dict)
+    """By which every process orders the queue."""
 
 
 class FleetControl:
@@ -94,6 +97,7 @@ class FleetControl:
             background_mb,
             tuple(self._idle),
             tuple(self._pressures_seen(pressures, now)),
+            steady_weights(self.seen.stream_weights, world.streams, self._policy, now),
         )
         return notices
 

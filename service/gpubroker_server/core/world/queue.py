@@ -214,7 +214,7 @@ class PendingQueue:
         self.held: set[TaskId] = set()
         self.awaiting: set[TaskId] = set()
         self.pauses: dict[str, QueuePause] = {}
-        """By queue; call `follow_pauses` after a change."""
+        """By queue; changed by `pause` and `resume` only."""
         self.paused: set[TaskId] = set()
         """Nothing but a pause keeps them out of the groups."""
         self.stream_weights: dict[str, float] = {}
@@ -245,7 +245,15 @@ class PendingQueue:
             return None
         return self.pauses.get(f"tenant:{task.tenant}") or self.pauses.get(f"stream:{task.stream}")
 
-    def follow_pauses(self, tasks: Mapping[TaskId, Task]) -> None:
+    def pause(self, pause: QueuePause, tasks: Mapping[TaskId, Task]) -> None:
+        self.pauses[pause.queue] = pause
+        self._follow_pauses(tasks)
+
+    def resume(self, queue: str, tasks: Mapping[TaskId, Task]) -> None:
+        self.pauses.pop(queue, None)
+        self._follow_pauses(tasks)
+
+    def _follow_pauses(self, tasks: Mapping[TaskId, Task]) -> None:
         """Take what is paused out of the groups, and let in what no longer is."""
         for name in [*self._where, *self.paused]:
             task = tasks[name]
@@ -254,7 +262,9 @@ class PendingQueue:
                 self._let_in(task)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Order the tasks of work streams by these weights."""
+        """Order the tasks of work streams by these weights. Costs nothing if they are as before."""
+        if weights == self.stream_weights:
+            return
         self.stream_weights = dict(weights)
         for group in self.groups.values():
             if group.key[3]:

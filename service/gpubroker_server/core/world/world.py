@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
-from gpubroker_server.core.domain.decisions import QueuePause, Request
+from gpubroker_server.core.domain.decisions import Request, StreamState
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
@@ -34,6 +35,7 @@ from gpubroker_server.core.world.event_codec import (
     pause_from,
     pledge_from,
     request_from,
+    stream_from,
     task_from,
     with_cordon,
 )
@@ -88,6 +90,8 @@ class World:
         """Devices that give nothing before a sample shows that memory released there is free."""
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
+        self.streams: dict[str, StreamState] = {}
+        """Work streams of which something was told."""
         self.use: dict[NodeName, NodeUsage] = {}
         self.custom_use: dict[str, float] = {}
         self.active = DueTimes()
@@ -145,11 +149,10 @@ class World:
         self,
         background: BackgroundRoom,
         full_disks: Mapping[NodeName, str],
-        stream_weights: Mapping[str, float] | None = None,
+        weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Take over what fleet control lets start from now on, and how much each work stream counts."""
-        if stream_weights is not None and stream_weights != self.queue.stream_weights:
-            self.queue.weigh(stream_weights)
+        self.queue.weigh(weights)
         before = {*self.background.closed(), *self.full_disks}
         after = {*background.closed(), *full_disks}
         self.background, self.full_disks = background, dict(full_disks)
@@ -199,10 +202,6 @@ class World:
 
     def add_request(self, request: Request) -> None:
         self.requests[request.id] = request
-
-    def pause(self, pause: QueuePause) -> None:
-        self.queue.pauses[pause.queue] = pause
-        self.queue.follow_pauses(self.tasks)
 
     def leases_of(self, task: Task) -> list[Lease]:
         """Unreleased leases of a task's newest claim, ordered by key."""
@@ -264,10 +263,13 @@ class World:
             case "estimate":
                 self.learned.apply(event, what)
             case "queue" if what == "paused":
-                self.pause(pause_from(event.fields))
+                self.queue.pause(pause_from(event.fields), self.tasks)
             case "queue":
-                self.queue.pauses.pop(event.key, None)
-                self.queue.follow_pauses(self.tasks)
+                self.queue.resume(event.key, self.tasks)
+            case "stream" if what == "changed":
+                self.streams[event.key] = stream_from(event.fields)
+            case "stream":
+                self.streams.pop(event.key, None)
 
     def _apply_task(self, event: Event, what: str) -> None:
         if what == "submitted":
