@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpubroker.broker import AsyncBroker, Broker
     from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Tenant
     from gpubroker.cluster.plan import FleetPlan
+    from gpubroker.cluster.stream_api import DrawnStream, WorkStream
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
@@ -49,6 +50,7 @@ _NAMES = {
     "broker": ("AsyncBroker", "Broker"),
     "cluster.fleet": ("AutoscalingDemand", "Gpu", "Node", "Policy", "Profile", "Stats", "Tenant"),
     "cluster.plan": ("FleetPlan",),
+    "cluster.stream_api": ("DrawnStream", "WorkStream"),
     "decorators": ("inference", "task"),
     "errors": (
         "BrokerError",
@@ -85,6 +87,7 @@ __all__ = [
     "BrokerError",
     "CheckpointTooLarge",
     "Detection",
+    "DrawnStream",
     "Estimate",
     "Event",
     "Explanation",
@@ -126,6 +129,7 @@ __all__ = [
     "Token",
     "Unreachable",
     "WaitTimeout",
+    "WorkStream",
     "WrongArgument",
     "current_task",
     "inference",

@@ -28,6 +28,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "infer_command": "infer",
     "model_commands": "load unload pin models",
     "object_commands": "upload objects",
+    "stream_commands": "streams",
     "quarantine_commands": "pause resume quarantine",
     "plan_command": "plan",
     "token_commands": "token",
