@@ -29,8 +29,9 @@ BENCHMARKS: dict[str, ModuleType] = {
             "queues",
             "restart",
             "soak",
+            "worker_call",
         ),
-        *("openb", "plan", "evict", "turns", "churn", "simulate", "proxy", "inferences"),
+        *("openb", "plan", "evict", "turns", "churn", "simulate", "control", "proxy", "inferences"),
     )
 }
 

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpubroker.admin import Detection, Queue, Released, Token
     from gpubroker.broker import AsyncBroker, Broker
-    from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Tenant
+    from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Target, Tenant
     from gpubroker.cluster.plan import FleetPlan
     from gpubroker.cluster.stream_api import DrawnStream, WorkStream
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
+        CallFailed,
         ItemFailed,
         ModelUnavailable,
         Refused,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from gpubroker.tasks.explanation import Explanation, Simulation
     from gpubroker.tasks.submission import Submission
     from gpubroker.tasks.task import Event, Outcome, Quarantined, Stack, Task, TaskState
+    from gpubroker.tasks.worker_set_api import WorkerSet
     from gpubroker.transport.decoding import Page
 
 __version__ = "0.3.0.dev0"
@@ -48,12 +50,13 @@ __version__ = "0.3.0.dev0"
 _NAMES = {
     "admin": ("Detection", "Queue", "Released", "Token"),
     "broker": ("AsyncBroker", "Broker"),
-    "cluster.fleet": ("AutoscalingDemand", "Gpu", "Node", "Policy", "Profile", "Stats", "Tenant"),
+    "cluster.fleet": ("AutoscalingDemand", "Gpu", "Node", "Policy", "Profile", "Stats", "Target", "Tenant"),
     "cluster.plan": ("FleetPlan",),
     "cluster.stream_api": ("DrawnStream", "WorkStream"),
     "decorators": ("inference", "task"),
     "errors": (
         "BrokerError",
+        "CallFailed",
         "ItemFailed",
         "ModelUnavailable",
         "Refused",
@@ -73,6 +76,7 @@ _NAMES = {
     "tasks.explanation": ("Explanation", "Simulation"),
     "tasks.submission": ("Submission",),
     "tasks.task": ("Event", "Outcome", "Quarantined", "Stack", "Task", "TaskState"),
+    "tasks.worker_set_api": ("WorkerSet",),
     "transport.decoding": ("Page",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
@@ -85,6 +89,7 @@ __all__ = [
     "AutoscalingDemand",
     "Broker",
     "BrokerError",
+    "CallFailed",
     "CheckpointTooLarge",
     "Detection",
     "DrawnStream",
@@ -120,6 +125,7 @@ __all__ = [
     "Stopped",
     "StoredObject",
     "Submission",
+    "Target",
     "Task",
     "TaskCancelled",
     "TaskExpired",
@@ -130,6 +136,7 @@ __all__ = [
     "Unreachable",
     "WaitTimeout",
     "WorkStream",
+    "WorkerSet",
     "WrongArgument",
     "current_task",
     "inference",

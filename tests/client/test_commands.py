@@ -172,6 +172,15 @@ def test_the_demand_of_autoscalers_is_shown(gpubroker: Run, holder: str) -> None
     assert gpubroker("cancel", waiting).code == 0
 
 
+def test_targets_are_shown_with_what_is_measured(gpubroker: Run, holder: str) -> None:
+    def shows(line: str) -> bool:
+        return re.search(line, gpubroker("targets").out, re.MULTILINE) is not None
+
+    until(lambda: shows(r"^all +gpu_utilization +60% to 80% +100% ! "), "the fleet has been looked at")
+    assert shows(r"^all +disk +at most 70% ")
+    assert gpubroker("targets -o json").json[0]["measure"] == "gpu_utilization"
+
+
 def test_slurm_starts_a_node_for_each_gpu_that_is_lacked_and_ends_spare_ones(
     gpubroker: Run, holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +354,15 @@ def test_an_uploaded_object_is_listed_and_deleted(gpubroker: Run, tmp_path: Path
     assert gpubroker("objects delete", id[-8:]).err == f"deleted {id}\n"
     assert gpubroker("objects -o json").json == []
     assert "you have no object" in gpubroker("objects delete", id).err
+
+
+def test_a_worker_set_is_created_listed_scaled_and_ended(gpubroker: Run) -> None:
+    made = gpubroker("workers create tests.e2e.work:Counter -j 1 --max 2 --cpu 0.1 -o json")
+    assert made.code == 0, made.err
+    id = made.json["id"]
+    assert gpubroker("workers list -o json").json[0]["id"] == id
+    assert gpubroker(f"workers scale {id} 2 -o json").json["count"] == 2
+    assert id in gpubroker("workers end", id).err
 
 
 def test_a_map_is_submitted_looked_at_and_cancelled(gpubroker: Run, tmp_path: Path) -> None:

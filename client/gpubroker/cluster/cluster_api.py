@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Tenant
+from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Target, Tenant
 from gpubroker.cluster.plan import FleetPlan
 from gpubroker.tasks.task import Quarantined
 from gpubroker.transport.decoding import Page, decode, page_of
@@ -13,9 +13,9 @@ from gpubroker.transport.operations import Operations, operation, without_none
 
 class ClusterApi(Operations):
     @operation
-    def gpus(self) -> Steps[Page[Gpu]]:
-        """All devices, with what is leased, used and free on each."""
-        return page_of(Gpu, (yield from self._ask("GET", "/gpus")))
+    def gpus(self, *, idle: bool | None = None) -> Steps[Page[Gpu]]:
+        """All devices, with what is leased, used and free on each; or those that are idle, or are not."""
+        return page_of(Gpu, (yield from self._ask("GET", "/gpus", idle=idle)))
 
     @operation
     def nodes(self) -> Steps[Page[Node]]:
@@ -50,6 +50,12 @@ class ClusterApi(Operations):
             "GET", "/autoscaling/demand", pool=pool, kind=kind, waited_seconds=waited_seconds
         )
         return decode(AutoscalingDemand, found)
+
+    @operation
+    def targets(self) -> Steps[Page[Target]]:
+        """The targets of the fleet and its parts, and how they fare; `raw` also says what keeps new work
+        out (`backpressure`)."""
+        return page_of(Target, (yield from self._ask("GET", "/targets")))
 
     @operation
     def policy(self) -> Steps[Policy]:

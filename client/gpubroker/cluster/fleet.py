@@ -189,6 +189,8 @@ class Stats:
     tasks: Mapping[str, int] = field(default_factory=dict)
     nodes: Mapping[str, int] = field(default_factory=dict)
     """total, ready, cordoned, draining."""
+    worker_sets: Mapping[str, int] = field(default_factory=dict)
+    """sets, and of their workers wanted and running."""
     executor: Mapping[str, Any] = field(default_factory=dict)
     leader: Mapping[str, Any] = field(default_factory=dict)
     detection: Mapping[str, Any] = field(default_factory=dict)
@@ -202,6 +204,25 @@ class Stats:
     as_of: datetime | None = None
     age_seconds: float | None = None
     position: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a measure of a part of the fleet shall be. Shares are from 0 to 1."""
+
+    scope: str
+    measure: str
+    least: float = 0.0
+    most: float = 1.0
+    value: float | None = None
+    """As last measured; None if nothing of it is."""
+    state: str = ""
+    """`in` or `out`."""
+    changed_at: datetime | None = None
+    background_share: float | None = None
+    """What background work may take of it; None if nothing holds it back."""
+    background_left_mb: int | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
 

@@ -15,6 +15,25 @@ Load = Callable[[float], float]
 
 
 @dataclass(frozen=True, slots=True)
+class Course:
+    """What higher bands do, and from when on the controller is judged."""
+
+    higher: Load
+    since: float
+    noise: float = 0.0
+    """Standard deviation of one measurement."""
+
+
+LOADS = {
+    "none": Course(lambda _: 0.0, 0.0),
+    "falling": Course(lambda at: 0.7 if at < 3600 else 0.2, 3600.0),
+    "rising": Course(lambda at: 0.1 if at < 3600 else 0.5, 3600.0),
+    "ramp": Course(lambda at: 0.1 + 0.4 * min(1.0, max(0.0, (at - 1800) / 3600)), 900.0),
+    "noisy": Course(lambda _: 0.3, 900.0, 0.1),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Moment:
     at: float
     utilization: float

@@ -9,53 +9,31 @@ from gpubroker_server.core.domain.units import Seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.control.fleet_model import Load, overshoot, settled_after, simulate, swings
+from tests.core.control.fleet_model import LOADS, overshoot, settled_after, simulate, swings
 
 GAINS = Gains()
-
-
-def falling(at: float) -> float:
-    return 0.7 if at < 3600 else 0.2
-
-
-def rising(at: float) -> float:
-    return 0.1 if at < 3600 else 0.5
-
-
-def ramp(at: float) -> float:
-    return 0.1 + 0.4 * min(1.0, max(0.0, (at - 1800) / 3600))
-
-
-def steady(_at: float) -> float:
-    return 0.3
-
-
-def nothing(_at: float) -> float:
-    return 0.0
+FALLING = LOADS["falling"].higher
 
 
 @pytest.mark.parametrize(
-    ("load", "since", "noise", "settle_seconds"),
-    [(nothing, 0.0, 0.0, 130), (falling, 3600.0, 0.0, 180), (rising, 3600.0, 0.0, 220), (ramp, 900.0, 0.0, 0),
-     (steady, 900.0, 0.1, 0)],
-)  # fmt: skip
-def test_it_settles_inside_the_target_and_does_not_swing(
-    load: Load, since: float, noise: float, settle_seconds: float
-) -> None:
-    moments = simulate(load, gains=GAINS, hours=3, noise=noise)
-    assert settled_after(moments, since) <= settle_seconds
-    assert swings(moments, since) <= 1
+    ("name", "settle_seconds"), [("none", 130), ("falling", 180), ("rising", 220), ("ramp", 0), ("noisy", 0)]
+)
+def test_it_settles_inside_the_target_and_does_not_swing(name: str, settle_seconds: float) -> None:
+    load = LOADS[name]
+    moments = simulate(load.higher, gains=GAINS, hours=3, noise=load.noise)
+    assert settled_after(moments, load.since) <= settle_seconds
+    assert swings(moments, load.since) <= 1
 
 
 def test_it_does_not_overshoot_when_higher_bands_leave() -> None:
-    assert overshoot(simulate(falling, gains=GAINS, hours=3), 3600.0) == 0.0
+    assert overshoot(simulate(FALLING, gains=GAINS, hours=3), 3600.0) == 0.0
 
 
 def test_without_the_filter_of_the_derivative_it_swings_for_ever() -> None:
     """With a derivative that is strong enough to matter, on values that are not smoothed."""
     strong = replace(GAINS, derivative=5.0, smoothing_seconds=Seconds(0.0))
-    filtered = simulate(falling, gains=strong, hours=2)
-    twin = simulate(falling, gains=replace(strong, filter_seconds=Seconds(0.0)), hours=2)
+    filtered = simulate(FALLING, gains=strong, hours=2)
+    twin = simulate(FALLING, gains=replace(strong, filter_seconds=Seconds(0.0)), hours=2)
     assert (settled_after(filtered, 3600.0) < 300, swings(filtered, 3600.0)) == (True, 0)
     assert settled_after(twin, 3600.0) > 3500
     assert swings(twin, 3600.0) > 100

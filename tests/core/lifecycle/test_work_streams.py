@@ -22,7 +22,7 @@ def put(name: str, weight: float | None, by: str = "ada") -> tuple[str, str, dic
 
 
 def signal(name: str, **told: float) -> tuple[str, str, dict[str, Any]]:
-    return name, "signal", told
+    return name, "stream_signal", told
 
 
 def ask(world: World, *asked: tuple[str, str, dict[str, Any]], at: float = NOW) -> list[Decision]:

@@ -8,7 +8,7 @@ from operator import gt, lt
 
 from gpubroker_server.adapters.memory.item_pages import PagesInMemory
 from gpubroker_server.adapters.memory.leadership import LeaderInMemory
-from gpubroker_server.adapters.memory.queue_rows import QueuesInMemory
+from gpubroker_server.adapters.memory.standing import StandingInMemory
 from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
     Decision,
@@ -22,7 +22,7 @@ from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
-from gpubroker_server.core.domain.submission import ARRAY_LABEL
+from gpubroker_server.core.domain.submission import ARRAY_LABEL, KnownKey
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import (
@@ -41,7 +41,6 @@ from gpubroker_server.ports.store import (
     BatchSubmission,
     CommitVerdict,
     EventListener,
-    KnownKey,
     RunSpec,
     Snapshot,
     StoredCheckpoint,
@@ -57,7 +56,7 @@ from gpubroker_server.ports.store import (
 _CHECKPOINTS_KEPT = 3
 
 
-class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, QueuesInMemory):
+class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMemory):
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
     def __init__(
@@ -68,7 +67,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, QueuesInMemor
         TokensAndObjects.__init__(self, now)
         LeaderInMemory.__init__(self, now)
         PagesInMemory.__init__(self)
-        QueuesInMemory.__init__(self)
+        StandingInMemory.__init__(self)
         self._listeners: list[EventListener] = []
         self._fault: Exception | None = None
         self._tasks: dict[TaskId, Task] = {}
@@ -216,7 +215,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, QueuesInMemor
         self.keep_pages(decision.items)
         for request in decision.requests_done:
             self._requests.pop(request, None)
-        self.keep_queues(decision)
+        self.keep_standing(decision)
         for lesson in decision.lessons:
             self._estimates.pop(lesson.topic, None)
             self._estimates[lesson.topic] = lesson.sketch
@@ -267,6 +266,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, QueuesInMemor
             nodes=list(self._nodes.values()),
             requests=list(self._requests.values()),
             pauses=list(self.pauses.values()),
+            worker_sets=list(self.worker_sets.values()),
             streams=list(self.streams.values()),
             finished=dict(self._finished),
             estimates=list(self._estimates.items()),

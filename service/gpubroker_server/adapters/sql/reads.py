@@ -33,12 +33,13 @@ from sqlalchemy.exc import DataError, DBAPIError
 
 from gpubroker_server.adapters.sql import rows, system_tables, tables
 from gpubroker_server.adapters.sql.statements import EVENT
-from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token
+from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token, worker_set
 from gpubroker_server.core.domain.decisions import QueuePause, StreamState
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
+from gpubroker_server.core.domain.submission import KnownKey
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Lineage, Position, TaskId, Term
 from gpubroker_server.core.world.events import Event
@@ -46,7 +47,6 @@ from gpubroker_server.core.world.phases import STATE_EVENTS
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.store import (
     HeldBack,
-    KnownKey,
     RunSpec,
     Snapshot,
     StoredCheckpoint,
@@ -377,7 +377,8 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
         devices=[Device(*row) for row in devices],
         nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node), {})],
         requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request), {})],
-        pauses=[QueuePause(*row) for row in connection.execute(select(system_tables.queue_pause))],
+        worker_sets=rows.worker_sets_of(connection.execute(select(worker_set.c.fields)).scalars()),
+        pauses=[QueuePause(*row) for row in connection.execute(select(tables.queue_pause))],
         streams=[StreamState(*row) for row in connection.execute(select(system_tables.work_stream))],
         finished={(tenant, TaskState(state)): n for tenant, state, n in counted},
         usage=[TenantUsage(*row) for row in connection.execute(_USAGE)],

@@ -125,8 +125,10 @@ WRITE_OUTCOMES = insert_into(tables.outcome, known=OnConflict.REPLACE)
 INSERT_ITEM_PAGES = insert_into(tables.item_page, known=OnConflict.SKIP, exact=True)
 WRITE_CHECKPOINTS = insert_into(tables.checkpoint, known=OnConflict.REPLACE)
 DELETE_REQUESTS = delete_rows(tables.request, ("id",))
-MAKE_PAUSES = insert_into(system_tables.queue_pause, known=OnConflict.REPLACE)
-END_PAUSES = delete_rows(system_tables.queue_pause, ("queue",))
+MAKE_PAUSES = insert_into(tables.queue_pause, known=OnConflict.REPLACE)
+END_PAUSES = delete_rows(tables.queue_pause, ("queue",))
+WRITE_WORKER_SETS = insert_into(system_tables.worker_set, known=OnConflict.REPLACE)
+END_WORKER_SETS = delete_rows(system_tables.worker_set, ("id",))
 WRITE_STREAMS = insert_into(system_tables.work_stream, known=OnConflict.REPLACE)
 REMOVE_STREAMS = delete_rows(system_tables.work_stream, ("name",))
 FORGET_ESTIMATES = delete_rows(tables.estimate, ("tenant", "subject", "kind", "what"))
@@ -165,7 +167,8 @@ IN_ORDER = (
     INSERT_TASKS, INSERT_SPECS, INSERT_LABELS, INSERT_BATCHES, INSERT_REQUESTS, WRITE_NODES, WRITE_DEVICES,
     MOVE_TASKS, INSERT_LEASES, MOVE_LEASES, lease_memory, END_PLEDGES, MAKE_PLEDGES, WRITE_OUTCOMES,
     INSERT_ITEM_PAGES, WRITE_CHECKPOINTS, trim_checkpoints, DELETE_REQUESTS, MAKE_PAUSES, END_PAUSES,
-    WRITE_STREAMS, REMOVE_STREAMS, FORGET_ESTIMATES, WRITE_ESTIMATES, count_finished, INSERT_AUDIT,
+    WRITE_WORKER_SETS, END_WORKER_SETS, WRITE_STREAMS, REMOVE_STREAMS, FORGET_ESTIMATES, WRITE_ESTIMATES,
+    count_finished, INSERT_AUDIT,
 )  # fmt: skip
 """The order within a group: devices before the leases that count on them, ends of pledges before new pledges
 of the same key."""

@@ -1,5 +1,5 @@
-"""Columns and constraints that all tables use, the tables about the installation itself and its queues, and
-which schema and events this software can read."""
+"""Columns and constraints that all tables use, the tables about the installation itself, and which schema and
+events this software can read."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 13
+SCHEMA = 14
 """Number of the newest migration that this software knows."""
 
 READER = 4
@@ -204,16 +204,6 @@ audit = Table(
 )
 """The audit log. Written in the transaction that it is about. `reason`: in the words of the operator."""
 
-queue_pause = Table(
-    "queue_pause",
-    metadata,
-    Column("queue", Text, primary_key=True),
-    Column("at", Double, nullable=False),
-    Column("actor", Text, nullable=False),
-    Column("reason", Text, nullable=False),
-)
-"""Queues of tenants and of work streams that start nothing."""
-
 work_stream = Table(
     "work_stream",
     metadata,
@@ -240,3 +230,12 @@ relocation = Table(
 )
 """A move of all data from or to another database (`move_data`); no row if there was none. `other`: the name
 of the other database, for people."""
+
+worker_set = Table(
+    "worker_set",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("fields", Text, nullable=False),
+)
+"""Sets of workers that are not over, as JSON."""

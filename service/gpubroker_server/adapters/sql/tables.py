@@ -349,6 +349,16 @@ usage = Table(
 )
 """What each tenant holds since its leases last changed, and what it had used by then."""
 
+queue_pause = Table(
+    "queue_pause",
+    metadata,
+    Column("queue", Text, primary_key=True),
+    Column("at", Double, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+)
+"""Queues of tenants and of work streams that start nothing."""
+
 stored_object = Table(
     "stored_object",
     metadata,

@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.units import Instant
 
 STEADY_WITHIN = 0.05
 """A weight in the queue stays as it is until the stream's own differs by more than this share of it: each
-change has the queue ordered anew."""
+change puts the queue in another order."""
 
 
 class Factors(NamedTuple):

@@ -170,11 +170,6 @@ class NodeSample:
     """None where Ray does not say."""
 
     @property
-    def memory_share(self) -> float:
-        """In use: 0 to 1."""
-        return 1.0 - self.memory_available_mb / self.memory_total_mb if self.memory_total_mb else 0.0
-
-    @property
     def disk_share(self) -> float | None:
         """Of its fullest disk; None if none is watched."""
         return max((disk.used_share for disk in self.disks), default=None)

@@ -72,7 +72,7 @@ class StreamRules:
     """For each such span that its data are old, a stream counts once more."""
     most_staleness_factor: float = 3.0
     least_quality_factor: float = 0.1
-    """Of a stream whose quality is 0."""
+    """At quality 0."""
     least_share: float = 0.1
     """This share of all draws is given out evenly, so that no stream starves."""
 
@@ -194,7 +194,7 @@ class Policy:
     tenants: tuple[TenantPolicy, ...] = ()
     usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS
     streams: tuple[tuple[str, float], ...] = ()
-    """(name, weight) of work streams, until somebody gives another: of tasks with equal aged priority the
+    """(name, weight) of work streams, until another weight is put: of tasks with equal aged priority the
     heavier stream goes first."""
     stream_rules: StreamRules = StreamRules()  # frozen
     min_run_seconds: Seconds = Seconds(0.0)

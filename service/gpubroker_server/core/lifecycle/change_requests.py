@@ -23,6 +23,7 @@ from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.lifecycle import cordoning, external_leases, model_lifecycle, quarantine
 from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, give_notice, orders_to_leave, will_requeue
+from gpubroker_server.core.lifecycle.worker_sets import members
 from gpubroker_server.core.world.world import World
 
 TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
@@ -41,7 +42,7 @@ def carry_out_all(world: World, requests: Iterable[Request], now: Instant, polic
     overwrites another; every other request becomes one of its own."""
     decisions, about_streams = [], dict[str, list[Request]]()
     for request in requests:
-        if request.what in ("stream", "signal"):
+        if request.what in ("stream", "stream_signal"):
             about_streams.setdefault(request.task, []).append(request)
         else:
             decisions.append(carry_out(world, request, now, policy))
@@ -65,6 +66,8 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
         return quarantine.attest(world, request, now, policy.sample_period_seconds, done)
     if request.what in cordoning.CORDONINGS:
         return cordoning.carry_out(world, request, now, done)
+    if request.what in members.REQUESTS:
+        return members.carry_out(world, request, done)
     if task is not None and request.what == "release":
         return external_leases.release(world, task, request, now, done)
     if task is None or task.is_terminal:
@@ -102,12 +105,12 @@ def _change_pause(world: World, request: Request, now: Instant, done: Decision) 
 
 
 def _change_stream(world: World, requests: list[Request], now: Instant, policy: Policy) -> Decision:
-    """Signals of a stream that nobody has named, or that is removed, are dropped."""
+    """Signals of a stream that does not exist, or no longer, are dropped."""
     name, audit = str(requests[0].task), []
     before = stream = world.streams.get(name, StreamState(name))
     for request in requests:
         asked = request.fields
-        if request.what == "signal":
+        if request.what == "stream_signal":
             if name in known_streams(policy.streams, {name: stream}):
                 stream = with_signal(stream, asked, request.made_at, policy.stream_rules)
             continue

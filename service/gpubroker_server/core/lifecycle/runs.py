@@ -17,6 +17,7 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     Heartbeat,
     ItemsReported,
+    Loaded,
     Logged,
     NodeLost,
     NodeReport,
@@ -113,6 +114,7 @@ def apply_reports(
                 | Heartbeat()
                 | Sampled()
                 | Progressed()
+                | Loaded()
                 | Stacked()
                 | Logged()
             ):

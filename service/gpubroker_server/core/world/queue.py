@@ -214,11 +214,11 @@ class PendingQueue:
         self.held: set[TaskId] = set()
         self.awaiting: set[TaskId] = set()
         self.pauses: dict[str, QueuePause] = {}
-        """By queue; changed by `pause` and `resume` only."""
+        """By queue; changed by `set_pause` only."""
         self.paused: set[TaskId] = set()
         """Nothing but a pause keeps them out of the groups."""
         self.stream_weights: dict[str, float] = {}
-        """Of the work streams whose weight is no longer as the policy has it; changed by `weigh` only."""
+        """Of work streams, as fleet control has them; the others have that of the policy. Changed by `weigh` only."""
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
@@ -245,16 +245,12 @@ class PendingQueue:
             return None
         return self.pauses.get(f"tenant:{task.tenant}") or self.pauses.get(f"stream:{task.stream}")
 
-    def pause(self, pause: QueuePause, tasks: Mapping[TaskId, Task]) -> None:
-        self.pauses[pause.queue] = pause
-        self._follow_pauses(tasks)
-
-    def resume(self, queue: str, tasks: Mapping[TaskId, Task]) -> None:
-        self.pauses.pop(queue, None)
-        self._follow_pauses(tasks)
-
-    def _follow_pauses(self, tasks: Mapping[TaskId, Task]) -> None:
-        """Take what is paused out of the groups, and let in what no longer is."""
+    def set_pause(self, queue: str, pause: QueuePause | None, tasks: Mapping[TaskId, Task]) -> None:
+        """Take what is paused out of the groups, and let in what no longer is. None: it is resumed."""
+        if pause is None:
+            self.pauses.pop(queue, None)
+        else:
+            self.pauses[queue] = pause
         for name in [*self._where, *self.paused]:
             task = tasks[name]
             if (self.pause_of(task) is not None) is not (name in self.paused):

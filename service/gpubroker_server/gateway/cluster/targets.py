@@ -22,7 +22,7 @@ class TargetView(TypedDict):
     most: float
     value: Annotated[float | None, Field(description="As last measured; null if nothing of it is measured.")]
     state: Annotated[str, Field(description="`in` or `out`.")]
-    since: Time
+    changed_at: Annotated[Time, Field(description="Since when it is in, or out.")]
     background_share: Annotated[
         float | None,
         Field(description="What background and idle work may take of it; null if nothing holds it back."),
@@ -36,7 +36,7 @@ class PressureView(TypedDict):
     measure: str
     value: float | None
     high: float
-    since: Time
+    activated_at: Time
     refused_below: Annotated[int, Field(description="Tasks with a lower priority are refused (429).")]
 
 
@@ -61,7 +61,7 @@ async def list_targets(parts: Parts) -> Response:
                 "measure": one.name,
                 "value": one.value,
                 "high": one.high,
-                "since": rfc3339(one.since),
+                "activated_at": rfc3339(one.since),
                 "refused_below": one.closed_below,
             }
             for one in fleet.pressures
@@ -78,7 +78,7 @@ def _target_view(one: TargetSeen, background_mb: dict[str, int]) -> TargetView:
         "most": one.most,
         "value": one.value,
         "state": "in" if one.is_in else "out",
-        "since": rfc3339(one.since),
+        "changed_at": rfc3339(one.since),
         "background_share": one.share,
         "background_left_mb": max(0, background_mb.get(one.scope, 0)) if is_controlled else None,
     }

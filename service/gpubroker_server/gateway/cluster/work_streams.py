@@ -149,7 +149,7 @@ async def signal_stream(call: Call, parts: Parts, name: str, body: TellSignal) -
     _named(parts, parts.world.streams, name)
     asked = body.model_dump()
     asked["progress_at"] = None if body.progress_at is None else body.progress_at.timestamp()
-    settled = await parts.requests.ask(name, call.identity.tenant, "signal", asked)
+    settled = await parts.requests.ask(name, call.identity.tenant, "stream_signal", asked)
     return answer(_named(parts, parts.world.streams, name), 200 if settled else 202)
 
 

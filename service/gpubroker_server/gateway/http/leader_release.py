@@ -16,6 +16,7 @@ class Since(NamedTuple):
 
 
 _PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and drain of nodes")
+_WORKERS = Since("0.3.0", "a worker set")
 _STREAM = Since("0.3.0", "a changed work stream")
 
 KNOWN_SINCE: Final[Mapping[str, Since]] = {
@@ -28,8 +29,11 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "cordon": _CORDON,
     "drain": _CORDON,
     "uncordon": _CORDON,
+    "form": _WORKERS,
+    "scale": _WORKERS,
+    "signal": _WORKERS,
     "stream": _STREAM,
-    "signal": _STREAM,
+    "stream_signal": _STREAM,
 }
 """What an earlier leader ignores or does wrong. By `Request.what`, or a word of our own."""
 

@@ -158,6 +158,10 @@ class NodeAgent:
         packed = write_reports(self._config.node, time.time(), reports, held_seconds, self._protocol)
         return read[-1][0], packed
 
+    async def runner_of(self, task: str, fence: int, rank: int) -> str:
+        """The name of the actor that has this run, for those who call it; empty if none has."""
+        return "" if self._runs is None else self._runs.table.runner_of(RunKey(task, fence, rank))
+
     async def leave(self) -> None:
         """Kill every run and every process of ours on this node, then this one, and remove every file."""
         if self._leaving is None:
@@ -180,7 +184,7 @@ class NodeAgent:
         if self._mailbox is None:
             return
         journal = self._mailbox.journal
-        if report[0] in ("progressed", "checkpointed", "items"):
+        if report[0] in ("progressed", "loaded", "checkpointed", "items"):
             journal.note(RunKey(*report[1:4]), report, AT_ONCE)
         elif report[0] == "ended":
             key = RunKey(*report[1:4])
@@ -308,13 +312,8 @@ class NodeAgent:
             (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent, d.split)
             for d in inventory.devices
         ]
-        return (
-            "node_seen",
-            time.time(),
-            node,
-            devices,
-            [tuple(key) for key in (*runs.table.runs, *runs.external)],
-        )
+        here = [tuple(key) for key in (*runs.table.runs, *runs.external)]
+        return "node_seen", time.time(), node, devices, here
 
     async def _sampled(self, runs: NodeRuns, timeout_seconds: float) -> list[WireSample] | None:
         """None if the devices cannot be measured."""

@@ -12,6 +12,7 @@ from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver.agents import NodeAgents
 from gpubroker_server.adapters.ray.driver.link import DriverKeeper
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED, AgentReports, ReportReader
+from gpubroker_server.adapters.ray.driver.worker_calls import RayWorkerCalls
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import (
@@ -89,6 +90,7 @@ class RayExecutor:
         self._driver = DriverKeeper(
             options, lambda: (self._lineage, self._term), self._on_message, self._on_driver_end
         )
+        self.calls = RayWorkerCalls(self._driver.send)
         self._leader_term: LeaderTerm | None = None
         """None while another process leads."""
         self._lineage = Lineage(0)
@@ -240,7 +242,10 @@ class RayExecutor:
                 for report in received.reports:
                     self._on_report(received, report)
                 self._replace_if_outdated(received.node)
+            case ("answer", number, packed):
+                self.calls.on_answer(number, packed)
             case ("connected",):
+                self.calls.is_connected = True
                 self._on_connected()
             case ("stale", node, lineage, known, term) if term == self._term:
                 self._message = f"the agent of node {node} knows a later term, {known} of lineage {lineage}"
@@ -264,6 +269,7 @@ class RayExecutor:
 
     def _on_driver_end(self, fault: str, head_ended: bool) -> bool:
         had_agents = bool(self._agents)
+        self.calls.on_driver_end(fault)
         self._head_fault = ""  # the state says it
         if head_ended:
             now = Instant(self._clock.now())

@@ -1,0 +1,72 @@
+"""Fleet control: how the controller of background work settles, and what one look at a large fleet takes.
+
+The controller follows loads of higher bands on a model of a fleet of 64 GPUs
+(`tests/core/control/fleet_model.py`): background tasks end by themselves, so the share that it gives shows
+with a delay.
+"""
+
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+
+from gpubroker_server.core.control.controller import Gains
+from gpubroker_server.core.control.fleet import FleetControl, FleetRules, background_room
+from gpubroker_server.core.control.targets import FleetTarget, Measure
+from gpubroker_server.core.domain.device import Device, DeviceSample, DiskSample, Node, NodeSample
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, device_key
+from gpubroker_server.core.world.world import World
+
+from bench.measuring import Figure, report
+from tests.core.control.fleet_model import LOADS, overshoot, settled_after, simulate, swings
+
+GPUS_PER_NODE = 8
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, default=1000, help=f"of the fleet, {GPUS_PER_NODE} GPUs each")
+    parser.add_argument("--looks", type=int, default=50, help="how often it is looked at")
+    parser.add_argument("--seeds", type=int, default=5, help="of each load; the worst of them counts")
+
+
+def measure(options: Namespace) -> Iterator[Figure]:
+    for name, load in LOADS.items():
+        runs = [
+            simulate(load.higher, gains=Gains(), hours=3, noise=load.noise, seed=seed)
+            for seed in range(options.seeds)
+        ]
+        settled = max(settled_after(run, load.since) for run in runs)
+        report(f"  {name}: {max(swings(run, load.since) for run in runs)} swings of 5 % or more")
+        yield Figure("control", f"control.{name}.settle_s", settled, "s", options.seeds)
+        over = max(overshoot(run, load.since) for run in runs)
+        yield Figure("control", f"control.{name}.overshoot", over, "of all GPUs", options.seeds)
+    yield _look(options.nodes, options.looks)
+
+
+def _look(nodes: int, looks: int) -> Figure:
+    """One step of fleet control and what a cycle takes over from it."""
+    world, policy = _fleet(nodes), Policy()
+    targets = tuple(FleetTarget(measure, 0.6, 0.8) for measure in Measure)
+    control, seconds = FleetControl(FleetRules(targets, controls=True), policy), []
+    for number in range(looks):
+        now = Instant(number * 0.1)
+        began = time.perf_counter()
+        control.step(world, {}, now)
+        world.control(background_room(world, policy, control.seen.background_mb), {})
+        seconds.append(time.perf_counter() - began)
+    return Figure("control", "control.look_ms", statistics.median(seconds) * 1000, "ms", looks)
+
+
+def _fleet(nodes: int) -> World:
+    world, at = World(), Instant(0.0)
+    for number in range(nodes):
+        node = NodeName(f"n{number:04}")
+        world.add_node(Node(node, 64.0, Mib(512 * 1024), 256, "1", "1"))
+        disks = (DiskSample("/", 1000, 500),)
+        world.node_samples[node] = NodeSample(node, at, 0.5, Mib(1000), Mib(500), disks=disks)
+        for index in range(GPUS_PER_NODE):
+            key = device_key("bench", node, f"GPU-{index}")
+            world.add_device(Device(key, node, f"GPU-{index}", "H100", index, Mib(81_920)))
+            world.measure([DeviceSample(key, at, Mib(40_000), utilization=(number % 10) / 10)])
+    return world

@@ -1,0 +1,76 @@
+"""`gpubroker targets`: whether the fleet is where its operator wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gpubroker.cli.lookup import connect
+from gpubroker.cli.printing import Format, Output, emit_all
+from gpubroker.cli.tables import Column, PlainTable, ago, size
+
+if TYPE_CHECKING:
+    from gpubroker.cluster.fleet import Target
+    from gpubroker.transport.decoding import Raw
+
+_COLUMNS = (
+    Column("SCOPE", wraps=True),
+    Column("MEASURE"),
+    Column("TARGET"),
+    Column("NOW"),
+    Column("FOR"),
+    Column("BACKGROUND", wraps=True),
+)
+
+
+def targets(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """Show targets, what is measured, and what keeps new work out.
+
+    BACKGROUND is what background and idle work may take of that part of the
+    fleet, if fleet.controller is on.
+    """
+    with connect(context) as broker:
+        found = broker.targets()
+        emit_all(output, found.items, lambda listed: Group(_table(listed), *_pressures(found.raw)))
+
+
+def _table(listed: Sequence[Target]) -> RenderableType:
+    if not listed:
+        return Text("no process leads, or it has not looked at the fleet yet")
+    return PlainTable(_COLUMNS, [_row(target) for target in listed])
+
+
+def _row(target: Target) -> tuple[str | Text, ...]:
+    now = "unknown" if target.value is None else f"{target.value:.0%}"
+    return (
+        target.scope,
+        target.measure,
+        f"{target.least:.0%} to {target.most:.0%}" if target.least else f"at most {target.most:.0%}",
+        Text(f"{now} !", style="yellow") if target.state == "out" else now,
+        ago(target.changed_at),
+        _background(target),
+    )
+
+
+def _background(target: Target) -> str:
+    if target.background_share is None:
+        return ""
+    return f"{target.background_share:.0%}, {size(target.background_left_mb or 0)} left"
+
+
+def _pressures(raw: Raw) -> Iterator[Text]:
+    for one in raw.get("backpressure", ()):
+        value = "unknown" if one["value"] is None else f"{one['value']:g}"
+        yield Text(
+            f"! {one['measure']} is {value} (too high from {one['high']:g}): tasks with a priority below "
+            f"{one['refused_below']} are refused",
+            style="yellow",
+        )
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(rich_help_panel="Cluster")(targets)
