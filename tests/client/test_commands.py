@@ -225,6 +225,24 @@ def test_a_queue_is_paused_and_resumed(gpubroker: Run) -> None:
     assert (unknown.code, "no work stream" in unknown.err) == (6, True)
 
 
+def test_work_streams_are_put_signalled_listed_and_drawn(gpubroker: Run) -> None:
+    assert "no work streams" in gpubroker("streams").out
+    assert "no work stream" in gpubroker("streams next").err
+    assert re.search(r"^ladder +3 +1 +1 +1 +3 +100.0%$", gpubroker("streams put ladder 3").out, re.MULTILINE)
+    told = gpubroker("streams signal ladder --progress 1200 --data-age 1h --quality 0.5").out
+    assert re.search(r"^ladder +3 +1 +2 +0.55 +3.3 +100.0%$", told, re.MULTILINE)
+    assert gpubroker("streams signal ladder").code == 2
+    assert gpubroker("streams next --seed 7").out == "ladder\n"
+    task = gpubroker(f"submit {WORK} -i seconds=0 --stream ladder").out.strip()
+    assert gpubroker("wait", task).code == 0
+    assert gpubroker("pause --stream ladder").code == 0
+    assert "paused" in gpubroker("streams").out
+    assert [it["paused"] for it in gpubroker("streams -o json").json] == [True]
+    assert gpubroker("resume --stream ladder").code == 0
+    assert "forgotten" in gpubroker("streams delete ladder").err
+    assert gpubroker("streams -o json").json == []
+
+
 @pytest.mark.parametrize(
     "line", ["pause", "pause --tenant a --stream b", "resume", "resume --tenant a --stream b --because c"]
 )

@@ -38,7 +38,7 @@ async def test_streams_of_the_settings_and_those_that_were_put_are_listed(
 
 
 async def test_signals_change_the_factors_that_are_shown(gateway: Gateway, api: Client) -> None:
-    await signal(api, "nightly", progress=1000, progress_at="2020-01-01T00:00:00Z")
+    await signal(api, "nightly", progress=1000, progress_at="1970-01-02T00:00:00Z")
     before = len(gateway.store.audited)
     await signal(api, "nightly", progress=1000.0, data_age_seconds=3600, quality=0.5)
     gateway.clock.advance(3600.0)

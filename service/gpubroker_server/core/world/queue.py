@@ -218,7 +218,7 @@ class PendingQueue:
         self.paused: set[TaskId] = set()
         """Nothing but a pause keeps them out of the groups."""
         self.stream_weights: dict[str, float] = {}
-        """Of work streams, as fleet control has them; the others have that of the policy. Changed by `weigh` only."""
+        """As fleet control has them; other work streams have that of the policy. Changed by `weigh` only."""
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
