@@ -233,10 +233,8 @@ def test_work_streams_are_put_signalled_listed_and_drawn(gpubroker: Run) -> None
     assert re.search(r"^ladder +3 +1 +2 +0.55 +3.3 +100.0%$", told, re.MULTILINE)
     assert gpubroker("streams signal ladder").code == 2
     assert gpubroker("streams next --seed 7").out == "ladder\n"
-    task = gpubroker(f"submit {WORK} -i seconds=0 --stream ladder").out.strip()
-    assert gpubroker("wait", task).code == 0
+    assert gpubroker(f"submit {WORK} -i seconds=0 --stream ladder --wait").code == 0
     assert gpubroker("pause --stream ladder").code == 0
-    assert "paused" in gpubroker("streams").out
     assert [it["paused"] for it in gpubroker("streams -o json").json] == [True]
     assert gpubroker("resume --stream ladder").code == 0
     assert "forgotten" in gpubroker("streams delete ladder").err
