@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpubroker.admin import Detection, Queue, Released, Token
     from gpubroker.broker import AsyncBroker, Broker
-    from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Target, Tenant
+    from gpubroker.cluster.fleet import (
+        AutoscalingDemand,
+        Gpu,
+        IdleTemplate,
+        Node,
+        Policy,
+        Profile,
+        Stats,
+        Target,
+        Tenant,
+    )
     from gpubroker.cluster.plan import FleetPlan
     from gpubroker.cluster.stream_api import DrawnStream, WorkStream
     from gpubroker.decorators import inference, task
@@ -50,7 +60,17 @@ __version__ = "0.3.0.dev0"
 _NAMES = {
     "admin": ("Detection", "Queue", "Released", "Token"),
     "broker": ("AsyncBroker", "Broker"),
-    "cluster.fleet": ("AutoscalingDemand", "Gpu", "Node", "Policy", "Profile", "Stats", "Target", "Tenant"),
+    "cluster.fleet": (
+        "AutoscalingDemand",
+        "Gpu",
+        "IdleTemplate",
+        "Node",
+        "Policy",
+        "Profile",
+        "Stats",
+        "Target",
+        "Tenant",
+    ),
     "cluster.plan": ("FleetPlan",),
     "cluster.stream_api": ("DrawnStream", "WorkStream"),
     "decorators": ("inference", "task"),
@@ -98,6 +118,7 @@ __all__ = [
     "Explanation",
     "FleetPlan",
     "Gpu",
+    "IdleTemplate",
     "ItemFailed",
     "Lease",
     "LeaseEnded",

@@ -181,6 +181,20 @@ def test_targets_are_shown_with_what_is_measured(gpubroker: Run, holder: str) ->
     assert gpubroker("targets -o json").json[0]["measure"] == "gpu_utilization"
 
 
+def test_idle_templates_are_made_listed_and_deleted(gpubroker: Run, tmp_path: Path) -> None:
+    file = tmp_path / "task.json"
+    file.write_text('{"run": {"entrypoint": "tests.client.jobs:add"}')
+    assert "cannot read a task" in gpubroker(f"idle-template create sweep {file} --max-running 2").err
+    file.write_text("[]")
+    assert "has no task" in gpubroker(f"idle-template create sweep {file} --max-running 2").err
+    file.write_text(f'{{"run": {{"entrypoint": "{WORK}"}}, "resources": {{"gpus": 1}}}}')
+    assert gpubroker(f"idle-template create sweep {file} --max-running 2 --weight 3").code == 0
+    assert re.search(r"^sweep +3 +0 of 2 +0 +.*active", gpubroker("idle-template list").out, re.MULTILINE)
+    assert gpubroker(f"idle-template create sweep {file} --max-running 2").code == 6
+    assert gpubroker("idle-template delete sweep").code == 0
+    assert gpubroker("idle-template list -o json").json == []
+
+
 def test_slurm_starts_a_node_for_each_gpu_that_is_lacked_and_ends_spare_ones(
     gpubroker: Run, holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,22 +237,6 @@ def test_a_queue_is_paused_and_resumed(gpubroker: Run) -> None:
     assert gpubroker("wait", task, "-o", "json").json["state"] == "succeeded"
     unknown = gpubroker("pause --stream nobody")
     assert (unknown.code, "no work stream" in unknown.err) == (6, True)
-
-
-def test_work_streams_are_put_signalled_listed_and_drawn(gpubroker: Run) -> None:
-    assert "no work streams" in gpubroker("streams").out
-    assert "no work stream" in gpubroker("streams next").err
-    assert re.search(r"^ladder +3 +1 +1 +1 +3 +100.0%$", gpubroker("streams put ladder 3").out, re.MULTILINE)
-    told = gpubroker("streams signal ladder --progress 1200 --data-age 1h --quality 0.5").out
-    assert re.search(r"^ladder +3 +1 +2 +0.55 +3.3 +100.0%$", told, re.MULTILINE)
-    assert gpubroker("streams signal ladder").code == 2
-    assert gpubroker("streams next --seed 7").out == "ladder\n"
-    assert gpubroker(f"submit {WORK} -i seconds=0 --stream ladder --wait").code == 0
-    assert gpubroker("pause --stream ladder").code == 0
-    assert [it["paused"] for it in gpubroker("streams -o json").json] == [True]
-    assert gpubroker("resume --stream ladder").code == 0
-    assert "forgotten" in gpubroker("streams delete ladder").err
-    assert gpubroker("streams -o json").json == []
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,12 @@ _MODULES: Final[Mapping[str, str]] = {
     "infer_command": "infer",
     "model_commands": "load unload pin models",
     "object_commands": "upload objects",
-    "stream_commands": "streams",
+    "tasks.streams": "streams",
     "quarantine_commands": "pause resume quarantine",
     "plan_command": "plan",
     "token_commands": "token",
     "secret_commands": "secrets",
+    "idle_template_commands": "idle-template",
 }
 """The commands of each module. A command loads its module alone (`bench cli`)."""
 _PLACES = {command: module for module, commands in _MODULES.items() for command in commands.split()}
