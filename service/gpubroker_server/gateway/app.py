@@ -21,6 +21,7 @@ from gpubroker_server.gateway.arrays.routes import ArrayParts
 from gpubroker_server.gateway.cluster import (
     autoscaling,
     devices,
+    diagnostics,
     idle_templates,
     nodes,
     pauses,
@@ -87,6 +88,7 @@ _RESOURCES = (
         devices,
         nodes,
         targets,
+        diagnostics,
         idle_templates,
         models,
         measure,

@@ -12,6 +12,7 @@ from gpubroker_server.core.control.controller import Control, Gains, step, switc
 from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
+from gpubroker_server.core.control.memory_failures import MemoryFailureCount, MemoryFailures
 from gpubroker_server.core.control.streams import steady_weights
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure, Standing, measured
 from gpubroker_server.core.control.targets import follow as follow_targets
@@ -66,6 +67,8 @@ class FleetSeen:
     """Devices by key, and nodes by name."""
     pressures: tuple[Pressure, ...] = ()
     templates: tuple[TemplateSeen, ...] = ()
+    memory_failures: tuple[MemoryFailures, ...] = ()
+    """Of tasks that failed so again and again."""
     stream_weights: dict[str, float] = field(default_factory=dict)
     """By which every process orders the queue."""
 
@@ -85,6 +88,7 @@ class FleetControl:
         """When each device or node that had only idle work was last seen so."""
         self._alarms: dict[str, Alarm] = {}
         self._stepped_at: Instant | None = None
+        self.memory_failures = MemoryFailureCount()
 
     def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
         """Look at everything once; returns what the log is to say of it. `pressures`: what backpressure looks
@@ -104,6 +108,7 @@ class FleetControl:
             tuple(self._idle),
             tuple(self._pressures_seen(pressures, now)),
             self.fill.seen,
+            self.memory_failures.often(now),
             steady_weights(self.seen.stream_weights, world.streams, self._policy, now),
         )
         return notices
