@@ -171,7 +171,7 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
         target = TargetSeen("all", "disk", 0.0, 0.7, None, is_in=True, since=Instant(3.0))
         pressure = Pressure("disk_percent", Instant(4.0), 96.0, 95.0, 40, Seconds(30.0))
         fleet = FleetSeen(
-            (target,), {"all": 0}, (Idle("n1", 0.0, Instant(5.0)),), (pressure,), (), {"a": 2.0}
+            (target,), {"all": 0}, (Idle("n1", 0.0, Instant(5.0)),), (pressure,), stream_weights={"a": 2.0}
         )
         said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent, fleet=fleet)
         await one.publish(term, 1, LastValues(leader=said))
