@@ -79,6 +79,7 @@ class DirectoryBlobs:
                 raise BlobMissing(f"no upload has the name {upload}") from None
 
     async def discard(self, upload: str) -> None:
+        """Nothing happens if it has no parts."""
         path = self._upload(upload)
         with self._reachable("deleted"):
             await asyncio.to_thread(path.unlink, missing_ok=True)
