@@ -212,8 +212,7 @@ class Snapshot:
     worker_sets: Sequence[WorkerSet]
     streams: Sequence[StreamState]
     finished: Mapping[tuple[str, TaskState], int]
-    estimates: Sequence[tuple[SketchKey, Sketch]]
-    """In the order of learning."""
+    estimates: Sequence[tuple[SketchKey, Sketch]]  # in the order of learning
     usage: Sequence[TenantUsage]
 
 
