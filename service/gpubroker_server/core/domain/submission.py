@@ -175,6 +175,8 @@ class Request:
     - of operators for no task: pause and unpause (queue, by, reason)
     - of a worker set, whose id is in `task`: form (its fields), scale (what is given of least, most and
       count), signal (value)
+    - of a work stream, whose name is in `task`: stream (curriculum or none, by, reason), stream_signal
+      (progress, progress_at, data_age_seconds, quality: each or none)
     """
 
     id: str
