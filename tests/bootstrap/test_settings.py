@@ -151,6 +151,7 @@ simulated_devices: [{memory_mb: 24GiB}]
         ("ray: {node_name: rack/n1}\n", "ray.node_name: 'rack/n1' has a slash"),
         ("ray: {address: 'h:6379', node_name: n1}\n", "node_name has no effect on the cluster at h:6379"),
         ("ray: {address: 'h:6379', object_store_mb: 500}\n", "set --object-store-memory where `ray start`"),
+        ("ray: {address: 'h:6379', object_store_mb: 128}\n", "set --object-store-memory where `ray start`"),
         ("ray: {address: 'h:6379', dashboard: true}\n", "set --include-dashboard where `ray start --head`"),
         ("ray: {token_file: /t}\n", "token_file is for a cluster that is joined, and address is empty"),
         ("ray: {tls: {certificate: /c, key: /k, ca: /a}}\n", "tls is for a cluster that is joined"),

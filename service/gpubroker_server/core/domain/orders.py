@@ -64,6 +64,9 @@ class StartOrder(_RunOrder):
     """The process imports or unpickles, reports Ready, and begins user code at the GoOrder."""
     memory_mb: Mib = Mib(0)
     """Host memory it asked for: one of its processes may use this much, whatever others may."""
+    shares: tuple[float, ...] = ()
+    """Of the memory of each device that its libraries may allocate, without the process's context; empty if
+    it has whole devices."""
 
 
 @value
