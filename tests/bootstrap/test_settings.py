@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+from gpubroker_server.__main__ import commands
 from gpubroker_server.bootstrap.compose import fleet_rules_of
 from gpubroker_server.settings.loading import Settings, SettingsRefused, load_settings
 from pydantic import BaseModel
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,6 +93,17 @@ def test_a_cluster_is_joined_by_file_environment_or_flag(
     monkeypatch.setenv("GPUBROKER_RAY__ADDRESS", "ray://head:10001")
     with pytest.raises(SettingsRefused, match=r"head:6379, if it .*\(in GPUBROKER_RAY__ADDRESS\)"):
         load_settings(config)
+
+
+@pytest.mark.parametrize("command", ["serve", "broker"])
+def test_the_flag_for_ray_is_the_address_that_is_joined(tmp_path: Path, command: str) -> None:
+    """Seen in a refusal that names it, since a start would join."""
+    config = a_file(tmp_path, "ray: {dashboard: true}\n")
+    app = typer.Typer()
+    commands(app)
+    refused = CliRunner().invoke(app, [command, "--config", str(config), "--ray", "head:6379"])
+    assert refused.exit_code == 2
+    assert "dashboard has no effect on the cluster at head:6379" in refused.output
 
 
 def test_a_flag_that_was_not_given_changes_nothing(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ import asyncio
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 from pydantic_core import PydanticCustomError, from_json, to_json
 
-from gpubroker_server.core.domain.orders import MOST_HELD, ItemRange
+from gpubroker_server.core.domain.orders import MOST_HELD
 from gpubroker_server.core.domain.submission import (
     ARRAY_LABEL,
     ARRAY_VARIABLE,

@@ -51,7 +51,7 @@ class LogQuery(QueryModel):
         str,
         Field(
             pattern="^[0-9a-f]{0,64}$",
-            description="Ends the lines that the service adds: a random one tells them from what was printed.",
+            description="Ends the lines that the service adds, to tell them from what was printed.",
         ),
     ] = ""
     follow: Annotated[
