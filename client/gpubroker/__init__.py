@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpubroker.admin import Detection, Queue, Released, Token
     from gpubroker.broker import AsyncBroker, Broker
-    from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Target, Tenant
+    from gpubroker.cluster.fleet import (
+        AutoscalingDemand,
+        Finding,
+        Gpu,
+        IdleTemplate,
+        Node,
+        Policy,
+        Profile,
+        Stats,
+        Target,
+        Tenant,
+    )
     from gpubroker.cluster.plan import FleetPlan
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
@@ -49,7 +60,18 @@ __version__ = "0.3.0.dev0"
 _NAMES = {
     "admin": ("Detection", "Queue", "Released", "Token"),
     "broker": ("AsyncBroker", "Broker"),
-    "cluster.fleet": ("AutoscalingDemand", "Gpu", "Node", "Policy", "Profile", "Stats", "Target", "Tenant"),
+    "cluster.fleet": (
+        "AutoscalingDemand",
+        "Finding",
+        "Gpu",
+        "IdleTemplate",
+        "Node",
+        "Policy",
+        "Profile",
+        "Stats",
+        "Target",
+        "Tenant",
+    ),
     "cluster.plan": ("FleetPlan",),
     "decorators": ("inference", "task"),
     "errors": (
@@ -93,8 +115,10 @@ __all__ = [
     "Estimate",
     "Event",
     "Explanation",
+    "Finding",
     "FleetPlan",
     "Gpu",
+    "IdleTemplate",
     "ItemFailed",
     "Lease",
     "LeaseEnded",

@@ -21,6 +21,8 @@ from gpubroker_server.gateway.arrays.routes import ArrayParts
 from gpubroker_server.gateway.cluster import (
     autoscaling,
     devices,
+    diagnostics,
+    idle_templates,
     nodes,
     pauses,
     policy,
@@ -28,6 +30,7 @@ from gpubroker_server.gateway.cluster import (
     stats,
     targets,
 )
+from gpubroker_server.gateway.cluster.idle_templates import IdleTemplateParts
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.events.routes import EventParts
@@ -84,6 +87,8 @@ _RESOURCES = (
         devices,
         nodes,
         targets,
+        diagnostics,
+        idle_templates,
         models,
         measure,
         quarantine,
@@ -164,6 +169,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
         world, clock, freshness, leadership, requests, parts.tokens, rules.policy, limits, rules.defaults,
         rules.kinds, servers, parts.residencies, parts.disk_full,
     )  # fmt: skip
+    yield IdleTemplateParts(store, clock, parts.tokens, leadership, submissions)
     yield EventParts(records)
     yield LogParts(records, parts.log_readers)
     yield TokenParts(store, clock, parts.tokens, rules.policy)

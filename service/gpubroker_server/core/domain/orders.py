@@ -315,8 +315,9 @@ class NodeReport:
     faults: tuple[tuple[str, str], ...] = ()
     """GPUs that cannot be used: (UUID, or what people call it while that is unknown; why)."""
     complete: bool = True
-    """A device that is not named is removed or lost: no process uses it. False while the agent does not know
-    each of its GPUs."""
+    """What is not named is removed or lost, and unused. False while the agent does not know all its GPUs."""
+    versions: tuple[tuple[str, str], ...] = ()
+    """Of `python` and `ray` there; empty if unknown."""
 
 
 @value

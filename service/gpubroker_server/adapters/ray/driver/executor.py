@@ -241,6 +241,7 @@ class RayExecutor:
                 received = self._reader.read(packed, boot_seconds() - asked_at)
                 for report in received.reports:
                     self._on_report(received, report)
+                self._agents.note_clock(received.node, received.ahead_seconds)
                 self._replace_if_outdated(received.node)
             case ("answer", number, packed):
                 self.calls.on_answer(number, packed)
