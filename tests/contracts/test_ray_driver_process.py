@@ -12,12 +12,13 @@ from gpubroker_server.adapters.ray.driver.process import Driver, Opening
 from gpubroker_server.adapters.ray.options import RayOptions
 
 from tests.contracts.test_ray_driver_link import Bench, bench  # noqa: F401  # a fixture
+from tests.e2e.service_process import until
 from tests.patience import PATIENCE_SECONDS
 
 FEW, MANY = [{"CPU": 1.0}], [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0}]
 
 
-async def test_its_environment_names_the_ray_that_is_joined_whatever_that_of_the_service_says(
+def test_its_environment_names_the_ray_that_is_joined_whatever_that_of_the_service_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "other:6379")
@@ -25,9 +26,8 @@ async def test_its_environment_names_the_ray_that_is_joined_whatever_that_of_the
     with ours, theirs, link._start_driver(RayOptions(tmp_path, "head:6379"), "head:6379", theirs) as child:
         try:
             environ = Path(f"/proc/{child.pid}/environ")
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                while not (given := environ.read_bytes()):  # it is not there at once
-                    await asyncio.sleep(0.01)
+            until(environ.read_bytes, "its environment is there")
+            given = environ.read_bytes()
         finally:
             child.kill()
     assert [it for it in given.split(b"\0") if it.startswith(b"RAY_ADDRESS=")] == [b"RAY_ADDRESS=head:6379"]

@@ -1,4 +1,4 @@
-"""Objects: upload bytes once, for inferences that name them."""
+"""Objects: upload bytes once, for tasks and inferences that name them."""
 
 import asyncio
 import hashlib
@@ -171,7 +171,7 @@ class ObjectStorage:
         )
 
 
-resource = Resource("models")
+resource = Resource("objects")
 
 _SCOPES: Final = (Scope.MODELS_INFER, Scope.TASKS_WRITE)
 """Objects are for inferences and for tasks: whoever may submit either may have some."""
