@@ -47,7 +47,7 @@ ARRAY_VARIABLE = "GPUBROKER_ARRAY"
 """Set for workers of arrays: JSON with the limits of an item, and whether the items are pickled."""
 
 REPORT_SECONDS = 0.5
-"""Results are reported this often, and at once when no item is left here ..."""
+"""Results are reported this often, also while an item runs, and at once when none is left here ..."""
 LOW_SECONDS = 0.1
 """... or when there is only so much work, in which the answer comes."""
 AHEAD_SECONDS = 1.0
@@ -120,7 +120,6 @@ class ItemWorker:
         self._done = 0.0
         self._reported_at = 0.0
         self._timer: threading.Timer | None = None
-        """Reports what is done, however long the next item takes."""
         self._child: subprocess.Popen[bytes] | None = None
         self._watch: _Watch | None = None
         """Of functions; a command is waited for."""

@@ -51,22 +51,6 @@ def ends(decisions: list[Decision]) -> list[tuple[str, PledgeEnd]]:
     return [(w.pledge.preemptor, w.end) for d in decisions for w in d.pledges if w.end is not None]
 
 
-def shares(**demand: Any) -> list[tuple[float, ...]]:
-    """What the libraries of a run may allocate of GPUs of 80 GiB whose contexts take 1 GiB, beside a reserve
-    of 8 GiB on the second."""
-    gpus = (a_device("gpu0", context_mb=GIB), a_device("gpu1", context_mb=GIB, reserve_mb=8 * GIB))
-    decisions = cycle(a_world(*gpus, a_task("run", **demand)))
-    return [order.shares for one in decisions for order in one.orders if isinstance(order, StartOrder)]
-
-
-def test_libraries_may_allocate_what_is_leased_without_the_context():
-    assert shares(gpu_mb=20 * GIB) == [(0.25,)], "21 GiB are leased"
-    assert shares(gpu_fraction=0.01) == [(0.0,)], "never less than nothing"
-    assert shares(gpus=1) == [()]
-    assert shares(gpus=2) == [(1.0, 71 / 80)]
-    assert shares() == [()]
-
-
 def test_an_admission_is_a_new_claim_with_its_leases_and_the_order_to_start():
     again = a_task(
         "again",

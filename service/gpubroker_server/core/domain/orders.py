@@ -65,8 +65,7 @@ class StartOrder(_RunOrder):
     memory_mb: Mib = Mib(0)
     """Host memory it asked for: one of its processes may use this much, whatever others may."""
     shares: tuple[float, ...] = ()
-    """Of the memory of each device that its libraries may allocate, without the process's context; empty if
-    it has whole devices."""
+    """Of each device's memory, what its libraries may allocate beside the context; empty: all of it."""
 
 
 @value
@@ -91,8 +90,7 @@ class WorldOrder(_RunOrder):
 
 @value
 class WatchOrder(_RunOrder):
-    """Watch an external holder's process on these devices: attribute its use to it, and report Gone when it
-    ends. Starts nothing; repeating it is void."""
+    """Attribute to an external holder's process what it uses of these devices, and report Gone at its end."""
 
     pid: int
     devices: tuple[tuple[DeviceKey, Mib], ...]
@@ -101,8 +99,7 @@ class WatchOrder(_RunOrder):
 
 @value
 class ItemsOrder(_RunOrder):
-    """Answers a report of items: its results are durable, and these are the items that the run holds from now
-    on. Only the answer with the highest number counts."""
+    """Answers a report of items: its results are durable, and the run holds these. The highest number counts."""
 
     number: int
     held: tuple[ItemRange, ...]
