@@ -90,7 +90,8 @@ class WorldOrder(_RunOrder):
 
 @value
 class WatchOrder(_RunOrder):
-    """Attribute to an external holder's process what it uses of these devices, and report Gone at its end."""
+    """Watch an external holder's process on these devices: attribute its use to it, and report Gone when it
+    ends. Starts nothing; repeating it is void."""
 
     pid: int
     devices: tuple[tuple[DeviceKey, Mib], ...]
@@ -99,7 +100,7 @@ class WatchOrder(_RunOrder):
 
 @value
 class ItemsOrder(_RunOrder):
-    """Answers a report of items: its results are durable, and the run holds these. The highest number counts."""
+    """Answers a report of items: its results are durable, and the run holds these. The newest counts."""
 
     number: int
     held: tuple[ItemRange, ...]
