@@ -383,6 +383,8 @@ class BlobStore(Protocol):
     async def finish(self, upload: str, digest: str) -> None:
         """Make an object of its parts. Raises BlobMissing; BlobCorrupt if they have another digest."""
 
+    async def discard(self, upload: str) -> None: ...
+
     async def delete(self, digest: str) -> None: ...
 
 
