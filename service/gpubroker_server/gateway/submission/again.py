@@ -42,7 +42,7 @@ async def again(submissions: Submissions, identity: Identity, record: TaskRecord
     permissions.check_env(identity, {name: spec.env[name] for name in spec.env if name not in _OURS})
     await submissions.check_secrets(identity, spec.env, old.tenant)
     permissions.check_priority(identity, old.priority, old.tenant)
-    permissions.check_stream(old.stream)
+    submissions.check_stream(old.stream)
     now = submissions.clock.now()
     task = new_attempt(old, submissions.ids.task(now), now)
     submissions.check_possible(task)
