@@ -4,11 +4,13 @@ import asyncio
 import base64
 
 import cloudpickle
+import pytest
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone
 from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.gateway.workers import fleet
 
 from tests.gateway.harness import Client, Gateway
-from tests.gateway.worker_stage import Workers, formed, running
+from tests.gateway.worker_stage import Workers, formed, lead, running
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -144,3 +146,51 @@ async def test_a_call_says_why_a_worker_that_runs_is_not_to_be_reached(
     answer = await api.post(f"/worker-sets/{seen['id']}/call", json=body)
     assert (answer.status_code, answer.json()["code"]) == (503, "no-worker")
     assert "1 running (it is not here)" in answer.json()["detail"]
+
+
+async def test_a_call_to_a_set_that_is_over_is_refused_at_once(
+    gateway: Gateway, api: Client, workers: Workers
+) -> None:
+    seen = await formed(gateway, api)
+    await api.delete(f"/worker-sets/{seen['id']}")
+    await gateway.carry_out_requests()
+    await lead(gateway)
+    assert gateway.world.worker_sets == {}
+    answer = await api.post(f"/worker-sets/{seen['id']}/call", json={"method": "add", "args": [1]})
+    assert (answer.status_code, answer.json()["code"]) == (409, "task-already-finished")
+    assert "is over" in answer.json()["detail"]
+
+
+async def test_a_tenant_has_a_bounded_number_of_calls_that_wait_for_a_worker() -> None:
+    async with Gateway(tenant_waits=1) as gateway:
+        gateway.change(worker_calls=Workers())
+        api = await gateway.client("ada", "tasks:read", "tasks:write")
+        path = f"/worker-sets/{(await formed(gateway, api))['id']}/call"
+        body = {"method": "add", "timeout_seconds": 600}
+        calls = {asyncio.create_task(api.post(path, json=body)) for _ in range(2)}
+        [refused], [waiting] = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        assert (refused.result().status_code, refused.result().json()["code"]) == (429, "tenant-waits")
+        waiting.cancel()
+
+
+async def test_calls_in_turn_pass_a_worker_that_has_no_room(
+    gateway: Gateway, api: Client, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "MOST_WAITING", 0)
+    seen = await running(gateway, api, workers, 2)
+    path = f"/worker-sets/{seen['id']}/call"
+    await until_ready(gateway, api, path, 2)
+    waiting = asyncio.create_task(api.post(path, json={"method": "wait"}))
+    busy = await first_busy(workers)
+    body = {"method": "add", "args": [1], "routing": "round_robin"}
+    answered = {(await api.post(path, json=body)).json()["worker"] for _ in range(2)}
+    assert answered == {it["id"] for it in seen["workers"]} - {busy}
+    full = asyncio.create_task(api.post(path, json={"method": "wait"}))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        for solver in workers.solvers.values():
+            while not await asyncio.to_thread(solver.has_begun.wait, 0.01):
+                pass
+    refused = await api.post(path, json=body)
+    assert (refused.status_code, refused.json()["code"]) == (429, "worker-queue-full")
+    workers.end()
+    await asyncio.gather(waiting, full)

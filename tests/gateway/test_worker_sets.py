@@ -217,3 +217,14 @@ async def test_a_worker_alone_cannot_be_submitted_again(gateway: Gateway, api: C
     await api.delete(f"/worker-sets/{seen['id']}")
     answer = await api.post(f"/tasks/{seen['id']}/retry")
     assert answer.json()["code"] == "task-not-retryable"
+
+
+async def test_arguments_of_roles_are_bounded_and_name_objects_that_are_there(api: Client) -> None:
+    def judge(*args: Any) -> dict[str, Any]:
+        run = {"entrypoint": "myteam.solvers:Judge", "args": list(args)}
+        return {"run": RUN, "colocate_with": {"judge": {"run": run}}}
+
+    long = (await api.post("/worker-sets", json=judge("x" * 40_000))).json()
+    assert [(it["pointer"], it["code"]) for it in long["errors"]] == [("/colocate_with", "too-long")]
+    missing = (await api.post("/worker-sets", json=judge({"object": "0" * 64}))).json()
+    assert [it["pointer"] for it in missing["errors"]] == ["/colocate_with/judge/run/args/0"]

@@ -157,7 +157,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     storage = ObjectStorage(store, blobs, clock, limits)
     yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
     yield ArrayParts(submissions, storage, requests)
-    fleets = Fleets(world, parts.worker_calls)
+    fleets = Fleets(world, parts.worker_calls, waiters)
     yield WorkerSetParts(world, freshness, submissions, requests, fleets)
     yield LeaseParts(records, submissions, requests, limits.wait_seconds)
     outside = tuple(server for server in servers if not server.is_managed)

@@ -178,6 +178,16 @@ def test_a_worker_that_leaves_is_requeued_held_and_counts_as_preempted_by_nobody
     assert (what, changes["preemptions"], "held" in changes) == (Move.REQUEUED, 0, False)
 
 
+def test_a_place_that_is_free_is_taken_before_one_that_still_leaves() -> None:
+    leaves = running(
+        "a", "gpu0", state=TaskState.STOPPING, stop_reason=StopReason.PREEMPT, stop_deadline_at=NOW
+    )
+    world = of(a_set("a", "b", count=1), a_device("gpu0"), leaves, a_task("b", held=True))
+    world.tasks[TaskId("a")] = changed(world.tasks[TaskId("a")], held=True)
+    step(world)
+    assert held(world) == {"a"}
+
+
 def test_a_worker_that_is_wanted_again_while_it_leaves_comes_back() -> None:
     world = of(a_set("a", count=0), a_device("gpu0"), running("a", "gpu0"))
     step(world)
@@ -260,6 +270,18 @@ def test_no_worker_leaves_while_one_at_work_has_told_nothing(stale: Fence | None
     else:
         loads["b"] = changed(loads["b"], fence=stale)
     assert [step(world, loads, at, scaler) for at in (0, 100)] == [[], []]
+
+
+def test_workers_come_though_one_still_makes_its_object() -> None:
+    world = two_at_work()
+    step(world, busy(world, a=9))
+    assert (world.worker_sets[TaskId("a")].count, held(world)) == (3, set())
+
+
+def test_a_signal_that_is_posted_again_writes_nothing() -> None:
+    world = of(a_set("a", count=1, scaling=Scaling("signal", 10.0, Seconds(60.0))), a_task("a"))
+    assert ask(world, "a", "signal", {"value": 5}).worker_sets != ()
+    assert ask(world, "a", "signal", {"value": 5}).worker_sets == ()
 
 
 def test_workers_follow_the_cpu_that_they_use() -> None:

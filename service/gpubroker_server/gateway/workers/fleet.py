@@ -11,6 +11,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Position, Seconds, TaskId
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.ports.worker_calls import (
     CallAnswer,
     Called,
@@ -40,8 +41,9 @@ class Answered(NamedTuple):
 class Fleets:
     """The workers of all sets that were called through this gateway."""
 
-    def __init__(self, world: World, calls: WorkerCalls | None) -> None:
+    def __init__(self, world: World, calls: WorkerCalls | None, waiters: Waiters) -> None:
         self._world = world
+        self._waiters = waiters
         self._calls = calls
         self._fleets: dict[TaskId, _Fleet] = {}
 
@@ -52,7 +54,7 @@ class Fleets:
         fleet = self._fleets.get(workers.id)
         if fleet is None:
             self._drop_what_is_over()
-            fleet = self._fleets[workers.id] = _Fleet(self._world, self._calls, workers.id)
+            fleet = self._fleets[workers.id] = _Fleet(self._world, self._calls, self._waiters, workers.id)
         until = monotonic() + seconds
         while (run := await fleet.choose(workers, routing, until)) is not None:
             left = Seconds(max(0.0, until - monotonic()))
@@ -102,8 +104,9 @@ def _failed(run: WorkerRun, call: WorkerCall, failure: MethodFailed) -> Problem:
 class _Fleet:
     """The workers of one set. Those that are RUNNING are asked whether they are ready, once per attempt."""
 
-    def __init__(self, world: World, calls: WorkerCalls, id: TaskId) -> None:
+    def __init__(self, world: World, calls: WorkerCalls, waiters: Waiters, id: TaskId) -> None:
         self._world = world
+        self._waiters = waiters
         self._calls = calls
         self._id = id
         self._seen: Position | None = None
@@ -117,7 +120,15 @@ class _Fleet:
         """Why a worker that runs was last not to be reached, until one is ready."""
 
     async def choose(self, workers: WorkerSet, routing: str, until: float) -> WorkerRun | None:
-        """The worker whose turn it is; None if none is ready in time. Raises Problem worker-queue-full."""
+        """The worker whose turn it is; None if none is ready in time. Raises Problem worker-queue-full and
+        tenant-waits."""
+        self._look()
+        if self._ready:
+            return self._least_busy(workers, routing)
+        with self._waiters.expect_for(workers.tenant, f"{workers.id} ready"):
+            return await self._first_ready(workers, routing, until)
+
+    async def _first_ready(self, workers: WorkerSet, routing: str, until: float) -> WorkerRun | None:
         while True:
             self._look()
             if self._ready:
@@ -156,11 +167,11 @@ class _Fleet:
         self._turn += 1
         start = self._turn % len(runs)
         in_turn = runs[start:] + runs[:start]
-        run = in_turn[0] if routing == "round_robin" else min(in_turn, key=self._open.__getitem__)
         most = workers.max_concurrency + MOST_WAITING
-        if self._open[run] >= most:
+        free = [run for run in in_turn if self._open[run] < most]
+        if not free:
             raise Problem("worker-queue-full", set=workers.id, waiting=most, workers=len(runs))
-        return run
+        return free[0] if routing == "round_robin" else min(free, key=self._open.__getitem__)
 
     def _look(self) -> None:
         """After each change of the World."""

@@ -28,6 +28,7 @@ from gpubroker_server.gateway.submission.named_objects import objects_in_run
 from gpubroker_server.gateway.submission.submissions import (
     IdempotencyKey,
     Submissions,
+    arguments_of,
     body_hash,
     key_reused,
 )
@@ -148,7 +149,7 @@ _REFUSALS = (
 )
 _CALL_PROBLEMS = (
     "malformed-json not-found validation-failed payload-too-large no-ray-driver worker-queue-full "
-    "call-failed worker-lost no-worker call-timeout"
+    "call-failed worker-lost no-worker call-timeout tenant-waits task-already-finished"
 )
 
 
@@ -188,7 +189,12 @@ async def submit_worker_set(
     await submissions.check_allowed(call.identity, wanted, task)
     submissions.check_possible(task)
     spec = submissions.run_spec(wanted, body.run, learned)
-    await submissions.check_objects(tenant, objects_in_run(body.run, spec.arguments))
+    named = dict(objects_in_run(body.run, spec.arguments))
+    for name, role in body.colocate_with.items():
+        at = f"/colocate_with/{name}"
+        found = objects_in_run(role.run, arguments_of(role.run))
+        named |= {f"{at}{place}": id for place, id in found.items()}
+    await submissions.check_objects(tenant, named)
     new = await new_worker_set(submissions, body, task, spec)
     submissions.check_queue(worker.task for worker in new.batch.submissions)
     batch = replace(new.batch, idempotency_key=key, body_hash=hashed)
@@ -275,6 +281,10 @@ async def call_worker(call: Call, parts: Parts, set_id: str, body: CallWorkers) 
     workers = parts.world.worker_sets.get(TaskId(set_id))
     if workers is None or workers.tenant != call.identity.tenant:
         workers = await _find_to_change(call, parts, set_id, "worker_set.call")
+        states = await parts.submissions.store.states(workers.workers)
+        if all(stored.state.is_terminal for stored in states.values()):
+            detail = f"worker set {workers.id} is over: none of its workers is left; form a new one"
+            raise Problem("task-already-finished", detail)
     if body.pickled is None:
         form, arguments = "json", to_json({"args": body.args, "kwargs": body.kwargs})
     else:

@@ -24,7 +24,13 @@ from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults, first
 from gpubroker_server.gateway.submission.resources import Role
 from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
-from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, ProfileName, SubmitTask
+from gpubroker_server.gateway.submission.task_body import (
+    ENV_BYTES,
+    Command,
+    Entrypoint,
+    ProfileName,
+    SubmitTask,
+)
 from gpubroker_server.ports.store import BatchSubmission, Submission
 
 MAX_WORKERS = 256
@@ -211,9 +217,14 @@ async def new_worker_set(
         "health": None if body.health is None else body.health.model_dump(),
         "roles": {name: role.run.model_dump() for name, role in body.colocate_with.items()},
     }
+    told = json.dumps(terms)
+    if len(told) > ENV_BYTES:  # children of the worker inherit it, and the kernel takes 128 KiB a variable
+        detail = f"the roles and their arguments have {len(told)} bytes of JSON, and may have {ENV_BYTES}"
+        remedy = "; upload large arguments, and name the objects"
+        raise invalid(Fault(pointer="/colocate_with", detail=detail + remedy, code="too-long"))
     spec = changed(
         spec,
-        env={**spec.env, WORKER_SET_VARIABLE: json.dumps(terms)},
+        env={**spec.env, WORKER_SET_VARIABLE: told},
         labels={**spec.labels, LABEL: workers.id},
     )
     restarts = UNLIMITED_RESTARTS if body.max_restarts is None else body.max_restarts

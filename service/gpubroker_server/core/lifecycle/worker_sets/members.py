@@ -42,7 +42,10 @@ def carry_out(world: World, known: WorkerSet | None, request: Request) -> Decisi
         case "scale", WorkerSet():
             return replace(done, worker_sets=(scaled(known, **request.fields),))
         case "signal", WorkerSet():
-            return replace(done, worker_sets=(changed(known, signal=float(request.fields["value"])),))
+            value = float(request.fields["value"])
+            return (
+                done if value == known.signal else replace(done, worker_sets=(changed(known, signal=value),))
+            )
         case _:
             return done
 
@@ -85,7 +88,11 @@ def _due(
     surplus = len(wanted) - count
     if surplus > 0:
         return _with_leaving(world, decision, wanted[:surplus], now)
-    coming = [task for task in alive if task.held][:-surplus]
+    # One that still leaves would come only when it is gone.
+    places = sorted(
+        (task for task in alive if task.held), key=lambda task: task.state is not TaskState.PENDING
+    )
+    coming = places[:-surplus]
     writes = [write_move(task, Move.CHANGED, held=False) for task in coming]
     stable = (task for task in wanted if task.failures and _is_stable(task, now))
     writes += [write_move(task, Move.CHANGED, failures=0) for task in stable]

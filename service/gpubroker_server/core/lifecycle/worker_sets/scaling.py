@@ -25,13 +25,12 @@ class Autoscaler:
     ) -> int:
         """More at once; fewer only after less was enough for some time."""
         scaling, count = workers.scaling, _within(workers, workers.count)
-        load = None if scaling is None else _load(scaling, workers, alive, loads)
-        if scaling is None or load is None:
-            self._low_since.pop(workers.id, None)
+        if scaling is None:
             return count
+        load, is_complete = _load(scaling, workers, alive, loads)
         up = _within(workers, ceil(load / scaling.target))
         down = _within(workers, ceil(load / (scaling.target * DOWN_SHARE)))
-        if up > count or down >= count:
+        if up > count or down >= count or not is_complete:
             self._low_since.pop(workers.id, None)
             return max(up, count)
         since = self._low_since.setdefault(workers.id, now)
@@ -50,16 +49,18 @@ def _within(workers: WorkerSet, count: int) -> int:
 
 def _load(
     scaling: Scaling, workers: WorkerSet, alive: Sequence[Task], loads: Mapping[TaskId, Loaded]
-) -> float | None:
-    """Of all workers together; None if it is not known."""
+) -> tuple[float, bool]:
+    """Of all workers together, as far as it is known, and whether that is all: enough to have more come, but
+    not to have one leave."""
     if scaling.by == "signal":
-        return workers.signal
-    total = 0.0
+        return workers.signal or 0.0, workers.signal is not None
+    total, is_complete = 0.0, True
     for task in alive:
         if task.state is not TaskState.RUNNING:
             continue
         told = loads.get(task.id)
         if told is None or told.fence != task.fence:
-            return None  # it has just begun
+            is_complete = False  # it still makes its object
+            continue
         total += told.cpu_percent if scaling.by == "cpu" else told.running + told.waiting
-    return total
+    return total, is_complete
