@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from urllib.parse import unquote, urlsplit
 
 import structlog
 
 from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.model_dispatch import Hear, ModelDispatcher
-from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.decisions import AnyOrder, Decision
+from gpubroker_server.core.domain.device import DiskOrder
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder, ModelOrder
@@ -106,6 +108,7 @@ class Dispatcher:
         orders = [order for decision in committed for order in decision.orders]
         starts = [order for order in orders if isinstance(order, Start) and not self._is_over(order)]
         rows = {(w.task.id, w.task.fence): w.task for decision in committed for w in decision.tasks}
+        live = await self._live_checkpoints(orders)
         payloads, impossible = await self._payloads(starts, rows)
         ready = {(order.task, order.fence) for order in starts if order.task in payloads}
         sendable: list[Order] = []
@@ -115,6 +118,8 @@ class Dispatcher:
                     self._desk.send(order)
             elif isinstance(order, InferOrder | DropOrder):
                 self._send_inference(order, payloads)
+            elif isinstance(order, DiskOrder):
+                self._executor.look_at_disks(replace(order, live=live))
             elif not isinstance(order, StartOrder) or (order.task, order.fence) in ready:
                 sendable.append(order)
         if sendable:
@@ -167,6 +172,14 @@ class Dispatcher:
                 why = f"the stored arguments cannot be used: {fault}; submit the task again"
                 impossible += self._never_started(order, Failure("corrupt_order", why))
         return payloads, impossible
+
+    async def _live_checkpoints(self, orders: Iterable[AnyOrder]) -> tuple[str, ...]:
+        """Paths of the checkpoints from which tasks would go on, if one of the orders is about disks."""
+        if not any(isinstance(order, DiskOrder) for order in orders):
+            return ()
+        uris = [urlsplit(uri) for uri in await self._store.live_checkpoint_uris()]
+        paths = (unquote(uri.path) for uri in uris if uri.scheme in ("", "file"))
+        return tuple(sorted({path.rstrip("/") for path in paths if path.startswith("/")}))
 
     def _withdrawn(self, spec: RunSpec) -> Failure | None:
         """The failure of a task whose entrypoint was allowed when it was submitted and is not any more."""

@@ -321,6 +321,10 @@ class TaskStore(ObjectRows, ItemPages, LogRows, Protocol):
         """Newest first."""
         ...
 
+    async def live_checkpoint_uris(self) -> Sequence[str]:
+        """Of the checkpoints of tasks that are not over, those that are kept elsewhere."""
+        ...
+
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
         """Those of these blobs that a row names."""
         ...

@@ -366,6 +366,11 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return list(self._checkpoints.get(task, {}).values())
 
+    async def live_checkpoint_uris(self) -> Sequence[str]:
+        live = [id for id, task in self._tasks.items() if not task.is_terminal]
+        rows = (row for id in live for row in self._checkpoints.get(id, {}).values())
+        return [row.uri for row in rows if row.uri is not None]
+
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
         named = {spec.arguments_digest for spec in self._specs.values()}
         named |= {outcome.result_digest for outcome in self._outcomes.values()}

@@ -95,6 +95,12 @@ _CHECKPOINTS = (
     .where(tables.checkpoint.c.task == bindparam("task"))
     .order_by(tables.checkpoint.c.fence.desc(), tables.checkpoint.c.sequence.desc())
 )
+_LIVE_CHECKPOINT_URIS = (
+    select(tables.checkpoint.c.uri)
+    .join(_task, _task.c.id == tables.checkpoint.c.task)
+    .where(tables.checkpoint.c.uri.is_not(None), ~_task.c.finished)
+    .distinct()
+)
 _EVENTS = (
     select(*EVENT)
     .where(tables.event.c.position > bindparam("after"))
@@ -235,6 +241,9 @@ class SqlReads:
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return [StoredCheckpoint(**row) for row in await self._rows(_CHECKPOINTS, {"task": task})]
+
+    async def live_checkpoint_uris(self) -> Sequence[str]:
+        return [row["uri"] for row in await self._rows(_LIVE_CHECKPOINT_URIS)]
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
         return await self._readers.run(referenced, digests)

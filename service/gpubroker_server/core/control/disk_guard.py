@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.device import FileClass, Node, NodeSample, WatchedRoot
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.world.world import World
 
 WEEK_SECONDS = Seconds(7 * 86_400.0)
 
@@ -95,6 +96,19 @@ def follow_disks(
                 level = min(known.level, level_of(share + FALL, rules))
             threshold = (0.0, rules.warn, rules.clean, rules.block)[level]
             yield DiskStanding(node.name, disk.path, share, level, threshold)
+
+
+def nodes_to_clean(world: World, guard: DiskGuard, fresh_since: Instant) -> list[NodeName]:
+    """Those with a disk that is to be cleaned, by a sample of this time or later."""
+    if not guard.roots:
+        return []
+    found = []
+    for name, node in sorted(world.nodes.items()):
+        sample = world.node_samples.get(name)
+        share = None if sample is None or sample.at < fresh_since else sample.disk_share
+        if node.ready and level_of(share, guard.rules_of(node)) >= DiskLevel.CLEAN:
+            found.append(name)
+    return found
 
 
 class FileSeen(NamedTuple):

@@ -104,12 +104,6 @@ class FleetControl:
         )
         return notices
 
-    def nodes_to_clean(self) -> list[NodeName]:
-        return sorted({one.node for one in self._disks.values() if one.level >= DiskLevel.CLEAN})
-
-    def disks_of(self, node: NodeName) -> list[DiskStanding]:
-        return [one for _, one in sorted(self._disks.items()) if one.node == node]
-
     def _target_seen(self, target: FleetTarget) -> TargetSeen:
         control = self._controls.get(target)
         share = None if control is None else control.share

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.device import Device, DiskOrder, Node
 from gpubroker_server.core.domain.estimates import Observation, SketchKey
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge, PledgeEnd
 from gpubroker_server.core.domain.model_orders import InferenceOrder, ModelOrder
@@ -13,7 +13,7 @@ from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
 from gpubroker_server.core.domain.values import value
 
-AnyOrder = Order | ModelOrder | InferenceOrder
+AnyOrder = Order | DiskOrder | ModelOrder | InferenceOrder
 """To a node agent, to a model server, or to the sender of inferences."""
 
 Fields = Mapping[str, Any]
@@ -177,7 +177,8 @@ class Request:
     - of a model, also: want (priority, uses), pin (pinned, by)
     - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no task; cordon,
       uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
-    - of operators for no task: pause and unpause (queue, by, reason)
+    - of operators for no task: pause and unpause (queue, by, reason); disk, and clean (by, dry_run), of a
+      node, whose name is in `task`
     """
 
     id: str

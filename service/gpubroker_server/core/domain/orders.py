@@ -8,7 +8,7 @@ it has already started.
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.device import DeviceSample, DiskReport, Node
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.task import StopReason
@@ -381,6 +381,7 @@ Report = (
     | NodesListed
     | Heartbeat
     | Sampled
+    | DiskReport
     | ServerIndex
     | ServerGone
     | ModelsInUse

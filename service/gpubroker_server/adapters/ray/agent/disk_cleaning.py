@@ -222,7 +222,7 @@ class DiskCleaner:
             is_empty=may_go and is_old and is_empty_database(root.path, entry.path, spared),
             is_synced=synced.get(entry.path) == status.st_size,
             inode=status.st_ino,
-            modified_ns=status.st_mtime_ns,
+            modified_ns=max(0, status.st_mtime_ns),
         )
 
     def _delete(self, task: DiskTask, files: Sequence[FoundFile]) -> Answer:

@@ -20,6 +20,7 @@ from gpubroker.runtime.messages import Report, RunKey, RunOrder
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter, Inventory
 from gpubroker_server.adapters.nvml.probe import NODE_GPUS, find_probes
+from gpubroker_server.adapters.ray.agent.disk_cleaning import DiskCleaner
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners
 from gpubroker_server.adapters.ray.agent.runner_process import retry_until_done
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
@@ -63,6 +64,7 @@ class NodeAgent:
         self._meter = DeviceMeter(find_probes(self._config.simulated, os.environ.get(NODE_GPUS)))
         self._has_own_process = runners is None
         self._runners = runners or RayRunners(self._config)
+        self._disks = DiskCleaner(Path(self._config.run_dir) / self._config.node, self.report)
         self._id = uuid4().hex[:8]
         self._announcements = 0
         self._term = LineageTerm(0, 0)
@@ -218,6 +220,8 @@ class NodeAgent:
                 runs.stop(RunKey(task, fence, rank), grace_seconds)
             case ("stack", task, fence, rank, request) if not is_over:
                 runs.tell_stack(RunKey(task, fence, rank), request)
+            case ("disk", *about) if not is_over:
+                self._disks.take(about)
             case ("forget", task, fence, rank) if not is_over:
                 runs.forget(RunKey(task, fence, rank))
             case ("log", task, fence, rank, stream, first_byte) if not is_over:
@@ -308,13 +312,8 @@ class NodeAgent:
             (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent, d.split)
             for d in inventory.devices
         ]
-        return (
-            "node_seen",
-            time.time(),
-            node,
-            devices,
-            [tuple(key) for key in (*runs.table.runs, *runs.external)],
-        )
+        known = [tuple(key) for key in (*runs.table.runs, *runs.external)]
+        return "node_seen", time.time(), node, devices, known
 
     async def _sampled(self, runs: NodeRuns, timeout_seconds: float) -> list[WireSample] | None:
         """None if the devices cannot be measured."""

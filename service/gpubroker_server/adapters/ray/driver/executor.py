@@ -15,16 +15,20 @@ from gpubroker_server.adapters.ray.driver.reports import MALFORMED, AgentReports
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import (
+    GUARDS_DISKS,
     KNOWS_ARRAYS_AND_OBJECTS,
     MEASURE,
+    NO_GUARD,
     TELLS_LOGS,
     OrderWriter,
+    disk_order,
     log_order,
     needs_arrays_or_objects,
     object_order,
     pack,
     run_of,
 )
+from gpubroker_server.core.domain.device import DiskOrder, DiskReport
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -186,13 +190,17 @@ class RayExecutor:
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
         """An agent of an earlier release cannot tell them."""
         if self._agents.protocol(node) >= TELLS_LOGS:
-            self._written.setdefault(node, []).extend(log_order(*log) for log in logs.items())
-            self._dispatch(node)
+            self._give(node, *(log_order(*log) for log in logs.items()))
+
+    def look_at_disks(self, order: DiskOrder) -> None:
+        if self._agents.protocol(order.node) >= GUARDS_DISKS:
+            self._give(order.node, disk_order(order))
+            return
+        self._report(DiskReport(order.node, self._clock.now(), order.request, message=NO_GUARD))
 
     def answer(self, answer: ObjectAnswer) -> None:
         if answer.node in self._agents:  # else its agent asks again
-            self._written.setdefault(answer.node, []).append(object_order(answer))
-            self._dispatch(answer.node)
+            self._give(answer.node, object_order(answer))
 
     async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
         while not self._reports:
@@ -209,8 +217,7 @@ class RayExecutor:
     def status(self) -> Mapping[str, Any]:
         message = self._head_fault or self._message
         about = {"state": self._state, "address": self._driver.address, "message": message}
-        more = {"home": self._home, "agents": self._agents.views(), "head_fault": self._head_fault}
-        return {**about, **more}
+        return {**about, "home": self._home, "agents": self._agents.views(), "head_fault": self._head_fault}
 
     async def close(self, *, stop_cluster: bool) -> None:
         """With `stop_cluster` every run is killed and a local head ends; a joined cluster stays up."""
@@ -228,6 +235,10 @@ class RayExecutor:
     @property
     def _term(self) -> Term:
         return NO_TERM if self._leader_term is None else self._leader_term.term
+
+    def _give(self, node: NodeName, *written: tuple[Any, ...]) -> None:
+        self._written.setdefault(node, []).extend(written)
+        self._dispatch(node)
 
     def _on_message(self, message: tuple[Any, ...]) -> None:
         match message:
@@ -356,8 +367,7 @@ class RayExecutor:
         """Its process may still be there, although its report cannot be read."""
         agent = self._agents.incarnations().get(node, "")
         stop = StopOrder(ended.task, ended.fence, node, agent, StopReason.CANCEL, Seconds(0.0), ended.rank)
-        self._written.setdefault(node, []).append(self._orders.write(stop, None))
-        self._dispatch(node)
+        self._give(node, self._orders.write(stop, None))
 
     def _on_node(self, seen: NodeReport, protocol: int) -> None:
         """The agent starts nothing that was ordered before it answered: a run that it lacks never began."""

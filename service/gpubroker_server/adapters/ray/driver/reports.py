@@ -8,7 +8,7 @@ import structlog
 from msgspec import Meta, Struct
 
 from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
-from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.device import DeviceSample, DiskReport, FileClass, FoundFile, Node
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     MOST_HELD,
@@ -44,6 +44,7 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A database column of four bytes."""
 Position = Annotated[int, Meta(ge=0, le=2**62)]
 """Of a byte in a log or an object."""
+Inode = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(max_length=2048, pattern=r"^[^\x00]*\Z")]
 """A column or a key. PostgreSQL takes no NUL there."""
 Text = Annotated[str, Meta(max_length=128 * 1024)]
@@ -115,6 +116,16 @@ class BeatForm(Form, tag="beat"):
 class SampledForm(Form, tag="sampled"):
     at: Time
     samples: tuple[Sample, ...]
+
+
+class DiskForm(Form, tag="disk"):
+    at: Time
+    request: Name
+    files: tuple[tuple[Text, Text, FileClass, Position, Position, Inode], ...]
+    """(root, path below it, class, bytes, when it was modified in ns, inode)"""
+    kept: tuple[tuple[Name, Count], ...]
+    is_first: bool
+    message: Text
 
 
 class NodeForm(Struct):
@@ -230,7 +241,7 @@ OfRun = (
     | PartForm
     | GoneForm
 )
-OfNode = BeatForm | SampledForm | NodeSeenForm | NodeLostForm
+OfNode = BeatForm | SampledForm | DiskForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
 _REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
@@ -317,6 +328,9 @@ def _of_node(source: Source, it: OfNode) -> Report:
             return Heartbeat(source.node, at)
         case SampledForm():
             return Sampled(source.node, at, _samples(source, at, it.samples))
+        case DiskForm():
+            files = tuple(FoundFile(*one) for one in it.files)
+            return DiskReport(source.node, at, it.request, files, it.kept, it.is_first, it.message)
         case NodeLostForm():
             return NodeLost(source.node, it.incarnation, at, it.why)
         case NodeSeenForm():
