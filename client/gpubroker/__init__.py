@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpubroker.admin import Detection, Queue, Released, Token
     from gpubroker.broker import AsyncBroker, Broker
-    from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Target, Tenant
+    from gpubroker.cluster.fleet import (
+        AutoscalingDemand,
+        Gpu,
+        Node,
+        NodeDisk,
+        Policy,
+        Profile,
+        Stats,
+        Target,
+        Tenant,
+    )
     from gpubroker.cluster.plan import FleetPlan
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
@@ -47,7 +57,17 @@ __version__ = "0.3.0.dev0"
 _NAMES = {
     "admin": ("Detection", "Queue", "Released", "Token"),
     "broker": ("AsyncBroker", "Broker"),
-    "cluster.fleet": ("AutoscalingDemand", "Gpu", "Node", "Policy", "Profile", "Stats", "Target", "Tenant"),
+    "cluster.fleet": (
+        "AutoscalingDemand",
+        "Gpu",
+        "Node",
+        "NodeDisk",
+        "Policy",
+        "Profile",
+        "Stats",
+        "Target",
+        "Tenant",
+    ),
     "cluster.plan": ("FleetPlan",),
     "decorators": ("inference", "task"),
     "errors": (
@@ -98,6 +118,7 @@ __all__ = [
     "ModelUnavailable",
     "NoCurrentTask",
     "Node",
+    "NodeDisk",
     "Notice",
     "ObjectRef",
     "ObjectUsage",

@@ -21,6 +21,7 @@ from gpubroker_server.gateway.arrays.routes import ArrayParts
 from gpubroker_server.gateway.cluster import (
     autoscaling,
     devices,
+    disks,
     nodes,
     pauses,
     policy,
@@ -79,6 +80,7 @@ _RESOURCES = (
     *(
         devices,
         nodes,
+        disks,
         targets,
         models,
         measure,
@@ -156,7 +158,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     )
     yield ClusterParts(
         world, clock, freshness, leadership, requests, parts.tokens, rules.policy, limits, rules.defaults,
-        rules.kinds, servers, parts.residencies, parts.disk_full,
+        rules.kinds, servers, parts.residencies, parts.disk_full, blobs,
     )  # fmt: skip
     yield EventParts(records)
     yield LogParts(records, parts.log_readers)

@@ -182,15 +182,20 @@ async def uncordon_node(
 
 
 async def _ask(call: Call, parts: Parts, name: str, what: str, about: dict[str, Any]) -> Response:
+    node = await known_node(parts, name)
+    fields = {**about, "by": call.identity.name}
+    settled = await parts.requests.ask(node, call.identity.tenant, what, fields)
+    return answer(_node_view(parts, parts.world.nodes[node]), 200 if settled else 202)
+
+
+async def known_node(parts: Parts, name: str) -> NodeName:
     """Raises Problem if there is no such node."""
     await parts.freshness.catch_up()
     parts.freshness.as_of()
     if NodeName(name) not in parts.world.nodes:
         known = ", ".join(sorted(parts.world.nodes)[:MOST_NAMED]) or "none yet"
         raise Problem("not-found", f'there is no node "{name[:100]}"; nodes: {known}')
-    fields = {**about, "by": call.identity.name}
-    settled = await parts.requests.ask(name, call.identity.tenant, what, fields)
-    return answer(_node_view(parts, parts.world.nodes[NodeName(name)]), 200 if settled else 202)
+    return NodeName(name)
 
 
 def _drain_view(world: World, node: Node, since: Instant) -> DrainView:

@@ -15,7 +15,7 @@ from gpubroker_server.gateway.http.waiters import LeaderRequests, Leadership
 from gpubroker_server.gateway.proxy.residency.server_choice import Residencies
 from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.submission.demand import Defaults
-from gpubroker_server.ports.store import Clock
+from gpubroker_server.ports.store import BlobStore, Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class ClusterParts:
     servers: tuple[Server, ...]
     residencies: Residencies | None
     disk_full: Callable[[], str]
+    blobs: BlobStore
 
     def idle_seconds(self) -> dict[str, float]:
         """How long each device (by key) and node (by name) has been idle that is."""

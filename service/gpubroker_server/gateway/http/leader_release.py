@@ -16,6 +16,7 @@ class Since(NamedTuple):
 
 
 _PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and drain of nodes")
+_DISK = Since("0.3.0", "looking at the disks of nodes")
 
 KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "array": Since("0.3.0", "arrays"),
@@ -27,6 +28,8 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "cordon": _CORDON,
     "drain": _CORDON,
     "uncordon": _CORDON,
+    "disk": _DISK,
+    "clean": _DISK,
 }
 """What an earlier leader ignores or does wrong. By `Request.what`, or a word of our own."""
 
