@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "queues",
             "restart",
             "soak",
+            "worker_call",
         ),
         *("openb", "plan", "evict", "turns", "churn", "simulate", "control", "proxy", "inferences"),
     )

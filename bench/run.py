@@ -30,6 +30,10 @@ class PlainRay(ChildProcess):
         answer = self.ask(processes=processes, in_flight=in_flight, seconds=seconds)
         return float(answer["calls"] / answer["seconds"])
 
+    def p50_ms(self, seconds: float) -> float:
+        """Of calls one after the other."""
+        return float(self.ask(processes=1, in_flight=1, seconds=seconds)["p50_ms"])
+
 
 def add_options(parser: ArgumentParser) -> None:
     add_variants(parser)

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+class Worker:
+    """What workers of a set are made of."""
+
+    def noop(self) -> None: ...
+
+
 def noop() -> None:
     """Takes no time: the overhead is what is measured."""
 

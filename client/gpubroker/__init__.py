@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
+        CallFailed,
         ItemFailed,
         ModelUnavailable,
         Refused,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from gpubroker.tasks.explanation import Explanation, Simulation
     from gpubroker.tasks.submission import Submission
     from gpubroker.tasks.task import Event, Outcome, Quarantined, Stack, Task, TaskState
+    from gpubroker.tasks.worker_set_api import WorkerSet
     from gpubroker.transport.decoding import Page
 
 __version__ = "0.3.0.dev0"
@@ -72,6 +74,7 @@ _NAMES = {
     "decorators": ("inference", "task"),
     "errors": (
         "BrokerError",
+        "CallFailed",
         "ItemFailed",
         "ModelUnavailable",
         "Refused",
@@ -91,6 +94,7 @@ _NAMES = {
     "tasks.explanation": ("Explanation", "Simulation"),
     "tasks.submission": ("Submission",),
     "tasks.task": ("Event", "Outcome", "Quarantined", "Stack", "Task", "TaskState"),
+    "tasks.worker_set_api": ("WorkerSet",),
     "transport.decoding": ("Page",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
@@ -103,6 +107,7 @@ __all__ = [
     "AutoscalingDemand",
     "Broker",
     "BrokerError",
+    "CallFailed",
     "CheckpointTooLarge",
     "Detection",
     "Estimate",
@@ -148,6 +153,7 @@ __all__ = [
     "Token",
     "Unreachable",
     "WaitTimeout",
+    "WorkerSet",
     "WrongArgument",
     "current_task",
     "inference",

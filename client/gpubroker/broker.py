@@ -9,13 +9,14 @@ from gpubroker.leases.lease_api import LeaseApi
 from gpubroker.models.model_api import ModelApi
 from gpubroker.tasks.array_api import ArrayApi
 from gpubroker.tasks.task_api import TaskApi
+from gpubroker.tasks.worker_set_api import WorkerSetApi
 from gpubroker.transport.http import AsyncHttp, SyncHttp
 
 if TYPE_CHECKING:
     from gpubroker.leases.held_lease import AsyncHeldLease, HeldLease
 
 
-class Broker(SyncHttp, TaskApi, ArrayApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
+class Broker(SyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
     """A gpubroker service. Safe to share between threads; close it, or use it in a `with`.
 
     The address and the token come from the arguments, else from GPUBROKER_URL and GPUBROKER_TOKEN, else
@@ -42,7 +43,7 @@ class Broker(SyncHttp, TaskApi, ArrayApi, LeaseApi, ModelApi, ClusterApi, AdminA
         return HeldLease(self._retry_seconds, self._carry_out, options, timeout_seconds)
 
 
-class AsyncBroker(AsyncHttp, TaskApi, ArrayApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
+class AsyncBroker(AsyncHttp, TaskApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, AdminApi):
     """`Broker` for asyncio: same arguments, same methods, same exceptions. Close it, or use `async with`.
 
     `list`, `events`, `leases`, `logs`, `objects`, `download`, `map`, `array_items`, `array_progress` and

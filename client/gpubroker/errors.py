@@ -63,6 +63,24 @@ class Refused(BrokerError):
     """The service refused the request (4xx). Repeating it unchanged does not help."""
 
 
+class CallFailed(BrokerError):
+    """A call to a worker set has no result.
+
+    `code` is `call-failed` if the method raised, `call-timeout` if its time was over, and `worker-lost` if
+    the worker ended with it; only of the first it is certain how far it went.
+    """
+
+    @property
+    def kind(self) -> str:
+        """Stable token: `exception`, `no_such_method`, ...; otherwise the code."""
+        return str(self.errors[0]["code"]) if self.errors else self.code
+
+    @property
+    def traceback(self) -> str | None:
+        """The method's own, as text."""
+        return str(self.errors[0]["detail"]) if self.errors else None
+
+
 class ItemFailed(BrokerError):
     """An item of an array has no result. `kind` and `traceback` are as those of TaskFailed."""
 

@@ -26,9 +26,9 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "ad693f0c881a",
+    "agent-9": "27d8d5a6a3c8",
     "runner-5": "159adbd1a83c",
-    "runner-6": "2e9c7e7d9b10",
+    "runner-6": "bd3f1abdb241",
 }
 FIRST_RELEASED = {"agent": 8, "runner": 5}
 """No release speaks an earlier form, so none is read."""
@@ -71,8 +71,8 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "0d04ccacc2ae"),
-        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "5f969b2c73e5"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "af84ab4369bf"),
+        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "69cdf664f028"),
     ],
     ids=["driver and agent", "agent and run process"],
 )

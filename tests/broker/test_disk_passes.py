@@ -1,8 +1,10 @@
 """What the leader asks a node about its disks, and what of it is in the audit log before anything goes."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from gpubroker_server.broker.disk_passes import GIVEN_UP_SECONDS, DiskPasses
@@ -17,11 +19,14 @@ from gpubroker_server.core.domain.device import (
     NodeSample,
     WatchedRoot,
 )
+from gpubroker_server.core.domain.orders import Checkpointed
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId
 
-from tests.builders import NOW, a_device, a_node, a_world
+from tests.broker.stage import a_stage
+from tests.builders import GIB, NOW, a_device, a_node, a_world
 from tests.memory_blobs import Blobs
+from tests.patience import PATIENCE_SECONDS
 
 N1 = NodeName("n1")
 ROOT = WatchedRoot("/scratch", FileClass.LOG)
@@ -164,3 +169,24 @@ def test_a_node_may_have_rules_of_its_own() -> None:
     scene = Scene(DiskGuard(roots=(ROOT,), nodes=((N1, DiskRules(0.2, 0.3, 0.4)),)))
     scene.fill(0.35)
     assert the_order(scene.passes.due(AT)).warn == 0.2
+
+
+async def test_the_order_names_where_checkpoints_of_live_tasks_lie(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        await stage.lead()
+        for name, uri in (
+            ("one", "file:///ckpt/a%20b/step-1/"),
+            ("two", "s3://bucket/x"),
+            ("three", "/ckpt/c"),
+        ):
+            await stage.submit(name, seconds=1e6, gpu_mb=GIB)
+            await stage.turn()
+            await stage.hear(Checkpointed(TaskId(name), Fence(1), AT, 1, "d", None, uri))
+        await stage.store.request(Request("r", TaskId("n1"), "default", "disk", {"by": "ada"}, AT))
+        await stage.turn()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while "r" in stage.world.requests:  # the look is beside the cycles
+                await asyncio.sleep(0.01)
+                await stage.turn()
+        [order] = stage.executor.looked
+        assert order.live == ("/ckpt/c", "/ckpt/a b/step-1")

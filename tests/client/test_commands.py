@@ -356,6 +356,15 @@ def test_an_uploaded_object_is_listed_and_deleted(gpubroker: Run, tmp_path: Path
     assert "you have no object" in gpubroker("objects delete", id).err
 
 
+def test_a_worker_set_is_created_listed_scaled_and_ended(gpubroker: Run) -> None:
+    made = gpubroker("workers create tests.e2e.work:Counter -j 1 --max 2 --cpu 0.1 -o json")
+    assert made.code == 0, made.err
+    id = made.json["id"]
+    assert gpubroker("workers list -o json").json[0]["id"] == id
+    assert gpubroker(f"workers scale {id} 2 -o json").json["count"] == 2
+    assert id in gpubroker("workers end", id).err
+
+
 def test_a_map_is_submitted_looked_at_and_cancelled(gpubroker: Run, tmp_path: Path) -> None:
     (tmp_path / "items").write_text("1\n2\n")
     array = gpubroker(f"map {WORK} -d --gpus 2 --items", str(tmp_path / "items")).out.strip()

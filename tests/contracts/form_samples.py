@@ -101,6 +101,7 @@ NEWS: tuple[tuple[Any, ...], ...] = (
     ("ready", "t", 3, 1, 1000.0, "10.0.0.1:4711"),
     ("progressed", "t", 3, 1, 1000.0, 0.5, "half"),
     ("checkpointed", "t", 3, 1, 1000.0, 7, "abc", b"state", None),
+    ("loaded", "t", 3, 1, 1000.0, 2, 5, 40.0),
     (
         "items",
         "t",
@@ -115,6 +116,8 @@ NEWS: tuple[tuple[Any, ...], ...] = (
     ("ended", "t", 3, 1, 1000.0, "failed", None, "json", ("exception", "no", "Trace"), b"log"),
 )
 """What a run's process says and its agent passes on."""
+SINCE_LOGS = ("loaded", "items")
+"""Kinds that came with forms 9 of agents and 6 of run processes."""
 WANTED = ("wanted", "t", 3, 1, 1000.0, "abc")
 PART = ("part", "t", 3, 1, 1000.0, "abc", 9, 5, b"data")
 PRINTED = ("printed", "t", 3, 1, 1000.0, b"out", b"err")
@@ -175,7 +178,7 @@ def orders_in(agent: int) -> Sequence[Order]:
 
 def news_of(runner: int) -> tuple[tuple[Any, ...], ...]:
     if runner < TELLS_OUTPUT:
-        return tuple(news for news in NEWS if news[0] != "items")
+        return tuple(news for news in NEWS if news[0] not in SINCE_LOGS)
     return (*NEWS, PRINTED, WANTED, PART)
 
 
@@ -213,7 +216,7 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
         MEASURE,
     ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
-    first, *others = [news for news in NEWS if about_logs or news[0] != "items"]
+    first, *others = [news for news in NEWS if about_logs or news[0] not in SINCE_LOGS]
     reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
     reports += [LOGGED, STACK, ASKED, PART, DISK_REPORT] if about_logs else []
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)

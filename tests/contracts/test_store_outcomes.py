@@ -81,21 +81,6 @@ async def test_the_newest_three_checkpoints_are_kept_newest_first(store: TaskSto
     assert len(await store.checkpoints(other.id)) == 1
 
 
-async def test_where_checkpoints_of_live_tasks_lie_is_known(store: TaskStore) -> None:
-    live, over = a_task("t1"), a_task("t2")
-    term = await with_gpu(store, live, over)
-    await store.commit(term, [admission(live), admission(over)])
-    for task in (live, over):
-        saved = a_checkpoint(claimed(task), 1)
-        assert saved.checkpoint is not None
-        elsewhere = replace(saved.checkpoint, data=None, uri=f"file:///ckpt/{task.id}")
-        await store.commit(term, [replace(saved, checkpoint=elsewhere)])
-    assert sorted(await store.live_checkpoint_uris()) == ["file:///ckpt/t1", "file:///ckpt/t2"]
-    row = replace(claimed(over), version=claimed(over).version + 1)
-    await store.commit(term, [end(row, b"2")])
-    assert list(await store.live_checkpoint_uris()) == ["file:///ckpt/t1"]
-
-
 async def test_many_checkpoints_at_once_are_kept_the_same_way(store: TaskStore) -> None:
     task = a_task("t1")
     term = await with_gpu(store, task)

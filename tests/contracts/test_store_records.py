@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, QueuePause, Request, write_move
 from gpubroker_server.core.domain.models import ModelTerms
+from gpubroker_server.core.domain.submission import Scaling, WorkerSet
 from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Move, OnFailure, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.ports.store import (
     RunSpec,
     StoredState,
@@ -126,6 +128,20 @@ async def test_a_queue_stays_paused_until_it_is_resumed(six: TaskStore) -> None:
         ("queue.paused", "stream:a", ""),
         ("queue.resumed", "stream:a", ""),
     ]
+
+
+async def test_a_worker_set_stays_until_it_is_over(six: TaskStore) -> None:
+    ids, scaling = (TaskId("t1"), TaskId("t2")), Scaling("calls", 4.0, Seconds(60.0))
+    workers = WorkerSet(ids[0], "lab", "solvers", ids, 0, 2, 1, 8, Instant(NOW), scaling)
+    term = await next_term(six)
+    await six.commit(term, [Decision("t1", "form", worker_sets=(workers,))])
+    more = changed(workers, count=2, signal=3.5)
+    await six.commit(term, [Decision("t1", "scale", worker_sets=(more,))])
+    assert list((await six.snapshot()).worker_sets) == [more]
+    assert replayed(await log_of(six)).worker_sets == {"t1": more}
+    await six.commit(term, [Decision("t1", "worker_set_over", sets_over=(more,))])
+    assert list((await six.snapshot()).worker_sets) == []
+    assert replayed(await log_of(six)).worker_sets == {}
 
 
 async def test_many_requests_are_stored_in_one_commit_and_a_repeated_one_once(six: TaskStore) -> None:

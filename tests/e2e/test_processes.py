@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from gpubroker import Refused
 from gpubroker_server.adapters.sql.store import migrate
 from gpubroker_server.core.domain.leader_term import LeaderTermRules
 
@@ -65,6 +66,11 @@ def test_any_gateway_answers_for_all_and_says_when_it_cannot(
     assert [next(lines) for lines in followed] == ["before\n", "before\n"]
     (tmp_path / "gate").touch()
     assert [list(lines) for lines in followed] == [["after\n"], ["after\n"]]
+
+    workers = a.broker.create_worker_set("tests.e2e.work:Counter", cpu=0.1)
+    with pytest.raises(Refused, match="this gateway has no Ray driver"):
+        b.broker.workers(workers).add(1)
+    b.broker.end_worker_set(workers)
 
     server.stop()
     until(lambda: answer(b, "/gpus") == (503, "follower-stale"), "the other gateway is too old")

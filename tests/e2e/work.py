@@ -222,6 +222,33 @@ def note_item(item: int, witness: str, pause_seconds: float = 0.0, bad: str = ""
     return item * item
 
 
+class Counter:
+    """What workers of a set are made of."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, number: int) -> int:
+        self.value += number
+        return self.value
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def hold(self, witness: str, until: str) -> int:
+        """Note its process, and return it once the file `until` is there."""
+        note(witness, str(os.getpid()))
+        while not Path(until).exists():
+            time.sleep(0.01)
+        return os.getpid()
+
+    def is_well(self) -> bool:
+        return self.value >= 0
+
+    def crash(self) -> None:
+        os._exit(1)
+
+
 def where_it_lies(array: Any) -> dict[str, Any]:
     """In which file's bytes of this process's memory it is."""
     refused = ""

@@ -19,6 +19,7 @@ async def test_what_an_earlier_leader_does_not_know_is_refused_and_nothing_is_st
     before = gateway.world.position
     for path, body in (
         ("/arrays", ARRAY),
+        ("/worker-sets", {"run": {"entrypoint": "myteam.jobs:C"}}),
         ("/tasks", NAMED),
         ("/tasks", OBJECT),
         ("/tenants/default/pause", {}),

@@ -19,6 +19,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "tasks.explain": "explain",
     "tasks.results": "wait result logs",
     "tasks.arrays": "map array",
+    "tasks.workers": "workers",
     "tasks.events": "events",
     "tasks.change": "cancel retry stack hold release priority change",
     "lease_commands": "lease",

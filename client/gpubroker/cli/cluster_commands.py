@@ -134,6 +134,10 @@ def _stats(found: Stats) -> RenderableType:
         ("executor", executor_in_words(found.executor)),
         *(("model server", _model_server(server)) for server in found.model_servers),
     ]
+    if (workers := found.worker_sets).get("sets"):
+        rows.append(
+            ("workers", f"{workers['running']} of {workers['wanted']} run, of {workers['sets']} worker sets")
+        )
     rows += [("paused", f"! {_pause(pause)}") for pause in found.paused]
     if closed := [
         f"{found.nodes[name]} {name}" for name in ("cordoned", "draining") if found.nodes.get(name)

@@ -211,6 +211,8 @@ class Stats:
     tasks: Mapping[str, int] = field(default_factory=dict)
     nodes: Mapping[str, int] = field(default_factory=dict)
     """total, ready, cordoned, draining."""
+    worker_sets: Mapping[str, int] = field(default_factory=dict)
+    """sets, and of their workers wanted and running."""
     executor: Mapping[str, Any] = field(default_factory=dict)
     leader: Mapping[str, Any] = field(default_factory=dict)
     detection: Mapping[str, Any] = field(default_factory=dict)

@@ -143,6 +143,11 @@ def progressed(key: RunKey, fraction: float | None, message: str) -> Report:
     return ("progressed", *key, time.time(), fraction, plain_text(message, PROGRESS_CHARS))
 
 
+def loaded(key: RunKey, running: int, waiting: int, cpu_percent: float) -> Report:
+    """Of a worker of a set: its calls, and what it uses of one core."""
+    return ("loaded", *key, time.time(), running, waiting, cpu_percent)
+
+
 def checkpointed(key: RunKey, sequence: int, digest: str, data: bytes | None, uri: str | None) -> Report:
     return ("checkpointed", *key, time.time(), sequence, digest, data, uri)
 
@@ -283,6 +288,7 @@ _FIELDS: Mapping[str, tuple[Fits, ...]] = {
     "started": (_is_number,),
     "ready": (_is_text(ADDRESS_CHARS),),
     "progressed": (_or_none(_is_fraction), _is_text(PROGRESS_CHARS)),
+    "loaded": (_is_number, _is_number, _is_finite),
     "checkpointed": (_is_number, _is_text(64), _or_none(_is_bytes), _or_none(_is_text(URI_CHARS))),
     "items": (_is_number, _are_items, _are_ranges, _is_number),
     "wanted": (_is_text(64),),

@@ -12,13 +12,16 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gpubroker.errors import BrokerError, ModelUnavailable, Refused, Unreachable
+from gpubroker.errors import BrokerError, CallFailed, ModelUnavailable, Refused, Unreachable
 from gpubroker.transport.bodies import Body
 
 T = TypeVar("T")
 
 _MODEL_CODES = frozenset({"model-not-ready", "model-not-loaded", "model-queue-timeout"})
 """Problem codes about one model: the service itself is well."""
+
+_CALL_CODES = frozenset({"call-failed", "call-timeout", "worker-lost"})
+"""Problem codes about one call of a worker's method."""
 
 _FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
@@ -140,6 +143,8 @@ def error_of_problem(
 def _error_class(code: str, status: int) -> type[BrokerError]:
     if code in _MODEL_CODES:
         return ModelUnavailable
+    if code in _CALL_CODES:
+        return CallFailed
     if status in (502, 503, 504):
         return Unreachable
     return Refused if status < 500 else BrokerError

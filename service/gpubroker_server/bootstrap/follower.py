@@ -222,6 +222,7 @@ def fill(world: World, snapshot: Snapshot) -> None:
         world.add_pledge(pledge)
     for request in snapshot.requests:
         world.add_request(request)
+    world.worker_sets = {workers.id: workers for workers in snapshot.worker_sets}
     for pause in snapshot.pauses:
         world.pause(pause)
     world.finished.update(snapshot.finished)

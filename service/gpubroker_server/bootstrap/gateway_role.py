@@ -6,12 +6,15 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import boot_seconds
+from gpubroker_server.adapters.ray.driver.executor import RayExecutor
+from gpubroker_server.adapters.ray.driver.worker_calls import CallingDriver
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import (
@@ -21,6 +24,7 @@ from gpubroker_server.bootstrap.compose import (
     kinds_of,
     limits_of,
     policy_of,
+    ray_options_of,
 )
 from gpubroker_server.bootstrap.follower import Job, LogFollower
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
@@ -49,6 +53,7 @@ from gpubroker_server.gateway.proxy.servers import Fleet
 from gpubroker_server.gateway.proxy.slot_leases import SlotLeases
 from gpubroker_server.gateway.submission.admission import Permissions
 from gpubroker_server.ports.store import StoreUnavailable
+from gpubroker_server.ports.worker_calls import WorkerCalls
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.metrics import Telemetry
 
@@ -63,6 +68,8 @@ FIRST_LOOK_SECONDS = 1.0
 class GatewayRole:
     _draining: Draining | None = None
     """Only with models that have leases."""
+    _driver: CallingDriver | None = None
+    """Only in a gateway without a broker."""
     _slots: SlotLeases | None = None
     """Only if several gateways divide the slots of models."""
 
@@ -98,6 +105,7 @@ class GatewayRole:
             rules=rules_of(settings, self._host),
             shutdown=shut_down,
             has_executor=broker is not None,
+            worker_calls=self._way_to_workers(),
             waiters=self._waiters,
             access_log=settings.access_log,
             disk_full=disk_full,
@@ -179,6 +187,20 @@ class GatewayRole:
                 await self._store.absent(self._name)
             if self._slots is not None:
                 await self._slots.drop()
+            if self._driver is not None:
+                await self._driver.close()
+
+    def _way_to_workers(self) -> WorkerCalls | None:
+        """Over the driver of the broker in this process, or one of its own for a cluster that the settings
+        name: a local Ray belongs to the process that has started it."""
+        if self._broker is not None:
+            executor = self._broker.executor
+            return executor.calls if isinstance(executor, RayExecutor) else None
+        has_ray = self._settings.engine == "ray" and find_spec("ray") is not None
+        if not has_ray or not self._settings.ray.address:
+            return None
+        self._driver = CallingDriver(ray_options_of(self._settings))
+        return self._driver
 
     @property
     def url(self) -> str:

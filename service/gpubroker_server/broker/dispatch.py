@@ -10,7 +10,7 @@ import structlog
 
 from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.model_dispatch import Hear, ModelDispatcher
-from gpubroker_server.core.domain.decisions import AnyOrder, Decision
+from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.device import DiskOrder
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
@@ -92,6 +92,7 @@ class Dispatcher:
         self._inferences = inferences
         self._specs: Mapping[TaskId, RunSpec] = {}
         """What `look_up` read last."""
+        self._looks: set[asyncio.Task[None]] = set()
 
     async def look_up(self, decisions: Sequence[Decision]) -> None:
         """Read what their starts need, while they are committed. `send` reads what is missing."""
@@ -108,7 +109,6 @@ class Dispatcher:
         orders = [order for decision in committed for order in decision.orders]
         starts = [order for order in orders if isinstance(order, Start) and not self._is_over(order)]
         rows = {(w.task.id, w.task.fence): w.task for decision in committed for w in decision.tasks}
-        live = await self._live_checkpoints(orders)
         payloads, impossible = await self._payloads(starts, rows)
         ready = {(order.task, order.fence) for order in starts if order.task in payloads}
         sendable: list[Order] = []
@@ -119,7 +119,9 @@ class Dispatcher:
             elif isinstance(order, InferOrder | DropOrder):
                 self._send_inference(order, payloads)
             elif isinstance(order, DiskOrder):
-                self._executor.look_at_disks(replace(order, live=live))
+                look = asyncio.create_task(self._look_at_disks(order))
+                self._looks.add(look)
+                look.add_done_callback(self._looks.discard)
             elif not isinstance(order, StartOrder) or (order.task, order.fence) in ready:
                 sendable.append(order)
         if sendable:
@@ -173,13 +175,21 @@ class Dispatcher:
                 impossible += self._never_started(order, Failure("corrupt_order", why))
         return payloads, impossible
 
-    async def _live_checkpoints(self, orders: Iterable[AnyOrder]) -> tuple[str, ...]:
-        """Paths of the checkpoints from which tasks would go on, if one of the orders is about disks."""
-        if not any(isinstance(order, DiskOrder) for order in orders):
-            return ()
-        uris = [urlsplit(uri) for uri in await self._store.live_checkpoint_uris()]
-        paths = (unquote(uri.path) for uri in uris if uri.scheme in ("", "file"))
-        return tuple(sorted({path.rstrip("/") for path in paths if path.startswith("/")}))
+    async def _look_at_disks(self, order: DiskOrder) -> None:
+        """With the paths of checkpoints from which tasks would go on. Beside the cycles: it reads each."""
+        saved = [
+            task.id for task in self._world.tasks.values() if task.checkpoint_at and not task.is_terminal
+        ]
+        uris: set[str] = set()
+        try:
+            for task in saved:
+                uris |= {checkpoint.uri or "" for checkpoint in await self._store.checkpoints(task)}
+        except StoreUnavailable as fault:
+            log.warning("the disks of a node are not looked at now", node=order.node, fault=str(fault))
+            return
+        local = (urlsplit(uri) for uri in sorted(uris))
+        paths = (unquote(uri.path).rstrip("/") for uri in local if uri.scheme in ("", "file"))
+        self._executor.look_at_disks(replace(order, live=tuple(path for path in paths if path)))
 
     def _withdrawn(self, spec: RunSpec) -> Failure | None:
         """The failure of a task whose entrypoint was allowed when it was submitted and is not any more."""

@@ -3,6 +3,7 @@ decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import structlog
 
@@ -21,6 +22,7 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     Heartbeat,
     ItemsReported,
+    Loaded,
     Logged,
     NodeLost,
     NodeReport,
@@ -51,6 +53,8 @@ from gpubroker_server.core.lifecycle.silent_nodes import (
     nodes_without_answer,
 )
 from gpubroker_server.core.lifecycle.stopping import overuse_decisions
+from gpubroker_server.core.lifecycle.worker_sets import members
+from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
 from gpubroker_server.core.planning import inferences as inference_admission
 from gpubroker_server.core.planning.draining import ask_to_leave
 from gpubroker_server.core.planning.fragmentation import ScatteredWatch
@@ -69,7 +73,7 @@ _UNSTORABLE = Failure(
 )
 
 
-def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> None:
+def forget_ended(progress: dict[TaskId, Any], events: Iterable[Event]) -> None:
     """Forget the progress of runs that have ended."""
     for event in events:
         if event.kind in _ENDS_OF_A_RUN:
@@ -134,6 +138,9 @@ class Observer:
         self._sample_requests = SampleRequests()
         self._model_meter = ModelMeter()
         self._scattered = ScatteredWatch()
+        self._autoscaler = Autoscaler()
+        self._loads: dict[TaskId, Loaded] = {}
+        """What the present runs of workers last told."""
         self._named_unknown = False
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None before the first look."""
@@ -166,6 +173,8 @@ class Observer:
                     about_runs.append(report)
                 case Progressed():
                     self._on_progress(report)
+                case Loaded():
+                    self._on_load(report)
                 case ServerIndex():
                     decisions += model_lifecycle.seen(self._world, report, now, self._policy)
                 case ServerGone():
@@ -245,6 +254,7 @@ class Observer:
         decisions += self._model_meter.measure(self._world, now, decided)
         more = [*overuse_decisions(self._world, now, self._policy), *self._about_inferences(now)]
         more += ask_to_leave(self._world, self._policy, now)
+        more += members.due(self._world, self._loads, self._autoscaler, now)
         more += self._scattered.look(self._world, self._policy, now)
         more += self._disks.due(now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]
@@ -302,8 +312,17 @@ class Observer:
             follow = first_progress if before is None else before.followed_by
             self._progress[report.task] = follow(report.at, report.fraction, report.message)
 
+    def _on_load(self, report: Loaded) -> None:
+        if report.task in self._world.tasks:
+            self._loads[report.task] = report
+            said = (
+                f"{report.running} calls under way, {report.waiting} waiting, CPU {report.cpu_percent:.0f} %"
+            )
+            self._on_progress(Progressed(report.task, report.fence, report.at, None, said, report.rank))
+
     def on_events(self, events: Iterable[Event]) -> None:
         forget_ended(self._progress, events)
+        forget_ended(self._loads, events)
 
     async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
         """Bytes before the row: a committed row never names an object that is not on disk.

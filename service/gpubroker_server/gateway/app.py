@@ -58,6 +58,9 @@ from gpubroker_server.gateway.tasks import batch, cancel_selected, estimates, lo
 from gpubroker_server.gateway.tasks import routes as tasks
 from gpubroker_server.gateway.tasks.logs import LogParts
 from gpubroker_server.gateway.tasks.routes import TaskParts
+from gpubroker_server.gateway.workers import routes as workers
+from gpubroker_server.gateway.workers.fleet import Fleets
+from gpubroker_server.gateway.workers.routes import WorkerSetParts
 from gpubroker_server.telemetry.metrics import Sources, Telemetry
 
 _RESOURCES = (
@@ -67,6 +70,7 @@ _RESOURCES = (
         cancel_selected,
         retry,
         arrays,
+        workers,
         logs,
         stack,
         inferences,
@@ -148,6 +152,8 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     storage = ObjectStorage(store, blobs, clock, limits)
     yield TaskParts(world, records, submissions, requests, limits.wait_seconds)
     yield ArrayParts(submissions, storage, requests)
+    fleets = Fleets(world, parts.worker_calls)
+    yield WorkerSetParts(world, freshness, submissions, requests, fleets)
     yield LeaseParts(records, submissions, requests, limits.wait_seconds)
     outside = tuple(server for server in servers if not server.is_managed)
     yield InferenceParts(submissions, storage, parts.residencies, limits.wait_seconds, outside)

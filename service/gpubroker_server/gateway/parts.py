@@ -20,6 +20,7 @@ from gpubroker_server.gateway.submission.demand import Defaults
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import BlobStore, TaskStore
+from gpubroker_server.ports.worker_calls import WorkerCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,8 @@ class AppParts:
     """All model servers."""
     served: Sequence[tuple[ServerRules, ModelHost]] = ()
     """Those with models in the ledger."""
+    worker_calls: WorkerCalls | None = None
+    """The way to workers of sets; None if this process has no Ray driver."""
     name: str = "gateway"
     """Of this process, unlike all others."""
     log_readers: LogReaders = field(init=False)

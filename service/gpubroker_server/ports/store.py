@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.submission import BatchSubmission as BatchSubmission
-from gpubroker_server.core.domain.submission import KnownKey as KnownKey
+from gpubroker_server.core.domain.submission import KnownKey, WorkerSet
 from gpubroker_server.core.domain.submission import RunSpec as RunSpec
 from gpubroker_server.core.domain.submission import Submission as Submission
 from gpubroker_server.core.domain.submission import SubmitOutcome as SubmitOutcome
@@ -208,6 +208,7 @@ class Snapshot:
     nodes: Sequence[Node]
     requests: Sequence[Request]
     pauses: Sequence[QueuePause]
+    worker_sets: Sequence[WorkerSet]
     finished: Mapping[tuple[str, TaskState], int]
     estimates: Sequence[tuple[SketchKey, Sketch]]
     """In the order of learning."""
@@ -245,8 +246,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, Protocol):
         ...
 
     async def batch_answer(self, first: TaskId) -> str:
-        """The stored answer to the batch that begins with this task, or the terms of the array; empty if
-        there is none."""
+        """The stored answer to the batch that begins with this task, or its terms; empty if there is none."""
         ...
 
     async def request(self, *requests: Request) -> None:
@@ -319,10 +319,6 @@ class TaskStore(ObjectRows, ItemPages, LogRows, Protocol):
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         """Newest first."""
-        ...
-
-    async def live_checkpoint_uris(self) -> Sequence[str]:
-        """Of the checkpoints of tasks that are not over, those that are kept elsewhere."""
         ...
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:

@@ -51,15 +51,13 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Time since the submit of the oldest task that is queued.",
         ("band",),
     ),
+    "gpubroker_workers": ("Workers of sets: `wanted`, and those that are `running`.", ("state",)),
     "gpubroker_node_ready": (
         "1 if the node's agent answers the leader, 0 if it is silent; absent without a known leader.",
         ("hostname",),
     ),
     "gpubroker_node_gpu_faults": ("GPUs that the node's agent cannot use.", ("hostname",)),
-    "gpubroker_silent_nodes": (
-        "Silent nodes that are not given up; absent without a known leader.",
-        (),
-    ),
+    "gpubroker_silent_nodes": ("Silent nodes that are not given up; absent without a known leader.", ()),
     "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
     "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
     "gpubroker_gpu_memory_leased_bytes": ("Memory that is leased.", _GPU),
@@ -316,6 +314,9 @@ def _task_metrics(world: World, now: Instant) -> Iterator[Metric]:
         "Queued": waiting.total(),
     }
     yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])
+    sets = world.worker_sets.values()
+    workers = {"wanted": sum(it.count for it in sets), "running": sum(len(it.joined) for it in sets)}
+    yield _gauge("gpubroker_workers", [((state,), count) for state, count in workers.items()])
     ages = [((band,), max(0.0, now - since)) for band, since in oldest.items()]
     yield _gauge("gpubroker_pending_oldest_seconds", ages)
     preempted = [((holder,), world.preempted[holder]) for holder in ("task", "model")]

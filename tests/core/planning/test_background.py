@@ -50,7 +50,7 @@ def test_a_cycle_starts_no_more_than_is_left() -> None:
     assert started(world) == started(world)
     assert reason(world, "t5") == (
         Reason.BACKGROUND_LIMITED,
-        "background and idle work may take no more GPU memory now on n1, n2; see GET /targets",
+        "background and idle work may take no more GPU memory now on n1, n2; see `gpubroker targets`",
     )
 
 

@@ -84,6 +84,7 @@ def test_an_event_gets_its_position_and_time_and_keeps_the_rest():
         (NewEvent("lease.held", "run:t:1:0:c/n1/gpu0", 2, "", {}), "t"),
         (NewEvent("lease.held", "model:t:1:0:c/n1/gpu0", 2, "", {}), "t"),
         (NewEvent("lease.held", "worker:w:1:0:c/n1/gpu0", 2, "", {}), None),
+        (NewEvent("worker.left", "t", 1, "", {"set": "s"}), "t"),
         (NewEvent("node.seen", "n1", 1, "", {}), None),
     ],
 )

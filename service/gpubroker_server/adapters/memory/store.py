@@ -8,11 +8,11 @@ from operator import gt, lt
 
 from gpubroker_server.adapters.memory.item_pages import PagesInMemory
 from gpubroker_server.adapters.memory.leadership import LeaderInMemory
+from gpubroker_server.adapters.memory.standing import StandingInMemory
 from gpubroker_server.adapters.memory.tokens_and_objects import TokensAndObjects
 from gpubroker_server.core.domain.decisions import (
     Decision,
     Outcome,
-    QueuePause,
     Request,
     device_delta_mb,
     tenant_delta_mb,
@@ -22,7 +22,7 @@ from gpubroker_server.core.domain.estimates import Sketch, SketchKey
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
-from gpubroker_server.core.domain.submission import ARRAY_LABEL
+from gpubroker_server.core.domain.submission import ARRAY_LABEL, KnownKey
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import (
@@ -41,7 +41,6 @@ from gpubroker_server.ports.store import (
     BatchSubmission,
     CommitVerdict,
     EventListener,
-    KnownKey,
     RunSpec,
     Snapshot,
     StoredCheckpoint,
@@ -57,7 +56,7 @@ from gpubroker_server.ports.store import (
 _CHECKPOINTS_KEPT = 3
 
 
-class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
+class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory, StandingInMemory):
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
     def __init__(
@@ -68,6 +67,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         TokensAndObjects.__init__(self, now)
         LeaderInMemory.__init__(self, now)
         PagesInMemory.__init__(self)
+        StandingInMemory.__init__(self)
         self._listeners: list[EventListener] = []
         self._fault: Exception | None = None
         self._tasks: dict[TaskId, Task] = {}
@@ -80,7 +80,6 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         self._leased_mb: Counter[str] = Counter()
         self._nodes: dict[NodeName, Node] = {}
         self._requests: dict[str, Request] = {}
-        self._pauses: dict[str, QueuePause] = {}
         self._outcomes: dict[TaskId, Outcome] = {}
         self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
         self._finished: Counter[tuple[str, TaskState]] = Counter()
@@ -216,9 +215,7 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
         self.keep_pages(decision.items)
         for request in decision.requests_done:
             self._requests.pop(request, None)
-        self._pauses |= {pause.queue: pause for pause in decision.paused}
-        for pause in decision.resumed:
-            self._pauses.pop(pause.queue, None)
+        self.keep_standing(decision)
         for lesson in decision.lessons:
             self._estimates.pop(lesson.topic, None)
             self._estimates[lesson.topic] = lesson.sketch
@@ -268,7 +265,8 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
             devices=[d for d in self._devices.values() if d.present or self._leased_mb[d.key]],
             nodes=list(self._nodes.values()),
             requests=list(self._requests.values()),
-            pauses=list(self._pauses.values()),
+            pauses=list(self.pauses.values()),
+            worker_sets=list(self.worker_sets.values()),
             finished=dict(self._finished),
             estimates=list(self._estimates.items()),
             usage=self._usage.rows(),
@@ -365,11 +363,6 @@ class MemoryStore(LeaderInMemory, TokensAndObjects, PagesInMemory):
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return list(self._checkpoints.get(task, {}).values())
-
-    async def live_checkpoint_uris(self) -> Sequence[str]:
-        live = [id for id, task in self._tasks.items() if not task.is_terminal]
-        rows = (row for id in live for row in self._checkpoints.get(id, {}).values())
-        return [row.uri for row in rows if row.uri is not None]
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
         named = {spec.arguments_digest for spec in self._specs.values()}

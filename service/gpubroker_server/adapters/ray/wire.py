@@ -45,7 +45,6 @@ TELLS_LOGS = 9
 """From this form on, agents report the output of runs."""
 GUARDS_DISKS = 9
 """From this form on, agents look for files that may go, and delete them."""
-NO_GUARD = "the node's agent does not answer, or is of a release without a disk guard"
 KNOWS_ARRAYS_AND_OBJECTS = 9
 """From this form on. An earlier agent would run a worker's function or command once, without an item, and
 give a function the name of an object in its place."""

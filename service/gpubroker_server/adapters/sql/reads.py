@@ -33,12 +33,13 @@ from sqlalchemy.exc import DataError, DBAPIError
 
 from gpubroker_server.adapters.sql import rows, tables
 from gpubroker_server.adapters.sql.statements import EVENT
-from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token
+from gpubroker_server.adapters.sql.system_tables import installation, leadership, log_head, token, worker_set
 from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
+from gpubroker_server.core.domain.submission import KnownKey
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Lineage, Position, TaskId, Term
 from gpubroker_server.core.world.events import Event
@@ -46,7 +47,6 @@ from gpubroker_server.core.world.phases import STATE_EVENTS
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.store import (
     HeldBack,
-    KnownKey,
     RunSpec,
     Snapshot,
     StoredCheckpoint,
@@ -94,12 +94,6 @@ _CHECKPOINTS = (
     select(*(tables.checkpoint.c[field.name] for field in fields(StoredCheckpoint)))
     .where(tables.checkpoint.c.task == bindparam("task"))
     .order_by(tables.checkpoint.c.fence.desc(), tables.checkpoint.c.sequence.desc())
-)
-_LIVE_CHECKPOINT_URIS = (
-    select(tables.checkpoint.c.uri)
-    .join(_task, _task.c.id == tables.checkpoint.c.task)
-    .where(tables.checkpoint.c.uri.is_not(None), ~_task.c.finished)
-    .distinct()
 )
 _EVENTS = (
     select(*EVENT)
@@ -242,9 +236,6 @@ class SqlReads:
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return [StoredCheckpoint(**row) for row in await self._rows(_CHECKPOINTS, {"task": task})]
 
-    async def live_checkpoint_uris(self) -> Sequence[str]:
-        return [row["uri"] for row in await self._rows(_LIVE_CHECKPOINT_URIS)]
-
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
         return await self._readers.run(referenced, digests)
 
@@ -386,6 +377,7 @@ def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
         devices=[Device(*row) for row in devices],
         nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node), {})],
         requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request), {})],
+        worker_sets=rows.worker_sets_of(connection.execute(select(worker_set.c.fields)).scalars()),
         pauses=[QueuePause(*row) for row in connection.execute(select(tables.queue_pause))],
         finished={(tenant, TaskState(state)): n for tenant, state, n in counted},
         usage=[TenantUsage(*row) for row in connection.execute(_USAGE)],

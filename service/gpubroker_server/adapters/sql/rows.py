@@ -20,6 +20,7 @@ from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.estimates import Observation, Sketch, SketchKey, What
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.orders import Checkpointed
+from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import (
     HOT_FIELDS,
     StopReason,
@@ -234,6 +235,10 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.MAKE_PAUSES, (pause.queue, pause.at, pause.actor, pause.reason)
     for pause in decision.resumed:
         yield sql.END_PAUSES, (pause.queue,)
+    for workers in decision.worker_sets:
+        yield sql.WRITE_WORKER_SETS, (workers.id, workers.tenant, json_text(workers))
+    for workers in decision.sets_over:
+        yield sql.END_WORKER_SETS, (workers.id,)
     for note in decision.audit:
         yield sql.INSERT_AUDIT, (note.at, note.tenant, note.actor, note.action, note.subject, note.reason)
     for topic in decision.forgotten:
@@ -382,6 +387,10 @@ def node_of_row(row: Mapping[str, Any]) -> Node:
 
 def request_of_row(row: Mapping[str, Any]) -> Request:
     return Request(**{**row, "fields": from_json(row["fields"])})
+
+
+def worker_sets_of(texts: Iterable[str]) -> list[WorkerSet]:
+    return [worker_set_from(from_json(fields)) for fields in texts]
 
 
 def token_of_row(row: Mapping[str, Any]) -> TokenRow:

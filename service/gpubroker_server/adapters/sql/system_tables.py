@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 12
+SCHEMA = 13
 """Number of the newest migration that this software knows."""
 
 READER = 4
@@ -217,3 +217,12 @@ relocation = Table(
 )
 """A move of all data from or to another database (`move_data`); no row if there was none. `other`: the name
 of the other database, for people."""
+
+worker_set = Table(
+    "worker_set",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("fields", Text, nullable=False),
+)
+"""Sets of workers that are not over, as JSON."""

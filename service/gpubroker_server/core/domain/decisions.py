@@ -9,6 +9,7 @@ from gpubroker_server.core.domain.estimates import Observation, SketchKey
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge, PledgeEnd
 from gpubroker_server.core.domain.model_orders import InferenceOrder, ModelOrder
 from gpubroker_server.core.domain.orders import Checkpointed, Failure, Order
+from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
 from gpubroker_server.core.domain.values import value
@@ -95,12 +96,13 @@ class AuditNote:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What the log says of the cluster in no row's event."""
+    """What the log says in no row's event."""
 
     kind: str
-    """`memory.fragmented`, `cordon.changed`, ..."""
+    """`memory.fragmented`, `cordon.changed`, `worker.joined`, ..."""
     key: str
     fields: Fields
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,10 @@ class Decision:
     notices: tuple[Notice, ...] = ()
     paused: tuple[QueuePause, ...] = ()
     resumed: tuple[QueuePause, ...] = ()
+    worker_sets: tuple[WorkerSet, ...] = ()
+    """New or changed."""
+    sets_over: tuple[WorkerSet, ...] = ()
+    """Nothing is left of them."""
 
     def is_empty(self) -> bool:
         return not (
@@ -163,6 +169,8 @@ class Decision:
             or self.notices
             or self.paused
             or self.resumed
+            or self.worker_sets
+            or self.sets_over
         )
 
 
@@ -179,6 +187,7 @@ class Request:
       uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in `task`
     - of operators for no task: pause and unpause (queue, by, reason); disk, and clean (by, dry_run), of a
       node, whose name is in `task`
+    - of a worker set, whose id is in `task`: form (its fields), scale (least, most, count), signal (value)
     """
 
     id: str

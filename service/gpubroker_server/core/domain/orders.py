@@ -194,6 +194,16 @@ class Progressed(_RunReport):
 
 
 @value
+class Loaded(_RunReport):
+    """How busy a worker of a set is: calls under way, calls that wait there, and per cent of one core."""
+
+    running: int
+    waiting: int
+    cpu_percent: float
+    rank: int = 0
+
+
+@value
 class Checkpointed(_RunReport):
     """The run saved its state: `data`, or the `uri` of a checkpoint that is too large to send."""
 
@@ -370,6 +380,7 @@ Report = (
     Started
     | Ready
     | Progressed
+    | Loaded
     | Checkpointed
     | ItemsReported
     | Ended
@@ -386,4 +397,4 @@ Report = (
     | ServerGone
     | ModelsInUse
 )
-"""`task`, `fence` and `rank` of the first eight name the run; a report with a stale fence changes nothing."""
+"""`task`, `fence` and `rank` of the first nine name the run; a report with a stale fence changes nothing."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import value
 
 EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND = "external", "model", "inference"
@@ -74,6 +74,55 @@ def array_terms_from(fields: Mapping[str, Any]) -> ArrayTerms:
     workers = tuple(TaskId(worker) for worker in fields["workers"])
     numbers = tuple((first, behind) for first, behind in fields["numbers"])
     return ArrayTerms(**{**fields, "workers": workers, "numbers": numbers})
+
+
+WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
+"""Of the workers of a set: how each takes calls."""
+
+
+@value
+class Scaling:
+    """What the number of workers follows."""
+
+    by: str
+    """calls (under way and waiting), cpu (per cent of one core) or signal (a posted number)."""
+    target: float
+    """How much of it one worker is to have."""
+    down_after_seconds: Seconds
+    """Fewer workers are wanted only after less was enough for so long."""
+
+
+@value
+class WorkerSet:
+    """A set of workers that take calls. Each has a place: an ordinary task, held while it is not wanted."""
+
+    id: TaskId
+    """That of its first worker."""
+    tenant: str
+    name: str
+    workers: tuple[TaskId, ...]
+    """One per place, all from the beginning."""
+    least: int
+    most: int
+    count: int
+    """How many are wanted."""
+    max_concurrency: int
+    """Calls at once to one worker."""
+    created_at: Instant
+    scaling: Scaling | None = None
+    signal: float | None = None
+    """The number that was last posted."""
+    joined: Mapping[TaskId, Fence] = field(default_factory=dict)
+    """The workers that run, as the log has said, and their attempts."""
+
+
+def worker_set_from(fields: Mapping[str, Any]) -> WorkerSet:
+    """From JSON of its fields."""
+    scaling = fields["scaling"]
+    workers = tuple(TaskId(worker) for worker in fields["workers"])
+    return WorkerSet(
+        **{**fields, "workers": workers, "scaling": None if scaling is None else Scaling(**scaling)}
+    )
 
 
 SECRET_PREFIX = "secret:"  # noqa: S105  # not a secret: it marks one

@@ -120,7 +120,9 @@ def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
     usable = [node for node in nodes if node.is_usable and node.devices]
     if usable and all(node.count(*OPEN) == 0 and node.count(Verdict.HELD_BACK) for node in usable):
         where = _some(node.node.name for node in usable)
-        message = f"background and idle work may take no more GPU memory now on {where}; see GET /targets"
+        message = (
+            f"background and idle work may take no more GPU memory now on {where}; see `gpubroker targets`"
+        )
         return Blocker(Reason.BACKGROUND_LIMITED, message)
     if not any(_is_open(node, survey.task.demand.gpus) for node in nodes):
         return Blocker(

@@ -157,7 +157,7 @@ def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list
     task, now = survey.task, survey.now
     blockers = list(room)
     if task.held:
-        blockers.append(Blocker(Reason.HELD, "held in the queue; release it to let it run"))
+        blockers.append(Blocker(Reason.HELD, _held(survey.draft.world, task)))
     if (pause := survey.draft.world.queue.pause_of(task)) is not None:
         blockers.append(Blocker(Reason.QUEUE_PAUSED, _paused(pause, now)))
     if task.not_before is not None and task.not_before > now:
@@ -170,6 +170,17 @@ def _blockers(survey: Survey, room: list[Blocker], position: int | None) -> list
         message = f"there is room for it now; the next cycle plans it{ahead}"
         blockers.append(Blocker(Reason.PENDING_EVALUATION, message))
     return sorted(blockers, key=lambda blocker: blocker.tier)
+
+
+def _held(world: World, task: Task) -> str:
+    for workers in world.worker_sets.values():
+        if task.id in workers.workers:
+            places = len(workers.workers)
+            return (
+                f"a place of worker set {workers.id}, which wants {workers.count} of {places} workers now; "
+                "scale the set up to have it start"
+            )
+    return "held in the queue; release it to let it run"
 
 
 def _paused(pause: QueuePause, now: Instant) -> str:

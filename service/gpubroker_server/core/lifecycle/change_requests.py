@@ -20,6 +20,7 @@ from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.lifecycle import cordoning, external_leases, model_lifecycle, quarantine
 from gpubroker_server.core.lifecycle.stopping import AnyStopOrder, give_notice, orders_to_leave, will_requeue
+from gpubroker_server.core.lifecycle.worker_sets import members
 from gpubroker_server.core.world.world import World
 
 TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
@@ -46,6 +47,8 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
         return quarantine.attest(world, request, now, policy.sample_period_seconds, done)
     if request.what in cordoning.CORDONINGS:
         return cordoning.carry_out(world, request, now, done)
+    if request.what in members.REQUESTS:
+        return members.carry_out(world, request, done)
     if task is not None and request.what == "release":
         return external_leases.release(world, task, request, now, done)
     if task is None or task.is_terminal:

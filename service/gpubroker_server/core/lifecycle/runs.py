@@ -17,6 +17,7 @@ from gpubroker_server.core.domain.orders import (
     Gone,
     Heartbeat,
     ItemsReported,
+    Loaded,
     Logged,
     NodeLost,
     NodeReport,
@@ -114,6 +115,7 @@ def apply_reports(
                 | Sampled()
                 | DiskReport()
                 | Progressed()
+                | Loaded()
                 | Stacked()
                 | Logged()
             ):

@@ -1,7 +1,7 @@
 """The events of the log, and how a decision becomes events."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import field
+from dataclasses import asdict, field
 from itertools import groupby
 
 from gpubroker_server.core.domain.decisions import Decision, Fields, Request
@@ -23,8 +23,9 @@ from gpubroker_server.core.world.event_codec import (
 )
 
 SUBMITTED = "task.submitted"
-_FORM_OF_PAUSES = 4
-"""A leader that does not know them would start what is paused."""
+_FORM_OF_STANDING = 4
+"""Of pauses and worker sets: a leader that does not know them would start what is paused, and scale
+nothing."""
 _FORM_OF_LATE_RANKS = 4
 """A reader that does not know them cannot read the members of a gang that has grown."""
 
@@ -100,6 +101,8 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
             return TaskId(event.fields["preemptor"])
         case "request":
             return TaskId(event.fields["task"])
+        case "worker":
+            return TaskId(event.key)
         case "lease":
             kind, holder, _rest = event.key.split(":", 2)
             return TaskId(holder) if kind in HOLDERS_OF_TASKS else None
@@ -108,7 +111,7 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
 
 def events_of(decision: Decision) -> Iterator[NewEvent]:
     """The events of a decision, in this order: nodes, devices, tasks, leases, pledges, requests,
-    notices, pauses, estimates."""
+    notices, worker sets, pauses, estimates."""
     for node in decision.nodes:
         yield NewEvent("node.seen", node.name, node.version, "", node_fields(node))
     for device in decision.devices:
@@ -129,11 +132,17 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         answer = {"answer": decision.answer} if decision.answer else {}
         yield NewEvent("request.done", request, 1, "", {"task": decision.subject, **answer})
     for notice in decision.notices:
-        yield NewEvent(notice.kind, notice.key, 1, "", notice.fields)
+        yield NewEvent(notice.kind, notice.key, 1, notice.tenant, notice.fields)
+    for sets, what in ((decision.worker_sets, "changed"), (decision.sets_over, "over")):
+        for workers in sets:
+            fields = asdict(workers)
+            yield NewEvent(
+                f"worker_set.{what}", workers.id, 1, workers.tenant, fields, reader=_FORM_OF_STANDING
+            )
     for pauses, what in ((decision.paused, "paused"), (decision.resumed, "resumed")):
         for pause in pauses:
             fields = pause_fields(pause)
-            yield NewEvent(f"queue.{what}", pause.queue, 1, pause.tenant, fields, reader=_FORM_OF_PAUSES)
+            yield NewEvent(f"queue.{what}", pause.queue, 1, pause.tenant, fields, reader=_FORM_OF_STANDING)
     yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
     yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
 

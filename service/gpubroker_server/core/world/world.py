@@ -1,5 +1,6 @@
 """Everything that decisions depend on, built from the event log alone."""
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -10,6 +11,7 @@ from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseSta
 from gpubroker_server.core.domain.node_capacity import NodeUsage, count_custom
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.ranks import may_be_late_at, rank_tasks, removable_ranks, vacant_bundles
+from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
 from gpubroker_server.core.domain.task import Task, TaskState, stop_notice, stop_notices
 from gpubroker_server.core.domain.units import (
     DeviceKey,
@@ -88,6 +90,7 @@ class World:
         """Devices that give nothing before a sample shows that memory released there is free."""
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
+        self.worker_sets: dict[TaskId, WorkerSet] = {}
         self.use: dict[NodeName, NodeUsage] = {}
         self.custom_use: dict[str, float] = {}
         self.active = DueTimes()
@@ -181,15 +184,12 @@ class World:
     def add_device(self, device: Device) -> None:
         self.inventory_version += 1
         self.marks.mark(device.node)
-        known = self.ledgers.get(device.key)
-        if known is not None:
+        if (known := self.ledgers.get(device.key)) is not None:
             known.register(device)
             self._drop_if_gone(known)
             return
         self.ledgers[device.key] = DeviceLedger(device)
-        keys = self.by_node.setdefault(device.node, [])
-        keys.append(device.key)
-        keys.sort()
+        insort(self.by_node.setdefault(device.node, []), device.key)
 
     def add_node(self, node: Node) -> None:
         self.inventory_version += 1
@@ -224,8 +224,7 @@ class World:
         Of pending tasks it knows only the tenants, so it cannot explain any of them.
         """
         twin = World(self.accounts.half_life_seconds)
-        twin.position, twin.as_of = self.position, self.as_of
-        twin.inventory_version = self.inventory_version
+        twin.position, twin.as_of, twin.inventory_version = self.position, self.as_of, self.inventory_version
         twin.nodes, twin.tasks = dict(self.nodes), dict(self.tasks)
         twin.background, twin.full_disks = self.background.copy(), dict(self.full_disks)
         twin.active, twin.custom_use = self.active.copy(), dict(self.custom_use)
@@ -238,8 +237,7 @@ class World:
         twin.queue = PendingQueue(dict(self.awaited.inheritance.priorities))
         twin.queue.tenants = Counter(self.queue.tenants)
         twin.learned.sketches = dict(self.learned.sketches)
-        twin.mix = DemandMix(self.mix.edition)
-        twin.accounts = self.accounts.copy()
+        twin.mix, twin.accounts = DemandMix(self.mix.edition), self.accounts.copy()
         return twin
 
     def _take_over(self, event: Event) -> None:
@@ -263,6 +261,10 @@ class World:
                 self.requests.pop(event.key, None)
             case "estimate":
                 self.learned.apply(event, what)
+            case "worker_set" if what == "changed":
+                self.worker_sets[TaskId(event.key)] = worker_set_from(event.fields)
+            case "worker_set":
+                self.worker_sets.pop(TaskId(event.key), None)
             case "queue" if what == "paused":
                 self.pause(pause_from(event.fields))
             case "queue":

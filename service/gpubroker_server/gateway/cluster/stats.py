@@ -116,6 +116,14 @@ class NodeCounts(TypedDict):
     draining: Annotated[int, Field(description="Of which something is left.")]
 
 
+class WorkerSetCounts(TypedDict):
+    """Of the worker sets that are not over."""
+
+    sets: int
+    wanted: Annotated[int, Field(description="Workers, in all sets together.")]
+    running: int
+
+
 class ExecutorView(TypedDict):
     state: str
     address: str
@@ -151,6 +159,7 @@ class Stats(AsOf):
     fragmentation: FragmentationView
     tasks: TaskCounts
     nodes: NodeCounts
+    worker_sets: WorkerSetCounts
     executor: ExecutorView
     leader: LeaderView
     detection: DetectionView
@@ -172,6 +181,7 @@ async def get_stats(parts: Parts) -> Response:
         "forecasts": forecasts_views(parts.world),
         "tasks": _task_counts(parts.world),
         "nodes": _node_counts(parts.world),
+        "worker_sets": _worker_set_counts(parts.world),
         "executor": {
             "state": str(executor.get("state", "unknown")),
             "address": str(executor.get("address", "")),
@@ -211,6 +221,15 @@ def _node_counts(world: World) -> NodeCounts:
         "draining": sum(
             node.draining_since is not None and bool(still_on(world, node.name)) for node in nodes
         ),
+    }
+
+
+def _worker_set_counts(world: World) -> WorkerSetCounts:
+    sets = world.worker_sets.values()
+    return {
+        "sets": len(sets),
+        "wanted": sum(workers.count for workers in sets),
+        "running": sum(len(workers.joined) for workers in sets),
     }
 
 

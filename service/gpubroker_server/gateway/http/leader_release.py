@@ -17,6 +17,7 @@ class Since(NamedTuple):
 
 _PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and drain of nodes")
 _DISK = Since("0.3.0", "looking at the disks of nodes")
+_WORKERS = Since("0.3.0", "a worker set")
 
 KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "array": Since("0.3.0", "arrays"),
@@ -30,6 +31,9 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "uncordon": _CORDON,
     "disk": _DISK,
     "clean": _DISK,
+    "form": _WORKERS,
+    "scale": _WORKERS,
+    "signal": _WORKERS,
 }
 """What an earlier leader ignores or does wrong. By `Request.what`, or a word of our own."""
 

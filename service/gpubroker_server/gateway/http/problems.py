@@ -88,6 +88,12 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "nothing-to-retry": ProblemKind(
         409, "No item is left to do again", "every item of array {array} has succeeded"
     ),
+    "no-ray-driver": ProblemKind(
+        409,
+        "This gateway cannot call workers",
+        "this gateway has no Ray driver, so it takes no calls to workers; send them to a gateway whose "
+        "settings name the Ray cluster (ray.address), or to `gpubroker serve`",
+    ),
     "model-ambiguous": ProblemKind(
         409,
         "The model is at several servers",
@@ -219,6 +225,13 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "(limits.tenant_requests), and nothing of this one was sent; send fewer at once",
         retryable=True,
     ),
+    "worker-queue-full": ProblemKind(
+        429,
+        "Too many calls wait for the workers",
+        "{waiting} calls of this gateway are under way to each of {workers} workers of set {set}, as many as "
+        "may be; nothing of this one was sent; send fewer at once, or raise max_count",
+        retryable=True,
+    ),
     "model-queue-full": ProblemKind(429, "The model's queue is full", retryable=True),
     "model-queue-share": ProblemKind(429, "The tenant's share of the model's queue is full", retryable=True),
     "headers-too-large": ProblemKind(431, "The headers are too long"),
@@ -227,6 +240,13 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     ),
     "result-damaged": ProblemKind(500, "The stored bytes are missing or damaged"),
     "shared-memory-disabled": ProblemKind(501, "Shared memory with model servers is disabled"),
+    "call-failed": ProblemKind(502, "The method failed"),
+    "worker-lost": ProblemKind(
+        502,
+        "The worker was lost with the call",
+        "worker {worker} (attempt {attempt}) ended while it had the call, which may have begun: {why}; look "
+        "at what it has done before you send it again",
+    ),
     "model-not-loaded": ProblemKind(502, "The model was not loaded"),
     "model-server-failed": ProblemKind(502, "The model server failed"),
     "follower-stale": ProblemKind(503, "The overview is too old to be trusted", retryable=True),
@@ -261,6 +281,14 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "model-queue-timeout": ProblemKind(503, "The request waited too long for the model", retryable=True),
     "model-server-busy": ProblemKind(503, "Too many requests wait for the model server", retryable=True),
     "model-not-ready": ProblemKind(503, "The model is not in memory yet", retryable=True),
+    "no-worker": ProblemKind(
+        503,
+        "No worker takes calls",
+        "no worker of set {set} was ready within {seconds} s: {states}; nothing was sent; GET "
+        "/tasks/{task}/explain says why one waits",
+        retryable=True,
+    ),
+    "call-timeout": ProblemKind(504, "The call was not answered in time"),
     "model-server-silent": ProblemKind(504, "The model server does not answer"),
 }
 

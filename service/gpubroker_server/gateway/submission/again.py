@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.submission import ARRAY_VARIABLE, RunSpec
+from gpubroker_server.core.domain.submission import ARRAY_VARIABLE, WORKER_SET_VARIABLE, RunSpec
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.domain.values import changed
@@ -31,6 +31,8 @@ class Again(NamedTuple):
 async def again(submissions: Submissions, identity: Identity, record: TaskRecord) -> Again:
     """Raises Problem for whatever a submit of this task would be refused for now."""
     old, spec = record.task, record.spec
+    if WORKER_SET_VARIABLE in spec.env:
+        raise Problem("task-not-retryable", task=old.id, kind="worker of a set")
     if spec.kind not in _KINDS:
         raise Problem("task-not-retryable", task=old.id, kind=spec.kind)
     permissions = submissions.permissions

@@ -40,7 +40,7 @@ def _band_value(value: Any) -> Any:
     return BAND_NAMES[value]
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -147,7 +147,7 @@ class Function(Body):
     tag: ClassVar = "function"
     function: Annotated[
         bytes,
-        BeforeValidator(_decoded),
+        BeforeValidator(decoded),
         Field(min_length=1, description="Base64 of the cloudpickle of `(callable, args, kwargs)`."),
         WithJsonSchema({"type": "string", "contentEncoding": "base64", "minLength": 4}),
     ]

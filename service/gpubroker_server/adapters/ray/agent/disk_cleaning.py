@@ -244,7 +244,7 @@ class DiskCleaner:
                 kept[why] += 1
             else:
                 gone.append(file)
-                log.info("deleted", path=file.whole_path, bytes=file.size_bytes)
+                log.info("deleted", path=file.whole_path)
         return Answer(gone, kept)
 
     def _left_because(

@@ -160,6 +160,10 @@ class NodeAgent:
         packed = write_reports(self._config.node, time.time(), reports, held_seconds, self._protocol)
         return read[-1][0], packed
 
+    async def runner_of(self, task: str, fence: int, rank: int) -> str:
+        """The name of the actor that has this run, for those who call it; empty if none has."""
+        return "" if self._runs is None else self._runs.table.runner_of(RunKey(task, fence, rank))
+
     async def leave(self) -> None:
         """Kill every run and every process of ours on this node, then this one, and remove every file."""
         if self._leaving is None:
@@ -182,7 +186,7 @@ class NodeAgent:
         if self._mailbox is None:
             return
         journal = self._mailbox.journal
-        if report[0] in ("progressed", "checkpointed", "items"):
+        if report[0] in ("progressed", "loaded", "checkpointed", "items"):
             journal.note(RunKey(*report[1:4]), report, AT_ONCE)
         elif report[0] == "ended":
             key = RunKey(*report[1:4])
@@ -312,8 +316,8 @@ class NodeAgent:
             (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent, d.split)
             for d in inventory.devices
         ]
-        known = [tuple(key) for key in (*runs.table.runs, *runs.external)]
-        return "node_seen", time.time(), node, devices, known
+        here = [tuple(key) for key in (*runs.table.runs, *runs.external)]
+        return "node_seen", time.time(), node, devices, here
 
     async def _sampled(self, runs: NodeRuns, timeout_seconds: float) -> list[WireSample] | None:
         """None if the devices cannot be measured."""
@@ -379,19 +383,16 @@ class NodeAgent:
             self.report(self._described(runs))
         for key in list(runs.table.runs):
             runs.stop(key, LOST_HEAD_GRACE_SECONDS)
-        while runs.table.has_processes or (self._is_polled and self._keeps_news(runs)):
+        while runs.table.has_processes or self._keeps_news(runs):
             self._keep_alive()
             await asyncio.sleep(WATCH_HEAD_SECONDS / 10)
         os._exit(0)
 
     def _keeps_news(self, runs: NodeRuns) -> bool:
         """The last checkpoint of a run that was stopped here is in the mailbox only."""
+        is_polled = time.monotonic() - self._polled_at < DESERTED_SECONDS
         is_received = self._mailbox is None or self._mailbox.journal.is_received(self._acknowledged)
-        return runs.has_unrecorded_state or not is_received
-
-    @property
-    def _is_polled(self) -> bool:
-        return time.monotonic() - self._polled_at < DESERTED_SECONDS
+        return is_polled and (runs.has_unrecorded_state or not is_received)
 
     def _keep_alive(self) -> None:
         if self._config.keepalive:

@@ -3,6 +3,7 @@
 It answers with bytes of msgpack and nothing else: the agent would unpickle any other object.
 """
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgpack
 import ray
+from gpubroker.runtime.calls import REFUSED
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import SPOKEN, TELLS_OUTPUT, RunKey, RunOrder, carriable
@@ -82,6 +84,20 @@ class Runner:
             _carry_out(host, item, protocol)
         reports = await mailbox.read(acknowledged, may_come=lambda: host.busy)
         return _packed([(number, carriable(report)) for number, report in reports])
+
+    async def call(self, key: tuple[str, int, int], seconds: float, packed: bytes) -> bytes:
+        """Call a method of the object of this very run; the answer of `CallWorker.submit`. `packed`: role,
+        method, form and arguments."""
+        host, _ = self._parts()
+        worker = host.callees.get(RunKey(*key))
+        if worker is None:
+            return _packed((REFUSED, f"run {RunKey(*key)} is not here"))
+        try:
+            role, method, form, arguments = msgpack.unpackb(packed)
+            call = worker.submit(role, method, form, arguments, seconds)
+            return _packed(await asyncio.wrap_future(call))
+        except asyncio.CancelledError:
+            return _packed((REFUSED, "the worker is leaving"))
 
     def _parts(self) -> tuple[RunHost, Mailbox]:
         """Made at the first call: only then is there an event loop."""

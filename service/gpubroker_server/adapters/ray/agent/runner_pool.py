@@ -26,6 +26,8 @@ STARTING_AT_ONCE = 2
 REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
 RETRY_PAUSE_SECONDS = 1.0
+MOST_CALLS = 10_000
+"""Of one process at once. With Ray's usual 1000, calls to a worker of a set would keep its agent waiting."""
 OBJECT_CACHE_SHARE = 0.5
 """Of Ray's object store on a node: so much keeps objects for later runs."""
 START_SECONDS = 60.0
@@ -61,6 +63,7 @@ class RayRunners:
             "num_cpus": 0,
             "num_gpus": 0,
             "max_restarts": 0,
+            "max_concurrency": MOST_CALLS,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
         }
         actor = ray.remote(Runner).options(**options)

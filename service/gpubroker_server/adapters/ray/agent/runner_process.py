@@ -234,6 +234,11 @@ class RunTable:
         if run.order.leases:
             self._gone.append(run.reports["gone"])
 
+    def runner_of(self, key: RunKey) -> str:
+        """The name of the actor that has this run; empty if none has."""
+        run = self.runs.get(key)
+        return "" if run is None or run.process is None or run.has_ended else run.process.name
+
     @property
     def is_idle(self) -> bool:
         return all(run.has_ended or run.is_gone for run in self.runs.values())

@@ -223,7 +223,7 @@ class NodeRuns:
             return
         report = (*report, run.ordered_at) if kind == "started" else report
         if kind != "ended":
-            if kind != "progressed":
+            if kind not in ("progressed", "loaded"):
                 run.reports[kind] = report
             self._report_within(report, SOON if kind == "started" else AT_ONCE)
             return

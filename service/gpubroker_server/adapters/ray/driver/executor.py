@@ -12,13 +12,13 @@ from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver.agents import NodeAgents
 from gpubroker_server.adapters.ray.driver.link import DriverKeeper
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED, AgentReports, ReportReader
+from gpubroker_server.adapters.ray.driver.worker_calls import RayWorkerCalls
 from gpubroker_server.adapters.ray.head.head import stop_head
 from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import (
     GUARDS_DISKS,
     KNOWS_ARRAYS_AND_OBJECTS,
     MEASURE,
-    NO_GUARD,
     TELLS_LOGS,
     OrderWriter,
     disk_order,
@@ -28,7 +28,7 @@ from gpubroker_server.adapters.ray.wire import (
     pack,
     run_of,
 )
-from gpubroker_server.core.domain.device import DiskOrder, DiskReport
+from gpubroker_server.core.domain.device import DiskOrder
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -93,6 +93,7 @@ class RayExecutor:
         self._driver = DriverKeeper(
             options, lambda: (self._lineage, self._term), self._on_message, self._on_driver_end
         )
+        self.calls = RayWorkerCalls(self._driver.send)
         self._leader_term: LeaderTerm | None = None
         """None while another process leads."""
         self._lineage = Lineage(0)
@@ -179,8 +180,7 @@ class RayExecutor:
         """An agent that has yet to answer measures before it does."""
         for node in nodes:
             if node in self._agents:
-                self._written.setdefault(node, []).append(MEASURE)
-                self._dispatch(node)
+                self._give(node, MEASURE)
 
     def request_resources(self, bundles: Sequence[Mapping[str, float]]) -> None:
         """Have the autoscaler of a joined cluster keep room for these, used or not, and no more for those
@@ -193,10 +193,9 @@ class RayExecutor:
             self._give(node, *(log_order(*log) for log in logs.items()))
 
     def look_at_disks(self, order: DiskOrder) -> None:
+        """An agent of an earlier release cannot."""
         if self._agents.protocol(order.node) >= GUARDS_DISKS:
             self._give(order.node, disk_order(order))
-            return
-        self._report(DiskReport(order.node, self._clock.now(), order.request, message=NO_GUARD))
 
     def answer(self, answer: ObjectAnswer) -> None:
         if answer.node in self._agents:  # else its agent asks again
@@ -251,7 +250,10 @@ class RayExecutor:
                 for report in received.reports:
                     self._on_report(received, report)
                 self._replace_if_outdated(received.node)
+            case ("answer", number, packed):
+                self.calls.on_answer(number, packed)
             case ("connected",):
+                self.calls.is_connected = True
                 self._on_connected()
             case ("stale", node, lineage, known, term) if term == self._term:
                 self._message = f"the agent of node {node} knows a later term, {known} of lineage {lineage}"
@@ -262,8 +264,7 @@ class RayExecutor:
                 now = Instant(self._clock.now())
                 self._report(NodeLost(NodeName(node), incarnation, now, RAY_SAYS_SO, confirmed=True))
             case ("nodes", names) if self._term:
-                now = Instant(self._clock.now())
-                self._report(NodesListed(frozenset(map(NodeName, names)), now))
+                self._report(NodesListed(frozenset(map(NodeName, names)), self._clock.now()))
             case ("head", fault):
                 self._head_fault = fault
             case ("trouble", what):
@@ -275,11 +276,11 @@ class RayExecutor:
 
     def _on_driver_end(self, fault: str, head_ended: bool) -> bool:
         had_agents = bool(self._agents)
+        self.calls.on_driver_end(fault)
         self._head_fault = ""  # the state says it
         if head_ended:
-            now = Instant(self._clock.now())
             for name, incarnation in self._agents.incarnations().items():
-                self._report(NodeLost(name, incarnation, now, fault, confirmed=True))
+                self._report(NodeLost(name, incarnation, self._clock.now(), fault, confirmed=True))
         self._agents.clear()
         self._untaken_bytes = 0
         self._ready.clear()
@@ -291,15 +292,14 @@ class RayExecutor:
         """Notes a start that is sent, and answers one that is not."""
         run = order.task, order.fence, order.rank
         is_earlier = 0 < self._agents.protocol(order.node) < KNOWS_ARRAYS_AND_OBJECTS
-        if is_earlier and needs_arrays_or_objects(payload):
-            log.warning(
-                "the agent is of a release without arrays and objects; this start waits", task=order.task
-            )
-            self._report_never_started(run, self._clock.now())
-            return False
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
-        if self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
-            log.warning("too much is on its way to the agents; this start waits", task=order.task)
+        why = ""
+        if is_earlier and needs_arrays_or_objects(payload):
+            why = "the agent is of a release without arrays and objects"
+        elif self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
+            why = "too much is on its way to the agents"
+        if why:
+            log.warning(f"{why}; this start waits", task=order.task)
             self._report_never_started(run, self._clock.now())
             return False
         self._note_answer(run)

@@ -20,6 +20,7 @@ import ray
 import structlog
 
 from gpubroker_server.adapters.clock import boot_seconds
+from gpubroker_server.adapters.ray.driver.calls import ActorCalls
 from gpubroker_server.adapters.ray.driver.node_link import NodeLink
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import frame, read_frame
@@ -112,6 +113,7 @@ class Driver:
         self._writer = writer
         self._tasks = tasks
         self._lineage, self._term = opening.lineage, opening.term
+        self._calls = ActorCalls(opening.agent_config)
         self._links: dict[str, NodeLink] = {}
         """By node name."""
         self._left_out: set[str] = set()
@@ -165,6 +167,8 @@ class Driver:
                 await self.send("pong")
             case ("taken", taken_bytes):
                 self._change_untaken(-taken_bytes)
+            case ("call", number, *call):
+                self._tasks.create_task(self._call(number, *call))
             case ("term", lineage, term):
                 self._lineage, self._term = lineage, term
                 for link in self._links.values():
@@ -212,6 +216,9 @@ class Driver:
                 await asyncio.to_thread(_request_resources, self._bundles)
             except Exception as fault:
                 log.warning("Ray's autoscaler could not be asked for room", fault=repr(fault))
+
+    async def _call(self, number: int, *call: Any) -> None:
+        await self.send("answer", number, await self._calls.call(*call))
 
     async def _flush(self) -> None:
         await asyncio.gather(*(link.flush() for link in self._links.values()))

@@ -21,6 +21,7 @@ from gpubroker_server.core.domain.orders import (
     ItemRange,
     ItemResult,
     ItemsReported,
+    Loaded,
     Logged,
     NodeLost,
     NodeReport,
@@ -175,6 +176,12 @@ class ProgressedForm(RunForm, tag="progressed"):
     message: Text
 
 
+class LoadedForm(RunForm, tag="loaded"):
+    running: Count
+    waiting: Count
+    cpu_percent: Number
+
+
 class CheckpointedForm(RunForm, tag="checkpointed"):
     sequence: Count
     digest: Name
@@ -232,6 +239,7 @@ OfRun = (
     StartedForm
     | ReadyForm
     | ProgressedForm
+    | LoadedForm
     | CheckpointedForm
     | ItemsForm
     | EndedForm
@@ -245,7 +253,9 @@ OfNode = BeatForm | SampledForm | DiskForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
 _REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
-_BY_USER_CODE = frozenset({"started", "ready", "progressed", "checkpointed", "items", "part", "ended"})
+_BY_USER_CODE = frozenset(
+    {"started", "ready", "progressed", "loaded", "checkpointed", "items", "part", "ended"}
+)
 """Kinds that are written where user code runs."""
 
 
@@ -274,6 +284,8 @@ def _of_run(source: Source, it: OfRun) -> Report | ObjectQuestion:
             return Ready(*run, it.address, it.rank)
         case ProgressedForm():
             return Progressed(*run, it.fraction, it.message, it.rank)
+        case LoadedForm():
+            return Loaded(*run, it.running, it.waiting, it.cpu_percent, it.rank)
         case CheckpointedForm():
             if (it.data is None) == (it.uri is None):
                 raise MalformedReport("a checkpoint has either data or a uri")

@@ -1,0 +1,215 @@
+"""Operations on worker sets: stateful workers whose methods are called."""
+
+import base64
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from typing import Any, Unpack, cast
+
+import cloudpickle
+
+from gpubroker.errors import WrongArgument
+from gpubroker.tasks.submission import SubmitOptions, Target, submission_body
+from gpubroker.transport.decoding import Raw, decode
+from gpubroker.transport.exchange import Call, Steps
+from gpubroker.transport.operations import Operations, operation, path_part
+
+_SET_OPTIONS = ("count", "min_count", "max_count", "scale", "health", "max_restarts", "colocate_with")
+
+
+class WorkerSetOptions(SubmitOptions, total=False):
+    """What `create_worker_set` takes by name. All may be left out. Resources are those of one worker."""
+
+    count: int
+    """How many workers are wanted. Default: 1."""
+    min_count: int
+    """Default: `count`."""
+    max_count: int
+    """So many places the set has for good. Default: `count`."""
+    scale: Mapping[str, Any]
+    """What the number follows: `{"by": "calls", "target": 8}`; `by` is calls, cpu or signal."""
+    health: Mapping[str, Any]
+    """`{"method": "check_health", "period_seconds": 10}`; a worker that is ill is restarted."""
+    max_restarts: int
+    """Of one worker, after failures. Default: no limit."""
+    colocate_with: Mapping[str, Any]
+    """Further roles in the same process: `{"judge": {"run": {"entrypoint": "team.roles:Judge"}, "gpu_mb":
+    4096}}`. A worker gets the maximum of what the roles need."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetWorker:
+    """A task that is a worker of a set."""
+
+    id: str
+    state: str = ""
+    """As of a task; `held` if the worker is not wanted now."""
+    node: str | None = None
+    attempt: int = 0
+    failures: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSet:
+    id: str
+    name: str
+    tenant: str
+    state: str
+    """active or over."""
+    count: int = 0
+    min_count: int = 0
+    max_count: int = 0
+    places: int = 0
+    max_concurrency: int = 1
+    signal: float | None = None
+    workers: tuple[SetWorker, ...] = ()
+    created_at: datetime | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @property
+    def states(self) -> Mapping[str, int]:
+        """How many workers are in which state."""
+        found: Mapping[str, int] = self.raw.get("states", {})
+        return found
+
+    @property
+    def scale(self) -> Mapping[str, Any] | None:
+        return cast("Mapping[str, Any] | None", self.raw.get("scale"))
+
+
+AnyWorkerSet = WorkerSet | str
+"""A worker set, or its id."""
+
+
+class WorkerSetApi(Operations):
+    @operation
+    def create_worker_set(
+        self, target: Target, *args: Any, **options: Unpack[WorkerSetOptions]
+    ) -> Steps[WorkerSet]:
+        """Keep workers running that each make one object: `target(*args)`, of a class, or `module:Class`.
+
+            workers = broker.create_worker_set(Solver, "large", count=2, gpu_mb=20_000, max_concurrency=8)
+            broker.call_worker(workers, "solve", problem)
+
+        When this returns, the set is on the service's disk. The other options are those of `submit`, for each
+        worker. Raises Refused.
+        """
+        given = {name: options[name] for name in _SET_OPTIONS if options.get(name) is not None}  # type: ignore[literal-required]  # they are
+        of_task = {name: value for name, value in options.items() if name not in _SET_OPTIONS}
+        body = submission_body(target, args, cast("SubmitOptions", of_task))
+        if given:
+            body = body[:-1] + b"," + json.dumps(given).encode()[1:]
+        key = options.get("idempotency_key") or uuid.uuid4().hex
+        call = Call("POST", "/worker-sets", body=body, headers={"Idempotency-Key": f'"{key}"'})
+        return decode(WorkerSet, (yield from self._send(call)).json())
+
+    @operation
+    def worker_set(self, workers: AnyWorkerSet) -> Steps[WorkerSet]:
+        """The set as it is now."""
+        return decode(WorkerSet, (yield from self._ask("GET", _path(workers))))
+
+    @operation
+    def worker_sets(self) -> Steps[list[WorkerSet]]:
+        """Those that are not over."""
+        raw = yield from self._ask("GET", "/worker-sets")
+        return [decode(WorkerSet, one) for one in raw["worker_sets"]]
+
+    @operation
+    def scale_worker_set(
+        self,
+        workers: AnyWorkerSet,
+        count: int | None = None,
+        *,
+        min_count: int | None = None,
+        max_count: int | None = None,
+    ) -> Steps[WorkerSet]:
+        """Want more or fewer workers. Those that leave finish the calls under way."""
+        asked = {"count": count, "min_count": min_count, "max_count": max_count}
+        body = {name: value for name, value in asked.items() if value is not None}
+        return decode(WorkerSet, (yield from self._ask("PATCH", _path(workers), body)))
+
+    @operation
+    def signal_worker_set(self, workers: AnyWorkerSet, value: float) -> Steps[WorkerSet]:
+        """Tell a set that scales by `signal` the number that it follows, such as the length of a queue."""
+        return decode(WorkerSet, (yield from self._ask("POST", f"{_path(workers)}/signal", {"value": value})))
+
+    @operation
+    def end_worker_set(self, workers: AnyWorkerSet) -> Steps[WorkerSet]:
+        """Cancel its workers; the set is over when they are gone."""
+        return decode(WorkerSet, (yield from self._ask("DELETE", _path(workers))))
+
+    @operation
+    def call_worker(
+        self,
+        workers: AnyWorkerSet,
+        method: str,
+        *args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        role: str = "",
+        timeout_seconds: float = 60.0,
+        routing: str = "least_queue",
+        pickled: bool = True,
+    ) -> Steps[Any]:
+        """What the method returns, called in one of the workers.
+
+        Arguments and result are pickled, which needs the scope `tasks:code`; with `pickled=False` they are
+        JSON. `routing` may be `round_robin`. Sent once. Raises CallFailed if the method raised, if its time
+        was over, or if the worker was lost; Unreachable if no worker is ready in time.
+        """
+        body: dict[str, Any] = {"method": method, "timeout_seconds": timeout_seconds, "routing": routing}
+        body |= _arguments(method, args, kwargs or {}, pickled=pickled) | ({"role": role} if role else {})
+        call = Call(
+            "POST", f"{_path(workers)}/call", body=json.dumps(body, allow_nan=False).encode(),
+            patience_seconds=timeout_seconds, repeatable=False,
+        )  # fmt: skip
+        raw = (yield from self._send(call)).json()
+        packed = raw.get("data_base64")
+        return raw["result"] if packed is None else cloudpickle.loads(base64.b64decode(packed))
+
+    def workers(self, workers: AnyWorkerSet, *, role: str = "", **options: Any) -> "Workers":
+        """A handle on which the methods can be called by name; `options` are those of `call_worker`.
+
+        await broker.workers(solvers, timeout_seconds=5).solve(problem)  # with an AsyncBroker
+        """
+        return Workers(self, workers, {"role": role, **options})
+
+
+class Workers:
+    """The methods of the workers' objects. Arguments by name are those of the method."""
+
+    def __init__(self, broker: Any, workers: AnyWorkerSet, options: Mapping[str, Any]) -> None:
+        self._broker = broker
+        self._workers = workers
+        self._options = options
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self._call, method)
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._broker.call_worker(self._workers, method, *args, kwargs=kwargs, **self._options)
+
+
+def _arguments(
+    method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickled: bool
+) -> dict[str, Any]:
+    """Raises WrongArgument."""
+    try:
+        if pickled:
+            return {"pickled": base64.b64encode(cloudpickle.dumps((args, dict(kwargs)))).decode()}
+        json.dumps((args, kwargs), allow_nan=False)
+        return {"args": list(args), "kwargs": dict(kwargs)}
+    except Exception as error:  # objects may raise anything when they are pickled
+        how = "pickled" if pickled else "written as JSON"
+        raise WrongArgument(
+            f"the arguments of {method} cannot be {how} ({error}); pass plain values"
+        ) from None
+
+
+def _path(workers: AnyWorkerSet) -> str:
+    return f"/worker-sets/{path_part(workers.id if isinstance(workers, WorkerSet) else workers)}"

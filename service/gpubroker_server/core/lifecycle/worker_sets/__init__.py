@@ -1,0 +1,1 @@
+"""Worker sets: how many workers are wanted, and which come and leave."""

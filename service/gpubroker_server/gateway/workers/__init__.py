@@ -1,0 +1,1 @@
+"""Worker sets: stateful workers that take calls."""

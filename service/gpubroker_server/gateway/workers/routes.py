@@ -1,0 +1,379 @@
+"""Worker sets: form, read, scale, call, end."""
+
+import base64
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import structlog
+from fastapi import Response
+from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
+from pydantic_core import to_json
+from typing_extensions import TypedDict
+
+from gpubroker_server.core.domain.submission import WorkerSet, worker_set_from
+from gpubroker_server.core.domain.units import Seconds, TaskId
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.http.bodies import Body
+from gpubroker_server.gateway.http.faults import invalid
+from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.ids import is_task_id
+from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.http.routing import PARTS, STORED, Call, Resource, answer, json_answer
+from gpubroker_server.gateway.http.times import Freshness, Time, rfc3339
+from gpubroker_server.gateway.http.waiters import LeaderRequests
+from gpubroker_server.gateway.submission.demand import first
+from gpubroker_server.gateway.submission.named_objects import objects_in_run
+from gpubroker_server.gateway.submission.submissions import (
+    IdempotencyKey,
+    Submissions,
+    body_hash,
+    key_reused,
+)
+from gpubroker_server.gateway.submission.task_body import decoded
+from gpubroker_server.gateway.workers.fleet import Fleets, states_of
+from gpubroker_server.gateway.workers.submit import (
+    NEEDS_ONE,
+    MethodName,
+    ScaleBy,
+    SubmitWorkerSet,
+    check_worker,
+    new_worker_set,
+    row_of,
+    with_roles,
+)
+from gpubroker_server.ports.store import BatchSubmission, SubmitVerdict
+from gpubroker_server.ports.worker_calls import WorkerCall
+
+log = structlog.get_logger("gpubroker.gateway")
+
+resource = Resource("worker sets")
+
+PURPOSE = "worker set"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetParts:
+    world: World
+    freshness: Freshness
+    submissions: Submissions
+    requests: LeaderRequests
+    fleets: Fleets
+
+
+Parts = Annotated[WorkerSetParts, PARTS]
+
+
+class SetWorkerView(TypedDict):
+    id: Annotated[str, Field(description="An ordinary task, with its own log, explanation and events.")]
+    state: Annotated[str, Field(description="As of a task; `held` if the worker is not wanted now.")]
+    node: str | None
+    attempt: int
+    failures: Annotated[int, Field(description="Restarts after failures, until it has run well for long.")]
+
+
+class WorkerSetView(TypedDict):
+    """A worker set as it is now."""
+
+    id: str
+    name: str
+    tenant: str
+    state: Annotated[
+        Literal["active", "over"], Field(description="`over`: it was ended, or none of its workers is left.")
+    ]
+    count: Annotated[int, Field(description="How many workers are wanted.")]
+    min_count: int
+    max_count: int
+    places: Annotated[int, Field(description="What `max_count` may be at most.")]
+    max_concurrency: int
+    scale: ScaleBy | None
+    signal: float | None
+    states: Annotated[dict[str, int], Field(description="How many workers are in which state.")]
+    workers: list[SetWorkerView]
+    created_at: Time
+
+
+class WorkerSetsView(TypedDict):
+    worker_sets: list[WorkerSetView]
+
+
+class ChangeWorkerSet(Body):
+    """At least one of them. With `scale`, `count` is where it goes on from."""
+
+    count: Annotated[int, Field(ge=0)] | None = None
+    min_count: Annotated[int, Field(ge=0)] | None = None
+    max_count: Annotated[int, Field(ge=1)] | None = None
+
+
+class PostSignal(Body):
+    value: Annotated[float, Field(ge=0, le=1e12, description="Such as the length of a queue of yours.")]
+
+
+class CallWorkers(Body):
+    """A call of one method, in one of the workers."""
+
+    method: MethodName
+    role: Annotated[MethodName | Literal[""], Field(description="Of `colocate_with`; empty: the set's.")] = ""
+    args: Annotated[list[JsonValue], Field(max_length=10_000)] = Field(default_factory=list)
+    kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    pickled: Annotated[
+        bytes | None,
+        BeforeValidator(decoded),
+        Field(
+            description="Instead of args and kwargs: base64 of the cloudpickle of `(args, kwargs)`. The "
+            "service never unpickles it; the result is pickled too. Needs the scope `tasks:code`."
+        ),
+        WithJsonSchema({"type": ["string", "null"], "contentEncoding": "base64"}),
+    ] = None
+    timeout_seconds: Annotated[float, Field(gt=0, le=86_400, description="Waiting included.")] = 60.0
+    routing: Annotated[
+        Literal["least_queue", "round_robin"],
+        Field(description="`least_queue`: the worker with the fewest calls from this gateway."),
+    ] = "least_queue"
+
+
+class CallView(TypedDict):
+    worker: Annotated[str, Field(description="The task that answered.")]
+    attempt: int
+    seconds: Annotated[float, Field(description="How long the method took.")]
+    result: JsonValue
+    data_base64: Annotated[str | None, Field(description="The pickled result of a pickled call.")]
+
+
+_REFUSALS = (
+    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
+    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
+    "priority-too-low entrypoint-not-allowed python-mismatch idempotency-key-reused tenant-queue-full "
+    "tenant-queue-bytes backpressure store-unavailable not-found leader-outdated"
+)
+_CALL_PROBLEMS = (
+    "malformed-json not-found validation-failed payload-too-large no-ray-driver worker-queue-full "
+    "call-failed worker-lost no-worker call-timeout"
+)
+
+
+@resource.route(
+    "POST /worker-sets",
+    "worker_sets_submit",
+    Scope.TASKS_WRITE,
+    WorkerSetView,
+    _REFUSALS,
+    status_code=202,
+    response_description="The set is on disk, and its workers start as soon as there is room.",
+)
+async def submit_worker_set(
+    call: Call, parts: Parts, body: SubmitWorkerSet, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Keep `count` workers running, each with an object of a class, and call their methods.
+
+    Workers are ordinary tasks: each holds its own leases, is preempted, moved and explained like every task,
+    and is restarted with growing pauses after it failed.
+    """
+    submissions, tenant = parts.submissions, call.identity.tenant
+    key = None if idempotency_key is None else idempotency_key.strip('"')
+    hashed = "" if key is None else await body_hash(call, PURPOSE)
+    if key is not None and (known := await submissions.store.known_key(tenant, key)) is not None:
+        if known.body_hash != hashed:
+            raise key_reused(key, known.task, PURPOSE)
+        return await _formed(call, parts, await _find(call, parts, known.task), is_new=False)
+    submissions.leader.require("form")
+    check_worker(body)
+    for role in body.colocate_with.values():
+        submissions.permissions.check_run(call.identity, role.run)
+    for name, role in body.colocate_with.items():
+        submissions.check_profile(role.profile, at=f"/colocate_with/{name}/profile")
+    submissions.check_profile(body.profile)
+    wanted = with_roles(body, submissions.defaults)
+    task, learned = await submissions.new_task(wanted, tenant)
+    await submissions.check_allowed(call.identity, wanted, task)
+    submissions.check_possible(task)
+    spec = submissions.run_spec(wanted, body.run, learned)
+    await submissions.check_objects(tenant, objects_in_run(body.run, spec.arguments))
+    new = await new_worker_set(submissions, body, task, spec)
+    submissions.check_queue(worker.task for worker in new.submissions)
+    terms = json.dumps(row_of(new.workers))
+    outcome = await submissions.store.submit_batch(BatchSubmission(new.submissions, key, hashed, terms))
+    if outcome.verdict is SubmitVerdict.KEY_REUSED:
+        raise key_reused(str(key), outcome.task, PURPOSE)
+    if outcome.verdict is SubmitVerdict.DUPLICATE:
+        return await _formed(call, parts, await _find(call, parts, outcome.task), is_new=False)
+    log.info("worker set accepted", task=new.workers.id, tenant=tenant)
+    return await _formed(call, parts, new.workers, is_new=True)
+
+
+@resource.route("GET /worker-sets", "worker_sets_list", Scope.TASKS_READ, WorkerSetsView, "follower-stale")
+async def list_worker_sets(call: Call, parts: Parts) -> Response:
+    """List the worker sets that are not over, of the token's tenant, or of all for an administrator."""
+    parts.freshness.as_of()
+    sets = parts.world.worker_sets
+    mine = [sets[id] for id in sorted(sets) if call.identity.may_see(sets[id].tenant)]
+    return answer({"worker_sets": [view(workers, parts.world) for workers in mine]})
+
+
+@resource.route("GET /worker-sets/{set_id}", "worker_sets_get", Scope.TASKS_READ, WorkerSetView, "not-found")
+async def get_worker_set(call: Call, parts: Parts, set_id: str) -> Response:
+    """Read a worker set."""
+    return answer(view(await _find(call, parts, set_id), parts.world))
+
+
+@resource.route(
+    "PATCH /worker-sets/{set_id}",
+    "worker_sets_scale",
+    Scope.TASKS_WRITE,
+    WorkerSetView,
+    "malformed-json not-found validation-failed",
+    accepted=STORED,
+)
+async def scale_worker_set(call: Call, parts: Parts, set_id: str, body: ChangeWorkerSet) -> Response:
+    """Want more or fewer workers. Those that leave finish the calls under way, within their grace period."""
+    workers = await _find_to_change(call, parts, set_id, "worker_set.scale")
+    count, least, most = body.count, body.min_count, body.max_count
+    if workers.scaling is None and count is not None:  # then the bounds only follow
+        least = min(first(least, workers.least), count)
+        most = max(first(most, workers.most), count)
+    least, most = first(least, workers.least), first(most, workers.most)
+    count = first(count, min(max(workers.count, least), most))
+    detail = ""
+    if not (least <= count <= most <= len(workers.workers)):
+        detail = (
+            f"min_count {least}, count {count} and max_count {most} must rise, and the set has "
+            f"{len(workers.workers)} places; form a new set for more"
+        )
+    elif least == 0 and workers.scaling is not None and workers.scaling.by != "signal":
+        detail = NEEDS_ONE
+    if detail:
+        raise invalid(Fault(pointer="", detail=detail, code="contradiction"))
+    fields = {"least": least, "most": most, "count": count}
+    done = await parts.requests.ask(workers.id, workers.tenant, "scale", fields)
+    return answer(view(await _find(call, parts, set_id), parts.world), 200 if done else 202)
+
+
+@resource.route(
+    "POST /worker-sets/{set_id}/signal",
+    "worker_sets_signal",
+    Scope.TASKS_WRITE,
+    WorkerSetView,
+    "malformed-json not-found validation-failed",
+    accepted=STORED,
+)
+async def post_signal(call: Call, parts: Parts, set_id: str, body: PostSignal) -> Response:
+    """Tell a set that scales by `signal` the number that its workers follow. It holds until the next one."""
+    workers = await _find_to_change(call, parts, set_id, "worker_set.signal")
+    if workers.scaling is None or workers.scaling.by != "signal":
+        detail = "this set does not scale by a signal; form it with scale {by: signal, target: ...}"
+        raise invalid(Fault(pointer="/value", detail=detail, code="no-signal"))
+    done = await parts.requests.ask(workers.id, workers.tenant, "signal", {"value": body.value})
+    return answer(view(await _find(call, parts, set_id), parts.world), 200 if done else 202)
+
+
+@resource.route(
+    "POST /worker-sets/{set_id}/call", "worker_sets_call", Scope.TASKS_WRITE, CallView, _CALL_PROBLEMS
+)
+async def call_worker(call: Call, parts: Parts, set_id: str, body: CallWorkers) -> Response:
+    """Call a method in one worker, and wait for what it returns. No call is stored.
+
+    A call is sent once, except to a worker that has refused it before it began.
+    """
+    workers = parts.world.worker_sets.get(TaskId(set_id))
+    if workers is None or workers.tenant != call.identity.tenant:
+        workers = await _find_to_change(call, parts, set_id, "worker_set.call")
+    if body.pickled is None:
+        form, arguments = "json", to_json({"args": body.args, "kwargs": body.kwargs})
+    else:
+        call.identity.require(Scope.TASKS_CODE, "pickled arguments")
+        form, arguments = "cloudpickle", body.pickled
+    asked = WorkerCall(body.role, body.method, form, arguments)
+    run, got = await parts.fleets.call(workers, asked, Seconds(body.timeout_seconds), body.routing)
+    about = f'{{"worker":"{run.task}","attempt":{run.fence},"seconds":{got.seconds:.6f},'.encode()
+    if form == "json":
+        return json_answer(b"".join((about, b'"result":', got.result, b',"data_base64":null}')))
+    return json_answer(
+        b"".join((about, b'"result":null,"data_base64":"', base64.b64encode(got.result), b'"}'))
+    )
+
+
+@resource.route(
+    "DELETE /worker-sets/{set_id}",
+    "worker_sets_end",
+    Scope.TASKS_WRITE,
+    WorkerSetView,
+    "not-found",
+    accepted=STORED,
+)
+async def end_worker_set(call: Call, parts: Parts, set_id: str) -> Response:
+    """End a set: its workers are cancelled, and it is over when all are gone."""
+    workers = await _find_to_change(call, parts, set_id, "worker_set.end")
+    states = await parts.submissions.store.states(workers.workers)
+    left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
+    if left:
+        await parts.requests.ask_many(left, workers.tenant, "cancel", {})
+    seen = view(await _find(call, parts, set_id), parts.world)
+    return answer(seen, 200 if seen["state"] == "over" else 202)
+
+
+def view(workers: WorkerSet, world: World) -> dict[str, Any]:
+    scaling = workers.scaling
+    rows = (world.tasks.get(worker) for worker in workers.workers)
+    alive = [row for row in rows if row is not None and not row.is_terminal]
+    return {
+        "id": workers.id,
+        "name": workers.name,
+        "tenant": workers.tenant,
+        "state": "active" if alive else "over",
+        "count": workers.count,
+        "min_count": workers.least,
+        "max_count": workers.most,
+        "places": len(workers.workers),
+        "max_concurrency": workers.max_concurrency,
+        "scale": None
+        if scaling is None
+        else {
+            "by": scaling.by,
+            "target": scaling.target,
+            "down_after_seconds": scaling.down_after_seconds,
+        },
+        "signal": workers.signal,
+        "states": dict(states_of(workers, world)),
+        "workers": [
+            {
+                "id": row.id,
+                "state": "held" if row.held and not row.is_active else str(row.state),
+                "node": row.node,
+                "attempt": row.fence,
+                "failures": row.failures,
+            }
+            for row in alive
+        ],
+        "created_at": rfc3339(workers.created_at),
+    }
+
+
+async def _formed(call: Call, parts: Parts, workers: WorkerSet, *, is_new: bool) -> Response:
+    """Have the leader form it. A repeated request does so again: an earlier one may have been cut off between
+    its two commits, and what is formed, or over, stays as it is."""
+    if workers.id not in parts.world.worker_sets:
+        await parts.requests.ask(workers.id, workers.tenant, "form", row_of(workers))
+    headers = {"Location": f"/worker-sets/{workers.id}"}
+    if not is_new:
+        headers["Idempotency-Replayed"] = "true"
+    return answer(view(await _find(call, parts, workers.id), parts.world), 202, headers)
+
+
+async def _find(call: Call, parts: Parts, set_id: str) -> WorkerSet:
+    """Raises Problem not-found, also for a set that the token may not see."""
+    workers = parts.world.worker_sets.get(TaskId(set_id))
+    if workers is None and is_task_id(set_id):
+        text = await parts.submissions.store.batch_answer(TaskId(set_id))
+        fields = json.loads(text) if text else {}
+        workers = worker_set_from(fields) if "max_concurrency" in fields else None
+    if workers is None or not call.identity.may_see(workers.tenant):
+        raise Problem("not-found", f'there is no worker set "{set_id[:100]}"')
+    return workers
+
+
+async def _find_to_change(call: Call, parts: Parts, set_id: str, action: str) -> WorkerSet:
+    workers = await _find(call, parts, set_id)
+    if workers.tenant != call.identity.tenant:
+        about = {"tenant": workers.tenant, "action": action, "subject": workers.id}
+        await parts.submissions.store.audit(by=call.identity.name, **about)
+    return workers

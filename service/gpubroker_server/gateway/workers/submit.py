@@ -1,0 +1,229 @@
+"""What a worker set is asked to be: its body, and the tasks and the row that are made of it."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+from gpubroker_server.core.domain.submission import (
+    WORKER_SET_VARIABLE,
+    RunSpec,
+    Scaling,
+    WorkerSet,
+    bytes_of,
+)
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.values import changed
+from gpubroker_server.gateway.http.bodies import Body
+from gpubroker_server.gateway.http.faults import invalid
+from gpubroker_server.gateway.http.problems import Fault
+from gpubroker_server.gateway.submission.demand import Defaults, NamedDefaults, first
+from gpubroker_server.gateway.submission.resources import Role
+from gpubroker_server.gateway.submission.submissions import Submissions, submission_of
+from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, ProfileName, SubmitTask
+from gpubroker_server.ports.store import Submission
+
+MAX_WORKERS = 256
+MOST_AT_ONCE = 1000
+UNLIMITED_RESTARTS = 2**31 - 1
+LABEL = "worker_set"
+"""The label of its workers; its value is the set's id."""
+OWN_ROLE = "self"
+NEEDS_ONE = "workers report their calls and their CPU, so at least one is needed; set min_count"
+_ENDS = ("timeout_seconds", "queue_ttl_seconds", "deadline_at", "deadline_seconds")
+_SIZES = ("gpus", "gpu_mb", "gpu_fraction", "cpu", "memory_mb")
+
+MethodName = Annotated[str, StringConstraints(max_length=200, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+
+
+class HealthCheck(Body):
+    """A method without arguments. Raising, returning false or taking too long is a failure."""
+
+    method: MethodName = "check_health"
+    period_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    failures: Annotated[
+        int, Field(ge=1, le=100, description="So many in a row end the worker, which is then restarted.")
+    ] = 3
+
+
+class ScaleBy(Body):
+    """What the number of workers follows, between `min_count` and `max_count`."""
+
+    by: Annotated[
+        Literal["calls", "cpu", "signal"],
+        Field(
+            description="`calls`: under way and waiting; `cpu`: per cent of one core; `signal`: the number "
+            "that was last posted to `/worker-sets/{id}/signal`."
+        ),
+    ]
+    target: Annotated[float, Field(gt=0, le=1e9, description="How much of it one worker is to have.")]
+    down_after_seconds: Annotated[
+        float, Field(ge=0, le=86_400, description="Fewer only after less was enough for so long.")
+    ] = 60.0
+
+
+class ColocatedRole(Role):
+    """Another class whose object shares the process of each worker. The worker gets the maximum of what the
+    roles need, not the sum."""
+
+    run: Entrypoint
+    profile: ProfileName = ""
+
+
+class SubmitWorkerSet(SubmitTask):
+    """A class, or a function that makes an object, and what each worker needs. Every worker makes its own
+    object once; calls name a method of it."""
+
+    count: Annotated[int, Field(ge=0, le=MAX_WORKERS, description="How many workers are wanted.")] = 1
+    min_count: Annotated[int | None, Field(ge=0, le=MAX_WORKERS, description="Left out: `count`.")] = None
+    max_count: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_WORKERS, description="Left out: `count`. So many places the set has for good."),
+    ] = None
+    scale: ScaleBy | None = None
+    health: HealthCheck | None = None
+    max_restarts: Annotated[
+        int | None,
+        Field(ge=0, le=UNLIMITED_RESTARTS, description="Of one worker, after failures; null: no limit."),
+    ] = None
+    max_concurrency: Annotated[
+        int | None,
+        Field(
+            ge=1, le=MOST_AT_ONCE, description="Calls at once to one worker. Left out: the profile's, or 1."
+        ),
+    ] = None
+    colocate_with: Annotated[
+        dict[MethodName, ColocatedRole],
+        Field(max_length=16, description="Further roles in the same process; a call names one."),
+    ] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> "SubmitWorkerSet":
+        least, most = self.bounds
+        if not least <= self.count <= most or most == 0:
+            text = (
+                "min_count {least}, count {count} and max_count {most} must rise, and max_count be 1 or more"
+            )
+            about = {"least": least, "count": self.count, "most": most}
+            raise PydanticCustomError("contradiction", text, about)
+        if self.scale is not None and self.scale.by != "signal" and least == 0:
+            raise PydanticCustomError("contradiction", NEEDS_ONE)
+        return self
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return first(self.min_count, self.count), first(self.max_count, self.count)
+
+
+class NewWorkerSet(NamedTuple):
+    workers: WorkerSet
+    submissions: list[Submission]
+
+
+def check_worker(body: SubmitWorkerSet) -> None:
+    """Raises Problem for what a worker of a set cannot have."""
+    faults = []
+    if isinstance(body.run, Command):
+        detail = "a program has no methods to call; name a class (entrypoint), or pickle one (function)"
+        faults.append(Fault(pointer="/run/command", detail=detail, code="no-methods"))
+    if body.resources.bundles:
+        detail = "a worker has one process; leave bundles out, and set count"
+        faults.append(Fault(pointer="/resources/bundles", detail=detail, code="no-gang"))
+    if body.max_retries is not None:
+        detail = "workers are restarted; set max_restarts"
+        faults.append(Fault(pointer="/max_retries", detail=detail, code="max-restarts"))
+    for field in _ENDS:
+        if getattr(body, field) is not None:
+            detail = f"a worker stays until its set is ended; leave {field} out"
+            faults.append(Fault(pointer=f"/{field}", detail=detail, code="no-end"))
+    if body.colocate_with and body.resources.roles:
+        detail = "colocate_with names the roles; give the sizes of the set's own role in resources"
+        faults.append(Fault(pointer="/resources/roles", detail=detail, code="contradiction"))
+    if body.held:
+        detail = "workers that are not wanted are held by the service; set count to 0"
+        faults.append(Fault(pointer="/held", detail=detail, code="count"))
+    if LABEL in body.labels:
+        detail = f"the service sets the label {LABEL}; choose another name"
+        faults.append(Fault(pointer=f"/labels/{LABEL}", detail=detail, code="reserved"))
+    if faults:
+        raise invalid(*faults)
+
+
+def with_roles(body: SubmitWorkerSet, defaults: Defaults) -> SubmitWorkerSet:
+    """Asking for the maximum of all its roles."""
+    if not body.colocate_with:
+        return body
+    own = body.resources.model_dump(include={*_SIZES, "custom"})
+    if own["gpu_mb"] is not None and not isinstance(own["gpu_mb"], int):
+        detail = "a size cannot be learned for several roles together; give MiB"
+        raise invalid(Fault(pointer="/resources/gpu_mb", detail=detail, code="contradiction"))
+    roles = {OWN_ROLE: _sized(own, defaults.named(body.model_type, body.profile))}
+    for name, role in body.colocate_with.items():
+        given = role.model_dump(include={*_SIZES, "custom"})
+        roles[name] = _sized(given, defaults.named("", role.profile))
+    rest = dict.fromkeys(_SIZES) | {"custom": {}, "roles": roles}
+    return body.model_copy(update={"resources": body.resources.model_copy(update=rest)})
+
+
+def _sized(given: dict[str, Any], usual: NamedDefaults) -> Role:
+    """With the sizes of its profile where it has none."""
+    mentions_gpus = any(given[name] is not None for name in ("gpus", "gpu_mb", "gpu_fraction"))
+    if not mentions_gpus:
+        gpu_mb = usual.gpu_mb if isinstance(usual.gpu_mb, int) else None
+        given |= {"gpus": usual.gpus or None, "gpu_mb": gpu_mb}
+    sizes = {"cpu": first(given["cpu"], usual.cpu), "memory_mb": first(given["memory_mb"], usual.memory_mb)}
+    return Role(**{**given, **sizes})
+
+
+async def new_worker_set(
+    submissions: Submissions, body: SubmitWorkerSet, task: Task, spec: RunSpec
+) -> NewWorkerSet:
+    """`task` and `spec` are those of a worker. All are held until the leader has the row of the set."""
+    least, most = body.bounds
+    now = submissions.clock.now()
+    ids = submissions.ids.tasks(now, most)
+    usual = submissions.defaults.named(body.model_type, body.profile).max_concurrency
+    concurrency = min(first(body.max_concurrency, usual, 1), MOST_AT_ONCE)
+    scaling = None
+    if body.scale is not None:
+        given = body.scale
+        scaling = Scaling(given.by, given.target, Seconds(given.down_after_seconds))
+    workers = WorkerSet(
+        id=ids[0],
+        tenant=task.tenant,
+        name=body.name,
+        workers=tuple(ids),
+        least=least,
+        most=most,
+        count=body.count,
+        max_concurrency=concurrency,
+        created_at=Instant(now),
+        scaling=scaling,
+    )
+    terms = {
+        "id": workers.id,
+        "max_concurrency": concurrency,
+        "health": None if body.health is None else body.health.model_dump(),
+        "roles": {name: role.run.model_dump() for name, role in body.colocate_with.items()},
+    }
+    spec = changed(
+        spec,
+        env={**spec.env, WORKER_SET_VARIABLE: json.dumps(terms)},
+        labels={**spec.labels, LABEL: workers.id},
+    )
+    restarts = UNLIMITED_RESTARTS if body.max_restarts is None else body.max_restarts
+    own = {"shareable": False, "max_retries": restarts, "timeout_seconds": None, "held": True}
+    worker = changed(task, id=ids[0], **own)
+    one = await submissions.with_object(submission_of(worker, spec))
+    own_bytes = bytes_of(one.spec)
+    others = (changed(one.task, id=id, queued_bytes=own_bytes) for id in ids[1:])
+    return NewWorkerSet(workers, [one, *(Submission(other, one.spec, like=one) for other in others)])
+
+
+def row_of(workers: WorkerSet) -> dict[str, Any]:
+    """Fields of the request that has the leader form it."""
+    return asdict(workers)

@@ -1,0 +1,65 @@
+"""Port to the workers of sets: calls that go straight to the process of a run."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId
+
+
+class WorkerRun(NamedTuple):
+    """One attempt of a worker. Another attempt refuses its calls."""
+
+    node: NodeName
+    task: TaskId
+    fence: Fence
+
+
+class WorkerCall(NamedTuple):
+    """`method` is empty for the question whether the object is made: then the answer comes when it is."""
+
+    role: str
+    method: str
+    form: str
+    """json or cloudpickle: of the arguments, which no process of the service opens, and of the result."""
+    arguments: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """The method returned."""
+
+    result: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MethodFailed:
+    """The method raised, or could not be called."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NotBegun:
+    """Nothing of it has begun: it may be sent to another worker, unless its time is over."""
+
+    why: str
+    is_late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The worker ended, or cannot be reached: the call may have begun."""
+
+    why: str
+
+
+CallAnswer = Called | MethodFailed | NotBegun | WorkerLost
+
+
+class WorkerCalls(Protocol):
+    async def call(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
+        """Raises TimeoutError if there is no answer in time; the method may go on."""
+        ...

@@ -1,0 +1,247 @@
+"""The process of a worker of a set, without a service: the test calls it, and reads its reports."""
+
+import json
+import sys
+import threading
+from concurrent.futures import CancelledError
+from typing import Any
+
+import cloudpickle
+import pytest
+from gpubroker import current_task
+from gpubroker.runtime.calls import WORKER_SET_VARIABLE, Answer, CallWorker
+from gpubroker.runtime.host import RunHost
+from gpubroker.runtime.journal import START_OVER, Journal
+from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+KEY = RunKey("t", 1, 0)
+PATIENCE_SECONDS = 20.0
+
+
+class Counter:
+    """What a worker is made of."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+        self.is_well = True
+        self.goes_on = threading.Event()
+        self.has_begun = threading.Semaphore(0)
+
+    def add(self, number: int = 1) -> int:
+        self.value += number
+        return self.value
+
+    async def add_later(self, number: int) -> int:
+        return self.add(number)
+
+    def wait(self) -> str:
+        self.has_begun.release()
+        assert self.goes_on.wait(PATIENCE_SECONDS)
+        return current_task().id
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+    def check(self) -> bool:
+        return self.is_well
+
+    def _hidden(self) -> None: ...
+
+
+class Worker:
+    def __init__(self, make: Any = Counter, *args: Any, **terms: Any) -> None:
+        self._wake = threading.Event()
+        self._journal = Journal(lambda _delay: self._wake.set())
+        self.made: list[Any] = []
+
+        def making() -> Any:
+            self.made.append(make(*args))
+            return self.made[0]
+
+        self.host = RunHost(self._journal)
+        order = RunOrder(
+            task="t",
+            fence=1,
+            kind="function",
+            python=PYTHON,
+            arguments=b"",
+            env={WORKER_SET_VARIABLE: json.dumps({"id": "t", "max_concurrency": 2, **terms})},
+        )
+        CALLED[KEY.task] = making
+        self.host.start_shared(
+            RunOrder(**{**order.to_wire(), "arguments": cloudpickle.dumps((made_here, ("t",), {}))})
+        )
+        self.callee: CallWorker = self.host.callees[KEY]
+
+    def ask(self, method: str, *args: Any, role: str = "", seconds: float = PATIENCE_SECONDS) -> Any:
+        """The future answer."""
+        return self.callee.submit(role, method, "json", json.dumps({"args": args}).encode(), seconds)
+
+    def call(self, method: str, *args: Any, **options: Any) -> Answer:
+        found: Answer = self.ask(method, *args, **options).result(PATIENCE_SECONDS)
+        return found
+
+    def counter(self) -> Counter:
+        self.call("")
+        found: Counter = self.made[0]
+        return found
+
+    def next(self, kind: str) -> Report:
+        while True:
+            for _, report in self._journal.take(START_OVER, 10**9):
+                if report[0] == kind:
+                    assert is_report(report)
+                    return report
+            assert self._wake.wait(PATIENCE_SECONDS), f"no report of {kind}"
+            self._wake.clear()
+
+    def stop(self) -> Report:
+        self.host.stop(KEY)
+        return self.next("ended")
+
+
+CALLED: dict[str, Any] = {}
+
+
+def made_here(name: str) -> Any:
+    """By name, so that the test has the very object."""
+    return CALLED[name]()
+
+
+def test_an_object_is_made_once_and_keeps_its_state_between_calls() -> None:
+    worker = Worker(Counter, 10)
+    assert worker.call("")[:2] == ("done", b"null")
+    assert [worker.call("add", 5)[1], worker.call("add")[1], worker.call("add_later", 4)[1]] == [
+        b"15", b"16", b"20",
+    ]  # fmt: skip
+    assert len(worker.made) == 1
+    assert worker.stop()[5] == "stopped"
+
+
+def test_pickled_arguments_get_a_pickled_result() -> None:
+    worker = Worker()
+    packed = cloudpickle.dumps(((2,), {}))
+    answer = worker.callee.submit("", "add", "cloudpickle", packed, 9.0).result(PATIENCE_SECONDS)
+    assert (answer[0], cloudpickle.loads(answer[1])) == ("done", 2)
+    worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "kind", "said"),
+    [
+        ("fail", (), "exception", "ValueError: no"),
+        ("_hidden", (), "no_such_method", "Counter has no public method '_hidden'"),
+        ("value", (), "no_such_method", "Counter has no public method 'value'"),
+        ("add", ("a",), "exception", "TypeError: "),
+        ("__class__", (), "no_such_method", "Counter has no public method '__class__'"),
+    ],
+)
+def test_a_failed_call_says_why_and_the_worker_goes_on(method: str, args: Any, kind: str, said: str) -> None:
+    worker = Worker()
+    how, found, message, _ = worker.call(method, *args)
+    assert (how, found) == ("failed", kind)
+    assert message.startswith(said)
+    assert worker.call("add")[0] == "done"
+    worker.stop()
+
+
+def test_arguments_that_cannot_be_opened_fail_the_call() -> None:
+    worker = Worker()
+    answer = worker.callee.submit("", "add", "cloudpickle", b"x", 9.0).result(PATIENCE_SECONDS)
+    assert answer[:2] == ("failed", "corrupt_arguments")
+    worker.stop()
+
+
+def test_roles_share_the_process_and_each_has_its_object() -> None:
+    here = "tests.client.test_runtime_calls:Counter"
+    worker = Worker(Counter, 1, roles={"other": {"entrypoint": here, "args": [100], "kwargs": {}}})
+    assert (worker.call("add")[1], worker.call("add", role="other")[1]) == (b"2", b"101")
+    assert worker.call("add", role="third")[1] == "no_such_role"
+    worker.stop()
+
+
+def test_calls_beyond_its_concurrency_wait_and_their_number_is_told() -> None:
+    worker = Worker()
+    counter = worker.counter()
+    calls = [worker.ask("wait") for _ in range(3)]
+    for _ in range(2):
+        assert counter.has_begun.acquire(timeout=PATIENCE_SECONDS)
+    while worker.next("loaded")[5:7] != (2, 1):
+        pass
+    counter.goes_on.set()
+    assert [call.result(PATIENCE_SECONDS)[:2] for call in calls] == [("done", b'"t"')] * 3
+    worker.stop()
+
+
+def test_a_call_whose_time_is_over_before_its_turn_never_begins() -> None:
+    worker = Worker()
+    assert worker.call("add", seconds=-1.0)[0] == "late"
+    assert worker.counter().value == 0
+    worker.stop()
+
+
+def test_a_worker_that_leaves_finishes_what_has_begun_and_refuses_the_rest() -> None:
+    worker = Worker(max_concurrency=1)
+    counter = worker.counter()
+    begun, waits = worker.ask("wait"), worker.ask("add")
+    assert counter.has_begun.acquire(timeout=PATIENCE_SECONDS)
+    worker.host.stop(KEY)
+    with pytest.raises(CancelledError):
+        waits.result(PATIENCE_SECONDS)
+    assert worker.call("add")[0] == "refused"
+    counter.goes_on.set()
+    assert begun.result(PATIENCE_SECONDS)[0] == "done"
+    assert (worker.next("ended")[5], counter.value) == ("stopped", 0)
+
+
+def test_an_object_that_cannot_be_made_ends_the_run_and_refuses_what_waits() -> None:
+    goes_on = threading.Event()
+
+    def broken() -> None:
+        goes_on.wait(PATIENCE_SECONDS)
+        raise RuntimeError("no model here")
+
+    worker = Worker(broken)
+    waiting = [worker.ask(""), worker.ask("add")]
+    goes_on.set()
+    for one in waiting:
+        with pytest.raises(CancelledError):
+            one.result(PATIENCE_SECONDS)
+    ended = worker.next("ended")
+    assert (ended[5], ended[8][0], ended[8][1]) == ("failed", "exception", "RuntimeError: no model here")
+
+
+def health(method: str, **terms: float) -> dict[str, Any]:
+    usual = {"period_seconds": 0.0, "timeout_seconds": PATIENCE_SECONDS, "failures": 2}
+    return {"method": method, **usual, **terms}
+
+
+def test_a_worker_that_is_ill_several_times_in_a_row_ends_as_unhealthy() -> None:
+    worker = Worker(health=health("check"))
+    worker.counter().is_well = False
+    ended = worker.next("ended")
+    said = "check failed 2 times in a row; the last time: it returned False"
+    assert (ended[5], ended[8][:2]) == ("failed", ("unhealthy", said))
+
+
+@pytest.mark.parametrize(
+    ("method", "timeout", "said"),
+    [
+        ("fail", PATIENCE_SECONDS, "ValueError: no"),
+        ("nothing", PATIENCE_SECONDS, "AttributeError: there is no such method"),
+        ("wait", 0.0, "it did not answer within 0 s"),
+    ],
+)
+def test_a_check_that_raises_or_hangs_is_a_failed_one(method: str, timeout: float, said: str) -> None:
+    worker = Worker(health=health(method, timeout_seconds=timeout, failures=1))
+    assert worker.next("ended")[8][1].endswith(said)
+    worker.made[0].goes_on.set()
+
+
+def test_a_worker_that_is_well_again_goes_on() -> None:
+    worker = Worker(health=health("check", failures=1000))
+    worker.counter().is_well = False
+    assert worker.next("loaded")[5:7] == (0, 0)
+    worker.counter().is_well = True
+    assert worker.stop()[5] == "stopped"

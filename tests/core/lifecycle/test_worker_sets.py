@@ -1,0 +1,258 @@
+"""Worker sets: how many workers are wanted, which come and leave, and what becomes of those that fail."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.lease import PledgeEnd
+from gpubroker_server.core.domain.orders import Loaded, StopOrder
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.submission import Scaling, WorkerSet
+from gpubroker_server.core.domain.task import Move, StopReason, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
+from gpubroker_server.core.domain.values import changed
+from gpubroker_server.core.explain.explain import explain
+from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.stopping import after_stop
+from gpubroker_server.core.lifecycle.worker_sets.members import STABLE_SECONDS, due
+from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
+from gpubroker_server.core.world.world import World
+
+from tests.builders import GIB, NOW, Holding, a_device, a_pledge, a_task, a_world, commit, holding
+
+POLICY = Policy()
+CALLS = Scaling("calls", 4.0, Seconds(60.0))
+
+
+def a_set(*workers: str, count: int, **fields: Any) -> WorkerSet:
+    ids = tuple(TaskId(worker) for worker in workers)
+    limits = {"least": 0, "most": len(ids), "max_concurrency": 4, "created_at": NOW, **fields}
+    return WorkerSet(ids[0], "default", "solvers", ids, count=count, **limits)
+
+
+def of(workers: WorkerSet, *contents: Any) -> World:
+    """A World with these contents and the set."""
+    world = a_world(*contents)
+    ask(world, workers.id, "form", asdict(workers))
+    return world
+
+
+def ask(world: World, workers: str, what: str, fields: dict[str, Any]) -> Decision:
+    request = Request("r1", TaskId(workers), "default", what, fields, NOW)
+    world.add_request(request)
+    decision = carry_out(world, request, NOW, POLICY)
+    commit(world, decision)
+    assert world.requests == {}
+    return decision
+
+
+def running(name: str, gpu: str, seconds: float = 10.0, **fields: Any) -> Holding:
+    return holding(a_task(name, gpu_mb=GIB), gpu, started_at=Instant(NOW - seconds), **fields)
+
+
+def stopping(name: str, gpu: str, why: StopReason) -> Holding:
+    return running(name, gpu, state=TaskState.STOPPING, stop_reason=why, stop_deadline_at=NOW)
+
+
+def step(world: World, loads: dict[str, Loaded] | None = None, at: float = 0.0, by: Any = None) -> Any:
+    """What is decided by then, committed, without what only says which workers have joined or left."""
+    known = {TaskId(task): load for task, load in (loads or {}).items()}
+    before = {workers.id: workers.count for workers in world.worker_sets.values()}
+    decisions = due(world, known, by or Autoscaler(), Instant(NOW + at))
+    commit(world, decisions)
+    return [
+        decision
+        for decision in decisions
+        if decision.tasks
+        or decision.sets_over
+        or any(workers.count != before[workers.id] for workers in decision.worker_sets)
+    ]
+
+
+def busy(world: World, **running: int) -> dict[str, Loaded]:
+    return {
+        name: Loaded(TaskId(name), world.tasks[TaskId(name)].fence, NOW, calls, 0, 12.5 * calls)
+        for name, calls in running.items()
+    }
+
+
+def held(world: World) -> set[str]:
+    return {task.id for task in world.tasks.values() if task.held}
+
+
+def test_as_many_workers_are_let_go_as_are_wanted_and_no_more() -> None:
+    workers = a_set("a", "b", "c", count=2)
+    world = of(workers, *(a_task(name, held=True) for name in "abc"))
+    step(world)
+    assert held(world) == {"c"}
+    assert step(world) == []
+
+
+def test_a_set_without_its_tasks_is_not_formed_and_one_is_formed_once() -> None:
+    workers = a_set("a", count=1)
+    assert ask(a_world(), "a", "form", asdict(workers)).worker_sets == ()
+    world = of(workers, a_task("a"))
+    assert ask(world, "a", "form", asdict(changed(workers, count=0))).worker_sets == ()
+    assert world.worker_sets == {"a": workers}
+
+
+@pytest.mark.parametrize("what", ["scale", "signal"])
+def test_a_request_about_a_set_that_is_over_is_settled_without_effect(what: str) -> None:
+    assert ask(a_world(), "a", what, {"value": 1.0}).worker_sets == ()
+
+
+def test_the_newest_run_leaves_first_and_what_only_waits_before_it() -> None:
+    workers = a_set("old", "new", "waits", count=3)
+    world = of(
+        workers, a_device("gpu0"), running("old", "gpu0", 90), running("new", "gpu0", 10), a_task("waits")
+    )
+    ask(world, "old", "scale", {"least": 0, "most": 3, "count": 2})
+    [decision] = step(world)
+    assert (held(world), decision.orders) == ({"waits"}, ())
+    ask(world, "old", "scale", {"least": 0, "most": 3, "count": 1})
+    [decision] = step(world)
+    [order] = decision.orders
+    assert isinstance(order, StopOrder)
+    assert (order.task, order.reason) == ("new", StopReason.PREEMPT)
+    assert world.tasks[TaskId("new")].state is TaskState.STOPPING
+    assert step(world) == []
+
+
+def test_a_worker_that_leaves_is_requeued_held_and_counts_as_preempted_by_nobody() -> None:
+    workers = a_set("a", count=0)
+    world = of(workers, a_device("gpu0"), running("a", "gpu0"))
+    step(world)
+    what, changes = after_stop(world.tasks[TaskId("a")], NOW, POLICY)
+    assert (what, changes["preemptions"], "held" in changes) == (Move.REQUEUED, 0, False)
+
+
+def test_a_worker_that_is_wanted_again_while_it_leaves_comes_back() -> None:
+    world = of(a_set("a", count=0), a_device("gpu0"), running("a", "gpu0"))
+    step(world)
+    ask(world, "a", "scale", {"least": 0, "most": 1, "count": 1})
+    step(world)
+    assert (world.tasks[TaskId("a")].state, held(world)) == (TaskState.STOPPING, set())
+
+
+def test_a_preempted_worker_that_is_wanted_no_more_is_held_when_it_is_gone() -> None:
+    world = of(a_set("a", count=0), a_device("gpu0"), stopping("a", "gpu0", StopReason.PREEMPT))
+    [decision] = step(world)
+    assert (held(world), decision.orders) == ({"a"}, ())
+
+
+def test_a_cancelled_worker_is_let_go() -> None:
+    world = of(a_set("a", count=0), a_device("gpu0"), stopping("a", "gpu0", StopReason.CANCEL))
+    assert step(world) == []
+
+
+def test_memory_that_is_being_freed_for_a_worker_is_given_back_when_it_is_not_wanted() -> None:
+    task = a_task("a", gpu_mb=GIB)
+    world = of(a_set("a", count=0), a_device("gpu0"), task, a_pledge(task, "gpu0", GIB))
+    [decision] = step(world)
+    assert [written.end for written in decision.pledges] == [PledgeEnd.WITHDRAWN]
+
+
+def test_a_set_is_over_when_none_of_its_workers_is_left() -> None:
+    world = of(a_set("a", count=1), a_task("a"))
+    commit(world, carry_out(world, Request("r2", TaskId("a"), "default", "cancel", {}, NOW), NOW, POLICY))
+    [decision] = step(world)
+    assert (decision.why, world.worker_sets) == ("worker_set_over", {})
+
+
+def test_failures_are_forgotten_after_a_long_time_at_work() -> None:
+    world = of(a_set("a", count=1), a_device("gpu0"), running("a", "gpu0", 0.0, failures=3))
+    assert step(world, at=STABLE_SECONDS - 1) == []
+    step(world, at=STABLE_SECONDS)
+    assert world.tasks[TaskId("a")].failures == 0
+
+
+def two_at_work(count: int = 2, **fields: Any) -> World:
+    workers = a_set("a", "b", "c", count=count, scaling=CALLS, **{"least": 1, **fields})
+    runs = (running("a", "gpu0", 90), running("b", "gpu0", 60))
+    return of(workers, a_device("gpu0"), *runs, a_task("c", held=True, gpu_mb=GIB))
+
+
+def test_workers_come_at_once_when_calls_wait() -> None:
+    world = two_at_work()
+    step(world, busy(world, a=5, b=4))
+    assert (world.worker_sets[TaskId("a")].count, held(world)) == (3, set())
+
+
+def test_no_more_workers_come_than_the_most() -> None:
+    world = two_at_work(most=2)
+    assert step(world, busy(world, a=50, b=40)) == []
+
+
+def test_workers_leave_only_when_fewer_were_enough_for_the_whole_time() -> None:
+    world, scaler = two_at_work(), Autoscaler()
+    assert step(world, busy(world, a=1, b=1), 0, scaler) == []
+    assert step(world, busy(world, a=4, b=4), 50, scaler) == []
+    assert step(world, busy(world, a=1, b=1), 55, scaler) == []
+    assert step(world, busy(world, a=1, b=1), 114, scaler) == []
+    step(world, busy(world, a=1, b=1), 115, scaler)
+    assert (world.worker_sets[TaskId("a")].count, world.tasks[TaskId("b")].state) == (1, TaskState.STOPPING)
+
+
+def test_a_load_at_the_border_changes_nothing() -> None:
+    """Four calls would fill one worker, and the next call would bring the second one back."""
+    world, scaler = two_at_work(), Autoscaler()
+    assert [step(world, busy(world, a=2, b=2), at, scaler) for at in (0, 100, 200)] == [[], [], []]
+
+
+@pytest.mark.parametrize("stale", [None, Fence(0)])
+def test_no_worker_leaves_while_one_at_work_has_told_nothing(stale: Fence | None) -> None:
+    world, scaler = two_at_work(), Autoscaler()
+    loads = busy(world, a=0, b=0)
+    if stale is None:
+        del loads["b"]
+    else:
+        loads["b"] = changed(loads["b"], fence=stale)
+    assert [step(world, loads, at, scaler) for at in (0, 100)] == [[], []]
+
+
+def test_workers_follow_the_cpu_that_they_use() -> None:
+    world = two_at_work()
+    workers = world.worker_sets[TaskId("a")]
+    world.worker_sets[TaskId("a")] = changed(workers, scaling=Scaling("cpu", 50.0, Seconds(60.0)))
+    step(world, busy(world, a=8, b=8))  # 200 per cent in all
+    assert world.worker_sets[TaskId("a")].count == 3
+
+
+def test_workers_follow_a_posted_signal() -> None:
+    workers = a_set("a", "b", "c", count=0, scaling=Scaling("signal", 10.0, Seconds(60.0)))
+    world = of(workers, *(a_task(name, held=True) for name in "abc"))
+    assert step(world) == []
+    ask(world, "a", "signal", {"value": 11})
+    step(world)
+    assert held(world) == {"c"}
+
+
+def said(decisions: list[Decision]) -> list[tuple[str, str, dict[str, Any]]]:
+    """What the log says of workers, in no certain order between two of one kind."""
+    return [(notice.kind, notice.key, dict(notice.fields)) for one in decisions for notice in one.notices]
+
+
+def test_the_log_says_once_that_a_worker_has_joined_and_that_it_has_left() -> None:
+    world = of(a_set("a", "b", count=2), a_device("gpu0"), running("a", "gpu0"), a_task("b"))
+    joined, again = due(world, {}, Autoscaler(), NOW), due(world, {}, Autoscaler(), NOW)
+    assert said(joined) == [("worker.joined", "a", {"set": "a", "attempt": 1, "node": "n1"})]
+    assert again == joined, "not before it is committed"
+    commit(world, joined)
+    assert due(world, {}, Autoscaler(), NOW) == []
+    other = changed(world.tasks[TaskId("a")], fence=Fence(2))
+    world.tasks[TaskId("a")] = other
+    assert [(kind, fields["attempt"]) for kind, _, fields in said(due(world, {}, Autoscaler(), NOW))] == [
+        ("worker.left", 1), ("worker.joined", 2),
+    ]  # fmt: skip
+    commit(world, due(world, {}, Autoscaler(), NOW))
+    world.tasks.clear()
+    [over] = step(world)
+    assert (said([over]), over.sets_over[0].id) == ([("worker.left", "a", {"set": "a", "attempt": 2})], "a")
+
+
+def test_a_worker_that_its_set_does_not_want_says_so() -> None:
+    world = of(a_set("a", "b", count=1), a_task("a"), a_task("b", held=True))
+    world.worker_sets = {TaskId("z"): a_set("z", count=1), **world.worker_sets}
+    told = explain(world, TaskId("b"), POLICY, NOW)
+    assert told.message.startswith("a place of worker set a, which wants 1 of 2 workers now")

@@ -1,0 +1,65 @@
+"""Worker sets beside a broker on PostgreSQL and two Ray nodes: a gateway with a Ray driver of its own takes
+calls, one without says so, and a worker whose node is lost starts elsewhere."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpubroker import CallFailed, Refused
+from gpubroker_server.adapters.ray.head.head import running_head, stop_head
+
+from tests.e2e.lab.conftest import a_home
+from tests.e2e.ray_lab import guest_environment, lab_options
+from tests.e2e.ray_node import RayNode
+from tests.e2e.service_process import GIB, BrokerProcess, GatewayProcess, until
+from tests.patience import PATIENCE_SECONDS
+from tests.postgres import PostgresServer
+
+
+@pytest.mark.evidence
+def test_a_gateway_with_a_driver_calls_workers_wherever_they_go_and_one_without_says_so(
+    tmp_path: Path, postgres_server: PostgresServer
+) -> None:
+    with a_home() as home:
+        url = postgres_server.new_database()
+        head = asyncio.run(running_head(lab_options(home)))
+        env = guest_environment(home)
+        shared: dict[str, Any] = {"database_url": url, "blob_dir": str(tmp_path / "objects")}
+        ray = {"ray": {"address": head.address, "cluster": "called", "spares": 1, "warm_runners": 0}}
+        on_nodes: dict[str, Any] = {"simulated_devices": [{"kind": "sim-24g", "memory_mb": 24 * GIB}]}
+        try:
+            with (
+                RayNode(head.address, "n2", env) as node,
+                GatewayProcess(tmp_path / "calls", env, **shared, **ray) as calls,
+                GatewayProcess(tmp_path / "plain", env, **shared) as plain,
+                BrokerProcess(tmp_path / "broker", env, **shared, **ray, **on_nodes),
+            ):
+                broker = calls.broker
+                until(lambda: len([n for n in broker.nodes() if n.ready]) == 2, "two nodes answer")
+                made = plain.broker.create_worker_set(
+                    "tests.e2e.work:Counter", cpu=0.1, prefer_nodes={"node": ["n2"]}
+                )
+                handle = broker.workers(made, timeout_seconds=PATIENCE_SECONDS, pickled=False)
+                assert (handle.add(1), handle.add(1)) == (1, 2)
+                assert broker.worker_set(made).workers[0].node == "n2"
+                with pytest.raises(Refused, match="this gateway has no Ray driver") as refused:
+                    plain.broker.workers(made, pickled=False).add(1)
+                assert refused.value.code == "no-ray-driver"
+
+                node.kill()
+                with pytest.raises(CallFailed) as lost:
+                    handle.add(3)
+                assert lost.value.code == "worker-lost"
+                assert handle.add(5) == 5, "a new object, elsewhere"
+                [moved] = broker.worker_set(made).workers
+                assert (moved.node != "n2", moved.attempt, moved.failures) == (True, 2, 0)
+
+                calls.driver().kill()
+                until(lambda: "no Ray driver process; starting another" in calls.log(), "it is missed")
+                assert handle.add(1) == 6, "another driver carries the call"
+                broker.end_worker_set(made)
+                until(lambda: broker.worker_set(made).state == "over", "the set is over")
+        finally:
+            asyncio.run(stop_head(home))
+            postgres_server.drop(url)

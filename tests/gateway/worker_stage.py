@@ -1,0 +1,118 @@
+"""Workers of sets for the tests of their calls: the real ones, in threads of this process."""
+
+import asyncio
+import json
+import sys
+import threading
+from typing import Any
+
+import cloudpickle
+from gpubroker.runtime.calls import CallWorker
+from gpubroker.runtime.host import RunHost
+from gpubroker.runtime.journal import Journal
+from gpubroker.runtime.messages import RunKey, RunOrder
+from gpubroker_server.adapters.ray.driver.worker_calls import answer_of
+from gpubroker_server.core.domain.units import Seconds, TaskId
+from gpubroker_server.core.lifecycle.worker_sets.members import due
+from gpubroker_server.core.lifecycle.worker_sets.scaling import Autoscaler
+from gpubroker_server.ports.worker_calls import CallAnswer, NotBegun, WorkerCall, WorkerLost, WorkerRun
+
+from tests.gateway.harness import Client, Gateway
+from tests.patience import PATIENCE_SECONDS
+
+RUN = {"entrypoint": "myteam.solvers:Solver", "kwargs": {"start": 10}}
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+class Solver:
+    def __init__(self, start: int) -> None:
+        self.value = start
+        self.goes_on = threading.Event()
+        self.has_begun = threading.Event()
+
+    def add(self, number: int) -> int:
+        self.value += number
+        return self.value
+
+    def wait(self) -> int:
+        self.has_begun.set()
+        assert self.goes_on.wait(PATIENCE_SECONDS)
+        return self.value
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+
+class Workers:
+    """The processes of workers, as an executor would have them."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[tuple[TaskId, int], RunHost] = {}
+        self.solvers: dict[TaskId, Solver] = {}
+        self.lost: asyncio.Event = asyncio.Event()
+
+    async def start(self, gateway: Gateway, task_id: str) -> None:
+        await gateway.admit(task_id)
+        task = gateway.task(task_id)
+        spec = (await gateway.store.specs([task.id]))[task.id]
+        solver = self.solvers[task.id] = Solver(**json.loads(spec.arguments)["kwargs"])
+        host = self.hosts[task.id, task.fence] = RunHost(Journal(lambda _delay: None))
+        SOLVERS[task.id] = solver
+        host.start_shared(
+            RunOrder(
+                task=task.id,
+                fence=task.fence,
+                kind="function",
+                python=PYTHON,
+                arguments=cloudpickle.dumps((solver_of, (task.id,), {})),
+                env=dict(spec.env),
+            )
+        )
+
+    async def call(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
+        host = self.hosts.get((run.task, run.fence))
+        callee = None if host is None else host.callees.get(RunKey(run.task, run.fence, 0))
+        if callee is None:
+            return NotBegun("it is not here")
+        async with asyncio.timeout(seconds):
+            return await self._answer(callee, call, seconds)
+
+    async def _answer(self, callee: CallWorker, call: WorkerCall, seconds: Seconds) -> CallAnswer:
+        answered = asyncio.wrap_future(callee.submit(*call, seconds))
+        lost = asyncio.create_task(self.lost.wait())
+        await asyncio.wait({answered, lost}, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        return answer_of(answered.result()) if answered.done() else WorkerLost("killed")
+
+    def end(self) -> None:
+        for solver in self.solvers.values():
+            solver.goes_on.set()
+        for (task, fence), host in self.hosts.items():
+            host.stop(RunKey(task, fence, 0))
+
+
+SOLVERS: dict[str, Solver] = {}
+
+
+def solver_of(task: str) -> Solver:
+    return SOLVERS[task]
+
+
+async def formed(gateway: Gateway, api: Client, **fields: Any) -> dict[str, Any]:
+    body = {"run": RUN, "resources": {"cpu": 0.1}, **fields}
+    answer = await api.post("/worker-sets", json=body)
+    assert answer.status_code == 202, answer.text
+    await lead(gateway)
+    return dict((await api.get(answer.headers["Location"])).json())
+
+
+async def lead(gateway: Gateway) -> None:
+    await gateway.commit(*due(gateway.world, {}, Autoscaler(), gateway.clock.now()))
+
+
+async def running(gateway: Gateway, api: Client, workers: Workers, count: int = 1, **more: Any) -> Any:
+    """A set with so many workers at work."""
+    seen = await formed(gateway, api, count=count, **more)
+    for worker in seen["workers"][:count]:
+        await workers.start(gateway, worker["id"])
+    return seen
