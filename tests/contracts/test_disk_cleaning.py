@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,13 @@ from gpubroker.runtime.messages import Report
 from gpubroker_server.adapters.ray.agent import disk_cleaning
 from gpubroker_server.adapters.ray.agent.disk_cleaning import Answer, DiskCleaner, DiskTask
 from gpubroker_server.adapters.ray.agent.disk_walk import OpenFiles, Walk
-from gpubroker_server.core.domain.device import FileClass, FoundFile, WatchedRoot
+from gpubroker_server.adapters.ray.wire import disk_order
+from gpubroker_server.core.domain.device import DiskOrder, FileClass, FoundFile, WatchedRoot
+from gpubroker_server.core.domain.units import NodeName, Seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.contracts.fake_runners import FakeRunners, a_leader
 
 DAY = 86_400.0
 WEEK = 7 * DAY
@@ -333,6 +338,31 @@ async def test_the_agent_answers_one_question_at_a_time(top: Path, tmp_path: Pat
     by_request = {report[2]: report for report in told}
     assert "busy" in by_request["two"][6]
     assert [file[1] for file in by_request["one"][3]] == ["old.log"]
+
+
+async def test_the_disk_guard_answers_the_leader_and_deletes_only_for_the_present_one(
+    runners: FakeRunners, tmp_path: Path
+) -> None:
+    scratch, old = tmp_path / "scratch", tmp_path / "scratch" / "old.log"
+    scratch.mkdir()
+    old.write_bytes(b"x")
+    os.utime(old, (0, 10**9))
+    leader = a_leader(runners, tmp_path)
+    await leader.announce()
+    order = partial(DiskOrder, NodeName("n1"), "r", (WatchedRoot(str(scratch), FileClass.LOG),), (), 0.0)
+    looks = order(Seconds(604_800.0), runs_sync=True)
+    await leader.order(*disk_order(looks))
+    seen = await leader.receive("disk")
+    assert [file[1] for file in seen[3]] == ["old.log"]
+    deletes = order(Seconds(604_800.0), deletes=tuple(FoundFile(*file) for file in seen[3]))
+    leader.term = 0
+    await leader.order(*disk_order(deletes))
+    assert old.exists()
+    leader.term = 1
+    leader.received.clear()
+    await leader.order(*disk_order(deletes))
+    assert [file[1] for file in (await leader.receive("disk"))[3]] == ["old.log"]
+    assert not old.exists()
 
 
 NAMES = st.sampled_from(["a", "b", "c"])

@@ -16,9 +16,7 @@ from gpubroker_server.adapters.ray.agent import node_agent, runner_pool
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunRecord, UnreadableRecord
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import boot_id, process_id
-from gpubroker_server.adapters.ray.wire import MEASURE, disk_order
-from gpubroker_server.core.domain.device import DiskOrder, FileClass, FoundFile, WatchedRoot
-from gpubroker_server.core.domain.units import NodeName, Seconds
+from gpubroker_server.adapters.ray.wire import MEASURE
 from ray.exceptions import RaySystemError
 from structlog.testing import capture_logs
 
@@ -386,28 +384,3 @@ async def test_a_run_that_is_taken_over_repeats_its_reports(
     await leader.announce()
     await leader.until(lambda: runner.items)
     assert runner.items == [("retell", ("left", 1, 0))]
-
-
-async def test_the_disk_guard_answers_the_leader_and_deletes_only_for_the_present_one(
-    open_leader: OpenLeader, tmp_path: Path
-) -> None:
-    scratch, old = tmp_path / "scratch", tmp_path / "scratch" / "old.log"
-    scratch.mkdir()
-    old.write_bytes(b"x")
-    os.utime(old, (0, 10**9))
-    leader = open_leader()
-    await leader.announce()
-    order = partial(DiskOrder, NodeName("n1"), "r", (WatchedRoot(str(scratch), FileClass.LOG),), (), 0.0)
-    looks = order(Seconds(604_800.0), runs_sync=True)
-    await leader.order(*disk_order(looks))
-    seen = await leader.receive("disk")
-    assert [file[1] for file in seen[3]] == ["old.log"]
-    deletes = order(Seconds(604_800.0), deletes=tuple(FoundFile(*file) for file in seen[3]))
-    leader.term = 0
-    await leader.order(*disk_order(deletes))
-    assert old.exists()
-    leader.term = 1
-    leader.received.clear()
-    await leader.order(*disk_order(deletes))
-    assert [file[1] for file in (await leader.receive("disk"))[3]] == ["old.log"]
-    assert not old.exists()
