@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpubroker.cluster.fleet import (
         AutoscalingDemand,
         Gpu,
+        IdleTemplate,
         Node,
         NodeDisk,
         Policy,
@@ -62,6 +63,7 @@ _NAMES = {
     "cluster.fleet": (
         "AutoscalingDemand",
         "Gpu",
+        "IdleTemplate",
         "Node",
         "NodeDisk",
         "Policy",
@@ -115,6 +117,7 @@ __all__ = [
     "Explanation",
     "FleetPlan",
     "Gpu",
+    "IdleTemplate",
     "ItemFailed",
     "Lease",
     "LeaseEnded",

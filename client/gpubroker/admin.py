@@ -1,12 +1,14 @@
-"""Operations for administrators: tokens, secrets, nodes, quarantine, shutdown."""
+"""Operations for administrators: tokens, secrets, idle templates, nodes, quarantine, shutdown."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from gpubroker.cluster.fleet import Node, NodeDisk
+from gpubroker.cluster.fleet import IdleTemplate, Node, NodeDisk
 from gpubroker.errors import WrongArgument
+from gpubroker.tasks.submission import AnySubmission, body_of
 from gpubroker.tasks.task import AnyTask, Quarantined, id_of
 from gpubroker.transport.decoding import Raw, decode
 from gpubroker.transport.exchange import Call, Steps
@@ -204,6 +206,27 @@ class AdminApi(Operations):
     def delete_secret(self, name: str) -> Steps[None]:
         """Tasks that name it and have not started fail at their start."""
         yield from self._ask_once("DELETE", f"/secrets/{path_part(name)}")
+
+    @operation
+    def create_idle_template(
+        self, name: str, task: AnySubmission, *, max_running: int, weight: int = 1
+    ) -> Steps[IdleTemplate]:
+        """Have tasks like this one submitted as long as devices are idle, one for each, at the lowest
+        priority. Raises Refused (`idle-template-exists`)."""
+        about = {"name": name, "max_running": max_running, "weight": weight}
+        body = {**about, "task": json.loads(body_of(task))}
+        return decode(IdleTemplate, (yield from self._ask_once("POST", "/idle-templates", body)).json())
+
+    @operation
+    def idle_templates(self) -> Steps[tuple[IdleTemplate, ...]]:
+        """Your tenant's idle templates, or all with the scope admin."""
+        raw = yield from self._ask("GET", "/idle-templates")
+        return tuple(decode(IdleTemplate, item) for item in raw["items"])
+
+    @operation
+    def delete_idle_template(self, name: str) -> Steps[None]:
+        """Nothing of it is submitted any more; its tasks that run go on."""
+        yield from self._ask_once("DELETE", f"/idle-templates/{path_part(name)}")
 
     @operation
     def shutdown(self, *, stop_cluster: bool = False) -> Steps[None]:

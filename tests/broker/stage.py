@@ -178,9 +178,9 @@ class Stage:
         inferences: InferenceDispatcher | None = None,
     ) -> Leader:
         def fleet(commit_seconds: Callable[[], float]) -> FleetKeeper:
-            return FleetKeeper(
-                self.fleet_rules, self.world, self.policy, self.clock, lambda: self.host, commit_seconds
-            )
+            rules, host = self.fleet_rules, lambda: self.host
+            clock, store = self.clock, self.store
+            return FleetKeeper(rules, self.world, self.policy, clock, host, commit_seconds, store)
 
         rules = InventoryRules("test", Mib(0))
         return Leader(

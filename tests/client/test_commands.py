@@ -181,6 +181,20 @@ def test_targets_are_shown_with_what_is_measured(gpubroker: Run, holder: str) ->
     assert gpubroker("targets -o json").json[0]["measure"] == "gpu_utilization"
 
 
+def test_idle_templates_are_made_listed_and_deleted(gpubroker: Run, tmp_path: Path) -> None:
+    file = tmp_path / "task.json"
+    file.write_text('{"run": {"entrypoint": "tests.client.jobs:add"}')
+    assert "cannot read a task" in gpubroker(f"idle-template create sweep {file} --max-running 2").err
+    file.write_text("[]")
+    assert "has no task" in gpubroker(f"idle-template create sweep {file} --max-running 2").err
+    file.write_text(f'{{"run": {{"entrypoint": "{WORK}"}}, "resources": {{"gpus": 1}}}}')
+    assert gpubroker(f"idle-template create sweep {file} --max-running 2 --weight 3").code == 0
+    assert re.search(r"^sweep +3 +0 of 2 +0 +.*active", gpubroker("idle-template list").out, re.MULTILINE)
+    assert gpubroker(f"idle-template create sweep {file} --max-running 2").code == 6
+    assert gpubroker("idle-template delete sweep").code == 0
+    assert gpubroker("idle-template list -o json").json == []
+
+
 def test_slurm_starts_a_node_for_each_gpu_that_is_lacked_and_ends_spare_ones(
     gpubroker: Run, holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ from tests.contracts.scenes import (
     opened,
     with_gpu,
 )
+from tests.contracts.test_store_records import an_idle_template
 from tests.contracts.wire import Cut, a_wire, little_patience
 from tests.patience import PATIENCE_SECONDS
 
@@ -217,6 +218,17 @@ async def test_a_token_whose_commit_was_lost_is_put_once_and_is_ours(postgres_ur
         assert wire.was_cut.is_set()
     with psycopg.connect(postgres_url) as connection:
         assert connection.execute("SELECT actor FROM audit").fetchall() == [("alice",)]
+
+
+async def test_an_idle_template_whose_commit_was_lost_is_put_once_and_is_ours(postgres_url: str) -> None:
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        wire.cut = Cut.AFTER_COMMIT
+        assert await store.put_idle_template(an_idle_template())
+        assert wire.was_cut.is_set()
+        assert await store.drop_idle_template("sweep", by="bob")
+    with psycopg.connect(postgres_url) as connection:
+        noted = connection.execute("SELECT actor, action, tenant FROM audit ORDER BY id").fetchall()
+        assert noted == [("a", "idle-template.put", "lab"), ("bob", "idle-template.dropped", "lab")]
 
 
 async def test_callers_get_an_error_while_the_database_is_away_and_are_served_later(

@@ -4,12 +4,14 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.core.control.idle_templates import Template
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, QueuePause, Request, write_move
 from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.submission import Scaling, WorkerSet
 from gpubroker_server.core.domain.task import Dependency, ExternalTerms, Move, OnFailure, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.domain.values import changed
+from gpubroker_server.ports.idle_templates import IdleTemplate
 from gpubroker_server.ports.store import (
     RunSpec,
     StoredState,
@@ -20,7 +22,7 @@ from gpubroker_server.ports.store import (
     TokenRow,
 )
 
-from tests.builders import NOW, a_task
+from tests.builders import NOW, a_demand, a_task
 from tests.contracts.scenes import (
     a_checkpoint,
     a_submission,
@@ -271,6 +273,37 @@ async def test_a_token_is_dropped_once(store: TaskStore) -> None:
     await store.put_token(a_token("a"), by="admin")
     assert [await store.drop_token("a", by="admin") for _ in range(2)] == [True, False]
     assert list(await store.tokens()) == []
+
+
+def an_idle_template(name: str = "sweep", token: str = "hash-of-a", **fields: object) -> IdleTemplate:
+    template = Template(name, a_demand(gpu_mb=10), weight=3, max_running=7)
+    facts = {"tenant": "lab", "task": '{"run":{}}', "made_by": "a", "made_at": Instant(NOW), **fields}
+    return IdleTemplate(template, token=token, **facts)  # type: ignore[arg-type]  # its fields
+
+
+async def test_idle_templates_are_listed_by_name_and_the_first_of_a_name_stays(store: TaskStore) -> None:
+    two = an_idle_template("b"), an_idle_template("a", token="hash-of-b")
+    assert [await store.put_idle_template(one) for one in two] == [True, True]
+    assert await store.put_idle_template(an_idle_template("b", made_at=Instant(NOW + 1))) is False
+    assert list(await store.idle_templates()) == [two[1], two[0]]
+    assert [await store.drop_idle_template("b", by="a") for _ in range(2)] == [True, False]
+    assert list(await store.idle_templates()) == [two[1]]
+
+
+async def test_an_idle_template_lives_as_long_as_its_token(store: TaskStore) -> None:
+    expires = a_token("b", expires_at=Instant(NOW + 60))
+    for token in (a_token("a"), expires):
+        await store.put_token(token, by="admin")
+    for name in ("a", "b", "c"):
+        await store.put_idle_template(an_idle_template(name, token=f"hash-of-{name}"))
+
+    async def live(at: float) -> list[str]:
+        return [one.name for one in await store.idle_templates(Instant(at))]
+
+    assert await live(NOW) == ["a", "b"]
+    assert await live(NOW + 60) == ["a"]
+    await store.drop_token("a", by="admin")
+    assert await live(NOW) == ["b"]
 
 
 async def test_tokens_are_no_events(store: TaskStore) -> None:

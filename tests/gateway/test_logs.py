@@ -25,16 +25,16 @@ async def test_tasks_of_a_batch_are_logged_together(gateway: Gateway, api: Clien
 
 async def test_answered_requests_are_logged_if_that_is_wanted(gateway: Gateway, api: Client) -> None:
     with capture_logs() as lines:
-        await api.get("/gpus")
+        await api.get("/stats")
     assert lines == []
     gateway.change(access_log=True)
     stranger = gateway.with_secret("wrong")
     with capture_logs() as lines:
-        await api.get("/gpus?limit=1")
+        await api.get("/stats?limit=1")
         await stranger.get("/tasks")
     assert all(line.pop("seconds") >= 0 for line in lines)
     line = {"event": "answered", "log_level": "info", "method": "GET"}
     assert lines == [
-        {**line, "path": "/gpus", "status": 200, "token": "admin", "tenant": "default"},
+        {**line, "path": "/stats", "status": 200, "token": "admin", "tenant": "default"},
         {**line, "path": "/tasks", "status": 401, "token": None, "tenant": None},
     ]

@@ -34,6 +34,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "plan_command": "plan",
     "token_commands": "token",
     "secret_commands": "secrets",
+    "idle_template_commands": "idle-template",
 }
 """The commands of each module. A command loads its module alone (`bench cli`)."""
 _PLACES = {command: module for module, commands in _MODULES.items() for command in commands.split()}

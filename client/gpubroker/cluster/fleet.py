@@ -249,6 +249,24 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class IdleTemplate:
+    """A task that is submitted again and again as long as devices are idle."""
+
+    name: str
+    tenant: str = ""
+    weight: int = 1
+    max_running: int = 1
+    made_by: str = ""
+    """Name of the token that made it."""
+    made_at: datetime | None = None
+    running: int = 0
+    waiting: int = 0
+    stopped: str | None = None
+    """Why nothing of it is submitted any more; None: it goes on."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class AutoscalingDemand:
     """What waiting tasks lack (`unmet`), what all tasks need together (`needed`), and idle nodes
     (`spare`): each with `gpus`, `gpu_mb`, `cpu` and `memory_mb`."""

@@ -226,6 +226,7 @@ class BrokerRole:
             self._follower.clock,
             partial(host_use, disks),
             commit_seconds,
+            self._store,
         )
 
     def _dispatcher(self) -> Dispatcher:

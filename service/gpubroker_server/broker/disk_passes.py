@@ -41,7 +41,7 @@ class DiskPasses:
         self._guard = guard
         self._blobs = blobs
         self._passes: dict[str, _Pass] = {}
-        """By request; those that nobody asked for by `auto/` and the node."""
+        """By request; those of the leader itself by `auto/` and the node."""
 
     def carry_out(self, now: Instant) -> list[Decision]:
         """The requests of clients."""
@@ -59,7 +59,7 @@ class DiskPasses:
         return decisions
 
     def due(self, now: Instant) -> list[Decision]:
-        """Cleaning that nobody asked for."""
+        """Cleaning of nodes with a disk that is too full."""
         fresh_since = Instant(now - 3 * self._policy.sample_period_seconds)
         decisions = []
         for name in nodes_to_clean(self._world, self._guard, fresh_since):

@@ -3,6 +3,7 @@ it found, so that nothing changes in the middle of a plan."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules, FleetSeen, background_room
@@ -12,7 +13,8 @@ from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
-from gpubroker_server.ports.store import Clock
+from gpubroker_server.ports.idle_templates import IdleTemplates
+from gpubroker_server.ports.store import Clock, StoreUnavailable
 
 
 class HostUse(NamedTuple):
@@ -32,9 +34,11 @@ class FleetKeeper:
         clock: Clock,
         host_use: Callable[[], HostUse],
         commit_seconds: Callable[[], float],
+        templates: IdleTemplates,
     ) -> None:
         """`commit_seconds`: how long commits take now."""
         self._control = FleetControl(rules, policy)
+        self._templates = templates
         self._world = world
         self._policy = policy
         self._clock = clock
@@ -44,6 +48,8 @@ class FleetKeeper:
         """How long the task waited that was admitted last."""
         self._news: list[Notice] = []
         self._is_new = False
+        for task in world.tasks.values():
+            self._control.fill.note(task, is_new=False)
 
     @property
     def seen(self) -> FleetSeen:
@@ -57,7 +63,12 @@ class FleetKeeper:
 
     async def look(self) -> None:
         host = await asyncio.to_thread(self._host_use)
-        self._news += self._control.step(self._world, self._pressures(host), self._clock.now())
+        now = self._clock.now()
+        if self._control.is_idle_check_due(now):
+            with suppress(StoreUnavailable):  # the last ones go on to hold
+                found = await self._templates.idle_templates(now)
+                self._control.fill.templates = [one.template for one in found]
+        self._news += self._control.step(self._world, self._pressures(host), now)
         self._is_new = True
 
     def take(self) -> Sequence[Decision]:
@@ -75,10 +86,13 @@ class FleetKeeper:
 
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
-            if event.kind == f"task.{Move.ADMITTED}":
-                task = event.task or self._world.tasks.get(TaskId(event.key))
-                if task is not None and task.admitted_at is not None:
-                    self._admission_seconds = Seconds(task.admitted_at - task.queued_at)
+            task = event.task or self._world.tasks.get(TaskId(event.key))
+            if task is None:
+                continue
+            if event.kind == f"task.{Move.SUBMITTED}":
+                self._control.fill.note(task, is_new=True)
+            elif event.kind == f"task.{Move.ADMITTED}" and task.admitted_at is not None:
+                self._admission_seconds = Seconds(task.admitted_at - task.queued_at)
 
     def _pressures(self, host: HostUse) -> Mapping[str, float | None]:
         pending = self._world.pending

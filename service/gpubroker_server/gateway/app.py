@@ -22,6 +22,7 @@ from gpubroker_server.gateway.cluster import (
     autoscaling,
     devices,
     disks,
+    idle_templates,
     nodes,
     pauses,
     policy,
@@ -29,6 +30,7 @@ from gpubroker_server.gateway.cluster import (
     stats,
     targets,
 )
+from gpubroker_server.gateway.cluster.idle_templates import IdleTemplateParts
 from gpubroker_server.gateway.cluster.parts import ClusterParts
 from gpubroker_server.gateway.events import routes as events
 from gpubroker_server.gateway.events.routes import EventParts
@@ -86,6 +88,7 @@ _RESOURCES = (
         nodes,
         disks,
         targets,
+        idle_templates,
         models,
         measure,
         quarantine,
@@ -166,6 +169,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
         world, clock, freshness, leadership, requests, parts.tokens, rules.policy, limits, rules.defaults,
         rules.kinds, servers, parts.residencies, parts.disk_full, blobs,
     )  # fmt: skip
+    yield IdleTemplateParts(store, clock, parts.tokens, leadership, submissions)
     yield EventParts(records)
     yield LogParts(records, parts.log_readers)
     yield TokenParts(store, clock, parts.tokens, rules.policy)

@@ -30,6 +30,7 @@ from gpubroker_server.core.domain.units import (
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.tenant_accounts import TenantUsage
 from gpubroker_server.ports.arrays import ItemPages
+from gpubroker_server.ports.idle_templates import IdleTemplates
 from gpubroker_server.ports.objects import ObjectRows, SortKey
 from gpubroker_server.ports.run_logs import LogRows
 
@@ -222,7 +223,7 @@ EventListener = Callable[[Sequence[Event]], None]
 """Called on the event loop with events in the order of their positions."""
 
 
-class TaskStore(ObjectRows, ItemPages, LogRows, Protocol):
+class TaskStore(ObjectRows, ItemPages, LogRows, IdleTemplates, Protocol):
     """The queue, the ledger's rows and the event log. Every write is durable when its call returns."""
 
     def listen(self, listener: EventListener) -> None:

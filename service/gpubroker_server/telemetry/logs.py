@@ -40,6 +40,7 @@ LOG_FIELDS: Mapping[str, str] = {
     "server": "name of a Triton server, as configured",
     "way": "the protocol in which a model server is asked",
     "model": "name of a model, as its server knows it",
+    "template": "name of an idle template",
     "runner": "name of a process that runs tasks, as Ray knows it",
     "job": "what a node agent is doing",
     "fault": "what went wrong, as text",

@@ -236,7 +236,7 @@ async def test_checkpoints_and_progress_come_before_the_end_and_the_next_attempt
     first = await lab.start("save", 3, shareable=True)
     await first.first(Ended)
     saved = [report for report in first.reports if isinstance(report, Checkpointed)]
-    assert saved[-1].sequence == 1_000_003  # those before it may have been overtaken
+    assert saved[-1].sequence == 3  # those before it may have been overtaken
     assert first.order_of_kinds()[-2:] == ["Ended", "Gone"]
     newest = [report for report in first.reports if isinstance(report, Progressed)][-1]
     assert newest.fraction == pytest.approx(2 / 3)

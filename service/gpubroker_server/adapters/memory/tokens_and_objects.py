@@ -1,4 +1,4 @@
-"""Tokens, uploaded objects, audit notes and logs of runs, in memory."""
+"""Tokens, idle templates, uploaded objects, audit notes and logs of runs, in memory."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 from gpubroker_server.adapters.memory.run_logs import RunLogsInMemory
 from gpubroker_server.core.domain.decisions import AuditNote
 from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.ports.idle_templates import IdleTemplate
 from gpubroker_server.ports.objects import Counted, ObjectOrder, Quota, SortKey, StoredObject
 from gpubroker_server.ports.store import TokenRow
 
@@ -15,6 +16,7 @@ class TokensAndObjects(RunLogsInMemory):
         super().__init__()
         self._now = now
         self._tokens: dict[str, TokenRow] = {}
+        self._templates: dict[str, IdleTemplate] = {}
         self._objects: dict[tuple[str, str], StoredObject] = {}
         self.audited: list[AuditNote] = []
 
@@ -30,6 +32,18 @@ class TokensAndObjects(RunLogsInMemory):
 
     async def drop_token(self, name: str, *, by: str) -> bool:  # noqa: ARG002
         return self._tokens.pop(name, None) is not None
+
+    async def put_idle_template(self, template: IdleTemplate) -> bool:
+        return self._templates.setdefault(template.name, template) is template
+
+    async def idle_templates(self, now: Instant | None = None) -> Sequence[IdleTemplate]:
+        tokens = self._tokens.values()
+        lives = {one.sha256 for one in tokens if now and (one.expires_at is None or one.expires_at > now)}
+        found = [self._templates[name] for name in sorted(self._templates)]
+        return [one for one in found if now is None or one.token in lives]
+
+    async def drop_idle_template(self, name: str, *, by: str) -> bool:  # noqa: ARG002
+        return self._templates.pop(name, None) is not None
 
     async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
         of_tenant = [kept for (tenant, _), kept in self._objects.items() if tenant == given.tenant]

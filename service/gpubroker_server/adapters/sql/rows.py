@@ -49,13 +49,13 @@ Written = tuple[SetStatement, Row]
 
 
 @lru_cache(4096)
-def _demand_of(text: str) -> Demand:
+def demand_of_text(text: str) -> Demand:
     """Many tasks have few demands; a queue keeps each once, which `bench restart` shows."""
     return demand_from(from_json(text))
 
 
 @lru_cache(4096)
-def _demand_text(demand: Demand) -> str:
+def demand_text(demand: Demand) -> str:
     """Many tasks have few demands, which `bench accept` notices."""
     return json_text(demand_fields(demand))
 
@@ -85,7 +85,7 @@ def task_tail(task: Task) -> Row:
     if task.state is not TaskState.PENDING or task.version != 1:
         raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
     return (
-        task.tenant, task.name, task.priority, _demand_text(task.demand),
+        task.tenant, task.name, task.priority, demand_text(task.demand),
         task.submitted_at, task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable,
         json_text(after_fields(task.after)), task.queue_ttl_seconds, task.deadline_at, task.expected_seconds,
         task.stream, task.subject,
@@ -327,7 +327,7 @@ def task_of_row(row: Iterable[Any]) -> Task:
     values = list(row)
     for at in _REPEATED:
         values[at] = intern(values[at])
-    values[_DEMAND] = _demand_of(values[_DEMAND])
+    values[_DEMAND] = demand_of_text(values[_DEMAND])
     values[_AFTER] = () if values[_AFTER] == "[]" else after_from(from_json(values[_AFTER]))
     if values[_EXTERNAL] is not None:
         values[_EXTERNAL] = external_from(from_json(values[_EXTERNAL]))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from gpubroker_server.adapters.sql import reads, terms
 from gpubroker_server.adapters.sql import statements as sql
+from gpubroker_server.adapters.sql.administration.idle_templates import SqlIdleTemplates
 from gpubroker_server.adapters.sql.arrays.pages import SqlItemPages
 from gpubroker_server.adapters.sql.database import Database, begin_lineage, migrate, open_database
 from gpubroker_server.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
@@ -143,7 +144,7 @@ def _fields(failure: Failure | None) -> Mapping[str, Any] | None:
     return None if failure is None else asdict(failure)
 
 
-class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs):
+class SqlStore(SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, SqlIdleTemplates):
     """Writes go to the writer's thread and are answered after their commit; reads take the thread of a
     reader."""
 

@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 13
+SCHEMA = 14
 """Number of the newest migration that this software knows."""
 
 READER = 4
@@ -190,6 +190,21 @@ token = Table(
     Column("expires_at", Double),
     UniqueConstraint("sha256"),
 )
+
+idle_template = Table(
+    "idle_template",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("task", Text, nullable=False),
+    Column("demand", Text, nullable=False),
+    Column("weight", Integer, nullable=False),
+    Column("max_running", Integer, nullable=False),
+    Column("token", Text, nullable=False),
+    Column("made_by", Text, nullable=False),
+    Column("made_at", Double, nullable=False),
+)
+"""`task` is the body of its tasks, as JSON text; `token` the `sha256` of the token that made it."""
 
 audit = Table(
     "audit",

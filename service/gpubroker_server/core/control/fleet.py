@@ -12,6 +12,7 @@ from gpubroker_server.core.control.controller import Control, Gains, step, switc
 from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskStanding, follow_disks
 from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
+from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure, Standing, measured
 from gpubroker_server.core.control.targets import follow as follow_targets
 from gpubroker_server.core.domain.decisions import Notice
@@ -19,7 +20,8 @@ from gpubroker_server.core.domain.demand import may_use_device, may_use_node
 from gpubroker_server.core.domain.interval import Interval
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds
-from gpubroker_server.core.world.background import BACKGROUND_TOP, BackgroundRoom
+from gpubroker_server.core.world.background import BACKGROUND_TOP, IDLE_TOP, BackgroundRoom
+from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
 
@@ -64,6 +66,7 @@ class FleetSeen:
     idle: tuple[Idle, ...] = ()
     """Devices by key, and nodes by name."""
     pressures: tuple[Pressure, ...] = ()
+    templates: tuple[TemplateSeen, ...] = ()
     full_disks: dict[NodeName, str] = field(default_factory=dict)
     """Nodes where nothing may start, and which disk is too full."""
 
@@ -71,6 +74,7 @@ class FleetSeen:
 class FleetControl:
     def __init__(self, rules: FleetRules, policy: Policy) -> None:
         self.seen = FleetSeen()
+        self.fill = IdleFill()
         self._rules = rules
         self._policy = policy
         self._standings: dict[FleetTarget, Standing] = {}
@@ -78,6 +82,8 @@ class FleetControl:
         self._quiet: dict[str, Quiet] = {}
         self._idle: list[Idle] = []
         self._idle_pace = Interval(rules.idle_check_seconds)
+        self._filled: dict[str, Instant] = {}
+        """When each device or node that had only idle work was last seen so."""
         self._alarms: dict[str, Alarm] = {}
         self._disks: dict[tuple[NodeName, str], DiskStanding] = {}
         self._stepped_at: Instant | None = None
@@ -100,9 +106,14 @@ class FleetControl:
             background_mb,
             tuple(self._idle),
             tuple(self._pressures_seen(pressures, now)),
+            self.fill.seen,
             self._full_disks(),
         )
         return notices
+
+    def is_idle_check_due(self, now: Instant) -> bool:
+        """Whether the next step looks for what is idle, and takes other templates over."""
+        return self._idle_pace.is_due(now)
 
     def _target_seen(self, target: FleetTarget) -> TargetSeen:
         control = self._controls.get(target)
@@ -140,12 +151,13 @@ class FleetControl:
 
     def _follow_idle(self, world: World, now: Instant) -> Iterator[Notice]:
         rules = self._rules.idle
-        self._quiet = follow_idle(self._quiet, _readings(world, self._policy, now), now, rules)
-        if not self._idle_pace.is_due(now):
-            return
-        self._idle_pace.done(now)
+        self._quiet = follow_idle(self._quiet, self._readings(world, now), now, rules)
         known = {one.name for one in self._idle}
-        self._idle = idle(self._quiet, now, rules)
+        if self._idle_pace.is_due(now):
+            self._idle_pace.done(now)
+            self._idle = idle(self._quiet, now, rules)
+            self.fill.find(world, [one.name for one in self._idle])
+        self.fill.look(world, self._quiet.keys(), now)
         for one in self._idle:
             if one.name not in known:
                 about: dict[str, Any] = {
@@ -154,6 +166,26 @@ class FleetControl:
                     "threshold": rules.below,
                 }
                 yield Notice("fleet.IDLE_RESOURCE_DETECTED", one.name, about)
+
+    def _readings(self, world: World, now: Instant) -> Iterator[Reading]:
+        """Of all devices that take work, and of the CPUs of all nodes."""
+        old_seconds = 3 * self._policy.sample_period_seconds
+        for key, ledger in world.ledgers.items():
+            if ledger.device.offers:
+                stale = ledger.is_stale(now, self._policy.sample_period_seconds)
+                use = None if stale or ledger.sample is None else ledger.sample.utilization
+                yield self._reading(key, use, now, is_filled=_is_filled(ledger))
+        for name, seen in world.node_samples.items():
+            use = seen.cpu if now - seen.at <= old_seconds else None
+            yield self._reading(name, use, now, is_filled=_runs_idle_work(world, name))
+
+    def _reading(self, name: str, utilization: float | None, now: Instant, *, is_filled: bool) -> Reading:
+        """The last samples of idle work come after its end, and are not those of other work."""
+        if is_filled:
+            self._filled[name] = now
+        elif now - self._filled.get(name, now) > 3 * self._policy.sample_period_seconds:
+            del self._filled[name]
+        return Reading(name, utilization, fills_itself=name in self._filled)
 
     def _follow_pressures(self, values: Mapping[str, float | None], now: Instant) -> Iterator[Notice]:
         thresholds = self._rules.thresholds
@@ -240,12 +272,12 @@ def _background_use(world: World, scope: FleetScope, policy: Policy) -> tuple[in
     return total_mb, used_mb
 
 
-def _readings(world: World, policy: Policy, now: Instant) -> Iterator[Reading]:
-    """Of all devices that take work, and of the CPUs of all nodes."""
-    period = policy.sample_period_seconds
-    for key, ledger in world.ledgers.items():
-        if ledger.device.offers:
-            sample = None if ledger.is_stale(now, period) else ledger.sample
-            yield Reading(key, None if sample is None else sample.utilization)
-    for name, seen in world.node_samples.items():
-        yield Reading(name, seen.cpu if now - seen.at <= 3 * period else None)
+def _is_filled(ledger: DeviceLedger) -> bool:
+    """It has leases of idle work and no others. A model that makes room for all has a lower priority."""
+    holdings = ledger.holdings.values()
+    return bool(holdings) and all(0 <= holding.lease.priority <= IDLE_TOP for holding in holdings)
+
+
+def _runs_idle_work(world: World, node: NodeName) -> bool:
+    runs = [world.tasks[id] for id in world.runs.get(node, ()) if id in world.tasks]
+    return bool(runs) and all(0 <= task.priority <= IDLE_TOP for task in runs)

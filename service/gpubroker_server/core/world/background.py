@@ -6,6 +6,7 @@ from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.domain.policy import BAND_NAMES, band_of
 from gpubroker_server.core.domain.units import NodeName, node_of
 
+IDLE_TOP = band_of(BAND_NAMES["idle"])[2]
 BACKGROUND_TOP = band_of(BAND_NAMES["background"])[2]
 """The highest priority of background work; idle work is below it."""
 

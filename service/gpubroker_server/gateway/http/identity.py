@@ -179,10 +179,18 @@ class Tokens:
 
     def identify(self, secret: str) -> Identity | None:
         """None if there is no such token or it has expired."""
-        identity = self._by_hash.get(hash_of(secret)) or self._of_run(secret)
+        return self.holder(hash_of(secret)) or self._of_run(secret)
+
+    def holder(self, sha256: str) -> Identity | None:
+        """Of the token with this hash; None if there is no such token or it has expired."""
+        identity = self._by_hash.get(sha256)
         if identity is None or identity.expires_at is None or identity.expires_at > self._clock.now():
             return identity
         return None
+
+    def hash_named(self, name: str) -> str:
+        """Empty if there is no such token."""
+        return next((sha256 for sha256, identity in self._by_hash.items() if identity.name == name), "")
 
 
 class Callers:

@@ -141,6 +141,11 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "A token of this name exists",
         'there is a token "{name}" already; delete it first, or choose another name',
     ),
+    "idle-template-exists": ProblemKind(
+        409,
+        "An idle template of this name exists",
+        'there is an idle template "{name}" already; delete it first, or choose another name',
+    ),
     "events-gone": ProblemKind(
         410,
         "These events are no longer kept",

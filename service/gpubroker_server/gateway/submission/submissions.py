@@ -31,7 +31,7 @@ from gpubroker_server.gateway.status.records import TaskRecords
 from gpubroker_server.gateway.status.task_view import CONCURRENCY_VARIABLE, PROFILE_VARIABLE, ROLES_VARIABLE
 from gpubroker_server.gateway.submission.admission import Capacity, Permissions
 from gpubroker_server.gateway.submission.demand import Defaults, demand_of, first, subject_of
-from gpubroker_server.gateway.submission.named_objects import check_objects
+from gpubroker_server.gateway.submission.named_objects import check_objects, objects_in_run
 from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
 from gpubroker_server.gateway.submission.timing import dependencies_of, stands_for, timing_of
 from gpubroker_server.ports.secrets import SecretStore
@@ -99,6 +99,27 @@ class Submissions:
     leader: LeaderRelease
     object_seconds: Seconds
     """An object is kept this long after its last use."""
+
+    async def accept(self, call: Call, body: SubmitTask, key: str | None) -> Stored:
+        """Store the task that this body asks for. Raises Problem for whatever it is refused for."""
+        try:
+            submission = await self.checked(call.identity, body)
+            self.check_queue([submission.task])
+        except Problem:
+            known = await self.sent_before(call, key, "task")
+            if known is None:
+                raise
+            return known
+        return await self.submit(call, submission, key, "task")
+
+    async def checked(self, identity: Identity, body: SubmitTask) -> Submission:
+        """What this body asks for. Raises Problem for what is never allowed or possible, or not for it."""
+        task, learned = await self.new_task(body, identity.tenant)
+        await self.check_allowed(identity, body, task)
+        self.check_possible(task)
+        submission = submission_of(task, self.run_spec(body, body.run, learned))
+        await self.check_objects(task.tenant, objects_in_run(body.run, submission.spec.arguments))
+        return submission
 
     async def new_task(self, body: SubmitTask, tenant: str) -> PreparedTask:
         """The task that this body asks for. Raises Problem if the body is invalid; see also `check_allowed`

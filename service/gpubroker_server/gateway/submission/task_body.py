@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from gpubroker_server.core.control.idle_templates import NAME_PREFIX
 from gpubroker_server.core.domain.policy import BAND_NAMES
 from gpubroker_server.gateway.http.bodies import ENTRYPOINT, Body, Labels, Name, Text, line
 from gpubroker_server.gateway.submission.resources import Resources
@@ -72,6 +73,14 @@ def _check_env(env: dict[str, str]) -> dict[str, str]:
             {"size": size, "most": ENV_BYTES},
         )
     return env
+
+
+def _not_reserved(name: str) -> str:
+    if name.startswith(NAME_PREFIX):
+        raise PydanticCustomError(
+            "reserved_name", "only tasks of idle templates have names that begin with idle/"
+        )
+    return name
 
 
 Priority = Annotated[
@@ -196,7 +205,7 @@ class SubmitTask(Timed):
     """One task. Only `run` is required."""
 
     run: Run
-    name: Name = ""
+    name: Annotated[Name, AfterValidator(_not_reserved)] = ""
     priority: Priority | None = None
     model_type: Annotated[
         str,

@@ -26,13 +26,7 @@ from gpubroker_server.gateway.status.records import (
 )
 from gpubroker_server.gateway.status.task_view import error_view, task_view
 from gpubroker_server.gateway.status.views import ResultView, TaskPage, TaskView
-from gpubroker_server.gateway.submission.named_objects import objects_in_run
-from gpubroker_server.gateway.submission.submissions import (
-    IdempotencyKey,
-    Stored,
-    Submissions,
-    submission_of,
-)
+from gpubroker_server.gateway.submission.submissions import IdempotencyKey, Submissions
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority, SubmitTask
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
 from gpubroker_server.gateway.tasks.selection import TaskSelection
@@ -91,7 +85,7 @@ async def submit_task(
     A task that could never run here is refused at once. When the answer is sent, the task is on disk.
     """
     records = parts.records
-    record, is_new, headers = await _stored(call, parts, body, idempotency_key)
+    record, is_new, headers = await parts.submissions.accept(call, body, idempotency_key)
     asked = _WAIT.search(prefer) if prefer else None  # RFC 7240
     if asked is None:
         is_planned_next = not record.task.held and parts.world.queue.pause_of(record.task) is None
@@ -106,24 +100,6 @@ async def submit_task(
     if record.task.is_terminal:
         return await records.finished(record, 201, headers)
     return answer(await records.view(record), 202, headers)
-
-
-async def _stored(call: Call, parts: Parts, body: SubmitTask, key: str | None) -> Stored:
-    submissions = parts.submissions
-    try:
-        task, learned = await submissions.new_task(body, call.identity.tenant)
-        await submissions.check_allowed(call.identity, body, task)
-        submissions.check_possible(task)
-        submission = submission_of(task, submissions.run_spec(body, body.run, learned))
-        named = objects_in_run(body.run, submission.spec.arguments)
-        await submissions.check_objects(task.tenant, named)
-        submissions.check_queue([submission.task])
-    except Problem:
-        known = await submissions.sent_before(call, key, "task")
-        if known is None:
-            raise
-        return known
-    return await submissions.submit(call, submission, key, "task")
 
 
 class TaskQuery(TaskSelection, PageQuery):

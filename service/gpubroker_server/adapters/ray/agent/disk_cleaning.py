@@ -269,7 +269,7 @@ class DiskCleaner:
                 if file.file_class is FileClass.EMPTY_DATABASE and _has_journal(name, directory):
                     return "has_journal"
                 with not_opened_by_others(held) as is_ours:
-                    # Without a word of the kernel, and without a look at all processes, nobody knows.
+                    # Without the kernel's answer, and without a look at all processes, this is not known.
                     if is_ours is False or (is_ours is None and not known.is_complete):
                         return "open"
                     if file_id(status) in known.ids:

@@ -1,0 +1,280 @@
+"""Idle templates: make, list, delete; and the job that submits their tasks as long as devices are idle."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import structlog
+from fastapi import Response
+from pydantic import Field, StringConstraints
+from starlette.types import Message
+from typing_extensions import TypedDict
+
+from gpubroker_server.core.control.idle_templates import NAME_PREFIX, Template, TemplateSeen
+from gpubroker_server.gateway.http.bodies import NAME, Body
+from gpubroker_server.gateway.http.faults import invalid
+from gpubroker_server.gateway.http.identity import Identity, Scope, Tokens
+from gpubroker_server.gateway.http.problems import Fault, Problem
+from gpubroker_server.gateway.http.routing import PARTS, Call, Resource, answer
+from gpubroker_server.gateway.http.times import Time, rfc3339
+from gpubroker_server.gateway.http.waiters import Leadership
+from gpubroker_server.gateway.submission.submissions import Submissions
+from gpubroker_server.gateway.submission.task_body import SubmitTask
+from gpubroker_server.ports.idle_templates import IdleTemplate
+from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.ports.store import Clock, StoreUnavailable, TaskStore
+
+log = structlog.get_logger("gpubroker.idle_templates")
+
+resource = Resource("cluster")
+
+SUBMIT_SECONDS = 2.0
+"""How often a gateway looks for tasks that it is to submit."""
+WAIT_SECONDS = 60.0
+"""A task that does not start within this time expires: what was idle is in use by then."""
+MOST_BYTES = 256 * 1024
+"""Of the body of a template's tasks: every process that leads reads all templates."""
+MOST_TEMPLATES = 32
+"""The leader looks for work for each idle device every few seconds."""
+MOST_WEIGHT = 1000
+_OURS = frozenset({"priority", "held", "name", "after", "not_before", "queue_ttl_seconds", "deadline_at"})
+"""Of a task's body: the service chooses them, or they make no sense for a task that is submitted again."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleTemplateParts:
+    store: TaskStore
+    clock: Clock
+    tokens: Tokens
+    leadership: Leadership
+    submissions: Submissions
+
+
+Parts = Annotated[IdleTemplateParts, PARTS]
+
+
+class CreateIdleTemplate(Body):
+    name: Annotated[
+        str, StringConstraints(pattern=NAME), Field(description="Its tasks are named `idle/` and this.")
+    ]
+    task: Annotated[
+        SubmitTask,
+        Field(
+            description="As for `POST /tasks`, without " + ", ".join(f"`{name}`" for name in sorted(_OURS))
+        ),
+    ]
+    weight: Annotated[
+        int,
+        Field(ge=1, le=MOST_WEIGHT, description="Templates share what is idle in proportion to it."),
+    ] = 1
+    max_running: Annotated[int, Field(ge=1, le=100_000)]
+
+
+class IdleTemplateView(TypedDict):
+    name: str
+    tenant: str
+    weight: int
+    max_running: int
+    made_by: Annotated[str, Field(description="Name of the token that made it; its tasks are that token's.")]
+    made_at: Time
+    running: Annotated[int, Field(description="How many of its tasks hold something now.")]
+    waiting: int
+    stopped: Annotated[
+        str | None,
+        Field(
+            description="Why nothing of it is submitted any more, such as a deleted token; null: it goes on."
+        ),
+    ]
+
+
+class IdleTemplateList(TypedDict):
+    items: list[IdleTemplateView]
+
+
+@resource.route(
+    "POST /idle-templates",
+    "idle_templates_create",
+    Scope.CLUSTER_WRITE,
+    IdleTemplateView,
+    "malformed-json priority-not-allowed payload-too-large unsupported-media-type validation-failed "
+    "exceeds-capacity no-matching-device exceeds-maximum exceeds-quota pool-mismatch unknown-resource "
+    "priority-too-low entrypoint-not-allowed python-mismatch leader-outdated idle-template-exists",
+    status_code=201,
+)
+async def create_idle_template(call: Call, parts: Parts, body: CreateIdleTemplate) -> Response:
+    """Make a template of tasks for idle devices.
+
+    As long as a device is idle, a task of it is submitted there, at the lowest priority; another when it
+    ends. What needs the room gets it by preemption. The template stops with the token that made it.
+    """
+    identity = call.identity
+    raw = bytes(msgspec.json.decode(await call.body(), type=dict[str, msgspec.Raw])["task"])
+    _check_body(body.task, raw)
+    _check_scopes(identity)
+    try:
+        demand = (await parts.submissions.checked(identity, _task(body.name, body.task))).task.demand
+    except Problem as problem:
+        for fault in problem.errors:
+            fault["pointer"] = f"/task{fault['pointer']}"
+        raise
+    if demand.bundles:
+        detail = "a gang is for no idle device; leave ranks and bundles out"
+        raise invalid(Fault(pointer="/task/resources", detail=detail, code="not-in-a-template"))
+    known = await parts.store.idle_templates()
+    if len(known) >= MOST_TEMPLATES:
+        detail = f"there are {len(known)} idle templates, and may be {MOST_TEMPLATES}; delete some"
+        raise invalid(Fault(pointer="", detail=detail, code="too-many-templates"))
+    template = IdleTemplate(
+        Template(body.name, demand, body.weight, body.max_running),
+        identity.tenant,
+        raw.decode(),
+        parts.tokens.hash_named(identity.name),
+        identity.name,
+        parts.clock.now(),
+    )
+    if not await parts.store.put_idle_template(template):
+        raise Problem("idle-template-exists", name=body.name)
+    return answer(await _view(parts, template, {}), 201, {"Location": f"/idle-templates/{body.name}"})
+
+
+@resource.route("GET /idle-templates", "idle_templates_list", Scope.CLUSTER_READ, IdleTemplateList)
+async def list_idle_templates(call: Call, parts: Parts) -> Response:
+    """List the idle templates of your tenant, or of all with the scope admin."""
+    leader = parts.leadership.leader()
+    seen = {} if leader is None or leader.fleet is None else {it.name: it for it in leader.fleet.templates}
+    found = await parts.store.idle_templates()
+    mine = [template for template in found if call.identity.may_see(template.tenant)]
+    view: IdleTemplateList = {"items": [await _view(parts, template, seen) for template in mine]}
+    return answer(view)
+
+
+@resource.route(
+    "DELETE /idle-templates/{name}",
+    "idle_templates_delete",
+    Scope.CLUSTER_WRITE,
+    None,
+    "not-found",
+    status_code=204,
+)
+async def delete_idle_template(call: Call, parts: Parts, name: str) -> Response:
+    """Delete an idle template. Its tasks that run or wait go on; cancel them if they shall not."""
+    found = await parts.store.idle_templates()
+    mine = any(it.name == name and call.identity.may_see(it.tenant) for it in found)
+    if not mine or not await parts.store.drop_idle_template(name, by=call.identity.name):
+        raise Problem(
+            "not-found", f'there is no idle template "{name[:100]}"; GET /idle-templates lists them'
+        )
+    return Response(status_code=204)
+
+
+async def keep_filling(parts: IdleTemplateParts) -> None:
+    """Submit what the leader finds missing, until cancelled. All gateways do so at once, with equal keys."""
+    refused: dict[str, str] = {}
+    while True:
+        leader = parts.leadership.leader()
+        if leader is not None and leader.fleet is not None:
+            with suppress(StoreUnavailable):
+                await fill(parts, leader, refused)
+        await asyncio.sleep(SUBMIT_SECONDS)
+
+
+async def fill(parts: IdleTemplateParts, leader: LeaderSeen, refused: dict[str, str]) -> None:
+    """Once. `refused`: why the last task of each template was, so that each cause is logged once."""
+    fleet = leader.fleet
+    wanted = {} if fleet is None else {it.name: it for it in fleet.templates if it.missing}
+    for template in await parts.store.idle_templates() if wanted else ():
+        if (seen := wanted.get(template.name)) is None:
+            continue
+        try:
+            for number in range(seen.number, seen.number + seen.missing):
+                await _submit(parts, template, f"{leader.term}/{number}")
+            refused.pop(template.name, None)
+        except Problem as problem:
+            if refused.get(template.name) != problem.detail:
+                refused[template.name] = problem.detail
+                log.warning("idle template submits nothing", template=template.name, fault=problem.detail)
+
+
+async def _submit(parts: IdleTemplateParts, template: IdleTemplate, number: str) -> None:
+    """Raises Problem."""
+    identity = _holder(parts, template)
+    call = Call({"type": "http", "state": {"identity": identity}}, _body_of(template))
+    # Made at: a template of the same name that was deleted had tasks with the same numbers.
+    key = f"{NAME_PREFIX}{template.name}/{template.made_at}/{number}"
+    await parts.submissions.accept(call, _task(template.name, _parsed(template)), key)
+
+
+def _body_of(template: IdleTemplate) -> Callable[[], Awaitable[Message]]:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": template.task.encode()}
+
+    return receive
+
+
+def _parsed(template: IdleTemplate) -> SubmitTask:
+    return SubmitTask.model_validate_json(template.task)
+
+
+def _task(name: str, body: SubmitTask) -> SubmitTask:
+    """The body of a template's task."""
+    ours = {"name": f"{NAME_PREFIX}{name}", "priority": 0, "queue_ttl_seconds": WAIT_SECONDS}
+    return body.model_copy(update=ours)
+
+
+def _holder(parts: IdleTemplateParts, template: IdleTemplate) -> Identity:
+    """The holder of its token. Raises Problem if its token is gone or may not do so any more."""
+    identity = parts.tokens.holder(template.token)
+    if identity is None:
+        raise Problem("forbidden", f'the token "{template.made_by}" that made it was deleted or has expired')
+    _check_scopes(identity)
+    return identity
+
+
+def _check_scopes(identity: Identity) -> None:
+    identity.require(Scope.CLUSTER_WRITE, "an idle template")
+    identity.require(Scope.TASKS_WRITE, "submitting the tasks of an idle template")
+
+
+async def _why_stopped(parts: IdleTemplateParts, template: IdleTemplate) -> str | None:
+    """What a submit of one of its tasks would be refused for, but for the state of the queue."""
+    submissions, body = parts.submissions, _task(template.name, _parsed(template))
+    try:
+        identity = _holder(parts, template)
+        task, _ = await submissions.new_task(body, identity.tenant)
+        await submissions.check_allowed(identity, body, task)
+        submissions.check_possible(task)
+    except Problem as problem:
+        return problem.detail
+    return None
+
+
+def _check_body(body: SubmitTask, raw: bytes) -> None:
+    faults = [
+        Fault(pointer=f"/task/{name}", detail="is nothing that a template says", code="not-in-a-template")
+        for name in sorted(_OURS & body.model_fields_set)
+    ]
+    if len(raw) > MOST_BYTES:
+        detail = f"has {len(raw)} bytes, and may have {MOST_BYTES}; put large arguments into an object"
+        faults.append(Fault(pointer="/task", detail=detail, code="too-large"))
+    if faults:
+        raise invalid(*faults)
+
+
+async def _view(
+    parts: IdleTemplateParts, template: IdleTemplate, seen: dict[str, TemplateSeen]
+) -> IdleTemplateView:
+    now = seen.get(template.name, TemplateSeen(template.name))
+    return {
+        "name": template.name,
+        "tenant": template.tenant,
+        "weight": template.template.weight,
+        "max_running": template.template.max_running,
+        "made_by": template.made_by,
+        "made_at": rfc3339(template.made_at),
+        "running": now.running,
+        "waiting": now.waiting,
+        "stopped": await _why_stopped(parts, template),
+    }

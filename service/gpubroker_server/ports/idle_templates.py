@@ -1,0 +1,41 @@
+"""Port to the idle templates: tasks that are submitted again and again as long as devices are idle."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpubroker_server.core.control.idle_templates import Template
+from gpubroker_server.core.domain.units import Instant
+
+
+@dataclass(frozen=True, slots=True)
+class IdleTemplate:
+    template: Template
+    tenant: str
+    task: str
+    """The body of its tasks, as JSON text."""
+    token: str
+    """The sha256 of the token that made it; its tasks are submitted for its holder."""
+    made_by: str
+    """The name of that token."""
+    made_at: Instant
+
+    @property
+    def name(self) -> str:
+        return self.template.name
+
+
+class IdleTemplates(Protocol):
+    """Each call may raise StoreUnavailable."""
+
+    async def put_idle_template(self, template: IdleTemplate) -> bool:
+        """Add one; False if the name exists."""
+        ...
+
+    async def idle_templates(self, now: Instant | None = None) -> Sequence[IdleTemplate]:
+        """By name. With `now` only those with a token that exists and has not expired then."""
+        ...
+
+    async def drop_idle_template(self, name: str, *, by: str) -> bool:
+        """False if there is none."""
+        ...
