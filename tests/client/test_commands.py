@@ -217,6 +217,8 @@ def test_a_node_is_closed_emptied_and_opened(gpubroker: Run) -> None:
     assert "cordoned" in gpubroker("cordon local --because", "a fan").out
     assert gpubroker("drain local --deadline 1h -o json").json["drain"]["deadline_at"] is not None
     assert "ready" in gpubroker("uncordon local").out
+    assert "no roots are configured" in gpubroker("disk local").out
+    assert "no roots are configured" in gpubroker("clean local --yes").out
     ended = gpubroker("cordon elsewhere")
     assert (ended.code, "nodes: local" in ended.err) == (6, True)
 
