@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpubroker.broker import AsyncBroker, Broker
     from gpubroker.cluster.fleet import (
         AutoscalingDemand,
+        Finding,
         Gpu,
         IdleTemplate,
         Node,
@@ -62,6 +63,7 @@ _NAMES = {
     "broker": ("AsyncBroker", "Broker"),
     "cluster.fleet": (
         "AutoscalingDemand",
+        "Finding",
         "Gpu",
         "IdleTemplate",
         "Node",
@@ -115,6 +117,7 @@ __all__ = [
     "Estimate",
     "Event",
     "Explanation",
+    "Finding",
     "FleetPlan",
     "Gpu",
     "IdleTemplate",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from gpubroker.cli.printing import Format, Output
 
 from gpubroker_server.bootstrap.cluster_commands import cluster
 from gpubroker_server.settings.loading import Settings, SettingsRefused, load_settings
@@ -99,7 +100,7 @@ def health(
     url: Annotated[str | None, typer.Option(help="Ask at this address, such as a proxy's with TLS.")] = None,
 ) -> None:
     """Whether the process of this data directory lives, for health checks of containers. Exit code 0 or 1."""
-    from gpubroker_server.bootstrap.health import health_at, health_of
+    from gpubroker_server.bootstrap.diagnosis.health import health_at, health_of
 
     try:
         settings = _settings(config, data_dir=data_dir)
@@ -109,6 +110,23 @@ def health(
     typer.echo(f"gpubroker: {found.sentence}", err=not found.is_alive)
     if not found.is_alive:
         raise typer.Exit(1)
+
+
+def doctor(
+    context: typer.Context,
+    config: Config = None,
+    data_dir: DataDir = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Say what is wrong with this machine and the fleet, and what to do; exit code 1 if it is critical.
+
+    Works without a running service too: then it looks at this machine alone.
+    """
+    from gpubroker.cli.fleet_commands import report
+
+    from gpubroker_server.bootstrap.diagnosis.doctor import findings_for
+
+    report(findings_for(_settings(config, data_dir=data_dir), context), output)
 
 
 def migrate(
@@ -240,6 +258,7 @@ COMMANDS = (
     gateway,
     broker,
     health,
+    doctor,
     down,
     migrate,
     migrate_data,

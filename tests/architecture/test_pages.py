@@ -168,6 +168,18 @@ def test_lines_of_pages_are_short_enough_to_be_compared() -> None:
     assert long == []
 
 
+def test_every_kind_of_finding_is_explained() -> None:
+    folder = ROOT / "service/gpubroker_server/core/control/findings"
+    code = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    kinds = set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"', code)) - {"no-head", "gpubroker-server"}
+    kinds |= {f"out-of-memory-{memory}" for memory in ("cuda", "host", "node")}
+    kinds |= {f"{what}-version-differs" for what in ("python", "ray")}
+    page = (ROOT / "docs/how-to/find-what-is-wrong.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", "".join(re.findall(r"^\| (`[^|]*)", page, re.M))))
+    assert explained == kinds
+    assert len(kinds) > 30
+
+
 def texts_by_path() -> dict[str, str]:
     texts = {module.path: module.text for module in modules(*PYTHON_FOLDERS)}
     return texts | {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}

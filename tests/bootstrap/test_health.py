@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 from gpubroker_server.bootstrap.broker_file import ages_of_brokers
-from gpubroker_server.bootstrap.health import health_of
+from gpubroker_server.bootstrap.diagnosis.health import health_of
 
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService
@@ -149,7 +149,7 @@ def test_another_program_on_the_port_is_not_taken_for_gpubroker(
 def test_a_process_that_listens_without_answering_is_not_healthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpubroker_server.bootstrap.health.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("gpubroker_server.bootstrap.diagnosis.health.ANSWER_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         write_client_file(tmp_path, json.dumps({"url": f"http://127.0.0.1:{mute.getsockname()[1]}"}))
         found = health_of(tmp_path, None)
@@ -175,7 +175,8 @@ def test_wrong_settings_are_told_and_are_no_health(variables: Mapping[str, str])
 
 def test_it_is_light() -> None:
     """It runs every few seconds in every container."""
-    imported = "import sys, gpubroker_server.__main__, gpubroker_server.bootstrap.health; print(*sys.modules)"
+    health = "gpubroker_server.bootstrap.diagnosis.health"
+    imported = f"import sys, gpubroker_server.__main__, {health}; print(*sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", imported], capture_output=True, text=True, check=True, cwd=ROOT
     )

@@ -6,6 +6,9 @@ from gpubroker_server.broker.fleet import HostUse
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.fleet import FleetRules
 from gpubroker_server.core.control.targets import FleetTarget, Measure
+from gpubroker_server.core.domain.orders import Ended, Ending, Failure
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Fence, TaskId
 
 from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB
@@ -97,3 +100,20 @@ async def test_news_are_told_until_they_are_committed(tmp_path: Path) -> None:
         assert fleet.take() == first
         fleet.told(first)
         assert fleet.take() == []
+
+
+async def test_runs_that_fail_again_and_again_for_lack_of_memory_are_published(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        stage.fleet_rules = FleetRules()
+        await stage.lead()
+        full = Failure("exception", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+        for id in "abc":
+            await stage.submit(id, name="train", seconds=1e6, gpu_mb=GIB)
+            await stage.turns_until(id, TaskState.RUNNING)
+        now = stage.clock.now()
+        await stage.hear(*(Ended(TaskId(id), Fence(1), now, Ending.FAILED, failure=full) for id in "abc"))
+        await look(stage)
+        fleet = stage.leader.fleet
+        assert fleet is not None
+        [found] = fleet.seen.memory_failures
+        assert (found.memory, found.name, found.times) == ("cuda", "train", 3)

@@ -99,10 +99,10 @@ def test_orders_are_read(agent: int) -> None:
 
 @AGENTS
 def test_reports_are_read(agent: int) -> None:
-    node, protocol, reports = ReportReader("c", lambda: 1000.0).read(
+    node, protocol, reports, ahead_seconds = ReportReader("c", lambda: 1000.0).read(
         frozen(f"agent-{agent}-reports.msgpack"), 0.0
     )
-    assert (node, protocol) == ("n1", agent)
+    assert (node, protocol, ahead_seconds) == ("n1", agent, 0.0)
     assert reports == [
         NodeReport(
             Node(N, 2.0, Mib(10), 4, "a.1", "b"),

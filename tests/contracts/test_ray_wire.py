@@ -112,6 +112,21 @@ def test_times_are_moved_from_the_nodes_clock_to_the_readers() -> None:
     assert report.at == 4990.0
 
 
+@pytest.mark.parametrize(("asked_seconds_ago", "held_seconds"), [(0.0, 0.0), (20.0, 20.0), (1.0, 0.0)])
+def test_a_message_tells_how_far_the_nodes_clock_is_ahead_at_most(
+    asked_seconds_ago: float, held_seconds: float
+) -> None:
+    data = write_reports("n1", 5000.0, [("beat", 5000.0)], held_seconds)
+    told = ReportReader("c", lambda: 4960.0).read(data, asked_seconds_ago)
+    assert told.ahead_seconds == 40.0 + asked_seconds_ago - held_seconds
+
+
+def test_an_agent_tells_the_versions_that_nodes_share() -> None:
+    [report] = carried(("node_seen", 1000.0, {**NODE, "versions": {"python": "3.12.1"}}, [], []))
+    assert isinstance(report, NodeReport)
+    assert report.versions == (("python", "3.12.1"),)
+
+
 def test_the_age_of_a_report_includes_its_time_on_the_way() -> None:
     [report] = carried(("sampled", 999.0, WIRE_SAMPLE), now=5000.0, asked_seconds_ago=80.0, held_seconds=20.0)
     assert isinstance(report, Sampled)

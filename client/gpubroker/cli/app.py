@@ -25,7 +25,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "lease_commands": "lease",
     "gpu_commands": "gpus",
     "cluster_commands": "estimates tenants stats policy profiles demand",
-    "fleet_commands": "targets",
+    "fleet_commands": "targets doctor",
     "node_commands": "nodes cordon drain uncordon disk clean",
     "infer_command": "infer",
     "model_commands": "load unload pin models",
@@ -38,6 +38,9 @@ _MODULES: Final[Mapping[str, str]] = {
 }
 """The commands of each module. A command loads its module alone (`bench cli`)."""
 _PLACES = {command: module for module, commands in _MODULES.items() for command in commands.split()}
+
+_EXTENDED = frozenset({"doctor"})
+"""Where the server is installed, its command of this name does more."""
 
 _SERVER_COMMANDS = frozenset(
     {
@@ -71,6 +74,8 @@ class Commands(TyperGroup):
     """Loads a command when it, or the help, is asked for; those of other packages last."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _EXTENDED and (added := self._added().get(cmd_name)):
+            return added
         if cmd_name in _PLACES:
             return commands_of(_PLACES[cmd_name])[cmd_name]
         if own := super().get_command(ctx, cmd_name):
@@ -88,7 +93,8 @@ class Commands(TyperGroup):
         return None
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*_PLACES, *super().list_commands(ctx), *self._added()]
+        own = [*_PLACES, *super().list_commands(ctx)]
+        return [*own, *(name for name in self._added() if name not in own)]
 
     def _added(self) -> dict[str, Any]:
         from importlib.metadata import entry_points

@@ -3,7 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpubroker.cluster.fleet import AutoscalingDemand, Gpu, Node, Policy, Profile, Stats, Target, Tenant
+from gpubroker.cluster.fleet import (
+    AutoscalingDemand,
+    Finding,
+    Gpu,
+    Node,
+    Policy,
+    Profile,
+    Stats,
+    Target,
+    Tenant,
+)
 from gpubroker.cluster.plan import FleetPlan
 from gpubroker.tasks.task import Quarantined
 from gpubroker.transport.decoding import Page, decode, page_of
@@ -56,6 +66,11 @@ class ClusterApi(Operations):
         """The targets of the fleet and its parts, and how they fare; `raw` also says what keeps new work
         out (`backpressure`)."""
         return page_of(Target, (yield from self._ask("GET", "/targets")))
+
+    @operation
+    def diagnostics(self) -> Steps[Page[Finding]]:
+        """What is wrong with the fleet, the worst first: cause, evidence and remedy."""
+        return page_of(Finding, (yield from self._ask("GET", "/diagnostics")))
 
     @operation
     def policy(self) -> Steps[Policy]:

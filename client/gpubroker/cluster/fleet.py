@@ -249,6 +249,25 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong with the fleet, or with a machine of it."""
+
+    kind: str
+    """A stable token; expect new ones."""
+    subject: str
+    """The device, node, task, model or part that it is about."""
+    severity: str
+    """`critical`, `warning` or `note`."""
+    cause: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """What was measured."""
+    remedy: str = ""
+    """A command, or what to do where none helps."""
+    first_seen_at: datetime | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class IdleTemplate:
     """A task that is submitted again and again as long as devices are idle."""
 

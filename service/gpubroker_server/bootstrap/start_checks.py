@@ -21,7 +21,7 @@ from gpubroker_server.settings.ray import client_server_refused
 
 log = structlog.get_logger("gpubroker.start")
 
-_OTHER_FILES = 1024
+OTHER_FILES = 1024
 """Databases, model servers, runs' files."""
 
 
@@ -192,9 +192,10 @@ def listening_socket(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        owner = _port_owner(port)
+        owner = port_owner(port)
+        by = f" ({owner})" if owner else ""
         raise StartRefused(
-            f"cannot listen on {host}:{port}: {error.strerror}{owner}; "
+            f"cannot listen on {host}:{port}: {error.strerror}{by}; "
             "stop that process, or choose another port with --port (0 takes a free one)"
         ) from None
     return listener
@@ -202,7 +203,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 def allow_open_files(most_connections: int) -> None:
     """Raise the soft limit of open files, which is low on many systems for programs that use select()."""
-    wanted = most_connections + _OTHER_FILES
+    wanted = most_connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         log.warning(
@@ -220,12 +221,13 @@ def own_host(bound: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)  # noqa: S104  # nothing is bound here
 
 
-def _port_owner(port: int) -> str:
+def port_owner(port: int) -> str:
+    """Which process listens there; empty if this user may not know it."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN
             if listens and getattr(connection.laddr, "port", None) == port and connection.pid:
-                return f" (process {connection.pid}, {psutil.Process(connection.pid).name()})"
+                return f"process {connection.pid}, {psutil.Process(connection.pid).name()}"
     return ""
 
 

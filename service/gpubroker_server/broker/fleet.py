@@ -84,6 +84,10 @@ class FleetKeeper:
         """These are committed."""
         del self._news[: len(decisions)]
 
+    def on_committed(self, decisions: Sequence[Decision]) -> None:
+        """What became of reports."""
+        self._control.memory_failures.note(decisions)
+
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
             task = event.task or self._world.tasks.get(TaskId(event.key))

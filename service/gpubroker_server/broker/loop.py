@@ -250,6 +250,8 @@ class Leader:
                 if tries == 0:
                     raise PictureDiverged.of("its reports")
                 continue
+            if self.fleet is not None:
+                self.fleet.on_committed(decisions)
             again = self._without_values(batch, rejected(decisions, verdicts), now)
             self._inbox.replace(len(batch), again)
             left, tries = left - len(batch) + len(again), TRIES

@@ -21,6 +21,7 @@ from gpubroker_server.gateway.arrays.routes import ArrayParts
 from gpubroker_server.gateway.cluster import (
     autoscaling,
     devices,
+    diagnostics,
     disks,
     idle_templates,
     nodes,
@@ -88,6 +89,7 @@ _RESOURCES = (
         nodes,
         disks,
         targets,
+        diagnostics,
         idle_templates,
         models,
         measure,

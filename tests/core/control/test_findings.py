@@ -1,6 +1,6 @@
 """Findings are remembered as long as they are found."""
 
-from gpubroker_server.core.control.findings import Finding, Severity, remember
+from gpubroker_server.core.control.findings.finding import Finding, Severity, remember
 from gpubroker_server.core.domain.units import Instant
 
 

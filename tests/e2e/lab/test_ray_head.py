@@ -17,7 +17,7 @@ import psutil
 import pytest
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.head.head import HeadState, read_state, write_state
-from gpubroker_server.bootstrap.health import health_of
+from gpubroker_server.bootstrap.diagnosis.health import health_of
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.orders import Ended, Gone, NodeLost, NodeReport, Started
 from gpubroker_server.core.domain.units import Lineage, Term

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import platform
 import signal
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,11 @@ _MARKS = frozenset(mark.encode() for mark in (INSTANCE_MARK, NODE_MARK, RUN_MARK
 
 def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def versions() -> dict[str, str]:
+    """Of what every node of a cluster needs in one version."""
+    return {"python": platform.python_version(), "ray": version("ray")}
 
 
 class ProcessId(NamedTuple):

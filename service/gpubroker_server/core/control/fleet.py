@@ -13,6 +13,7 @@ from gpubroker_server.core.control.disk_guard import DiskGuard, DiskLevel, DiskS
 from gpubroker_server.core.control.idle import Idle, IdleRules, Quiet, Reading, idle
 from gpubroker_server.core.control.idle import follow as follow_idle
 from gpubroker_server.core.control.idle_templates import IdleFill, TemplateSeen
+from gpubroker_server.core.control.memory_failures import MemoryFailureCount, MemoryFailures
 from gpubroker_server.core.control.targets import FleetScope, FleetTarget, Measure, Standing, measured
 from gpubroker_server.core.control.targets import follow as follow_targets
 from gpubroker_server.core.domain.decisions import Notice
@@ -67,6 +68,8 @@ class FleetSeen:
     """Devices by key, and nodes by name."""
     pressures: tuple[Pressure, ...] = ()
     templates: tuple[TemplateSeen, ...] = ()
+    memory_failures: tuple[MemoryFailures, ...] = ()
+    """Of tasks that failed so again and again."""
     full_disks: dict[NodeName, str] = field(default_factory=dict)
     """Nodes where nothing may start, and which disk is too full."""
 
@@ -87,6 +90,7 @@ class FleetControl:
         self._alarms: dict[str, Alarm] = {}
         self._disks: dict[tuple[NodeName, str], DiskStanding] = {}
         self._stepped_at: Instant | None = None
+        self.memory_failures = MemoryFailureCount()
 
     def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
         """Look at everything once; returns what the log is to say of it. `pressures`: what backpressure looks
@@ -107,6 +111,7 @@ class FleetControl:
             tuple(self._idle),
             tuple(self._pressures_seen(pressures, now)),
             self.fill.seen,
+            self.memory_failures.often(now),
             self._full_disks(),
         )
         return notices

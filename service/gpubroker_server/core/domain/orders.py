@@ -312,8 +312,9 @@ class NodeReport:
     faults: tuple[tuple[str, str], ...] = ()
     """GPUs that cannot be used: (UUID, or what people call it while that is unknown; why)."""
     complete: bool = True
-    """A device that is not named is removed or lost: no process uses it. False while the agent does not know
-    each of its GPUs."""
+    """What is not named is removed or lost, and unused. False while the agent does not know all its GPUs."""
+    versions: tuple[tuple[str, str], ...] = ()
+    """Of `python` and `ray` there; empty if unknown."""
 
 
 @value
@@ -351,8 +352,7 @@ class NodesListed:
 
 @value
 class TermRefused:
-    """An agent takes no orders of this term, because it knows a later one: another leader's, or one that the
-    database has lost."""
+    """An agent takes no orders of this term: it knows a later one, perhaps one that the database has lost."""
 
     node: NodeName
     lineage: Lineage

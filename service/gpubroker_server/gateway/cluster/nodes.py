@@ -48,6 +48,11 @@ class AgentView(TypedDict):
         NotRequired[dict[str, str]],
         Field(description="GPUs that it cannot use, by UUID or else by number, and why."),
     ]
+    python: Annotated[NotRequired[str], Field(description="Its version there; as `ray`.")]
+    ray: NotRequired[str]
+    clock_ahead_seconds: Annotated[
+        NotRequired[int], Field(description="How far the node's clock is ahead of the leader's.")
+    ]
 
 
 class DrainView(TypedDict):

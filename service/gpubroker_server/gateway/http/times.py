@@ -80,13 +80,18 @@ class Freshness:
 
     def as_of(self) -> AsOf:
         """Raises Problem follower-stale if the World is too old to be shown."""
-        age_seconds, world = self._follower.age_seconds(), self._follower.world
         if self.is_stale:
+            age_seconds = self._follower.age_seconds()
             detail = self._follower.why_stale() or (
                 f"the overview is {age_seconds:.0f} s old, older than {self._limits.stale_seconds:.0f} s; "
                 "single tasks can still be read, and /readyz says which part does not answer"
             )
             raise Problem("follower-stale", detail)
+        return self.last_seen()
+
+    def last_seen(self) -> AsOf:
+        """However old it is."""
+        age_seconds, world = self._follower.age_seconds(), self._follower.world
         at = rfc3339(world.as_of)
         return {"as_of": at, "age_seconds": round(age_seconds, 3), "position": world.position}
 

@@ -26,7 +26,7 @@ from gpubroker_server.adapters.ray.agent.runner_process import retry_until_done
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
 from gpubroker_server.adapters.ray.head.head import lost_file
 from gpubroker_server.adapters.ray.options import AgentConfig
-from gpubroker_server.adapters.ray.processes import boot_id
+from gpubroker_server.adapters.ray.processes import boot_id, versions
 from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, TELLS_LOGS, WireSample, unpack, write_reports
 from gpubroker_server.telemetry.logs import configure_logs
 
@@ -42,7 +42,6 @@ OPENING_MEASURE_SECONDS = 5.0
 """The answer to an announcement waits no longer for the devices; they can be measured later."""
 
 LOG_LIMIT_SECONDS = 30.0
-
 WATCH_HEAD_SECONDS = 1.0
 
 LOST_HEAD_GRACE_SECONDS = 30.0
@@ -311,6 +310,7 @@ class NodeAgent:
             "release": __version__,
             "faults": dict(inventory.faults),
             "complete": inventory.complete,
+            "versions": versions(),
         }
         devices = [
             (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent, d.split)

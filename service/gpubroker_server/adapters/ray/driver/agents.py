@@ -1,5 +1,6 @@
 """The node agents that answer a service: which release each is of, and when it may be replaced."""
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,9 @@ IDLE_SECONDS = 1.0
 AGAIN_SECONDS = 600.0
 """If the next agent is as old, it is not replaced sooner: its machine has the old software."""
 
+MESSAGES = 8
+"""So many of an agent's last ones tell what its clock shows."""
+
 _GONE, _FORGOTTEN = "gone", "forgotten"
 
 
@@ -41,9 +45,13 @@ class AnsweringAgent:
     """Each run that it has, or that was ordered, and what happened to it; until it is gone and forgotten."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """GPUs that it cannot use, and why."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of `python` and `ray`."""
     is_outdated: bool = False
     """It is of an earlier release than this software."""
     idle_since: float | None = None
+    ahead_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MESSAGES))
+    """How far its clock seemed to be ahead in its last messages."""
 
     def note(self, run: RunId, what: str) -> None:
         happened = self.runs.get(run)
@@ -87,11 +95,16 @@ class NodeAgents:
         runs: dict[RunId, set[str]] = {run: set() for run in seen.runs}
         is_outdated = protocol < PROTOCOL or release_numbers(seen.release) < release_numbers(__version__)
         agent = AnsweringAgent(
-            seen.node.incarnation, protocol, seen.release, runs, dict(seen.faults), is_outdated
-        )
+            seen.node.incarnation, protocol, seen.release, runs, dict(seen.faults), dict(seen.versions),
+            is_outdated,
+        )  # fmt: skip
         self._answering[seen.node.name] = agent
         if not agent.is_outdated:
             self._replaced_at.pop(seen.node.name, None)
+
+    def note_clock(self, node: NodeName, ahead_seconds: float) -> None:
+        if (agent := self._answering.get(node)) is not None:
+            agent.ahead_seconds.append(ahead_seconds)
 
     def on_order(self, order: Order) -> None:
         agent = self._answering.get(order.node)
@@ -149,6 +162,9 @@ class NodeAgents:
             "outdated": agent.is_outdated,
             "message": message,
             "gpu_faults": dict(agent.faults),
+            # A slow message makes it seem more.
+            "clock_ahead_seconds": round(min(agent.ahead_seconds, default=0.0)),
+            **agent.versions,
         }
 
     def _was_replaced_in_vain(self, node: NodeName, now: float) -> bool:

@@ -193,7 +193,6 @@ class RayExecutor:
             self._give(node, *(log_order(*log) for log in logs.items()))
 
     def look_at_disks(self, order: DiskOrder) -> None:
-        """An agent of an earlier release cannot."""
         if self._agents.protocol(order.node) >= GUARDS_DISKS:
             self._give(order.node, disk_order(order))
 
@@ -249,6 +248,7 @@ class RayExecutor:
                 received = self._reader.read(packed, boot_seconds() - asked_at)
                 for report in received.reports:
                     self._on_report(received, report)
+                self._agents.note_clock(received.node, received.ahead_seconds)
                 self._replace_if_outdated(received.node)
             case ("answer", number, packed):
                 self.calls.on_answer(number, packed)

@@ -65,6 +65,9 @@ class AgentReports(NamedTuple):
     node: NodeName
     protocol: int
     reports: list[Report | ObjectQuestion]
+    ahead_seconds: float
+    """How far the node's clock is ahead of the reader's; never too little, and too much by at most the time
+    that the message and the question before it took."""
 
 
 class ReportReader:
@@ -86,7 +89,7 @@ class ReportReader:
         arrived_at = self._now() - max(0.0, asked_seconds_ago - held_seconds)
         source = Source(self._cluster, NodeName(node), sent_at, arrived_at)
         read = [read for report in reports if (read := _read(source, report)) is not None]
-        return AgentReports(source.node, protocol, read)
+        return AgentReports(source.node, protocol, read, sent_at - arrived_at)
 
 
 class Source(NamedTuple):
@@ -139,6 +142,7 @@ class NodeForm(Struct):
     release: Name
     faults: dict[Name, Text] = {}
     complete: bool = True
+    versions: dict[Name, Name] = {}
 
 
 class NodeSeenForm(Form, tag="node_seen"):
@@ -356,6 +360,7 @@ def _of_node(source: Source, it: OfNode) -> Report:
                 node.release,
                 tuple(node.faults.items()),
                 node.complete,
+                tuple(node.versions.items()),
             )
         case _:
             assert_never(it)

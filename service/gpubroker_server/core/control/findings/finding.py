@@ -31,7 +31,14 @@ class Finding:
     remedy: str
     """A command, or a sentence where no command helps."""
     first_seen: Instant | None = None
-    """None: found just now, by a look that remembers nothing."""
+    """Since when it is known to be so; None: not known."""
+    tenant: str = ""
+    """Of the task that it is about, which is not shown to others; empty: it is about no task."""
+
+    @property
+    def about(self) -> tuple[str, str]:
+        """By which it is known again."""
+        return self.kind, self.subject
 
 
 def remember(
@@ -39,8 +46,8 @@ def remember(
 ) -> tuple[list[Finding], dict[tuple[str, str], Instant]]:
     """The findings with when each was first seen, the worst first; and what to remember of them. One that is
     gone is forgotten: if it comes back, it is new."""
-    after = {(one.kind, one.subject): before.get((one.kind, one.subject), now) for one in found}
+    after = {one.about: one.first_seen or before.get(one.about, now) for one in found}
     order = list(Severity)
-    dated = [replace(one, first_seen=after[one.kind, one.subject]) for one in found]
+    dated = [replace(one, first_seen=after[one.about]) for one in found]
     dated.sort(key=lambda one: (order.index(one.severity), one.first_seen, one.kind, one.subject))
     return dated, after

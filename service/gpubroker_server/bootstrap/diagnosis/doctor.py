@@ -1,0 +1,192 @@
+"""`gpubroker doctor` without a service: reads of this machine what the settings need."""
+
+import contextlib
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import typer
+from gpubroker.cli.lookup import connect
+from gpubroker.cluster.fleet import Finding as FoundByDoctor
+from gpubroker.errors import BrokerError
+
+from gpubroker_server.adapters.ray.head.raylet import raylet_socket
+from gpubroker_server.bootstrap.diagnosis.health import health_at
+from gpubroker_server.bootstrap.start_checks import OTHER_FILES, port_owner
+from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.control.findings.machine import (
+    SHARED_MEMORY,
+    DiskRoom,
+    MachineSeen,
+    TakenPort,
+    Unreached,
+    about_machine,
+    unreachable_service,
+)
+from gpubroker_server.settings.loading import Settings
+
+CONNECT_SECONDS = 2.0
+_LOCAL_RAY_TEMP = Path("/tmp")  # noqa: S108  # see the supervisor of a local head
+_INOTIFY_LIMIT = Path("/proc/sys/fs/inotify/max_user_instances")
+_PACKAGES = ("gpubroker", "gpubroker-server", "ray")
+
+
+def findings_for(settings: Settings, context: typer.Context) -> list[FoundByDoctor]:
+    """Of this machine and, if it answers, of the service, the worst first."""
+    machine = list(about_machine(look_at_machine(settings)))
+    # A service is found as the SDK finds it, with these settings' data directory.
+    os.environ.setdefault("GPUBROKER_DATA_DIR", str(settings.data_dir))
+    try:
+        with connect(context) as broker:
+            fleet = list(broker.diagnostics().items)
+    except BrokerError as error:
+        fleet, has_started = [], (settings.data_dir / "client.json").exists()
+        machine.append(unreachable_service(str(error), has_started=has_started))
+    found = [*map(_told, machine), *fleet]
+    order = [severity.value for severity in Severity]
+    return sorted(found, key=lambda one: order.index(one.severity))
+
+
+def _told(one: Finding) -> FoundByDoctor:
+    evidence: Mapping[str, str | float] = dict(one.evidence)
+    texts = one.kind, one.subject, one.severity.value, one.cause
+    names = "kind", "subject", "severity", "cause", "evidence", "remedy"
+    raw = dict(zip(names, (*texts, evidence, one.remedy), strict=True))
+    return FoundByDoctor(*texts, evidence, one.remedy, raw=raw)
+
+
+def look_at_machine(settings: Settings) -> MachineSeen:
+    """Changes nothing, and takes a few seconds at most for each address that does not answer."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    runs_ray = settings.engine == "ray"
+    has_local_ray = runs_ray and not settings.ray.address
+    used, limit = _inotify()
+    return MachineSeen(
+        taken_ports=tuple(_taken_ports(settings)),
+        unreached=tuple(_unreached(settings)),
+        open_files=None if hard == resource.RLIM_INFINITY else hard,
+        open_files_needed=settings.limits.connections + OTHER_FILES,
+        inotify_used=used,
+        inotify_limit=limit,
+        shared_memory_mb=_size_mb(Path(SHARED_MEMORY)) if has_local_ray else None,
+        object_store_mb=settings.ray.object_store_mb,
+        ray_temp=_place(_LOCAL_RAY_TEMP if has_local_ray else raylet_socket().parents[3])
+        if runs_ray
+        else None,
+        data_dir=_place(settings.data_dir),
+        data_dir_fault=_fault_of(settings.data_dir),
+        private_files=dict(_modes(settings)),
+        versions=dict(_versions()),
+    )
+
+
+def _taken_ports(settings: Settings) -> Iterator[TakenPort]:
+    """By others than a service of ours."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    for setting, port in (("port", settings.port), ("triton.grpc_port", settings.triton.grpc_port)):
+        # Where the service answers, its other ports are its own as well.
+        if (
+            port
+            and _is_taken(settings.host, port)
+            and not health_at(f"http://{host}:{settings.port}").is_alive
+        ):
+            yield TakenPort(setting, port, port_owner(port))
+
+
+def _is_taken(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+            tried.listen()
+        except OSError:
+            return True
+    return False
+
+
+def _unreached(settings: Settings) -> Iterator[Unreached]:
+    for setting, host, port in _addresses(settings):
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+        except OSError as fault:
+            yield Unreached(setting, f"{host}:{port}", fault.strerror or str(fault))
+
+
+def _addresses(settings: Settings) -> Iterator[tuple[str, str, int]]:
+    """(setting, host, port) of what the service connects to."""
+    database = urlsplit(settings.database)
+    if database.scheme.startswith("postgresql") and database.hostname:
+        yield "database_url", database.hostname, database.port or 5432
+    if settings.engine == "ray" and settings.ray.address:
+        host, _, port = settings.ray.address.rpartition(":")
+        yield "ray.address", host.strip("[]"), int(port)
+    for server in settings.triton.servers:
+        for url in (server.http_url, server.grpc_url):
+            found = urlsplit(url or "")
+            if found.hostname and found.port:
+                yield f"triton server {server.name}", found.hostname, found.port
+
+
+def _inotify() -> tuple[int, int]:
+    """(instances of this user, as many as it may have)"""
+    used = 0
+    for process in psutil.process_iter(["uids"]):
+        uids = process.info["uids"]
+        if uids is not None and uids.real == os.getuid():
+            with contextlib.suppress(OSError):
+                files = Path(f"/proc/{process.pid}/fd").iterdir()
+                used += sum(_target(file) == "anon_inode:inotify" for file in files)
+    try:
+        return used, int(_INOTIFY_LIMIT.read_text())
+    except (OSError, ValueError):
+        return used, 0
+
+
+def _target(file: Path) -> str:
+    try:
+        return os.readlink(file)
+    except OSError:
+        return ""
+
+
+def _place(path: Path) -> DiskRoom | None:
+    """None if it is not there."""
+    try:
+        use = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return DiskRoom(str(path), use.total, use.free)
+
+
+def _size_mb(path: Path) -> int | None:
+    place = _place(path)
+    return None if place is None else place.total_bytes // 2**20
+
+
+def _fault_of(data_dir: Path) -> str:
+    """A directory that does not exist is made by the first start."""
+    if not data_dir.exists():
+        return ""
+    if not data_dir.is_dir():
+        return f"{data_dir} is not a directory"
+    may_use = os.access(data_dir, os.R_OK | os.W_OK | os.X_OK)
+    return "" if may_use else f"this user (uid {os.getuid()}) may not write to {data_dir}"
+
+
+def _modes(settings: Settings) -> Iterator[tuple[str, int]]:
+    for path in (settings.data_dir / "client.json", settings.ray.token_file):
+        with contextlib.suppress(OSError):
+            if path is not None:
+                yield str(path), path.stat().st_mode & 0o777
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            yield package, version(package)

@@ -1,0 +1,78 @@
+"""All findings about the fleet, from what is known of it."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from gpubroker_server.core.control.findings.finding import Finding
+from gpubroker_server.core.control.findings.gpus import held_idle
+from gpubroker_server.core.control.findings.nodes import (
+    clocks_apart,
+    full_disks,
+    spilling_stores,
+    versions_apart,
+)
+from gpubroker_server.core.control.findings.parts import (
+    ServerWay,
+    full_service_disk,
+    no_leader,
+    unreachable_database,
+    unreachable_ray,
+    unreachable_servers,
+)
+from gpubroker_server.core.control.findings.work import (
+    StuckTask,
+    all_on_one_node,
+    bottlenecks,
+    repeated_memory_failures,
+    slow_starts,
+    waits_for_ever,
+)
+from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.world.world import World
+
+MOST_OF_A_SUBJECT = 20
+"""What is wrong everywhere need not be said of each."""
+
+
+class FleetKnown(NamedTuple):
+    """What is known besides the World."""
+
+    executor: Mapping[str, Any]
+    has_leader: bool
+    fleet: FleetSeen = FleetSeen()
+    """As the leader published it."""
+    servers_down: Sequence[ServerWay] = ()
+    stuck: Sequence[StuckTask] = ()
+    age_seconds: float = 0.0
+    is_stale: bool = False
+    disk_full: str = ""
+
+
+def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant) -> Iterator[Finding]:
+    """In no order; of each subject the first MOST_OF_A_SUBJECT."""
+    fresh_seconds = Seconds(3 * policy.sample_period_seconds)
+    agents: Mapping[str, Mapping[str, Any]] = known.executor.get("agents") or {}
+    of_parts: Iterable[Iterator[Finding]] = (
+        no_leader(known.has_leader),
+        unreachable_database(known.age_seconds, known.is_stale),
+        full_service_disk(known.disk_full),
+        unreachable_ray(known.executor),
+        unreachable_servers(known.servers_down),
+    )
+    of_fleet: Iterable[Iterator[Finding]] = (
+        held_idle(world, known.fleet.idle, now),
+        waits_for_ever(known.stuck),
+        repeated_memory_failures(known.fleet.memory_failures),
+        all_on_one_node(world),
+        slow_starts(world, now),
+        bottlenecks(world, policy, now),
+        full_disks(world, now, fresh_seconds),
+        spilling_stores(world, now, fresh_seconds),
+        clocks_apart(agents),
+        versions_apart(agents),
+    )
+    for findings in (*of_parts, *of_fleet):
+        yield from islice(findings, MOST_OF_A_SUBJECT)

@@ -1,0 +1,78 @@
+"""GPUs that are held and not used, and the likely cause."""
+
+from collections.abc import Iterable, Iterator
+
+from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.control.idle import Idle
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Seconds, TaskId
+from gpubroker_server.core.world.background import IDLE_TOP
+from gpubroker_server.core.world.ledger import DeviceLedger, Holding
+from gpubroker_server.core.world.world import World
+
+HELD_SECONDS = Seconds(300.0)
+"""A holder may prepare for so long before its GPU counts as idle because of it."""
+BUSY_SHARE = 0.5
+"""Of a node's CPUs: above it they do what the GPU might."""
+
+
+def held_idle(world: World, idle: Iterable[Idle], now: Instant) -> Iterator[Finding]:
+    """One for each holder. `idle`: devices and nodes that have done next to nothing for a while."""
+    for one in idle:
+        ledger = world.ledgers.get(DeviceKey(one.name))
+        if ledger is None or ledger.sample is None:
+            continue  # a node, or a GPU that is gone
+        for holding in ledger.holdings.values():
+            task, lease = world.tasks.get(TaskId(holding.lease.holder)), holding.lease
+            since = max(one.since, lease.since)
+            is_held = lease.state is LeaseState.HELD and not holding.is_leaving
+            # What a model server takes for itself does not compute; idle work runs where it is idle.
+            if lease.holder_kind is HolderKind.SERVER or lease.priority <= IDLE_TOP:
+                continue
+            if task is not None and is_held and now - since >= HELD_SECONDS:
+                yield _finding(world, ledger, holding, task, since)
+
+
+def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, since: Instant) -> Finding:
+    assert ledger.sample is not None, "only what is measured is idle"
+    seen, device = world.node_samples.get(ledger.device.node), ledger.device
+    evidence: dict[str, str | float] = {
+        "task": task.id,
+        "held_mb": holding.lease.mb,
+        "used_mb": holding.measured_mb,
+        "utilization": ledger.sample.utilization or 0.0,
+    }
+    if seen is not None:
+        evidence["node_cpu"] = round(seen.cpu, 3)
+    elsewhere = _used_elsewhere(world, ledger, holding)
+    if task.model is not None:
+        kind, remedy = "gpu-held-unasked", f"gpubroker unload {task.model.model}"
+        cause = f"Nothing has been asked of model {task.model.model}, which keeps its memory."
+    elif elsewhere is not None:
+        kind, remedy = "gpu-held-wrong-device", f"gpubroker stack {task.id}"
+        cause = (
+            f"{task.name} computes on {elsewhere.device.label}, which it did not lease: it chooses a GPU by "
+            "number instead of taking those in CUDA_VISIBLE_DEVICES."
+        )
+        evidence["uses"] = elsewhere.device.label
+    elif task.external is None and seen is not None and seen.cpu >= BUSY_SHARE:
+        kind, remedy = "gpu-held-on-cpu", f"gpubroker stack {task.id}"
+        cause = f"{task.name} does not use the GPU, and its node's CPUs are busy: does its model run on them?"
+    else:
+        end = "gpubroker cancel" if task.external is None else "gpubroker lease release"
+        kind, remedy = "gpu-held-unasked", f"{end} {task.id}"
+        cause = f"{task.name} holds memory and computes nothing: it waits for data, or for requests."
+    subject = f"{device.label} {task.name}"
+    return Finding(kind, subject, Severity.WARNING, cause, evidence, remedy, since, task.tenant)
+
+
+def _used_elsewhere(world: World, ledger: DeviceLedger, holding: Holding) -> DeviceLedger | None:
+    """Another GPU of the node that its process uses and has no lease of."""
+    mark = holding.lease.mark
+    for key in world.by_node[ledger.device.node]:
+        other = world.ledgers[key]
+        leased = {held.lease.mark for held in other.holdings.values()}
+        if other.sample is not None and other.sample.by_holder.get(mark) and mark not in leased:
+            return other
+    return None

@@ -1,0 +1,167 @@
+"""The machine on which `gpubroker doctor` runs, with or without a service."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.domain.units import in_gib
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  # the name of a file system
+SOCKET_PATH_BYTES = 107
+"""Of a Unix socket, in Linux."""
+RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+FREE_BYTES = 2 * 2**30
+FREE_SHARE = 0.05
+"""Ray's own threshold for a full disk."""
+INOTIFY_SHARE = 0.9
+
+
+class TakenPort(NamedTuple):
+    setting: str
+    port: int
+    holder: str
+    """The process that listens there; empty if this user may not know it."""
+
+
+class Unreached(NamedTuple):
+    """An address of the settings that this machine cannot connect to."""
+
+    setting: str
+    address: str
+    fault: str
+
+
+class DiskRoom(NamedTuple):
+    """A directory and its file system."""
+
+    path: str
+    total_bytes: int
+    free_bytes: int
+
+
+class MachineSeen(NamedTuple):
+    """What was read of it; a part that could not be read is left at its default, of which nothing follows."""
+
+    taken_ports: Sequence[TakenPort] = ()
+    unreached: Sequence[Unreached] = ()
+    open_files: int | None = None
+    """The hard limit; None: none."""
+    open_files_needed: int = 0
+    inotify_used: int = 0
+    """Instances of this user."""
+    inotify_limit: int = 0
+    """0: not known."""
+    shared_memory_mb: int | None = None
+    """Size of /dev/shm; None if it is not there or not needed."""
+    object_store_mb: int = 0
+    """What Ray's object store takes of it."""
+    ray_temp: DiskRoom | None = None
+    """Where Ray keeps its sessions."""
+    data_dir: DiskRoom | None = None
+    """None: it does not exist yet."""
+    data_dir_fault: str = ""
+    private_files: Mapping[str, int] = {}
+    """Files with secrets, and their modes."""
+    versions: Mapping[str, str] = {}
+    """Of installed packages."""
+
+
+def about_machine(seen: MachineSeen) -> Iterator[Finding]:
+    yield from _ports(seen)
+    yield from _limits(seen)
+    yield from _shared_memory(seen)
+    yield from _ray_temp(seen.ray_temp)
+    yield from _data_dir(seen)
+    yield from _versions(seen.versions)
+
+
+def _ports(seen: MachineSeen) -> Iterator[Finding]:
+    for setting, port, holder in seen.taken_ports:
+        cause = f"Port {port} of {setting} is taken by {holder or 'a process of another user'}."
+        remedy = f"stop that process (ss -ltnp 'sport = :{port}'), or choose another {setting}"
+        yield _critical("port-taken", str(port), cause, remedy)
+    for setting, address, fault in seen.unreached:
+        cause = f"This machine cannot connect to {address} of {setting}: {fault}."
+        remedy = f"is it running, and do firewalls let {address} through? Else correct {setting}"
+        yield _critical("address-unreachable", address, cause, remedy)
+
+
+def _limits(seen: MachineSeen) -> Iterator[Finding]:
+    if seen.open_files is not None and seen.open_files < seen.open_files_needed:
+        cause = f"A process may have {seen.open_files} open files, {seen.open_files_needed} are needed."
+        evidence = {"limit": seen.open_files, "needed": seen.open_files_needed}
+        remedy = f"ulimit -Hn {seen.open_files_needed} (LimitNOFILE of a unit), or lower limits.connections"
+        yield _warning("open-files-limit", "open files", cause, remedy, evidence)
+    if seen.inotify_limit and seen.inotify_used >= INOTIFY_SHARE * seen.inotify_limit:
+        cause = f"This user has {seen.inotify_used} of {seen.inotify_limit} inotify instances."
+        evidence = {"used": seen.inotify_used, "limit": seen.inotify_limit}
+        remedy = f"sysctl fs.inotify.max_user_instances={4 * seen.inotify_limit}"
+        yield _warning("inotify-limit", "inotify", cause, remedy, evidence)
+
+
+def _shared_memory(seen: MachineSeen) -> Iterator[Finding]:
+    size_mb, needed_mb = seen.shared_memory_mb, seen.object_store_mb
+    if size_mb is not None and size_mb < needed_mb:
+        cause = (
+            f"{SHARED_MEMORY} has {size_mb} MiB, Ray's object store takes {needed_mb}: it would be on disk."
+        )
+        remedy = f"docker run --shm-size={2 * needed_mb}m, or a memory-backed emptyDir at {SHARED_MEMORY}"
+        evidence = {"size_mb": size_mb, "needed_mb": needed_mb}
+        yield _warning("shared-memory-too-small", SHARED_MEMORY, cause, remedy, evidence)
+
+
+def _ray_temp(place: DiskRoom | None) -> Iterator[Finding]:
+    if place is None:
+        return
+    length = len(place.path.rstrip("/") + RAY_SOCKET)
+    if length > SOCKET_PATH_BYTES:
+        cause = (
+            f"Paths of Ray's sockets below {place.path} have {length} bytes, more than {SOCKET_PATH_BYTES}."
+        )
+        yield _critical("ray-path-too-long", place.path, cause, "export RAY_TMPDIR=/tmp")
+    yield from _room("ray-disk-full", place, "export RAY_TMPDIR to a disk with room, or make some")
+
+
+def _data_dir(seen: MachineSeen) -> Iterator[Finding]:
+    if seen.data_dir_fault:
+        cause = f"The data directory cannot be used: {seen.data_dir_fault}."
+        remedy = "give it to the user of the service: chown -R USER, chmod 700"
+        yield _critical("data-dir-unusable", "data_dir", cause, remedy)
+    if seen.data_dir is not None:
+        yield from _room("data-disk-full", seen.data_dir, f"du -xh {seen.data_dir.path} | sort -h | tail")
+    for path, mode in seen.private_files.items():
+        if mode & 0o077:
+            cause = f"Others may read {path}, which has a secret (mode {mode:04o})."
+            yield _critical("secret-readable", path, cause, f"chmod 600 {path}, then replace the token in it")
+
+
+def _room(kind: str, place: DiskRoom, remedy: str) -> Iterator[Finding]:
+    least = min(FREE_BYTES, FREE_SHARE * place.total_bytes)
+    if place.free_bytes < least:
+        cause = f"The disk of {place.path} has {in_gib(place.free_bytes // 2**20)} left."
+        yield _warning(kind, place.path, cause, remedy, {"free_bytes": place.free_bytes})
+
+
+def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:
+    ours = {versions[name] for name in ("gpubroker", "gpubroker-server") if name in versions}
+    if len(ours) > 1:
+        cause = f"gpubroker and gpubroker-server are of different releases: {', '.join(sorted(ours))}."
+        remedy = f"pip install 'gpubroker=={max(ours)}' 'gpubroker-server=={max(ours)}'"
+        yield _warning("releases-differ", "gpubroker", cause, remedy, dict(versions))
+
+
+def _critical(kind: str, subject: str, cause: str, remedy: str) -> Finding:
+    return Finding(kind, subject, Severity.CRITICAL, cause, {}, remedy)
+
+
+def _warning(
+    kind: str, subject: str, cause: str, remedy: str, evidence: Mapping[str, str | float]
+) -> Finding:
+    return Finding(kind, subject, Severity.WARNING, cause, evidence, remedy)
+
+
+def unreachable_service(fault: str, *, has_started: bool) -> Finding:
+    """`has_started`: with the data directory of this machine's settings."""
+    severity = Severity.WARNING if has_started else Severity.NOTE
+    cause = f"Nothing is said of the fleet: {fault}."
+    return Finding("service-unreachable", "service", severity, cause, {}, "gpubroker serve")

@@ -1,0 +1,87 @@
+"""Nodes: their disks, Ray's object store, clocks, and the software of their agents."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.world.world import World
+
+DISK_SHARE, FULL_SHARE = 0.9, 0.98
+CLOCK_SECONDS = Seconds(10.0)
+"""Reports may take as long."""
+
+Agents = Mapping[str, Mapping[str, Any]]
+"""By node, as `Executor.status` has them."""
+
+
+def full_disks(world: World, now: Instant, fresh_seconds: Seconds) -> Iterator[Finding]:
+    for name, seen in world.node_samples.items():
+        for disk in seen.disks if now - seen.at <= fresh_seconds else ():
+            if disk.used_share >= DISK_SHARE:
+                is_full = disk.used_share >= FULL_SHARE
+                yield Finding(
+                    "disk-full",
+                    f"{name}:{disk.path}",
+                    Severity.CRITICAL if is_full else Severity.WARNING,
+                    f"The disk of {disk.path} on {name} is {disk.used_share:.0%} full.",
+                    {"used": round(disk.used_share, 3), "free_bytes": disk.free_bytes},
+                    f"du -xh {disk.path} | sort -h | tail, on {name}",
+                )
+
+
+def spilling_stores(world: World, now: Instant, fresh_seconds: Seconds) -> Iterator[Finding]:
+    for name, seen in world.node_samples.items():
+        if now - seen.at <= fresh_seconds and seen.store is not None and seen.store.spilled_mb:
+            yield Finding(
+                "object-store-spills",
+                name,
+                Severity.WARNING,
+                f"Ray's object store on {name} is too small: it writes objects to disk.",
+                {"spilled_mb": seen.store.spilled_mb, "total_mb": seen.store.total_mb},
+                "raise ray.object_store_mb; for a joined Ray, --object-store-memory of its `ray start`",
+            )
+
+
+def clocks_apart(agents: Agents) -> Iterator[Finding]:
+    for node, agent in agents.items():
+        seconds = float(agent.get("clock_ahead_seconds") or 0.0)
+        if abs(seconds) >= CLOCK_SECONDS:
+            which = "ahead of" if seconds > 0 else "behind"
+            yield Finding(
+                "clocks-apart",
+                node,
+                Severity.WARNING,
+                f"The clock of {node} is {abs(seconds):.0f} s {which} the leader's.",
+                {"ahead_seconds": round(seconds, 1)},
+                "chronyc makestep, on the machine whose clock is wrong",
+            )
+
+
+def versions_apart(agents: Agents) -> Iterator[Finding]:
+    """Agents of another release than the leader, and nodes with another Python or Ray than most."""
+    for node, agent in agents.items():
+        if agent.get("outdated"):
+            yield Finding(
+                "agent-outdated",
+                node,
+                Severity.NOTE,
+                f"The agent of {node} is of an earlier release than the leader.",
+                {"release": agent.get("release") or "unknown", "protocol": agent.get("protocol", 0)},
+                "pip install --upgrade 'gpubroker-server[ray]' there; an idle node's agent is then replaced",
+            )
+    for what in ("python", "ray"):
+        known = {node: agent[what] for node, agent in agents.items() if agent.get(what)}
+        usual = max(Counter(known.values()).items(), key=lambda one: (one[1], one[0]), default=("", 0))[0]
+        for node, version in known.items():
+            if version != usual:
+                yield Finding(
+                    f"{what}-version-differs",
+                    node,
+                    Severity.WARNING,
+                    f"{node} has {what.capitalize()} {version}, most nodes have {usual}: what is pickled on "
+                    "one may not open on another.",
+                    {"version": version, "usual": usual},
+                    f"gpubroker cordon {node}, then install {what.capitalize()} {usual} there",
+                )

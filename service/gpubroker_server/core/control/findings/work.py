@@ -1,0 +1,188 @@
+"""Work that waits in vain, fails again and again, starts slowly, or is badly spread."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.control.memory_failures import LATELY_SECONDS, MemoryFailures
+from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, in_time
+from gpubroker_server.core.world.world import World
+
+SLOW_SECONDS = Seconds(30.0)
+"""From the order to start a run to its first line of user code."""
+FREE_SHARE = 0.1
+"""Of a GPU's memory: if more is free, memory is not what keeps work out."""
+BUSY_CPU, BUSY_GPU = 0.95, 0.5
+LONELY_SHARE = 0.9
+"""Of all leased GPU memory on one node: all work is there."""
+FEWEST_LEASES = 4
+"""So much work may be on one node by chance."""
+
+
+class StuckTask(NamedTuple):
+    """A task that nothing but a change will start."""
+
+    task: Task
+    reason: str
+    """As `gpubroker explain` says it; so is the message."""
+    message: str
+    would_start: str
+    """The smallest change with which it starts; empty: none was found."""
+
+
+def waits_for_ever(stuck: Iterable[StuckTask]) -> Iterator[Finding]:
+    for task, reason, message, would_start in stuck:
+        evidence: dict[str, str | float] = {"task": task.id, "reason": reason}
+        if would_start:
+            evidence["would_start"] = would_start
+        remedy, since = f"gpubroker explain {task.id}", task.queued_at
+        cause = f"{task.name} waits and will not start by itself: {message}"
+        yield Finding(
+            "pending-for-ever", task.id, Severity.WARNING, cause, evidence, remedy, since, task.tenant
+        )
+
+
+_MEMORY_KINDS = {
+    "cuda": ("GPU memory", "its framework found no room on the GPU", "gpubroker estimates {subject}"),
+    "host": ("host memory", "its runs took more than their memory_mb", "gpubroker explain {task}"),
+    "node": ("host memory", "Ray killed its runs for lack of memory on the node", "gpubroker nodes"),
+}
+
+
+def repeated_memory_failures(failures: Sequence[MemoryFailures]) -> Iterator[Finding]:
+    for one in failures:
+        what, why, remedy = _MEMORY_KINDS[one.memory]
+        within = in_time(max(1.0, one.last_at - one.first_at))
+        yield Finding(
+            f"out-of-memory-{one.memory}",
+            one.name,
+            Severity.WARNING,
+            f"{one.name} ran out of {what} {one.times} times within {within}: {why}.",
+            {"task": one.task, "failures": one.times},
+            remedy.format(subject=one.name, task=one.task),
+            one.first_at,
+            one.tenant,
+        )
+
+
+def all_on_one_node(world: World) -> Iterator[Finding]:
+    """Of several that take work, while tasks wait."""
+    open_nodes = [node.name for node in world.nodes.values() if node.ready and not node.cordoned]
+    leased = {name: _leased_mb(world, name) for name in open_nodes if world.by_node.get(name)}
+    total_mb = sum(leased.values())
+    if len(leased) < 2 or not total_mb or not world.queue.groups:
+        return
+    fullest = max(leased, key=lambda name: (leased[name], name))
+    leases = sum(len(world.ledgers[key].holdings) for key in world.by_node[fullest])
+    others = [name for name in leased if name != fullest]
+    if leased[fullest] < LONELY_SHARE * total_mb or leases < FEWEST_LEASES:
+        return
+    waiting = sum(map(len, world.queue.groups.values()))
+    yield Finding(
+        "all-on-one-node",
+        fullest,
+        Severity.WARNING,
+        f"{fullest} has all the work and tasks wait, although {len(others)} other nodes take tasks.",
+        {"share": round(leased[fullest] / total_mb, 3), "nodes": len(leased), "waiting": waiting},
+        "gpubroker ps --state pending, then gpubroker explain TASK: what keeps it from the other nodes?",
+    )
+
+
+def _leased_mb(world: World, node: NodeName) -> int:
+    return sum(world.ledgers[key].leased_mb() for key in world.by_node[node])
+
+
+def slow_starts(world: World, now: Instant) -> Iterator[Finding]:
+    """By node: runs that took, or are taking, long to begin."""
+    slow: dict[NodeName, list[float]] = {}
+    for name in world.active:
+        task = world.tasks[name]
+        seconds = _start_seconds(task, now)
+        if task.node is not None and seconds >= SLOW_SECONDS:
+            slow.setdefault(task.node, []).append(seconds)
+    for node, starts in sorted(slow.items()):
+        yield Finding(
+            "slow-starts",
+            node,
+            Severity.WARNING,
+            f"Processes of runs take long to start on {node}: {max(starts):.0f} s and less for "
+            f"{len(starts)} of its runs.",
+            {"runs": len(starts), "longest_seconds": round(max(starts), 1)},
+            "raise ray.spares (processes kept ready), and look at the node's disk and CPU: gpubroker nodes",
+        )
+
+
+def _start_seconds(task: Task, now: Instant) -> float:
+    """0 if it did not start lately, or if no process of ours has to start for it."""
+    ordered_at = task.ordered_at or task.admitted_at
+    if not task.is_run or task.members or ordered_at is None:
+        return 0.0
+    if task.state is TaskState.ADMITTED:
+        return now - ordered_at
+    if task.started_at is None or now - task.started_at > LATELY_SECONDS:
+        return 0.0
+    return task.started_at - ordered_at
+
+
+def bottlenecks(world: World, policy: Policy, now: Instant) -> Iterator[Finding]:
+    """What but GPU memory keeps work out, or keeps GPUs from working."""
+    for node in world.nodes.values():
+        if node.ready:
+            yield from _of_node(world, node, policy, now)
+    asked = {name for demand in world.queue.kin for name, _ in demand.counted}
+    for limit in policy.custom_limits:
+        used = world.custom_use.get(limit.name, 0.0)
+        if limit.name in asked and not limit.per_node and used >= limit.amount:
+            yield Finding(
+                "limit-used-up",
+                limit.name,
+                Severity.NOTE,
+                f"Tasks wait because as many run as the limit {limit.name} allows.",
+                {"used": used, "limit": limit.amount},
+                f"raise {limit.name} in policy, if the licence or machine behind it bears more",
+            )
+
+
+def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator[Finding]:
+    ledgers = [world.ledgers[key] for key in world.by_node.get(node.name, ())]
+    free_mb = sum(max(0, ledger.free_mb()) for ledger in ledgers)
+    whole_mb = sum(ledger.device.allocatable_mb for ledger in ledgers)
+    use = world.use[node.name]
+    if world.queue.groups and free_mb > FREE_SHARE * whole_mb:
+        evidence: dict[str, str | float] = {"free_mb": free_mb, "runs": use.runs, "cpu": use.cpu}
+        if 0 < node.max_runs <= use.runs:
+            yield Finding(
+                "run-slots-used-up",
+                node.name,
+                Severity.WARNING,
+                f"GPU memory is free on {node.name}, but all its {node.max_runs} run slots are taken.",
+                evidence,
+                "raise ray.max_runs (GPUBROKER_RAY_MAX_RUNS), then restart the service",
+            )
+        elif use.cpu >= node.cpu > 0:
+            yield Finding(
+                "cpus-used-up",
+                node.name,
+                Severity.WARNING,
+                f"GPU memory is free on {node.name}, but runs were given all its {node.cpu:g} CPUs.",
+                evidence,
+                "gpubroker submit --cpu: ask for fewer, or gpubroker profiles: lower the default",
+            )
+    seen = world.node_samples.get(node.name)
+    period = policy.sample_period_seconds
+    if seen is None or now - seen.at > 3 * period or seen.cpu < BUSY_CPU:
+        return
+    held = [one for one in ledgers if one.leased_mb() and not one.is_stale(now, period)]
+    busy = [one.sample.utilization for one in held if one.sample and one.sample.utilization is not None]
+    if busy and sum(busy) / len(busy) < BUSY_GPU:
+        yield Finding(
+            "cpu-bottleneck",
+            node.name,
+            Severity.WARNING,
+            f"The CPUs of {node.name} are busy and its GPUs wait for them.",
+            {"cpu": round(seen.cpu, 3), "gpu_utilization": round(sum(busy) / len(busy), 3)},
+            f"gpubroker cordon {node.name}, or submit with more CPUs each (--cpu): fewer runs share them",
+        )

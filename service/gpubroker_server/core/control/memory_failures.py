@@ -1,0 +1,66 @@
+"""Runs that ended for lack of memory, counted by what ran out. In one leader's memory only."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.orders import Failure
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+
+LATELY_SECONDS = Seconds(3600.0)
+OFTEN = 3
+"""So many of one kind and name within that time are a finding."""
+MOST_COUNTED = 1_000
+_OF_OURS = {"out_of_memory": "node", "host_memory_exceeded": "host"}
+_OF_FRAMEWORKS = ("CUDA out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "RESOURCE_EXHAUSTED: Out of memory")
+"""PyTorch, CUDA's driver, JAX and TensorFlow."""
+
+
+class MemoryFailures(NamedTuple):
+    """Of the tasks of one name."""
+
+    memory: str
+    """cuda: a framework's own error; host: more than was asked for; node: Ray's memory monitor killed it."""
+    tenant: str
+    name: str
+    task: TaskId
+    """The last one."""
+    times: int
+    first_at: Instant
+    last_at: Instant
+
+
+def memory_of(failure: Failure | None) -> str | None:
+    """What ran out; None if it was not memory."""
+    if failure is None:
+        return None
+    told = any(word in failure.message for word in _OF_FRAMEWORKS)
+    return _OF_OURS.get(failure.kind) or ("cuda" if told else None)
+
+
+class MemoryFailureCount:
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, str], MemoryFailures] = {}
+        """The one that failed longest ago comes first."""
+
+    def note(self, decisions: Iterable[Decision]) -> None:
+        """Committed ones: a run's end has its outcome and its task."""
+        for decision in decisions:
+            outcome = decision.outcome
+            memory = None if outcome is None else memory_of(outcome.failure)
+            if outcome is None or memory is None:
+                continue
+            for write in decision.tasks[:1]:
+                about, at = (memory, write.task.tenant, write.task.name), outcome.at
+                known = self._known.pop(about, None)
+                if known is None or at - known.last_at > LATELY_SECONDS:
+                    known = MemoryFailures(*about, write.task.id, 0, at, at)
+                self._known[about] = known._replace(task=write.task.id, times=known.times + 1, last_at=at)
+        while len(self._known) > MOST_COUNTED:
+            del self._known[next(iter(self._known))]
+
+    def often(self, now: Instant) -> tuple[MemoryFailures, ...]:
+        self._known = {
+            about: one for about, one in self._known.items() if now - one.last_at <= LATELY_SECONDS
+        }
+        return tuple(one for one in self._known.values() if one.times >= OFTEN)

@@ -1,0 +1,126 @@
+"""`gpubroker doctor` on this machine: each fault is a real one, and nothing is changed."""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpubroker_server.bootstrap.diagnosis.doctor import look_at_machine
+from gpubroker_server.core.control.findings.machine import MachineSeen, about_machine
+from gpubroker_server.settings.loading import load_settings
+
+from tests.chaos.forked import ForkedService
+from tests.e2e.service_process import ROOT, environment, until
+from tests.patience import PATIENCE_SECONDS
+
+
+def seen(data_dir: Path, **settings: Any) -> MachineSeen:
+    return look_at_machine(load_settings(None, data_dir=data_dir, **{"port": 0, **settings}))
+
+
+def kinds(data_dir: Path, **settings: Any) -> dict[str, str]:
+    """Kind -> cause."""
+    return {one.kind: one.cause for one in about_machine(seen(data_dir, **settings))}
+
+
+def doctor(*words: str, **variables: str) -> tuple[int, list[Mapping[str, Any]]]:
+    told = subprocess.run(
+        [sys.executable, "-m", "gpubroker_server", "doctor", "-o", "json", *words],
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=ROOT, env=environment(**variables),
+    )  # fmt: skip
+    assert told.stderr == ""
+    return told.returncode, json.loads(told.stdout)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield int(other.getsockname()[1])
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        return int(other.getsockname()[1])
+
+
+def test_a_port_that_another_program_has_is_named_with_that_program(tmp_path: Path, taken_port: int) -> None:
+    assert f"process {os.getpid()}, " in kinds(tmp_path, port=taken_port)["port-taken"]
+
+
+def test_addresses_that_do_not_answer_are_named_with_their_setting(tmp_path: Path, closed_port: int) -> None:
+    server = {"name": "here", "http_url": f"http://127.0.0.1:{closed_port}"}
+    found = seen(
+        tmp_path,
+        database_url=f"postgresql://gpubroker@127.0.0.1:{closed_port}/gpubroker",
+        ray={"address": f"127.0.0.1:{closed_port}"},
+        triton={"servers": [server]},
+    ).unreached
+    assert [one.setting for one in found] == ["database_url", "ray.address", "triton server here"]
+    assert {one.address for one in found} == {f"127.0.0.1:{closed_port}"}
+
+
+def test_a_data_directory_that_is_a_file_cannot_be_used(tmp_path: Path) -> None:
+    place = tmp_path / "data"
+    place.write_text("")
+    assert "is not a directory" in kinds(place)["data-dir-unusable"]
+    assert not kinds(tmp_path / "not-yet").keys() & {"data-dir-unusable", "data-disk-full"}
+    assert not (tmp_path / "not-yet").exists()
+
+
+def test_a_token_that_others_may_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "client.json").write_text("{}")
+    (tmp_path / "client.json").chmod(0o644)
+    assert str(tmp_path / "client.json") in kinds(tmp_path)["secret-readable"]
+
+
+def test_too_few_open_files_are_counted_against_what_the_settings_need(tmp_path: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert hard != resource.RLIM_INFINITY
+    assert "open-files-limit" in kinds(tmp_path, limits={"connections": hard})
+
+
+def test_inotify_instances_and_shared_memory_and_versions_are_read(tmp_path: Path) -> None:
+    found = seen(tmp_path)
+    assert found.inotify_limit > 0
+    assert found.shared_memory_mb
+    assert {"gpubroker", "gpubroker-server", "ray"} <= found.versions.keys()
+    assert "shared-memory-too-small" in kinds(tmp_path, ray={"object_store_mb": 2**30})
+
+
+def test_a_long_path_of_rays_sockets_is_found_before_ray_fails_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("a" * 60)
+    long.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    assert "ray-path-too-long" in kinds(tmp_path, ray={"address": "127.0.0.1:1"})
+
+
+def test_it_works_without_a_service_and_ends_with_1_if_something_is_critical(
+    tmp_path: Path, taken_port: int
+) -> None:
+    code, found = doctor("--data-dir", str(tmp_path), GPUBROKER_PORT="0")
+    assert code == 0
+    assert "service-unreachable" in {one["kind"] for one in found}
+    code, found = doctor("--data-dir", str(tmp_path), GPUBROKER_PORT=str(taken_port))
+    assert (code, found[0]["kind"], found[0]["severity"]) == (1, "port-taken", "critical")
+
+
+def test_with_a_service_it_says_what_that_finds_as_well(tmp_path: Path, closed_port: int) -> None:
+    server = {"name": "here", "http_url": f"http://127.0.0.1:{closed_port}"}
+    triton = {"servers": [server]}
+    with ForkedService(tmp_path / "data", engine="simulated", triton=triton) as running:
+        with running.broker as broker:
+            until(lambda: broker.diagnostics().items, "the server has not answered")
+        port = running.url.rpartition(":")[2]
+        code, found = doctor("--data-dir", str(running.data_dir), GPUBROKER_PORT=port)
+        assert code == 1
+        assert {one["kind"] for one in found} == {"model-server-unreachable"}
+        assert (found[0]["subject"], found[0]["severity"]) == ("here (http)", "critical")

@@ -1,0 +1,262 @@
+"""Each finding about the fleet, from the picture in which it is true; and none from a healthy one."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from gpubroker_server.core.control.findings.diagnose import MOST_OF_A_SUBJECT, FleetKnown, diagnose_fleet
+from gpubroker_server.core.control.findings.finding import Finding, Severity
+from gpubroker_server.core.control.findings.parts import ServerWay
+from gpubroker_server.core.control.findings.work import StuckTask
+from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.control.idle import Idle
+from gpubroker_server.core.control.memory_failures import MemoryFailures
+from gpubroker_server.core.domain.device import DiskSample, NodeSample, StoreSample
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState
+from gpubroker_server.core.domain.models import ModelTerms
+from gpubroker_server.core.domain.policy import CustomLimit, Policy
+from gpubroker_server.core.domain.task import ExternalTerms, Member, TaskState
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.core.world.world import World
+
+from tests.builders import (
+    GIB,
+    NOW,
+    Holding,
+    a_device,
+    a_lease,
+    a_node,
+    a_sample,
+    a_task,
+    a_world,
+    holding,
+    key,
+)
+
+LATER = Instant(NOW + 1_000.0)
+"""By then what has not moved since NOW has been so for long enough."""
+WELL = FleetKnown({"state": "connected", "address": "h:6379", "message": ""}, has_leader=True)
+
+
+POLICY = Policy()
+
+
+def findings(world: World, policy: Policy = POLICY, **known: Any) -> list[Finding]:
+    return list(diagnose_fleet(world, policy, WELL._replace(**known), LATER))
+
+
+def kinds(found: Iterable[Finding]) -> list[tuple[str, str]]:
+    return [(one.kind, one.subject) for one in found]
+
+
+def node_shows(world: World, name: str = "n1", at: float = LATER, **fields: Any) -> None:
+    facts = {"cpu": 0.1, "memory_total_mb": Mib(100), "memory_available_mb": Mib(50), **fields}
+    world.node_samples[NodeName(name)] = NodeSample(NodeName(name), Instant(at), **facts)
+
+
+def idle(*devices: str, since: float = NOW) -> FleetSeen:
+    return FleetSeen(idle=tuple(Idle(name, 0.01, Instant(since)) for name in devices))
+
+
+def test_a_healthy_fleet_has_no_findings() -> None:
+    world = a_world(holding(a_task("t", gpu_mb=GIB), "gpu0"), a_task("waits", gpu_mb=GIB))
+    node_shows(world, disks=(DiskSample("/", 100, 50),), store=StoreSample(Mib(10), Mib(5), Mib(0)))
+    agents = {"n1": {"python": "3.12.1", "ray": "2.50.0", "outdated": False, "clock_ahead_seconds": 1}}
+    assert findings(world, executor={**WELL.executor, "agents": agents}, fleet=idle()) == []
+
+
+def test_a_gpu_whose_holder_computes_nothing_waits_for_work() -> None:
+    world = a_world(holding(a_task("t", name="train", tenant="acme"), "gpu0", mb=GIB))
+    [found] = findings(world, fleet=idle(key("gpu0"), "n1", "a gpu that is gone"))
+    assert kinds([found]) == [("gpu-held-unasked", "n1/gpu0 train")]
+    assert (found.remedy, found.tenant, found.first_seen) == ("gpubroker cancel t", "acme", NOW)
+    assert found.evidence == {"task": "t", "held_mb": GIB, "used_mb": 0, "utilization": 0.0}
+
+
+def test_a_holder_that_came_to_an_idle_gpu_has_time_to_prepare() -> None:
+    world = a_world(holding(a_task("t"), "gpu0", mb=GIB, admitted_at=Instant(LATER - 200.0)))
+    assert findings(world, fleet=idle(key("gpu0"))) == []
+
+
+def test_what_leaves_or_comes_and_a_servers_own_memory_and_idle_work_do_not_count_as_held() -> None:
+    coming = holding(a_task("coming"), "gpu0", mb=GIB, lease_state=LeaseState.RESERVED)
+    leaving = holding(a_task("leaving"), "gpu0", mb=GIB, state=TaskState.STOPPING)
+    server = holding(a_task("server"), mb=GIB)
+    base = a_lease(server.task, "gpu0", GIB)
+    fill = holding(a_task("fill", priority=5), "gpu0", mb=GIB)
+    world = a_world(coming, leaving, server, fill)
+    world.add_lease(type(base)(HolderKind.SERVER, *[getattr(base, f) for f in base.__match_args__[1:]]))
+    assert findings(world, fleet=idle(key("gpu0"))) == []
+
+
+def test_a_model_that_nobody_asks_can_be_unloaded() -> None:
+    model = a_task("m", name="llama", model=ModelTerms("here", "llama"))
+    [found] = findings(a_world(holding(model, "gpu0", mb=GIB)), fleet=idle(key("gpu0")))
+    assert (found.kind, found.remedy) == ("gpu-held-unasked", "gpubroker unload llama")
+
+
+def test_a_lease_of_another_program_is_released_by_its_holder() -> None:
+    held = a_task("l", external=ExternalTerms(Seconds(60.0)))
+    [found] = findings(a_world(holding(held, "gpu0", mb=GIB)), fleet=idle(key("gpu0")))
+    assert (found.kind, found.remedy) == ("gpu-held-unasked", "gpubroker lease release l")
+
+
+def test_a_process_on_a_gpu_that_it_did_not_lease_chose_the_wrong_one() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"), holding(a_task("t", name="train"), "gpu0", mb=GIB))
+    world.measure([a_sample("gpu1", LATER, used_mb=Mib(5000), by_holder={"t:1": Mib(5000)})])
+    [found] = findings(world, fleet=idle(key("gpu0")))
+    assert (found.kind, found.evidence["uses"]) == ("gpu-held-wrong-device", "n1/gpu1")
+    assert (found.subject, found.remedy) == ("n1/gpu0 train", "gpubroker stack t")
+
+
+@pytest.mark.parametrize(("cpu", "kind"), [(0.9, "gpu-held-on-cpu"), (0.1, "gpu-held-unasked")])
+def test_an_unused_gpu_beside_busy_cpus_has_its_model_on_the_cpu(cpu: float, kind: str) -> None:
+    world = a_world(holding(a_task("t", name="train"), "gpu0", mb=GIB))
+    node_shows(world, cpu=cpu)
+    [found] = findings(world, fleet=idle(key("gpu0")))
+    assert (found.kind, found.evidence["node_cpu"]) == (kind, cpu)
+
+
+@pytest.mark.parametrize("would_start", ["with gpu_mb at most 4096, it starts now on n1", ""])
+def test_a_task_that_cannot_start_says_what_would_help(would_start: str) -> None:
+    task = a_task("big", tenant="acme")
+    stuck = [StuckTask(task, "ExceedsCapacity", "90 GiB exceed the largest GPU", would_start)]
+    [found] = findings(a_world(), stuck=stuck)
+    assert (found.kind, found.subject, found.tenant) == ("pending-for-ever", "big", "acme")
+    assert (found.evidence.get("would_start", ""), found.first_seen) == (would_start, NOW)
+    assert "90 GiB exceed the largest GPU" in found.cause
+
+
+def test_repeated_failures_for_lack_of_memory_are_told_apart() -> None:
+    failures = tuple(
+        MemoryFailures(memory, "acme", "train", TaskId("t"), 4, Instant(NOW), LATER)
+        for memory in ("cuda", "host", "node")
+    )
+    found = findings(a_world(), fleet=FleetSeen(memory_failures=failures))
+    assert [one.kind for one in found] == [f"out-of-memory-{of}" for of in ("cuda", "host", "node")]
+    assert [one.remedy for one in found] == [
+        "gpubroker estimates train", "gpubroker explain t", "gpubroker nodes",
+    ]  # fmt: skip
+    assert "ran out of GPU memory 4 times within 17 min" in found[0].cause
+
+
+def a_lonely_fleet(*more: Any) -> World:
+    nodes = [part for node in ("n1", "n2") for part in (a_node(node), a_device("gpu0", node))]
+    runs = [holding(a_task(f"t{n}"), "gpu0", mb=10 * GIB) for n in range(4)]
+    return a_world(*nodes, *runs, *more)
+
+
+def test_work_on_one_node_alone_is_a_finding_while_tasks_wait() -> None:
+    waits = a_task("waits", gpu_mb=70 * GIB)
+    [found] = findings(a_lonely_fleet(waits))
+    assert (found.kind, found.subject) == ("all-on-one-node", "n1")
+    assert found.evidence == {"share": 1.0, "nodes": 2, "waiting": 1}
+    assert findings(a_lonely_fleet()) == []
+    elsewhere = holding(a_task("other"), key("gpu0", "n2"), mb=10 * GIB)
+    assert findings(a_lonely_fleet(waits, elsewhere)) == []
+
+
+def a_slow_start(name: str, seconds: float | None, ago: float = 10.0, **fields: Any) -> Holding:
+    """A run that took so long to start some time ago; None: it has not started."""
+    if seconds is None:
+        return holding(a_task(name), state=TaskState.ADMITTED, admitted_at=Instant(LATER - ago), **fields)
+    started_at = LATER - ago
+    times = {"ordered_at": Instant(started_at - seconds), "started_at": Instant(started_at)}
+    return holding(a_task(name), **times, **fields)
+
+
+def test_processes_that_take_long_to_start_are_counted_by_node() -> None:
+    slow = a_slow_start("slow", 45.0), a_slow_start("still", None, ago=90.0)
+    fine = a_slow_start("quick", 2.0), a_slow_start("new", None), a_slow_start("past", 60.0, ago=4000.0)
+    gang = a_slow_start("gang", 60.0, members=(Member(0, NodeName("n1")),))
+    [found] = findings(a_world(*slow, *fine, gang))
+    assert (found.kind, found.subject) == ("slow-starts", "n1")
+    assert found.evidence == {"runs": 2, "longest_seconds": 90.0}
+
+
+@pytest.mark.parametrize(
+    ("node", "kind"),
+    [({"max_runs": 1}, "run-slots-used-up"), ({"cpu": 2.0}, "cpus-used-up"), ({"ready": False}, "")],
+)
+def test_free_gpu_memory_that_no_run_can_take_has_another_bottleneck(node: dict[str, Any], kind: str) -> None:
+    world = a_world(a_node(**node), a_device(), holding(a_task("t", cpu=2.0)), a_task("waits", gpu_mb=GIB))
+    assert kinds(findings(world)) == ([(kind, "n1")] if kind else [])
+
+
+def test_free_run_slots_do_not_matter_without_free_memory() -> None:
+    full = holding(a_task("t"), "gpu0", mb=80 * GIB)
+    assert findings(a_world(a_node(max_runs=1), a_device(), full, a_task("waits", gpu_mb=GIB))) == []
+
+
+@pytest.mark.parametrize(("used", "count"), [(0.2, 1), (0.8, 0), (None, 0)])
+def test_busy_cpus_beside_waiting_gpus_are_the_bottleneck(used: float | None, count: int) -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"), holding(a_task("t"), "gpu0", mb=GIB))
+    world.measure([a_sample("gpu0", LATER, utilization=used)])
+    node_shows(world, cpu=0.99)
+    assert kinds(findings(world)) == [("cpu-bottleneck", "n1")] * count
+    node_shows(world, at=LATER - 100.0, cpu=0.99)
+    assert findings(world) == []
+
+
+def test_a_limit_that_is_used_up_is_a_finding_while_a_task_asks_for_it() -> None:
+    limits = CustomLimit("licence", 1.0), CustomLimit("fpga", 1.0, per_node=True), CustomLimit("seat", 5.0)
+    custom = {"licence": 1.0, "fpga": 1.0, "seat": 1.0}
+    run = holding(a_task("t", custom=custom))
+    policy = Policy(custom_limits=limits)
+    assert kinds(findings(a_world(run, a_task("w", custom=custom)), policy)) == [("limit-used-up", "licence")]
+    assert findings(a_world(run), policy) == []
+
+
+def test_full_disks_and_a_spilling_object_store_are_found_while_they_are_measured() -> None:
+    disks = DiskSample("/", 100, 50), DiskSample("/data", 1000, 50), DiskSample("/tmp/ray", 1000, 5)
+    world = a_world()
+    node_shows(world, disks=disks, store=StoreSample(Mib(128), Mib(128), Mib(64)))
+    found = findings(world)
+    assert kinds(found) == [
+        ("disk-full", "n1:/data"), ("disk-full", "n1:/tmp/ray"), ("object-store-spills", "n1")
+    ]  # fmt: skip
+    assert [one.severity for one in found[:2]] == [Severity.WARNING, Severity.CRITICAL]
+    node_shows(world, at=LATER - 100.0, disks=disks, store=StoreSample(Mib(128), Mib(128), Mib(64)))
+    assert findings(world) == []
+
+
+def test_clocks_and_versions_that_differ_between_nodes_are_found() -> None:
+    agent = {"python": "3.12.1", "ray": "2.50.0", "clock_ahead_seconds": 0}
+    agents = {
+        "n1": agent, "n2": agent, "n3": {**agent, "clock_ahead_seconds": 40},
+        "n4": {**agent, "clock_ahead_seconds": -40, "ray": "2.44.0"},
+        "n5": {"release": "0.2.0", "protocol": 8, "outdated": True},
+    }  # fmt: skip
+    found = findings(a_world(), executor={**WELL.executor, "agents": agents})
+    assert kinds(found) == [
+        ("clocks-apart", "n3"), ("clocks-apart", "n4"), ("agent-outdated", "n5"),
+        ("ray-version-differs", "n4"),
+    ]  # fmt: skip
+    assert found[1].cause == "The clock of n4 is 40 s behind the leader's."
+    assert found[3].evidence == {"version": "2.44.0", "usual": "2.50.0"}
+
+
+@pytest.mark.parametrize(
+    ("known", "kind", "subject"),
+    [
+        ({"has_leader": False}, "no-leader", "leader"),
+        ({"is_stale": True, "age_seconds": 40.0}, "database-unreachable", "database"),
+        ({"disk_full": "disk full: /data"}, "service-disk-full", "service"),
+        ({"executor": {**WELL.executor, "head_fault": "no answer"}}, "ray-unreachable", "h:6379"),
+        ({"executor": {"state": "failed", "message": "no Ray there"}}, "ray-unreachable", "ray"),
+        ({"servers_down": [ServerWay("t", "http", "refused", True)]}, "model-server-unreachable", "t (http)"),
+    ],
+)
+def test_a_part_that_does_not_answer_is_critical(known: dict[str, Any], kind: str, subject: str) -> None:
+    [found] = findings(a_world(), **known)
+    assert (found.kind, found.subject, found.severity) == (kind, subject, Severity.CRITICAL)
+
+
+def test_a_server_that_answers_over_its_other_port_is_no_loss_of_work() -> None:
+    [found] = findings(a_world(), servers_down=[ServerWay("t", "grpc", "refused", False)])
+    assert found.severity is Severity.WARNING
+
+
+def test_what_is_wrong_everywhere_is_not_said_of_each() -> None:
+    down = [ServerWay(f"t{n}", "http", "refused", True) for n in range(100)]
+    assert len(findings(a_world(), servers_down=down)) == MOST_OF_A_SUBJECT

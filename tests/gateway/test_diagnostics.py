@@ -1,0 +1,97 @@
+"""What is wrong with the fleet, as each caller may see it."""
+
+from typing import Any
+
+import httpx
+from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.core.control.fleet import FleetSeen
+from gpubroker_server.core.control.idle import Idle
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.ports.backends import Trouble
+
+from tests.builders import GIB, NOW, a_device, a_node, a_sample, key
+from tests.gateway.harness import Client, Gateway
+
+
+async def diagnosed(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await client.get("/diagnostics")).json()["items"]
+    return found
+
+
+async def test_a_fleet_that_works_has_no_findings(api: Client) -> None:
+    assert await diagnosed(api) == []
+
+
+async def test_a_finding_has_cause_evidence_and_remedy_and_is_as_old_as_what_it_found(
+    gateway: Gateway, api: Client
+) -> None:
+    task = await api.submit(resources={"gpu_mb": 1024}, name="train")
+    await gateway.admit(task)
+    gateway.fleet = FleetSeen(idle=(Idle(key("gpu0"), 0.01, Instant(NOW - 50.0)),))
+    gateway.clock.advance(400.0)
+    [found] = await diagnosed(api)
+    assert (found["kind"], found["subject"], found["severity"]) == (
+        "gpu-held-unasked", "n1/gpu0 train", "warning",
+    )  # fmt: skip
+    assert (found["remedy"], found["evidence"]["held_mb"]) == (f"gpubroker cancel {task}", 1024)
+    assert found["first_seen_at"] == (await api.get(f"/tasks/{task}")).json()["admitted_at"]
+
+
+async def test_findings_about_tasks_of_others_are_for_admins(gateway: Gateway) -> None:
+    acme = await gateway.client("a", tenant="acme")
+    operator = await gateway.client("o", "cluster:read", tenant="zeta")
+    await gateway.admit(await acme.submit(resources={"gpu_mb": 1024}))
+    gateway.fleet = FleetSeen(idle=(Idle(key("gpu0"), 0.01, Instant(NOW)),))
+    gateway.clock.advance(400.0)
+    assert [one["kind"] for one in await diagnosed(gateway.admin)] == ["gpu-held-unasked"]
+    assert await diagnosed(operator) == []
+    assert (await (await gateway.client("p", "tasks:read")).get("/diagnostics")).status_code == 403
+
+
+async def test_the_worst_is_first_and_what_is_not_dated_is_as_old_as_its_first_answer(
+    gateway: Gateway, api: Client
+) -> None:
+    gateway.executor = {**gateway.executor, "agents": {"n1": {"outdated": True}}}
+    [first] = await diagnosed(api)
+    gateway.has_leader = False
+    gateway.clock.advance(60.0)
+    leader, agent = await diagnosed(api)
+    assert (leader["kind"], agent) == ("no-leader", first)
+    assert leader["first_seen_at"] > agent["first_seen_at"]
+
+
+async def test_it_is_answered_while_the_database_is_away(gateway: Gateway, api: Client) -> None:
+    gateway.age, gateway.full = 100.0, "disk full: /data"
+    assert {one["kind"] for one in await diagnosed(api)} == {"database-unreachable", "service-disk-full"}
+
+
+async def test_a_task_that_no_node_can_run_any_more_says_what_would_let_it_start(
+    gateway: Gateway, api: Client
+) -> None:
+    small = a_device("gpu0", "n2", mb=20 * GIB)
+    await gateway.commit(Decision("n2", "node_seen", nodes=(a_node("n2"),), devices=(small,)))
+    gateway.world.measure([a_sample(small.key)])
+    task = await api.submit(resources={"gpu_mb": 40 * GIB}, name="train")
+    await api.submit(resources={"gpu_mb": 2048}, held=True)
+    await api.post("/nodes/n1/cordon", json={"reason": "repair"})
+    assert await diagnosed(api) == []  # it may be mended soon
+    gateway.clock.advance(601.0)
+    gateway.world.measure([a_sample(device, gateway.clock.at) for device in gateway.world.ledgers])
+    [found] = await diagnosed(api)
+    assert (found["kind"], found["evidence"]["reason"]) == ("pending-for-ever", "NodeCordoned")
+    assert (found["subject"], found["remedy"]) == (task, f"gpubroker explain {task}")
+    assert (
+        found["evidence"]["would_start"] == "with gpu_mb at most 20480 (20.0 GiB), it starts now on n2/gpu0"
+    )
+
+
+async def test_a_model_server_that_does_not_answer_is_found(gateway: Gateway) -> None:
+    server = Server("here", HttpBackend(TritonServer("here", "localhost", 1, b"localhost:1")))
+    gateway.change(servers=(server,))
+    while not server.http.breaker.is_open:
+        server.http.failed(Trouble.UNREACHABLE, "connection refused")
+    [found] = await diagnosed(gateway.admin)
+    assert (found["kind"], found["subject"]) == ("model-server-unreachable", "here (http)")
+    assert "connection refused" in found["cause"]
