@@ -189,6 +189,7 @@ simulated_devices: [{memory_mb: 24GiB}]
             "fleet: {targets: [{scope: all, min_percent: 90, max_percent: 80}]}\n",
             "90 is not below max_",
         ),
+        ("fleet: {watched_directories: [/data, scratch]}\n", "'scratch' is not the path of a directory"),
         ("fleet: {target_util_min_percent: 85}\n", "85 is not below target_util_max_percent 80"),
         ("fleet: {disk: {warn_percent: 66}}\n", "66 is not below clean_percent 65"),
         ("fleet: {disk: {overrides: {rack: {}}}}\n", "write node:NAME or label:KEY=VALUE"),

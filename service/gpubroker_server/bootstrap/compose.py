@@ -150,7 +150,13 @@ def ray_options_of(settings: Settings) -> RayOptions:
         log_format=settings.log_format,
         inherit_env=tuple(ray.inherit_env),
         task_env=settings.task_env,
+        watched_directories=_watched(settings.fleet),
     )
+
+
+def _watched(given: FleetSettings) -> tuple[str, ...]:
+    """The roots of the disk guard too: they are cleaned by how full their disks are."""
+    return tuple(dict.fromkeys([*given.watched_directories, *(root.path for root in given.disk.roots)]))
 
 
 def hosts_of(settings: Settings) -> list[ModelHost]:

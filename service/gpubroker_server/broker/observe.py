@@ -12,7 +12,7 @@ from gpubroker_server.broker.client_requests import ClientRequests
 from gpubroker_server.broker.disk_passes import DiskPasses
 from gpubroker_server.core.control.disk_guard import DiskGuard
 from gpubroker_server.core.domain.decisions import Decision, Outcome
-from gpubroker_server.core.domain.device import DeviceSample, DiskReport
+from gpubroker_server.core.domain.device import DeviceSample, DiskReport, NodeSample
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
@@ -168,6 +168,8 @@ class Observer:
                         about_runs.append(report)
                 case Sampled():
                     self._world.measure(report.samples)
+                case NodeSample():
+                    self._world.measure((), [report])
                 case Gone():
                     after_gone |= {sample.device: sample for sample in report.samples}
                     about_runs.append(report)

@@ -169,7 +169,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     )
     yield ClusterParts(
         world, clock, freshness, leadership, requests, parts.tokens, rules.policy, limits, rules.defaults,
-        rules.kinds, servers, parts.residencies, parts.disk_full, blobs,
+        rules.kinds, servers, parts.residencies, parts.disk_full, parts.history, blobs,
     )  # fmt: skip
     yield IdleTemplateParts(store, clock, parts.tokens, leadership, submissions)
     yield EventParts(records)

@@ -8,7 +8,7 @@ import structlog
 from msgspec import Meta, Struct
 
 from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
-from gpubroker_server.core.domain.device import DeviceSample, DiskReport, FileClass, FoundFile, Node
+from gpubroker_server.core.domain import device
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     MOST_HELD,
@@ -45,13 +45,13 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A database column of four bytes."""
 Position = Annotated[int, Meta(ge=0, le=2**62)]
 """Of a byte in a log or an object."""
-Inode = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(max_length=2048, pattern=r"^[^\x00]*\Z")]
 """A column or a key. PostgreSQL takes no NUL there."""
 Text = Annotated[str, Meta(max_length=128 * 1024)]
 Time = Annotated[float, Meta(ge=0.0)]
 Number = Annotated[float, Meta(ge=0.0, le=1e6)]
 """Finite."""
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 LogTail = Annotated[bytes, Meta(max_length=1024 * 1024)]
 
 
@@ -108,6 +108,9 @@ class Source(NamedTuple):
 Sample = tuple[Name, Count, Count | None, dict[Name, Count], Number | None]
 """(UUID, used MiB, foreign MiB or None, MiB by holder, utilization or None)"""
 
+Health = tuple[Number | None, Number | None, Count | None, Count | None, Position | None, Position | None]
+"""Watts, degrees Celsius, MHz of the SM and of the memory, ECC errors, XID; as GpuHealth."""
+
 
 class Form(Struct, array_like=True, forbid_unknown_fields=True):
     """A report as it is written: its kind, then these fields in their order."""
@@ -122,11 +125,25 @@ class SampledForm(Form, tag="sampled"):
     samples: tuple[Sample, ...]
 
 
+class NodeSampledForm(Form, tag="node_sampled"):
+    at: Time
+    cpu: Share
+    memory_total_mb: Count
+    memory_available_mb: Count
+    memory_pressure: Share | None
+    disks: tuple[tuple[Name, Position, Position], ...]
+    """(path, bytes in total, free ones)"""
+    received_bytes: Position
+    sent_bytes: Position
+    store: tuple[Count, Count | None] | None
+    """(MiB in total, spilled)"""
+    gpus: dict[Name, Health]
+
+
 class DiskForm(Form, tag="disk"):
     at: Time
     request: Name
-    files: tuple[tuple[Text, Text, FileClass, Position, Position, Inode], ...]
-    """(root, path below it, class, bytes, when it was modified in ns, inode)"""
+    files: tuple[device.FoundFile, ...]
     kept: tuple[tuple[Name, Count], ...]
     is_first: bool
     message: Text
@@ -176,7 +193,7 @@ class ReadyForm(RunForm, tag="ready"):
 
 
 class ProgressedForm(RunForm, tag="progressed"):
-    fraction: Annotated[float, Meta(ge=0.0, le=1.0)] | None
+    fraction: Share | None
     message: Text
 
 
@@ -253,7 +270,7 @@ OfRun = (
     | PartForm
     | GoneForm
 )
-OfNode = BeatForm | SampledForm | DiskForm | NodeSeenForm | NodeLostForm
+OfNode = BeatForm | SampledForm | NodeSampledForm | DiskForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
 _REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
@@ -344,31 +361,31 @@ def _of_node(source: Source, it: OfNode) -> Report:
             return Heartbeat(source.node, at)
         case SampledForm():
             return Sampled(source.node, at, _samples(source, at, it.samples))
+        case NodeSampledForm():
+            return device.NodeSample(
+                source.node, at, it.cpu, Mib(it.memory_total_mb), Mib(it.memory_available_mb),
+                it.memory_pressure, tuple(device.DiskSample(*disk) for disk in it.disks),
+                it.received_bytes, it.sent_bytes, None if it.store is None else device.StoreSample(*it.store),
+                {uuid: device.GpuHealth(*health) for uuid, health in it.gpus.items()},
+            )  # fmt: skip
         case DiskForm():
-            files = tuple(FoundFile(*one) for one in it.files)
-            return DiskReport(source.node, at, it.request, files, it.kept, it.is_first, it.message)
+            return device.DiskReport(source.node, at, it.request, it.files, it.kept, it.is_first, it.message)
         case NodeLostForm():
             return NodeLost(source.node, it.incarnation, at, it.why)
         case NodeSeenForm():
             node = it.node
-            memory_mb = Mib(node.memory_mb)
-            return NodeReport(
-                Node(NodeName(node.name), node.cpu, memory_mb, node.max_runs, node.incarnation, node.boot_id),
-                tuple(ReportedDevice(d[0], d[1], d[2], Mib(d[3]), d[4], d[5], d[6]) for d in it.devices),
-                tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in it.runs),
-                at,
-                node.release,
-                tuple(node.faults.items()),
-                node.complete,
-                tuple(node.versions.items()),
-            )
+            rest = node.cpu, Mib(node.memory_mb), node.max_runs, node.incarnation, node.boot_id
+            devices = tuple(ReportedDevice(d[0], d[1], d[2], Mib(d[3]), d[4], d[5], d[6]) for d in it.devices)
+            runs = tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in it.runs)
+            more = node.release, tuple(node.faults.items()), node.complete, tuple(node.versions.items())
+            return NodeReport(device.Node(NodeName(node.name), *rest), devices, runs, at, *more)
         case _:
             assert_never(it)
 
 
-def _samples(source: Source, at: Instant, samples: tuple[Sample, ...]) -> tuple[DeviceSample, ...]:
+def _samples(source: Source, at: Instant, samples: tuple[Sample, ...]) -> tuple[device.DeviceSample, ...]:
     return tuple(
-        DeviceSample(
+        device.DeviceSample(
             device_key(source.cluster, source.node, uuid),
             at,
             Mib(used_mb),
