@@ -43,7 +43,7 @@ CleanedFile = TypedDict(
 )
 
 
-class DiskView(TypedDict):
+class NodeDiskView(TypedDict):
     node: str
     taken_at: Time
     disks: Annotated[list[DiskUse], Field(description="Those that are watched, as last measured.")]
@@ -70,7 +70,7 @@ ERRORS = "not-found disk-unavailable tenant-waits follower-stale validation-fail
     "GET /nodes/{node}/disk",
     "nodes_disk",
     Scope.CLUSTER_READ,
-    DiskView,
+    NodeDiskView,
     f"{ERRORS} store-unavailable",
 )
 async def get_disk(call: Call, parts: Parts, node: str) -> Response:
@@ -85,7 +85,7 @@ async def get_disk(call: Call, parts: Parts, node: str) -> Response:
     "POST /nodes/{node}/disk/clean",
     "nodes_disk_clean",
     Scope.CLUSTER_WRITE,
-    DiskView,
+    NodeDiskView,
     f"malformed-json {ERRORS} store-unavailable",
 )
 async def clean_disk(
@@ -112,7 +112,7 @@ async def _ask(call: Call, parts: Parts, name: str, what: str, about: dict[str, 
     return answer(_view(node, told))
 
 
-def _view(node: NodeName, told: dict[str, Any]) -> DiskView:
+def _view(node: NodeName, told: dict[str, Any]) -> NodeDiskView:
     files: list[CleanedFile] = [
         {
             "path": file["path"],
