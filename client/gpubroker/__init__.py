@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Tenant,
     )
     from gpubroker.cluster.plan import FleetPlan
+    from gpubroker.cluster.stream_api import DrawnStream, WorkStream
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
@@ -75,6 +76,7 @@ _NAMES = {
         "Tenant",
     ),
     "cluster.plan": ("FleetPlan",),
+    "cluster.stream_api": ("DrawnStream", "WorkStream"),
     "decorators": ("inference", "task"),
     "errors": (
         "BrokerError",
@@ -114,6 +116,7 @@ __all__ = [
     "CallFailed",
     "CheckpointTooLarge",
     "Detection",
+    "DrawnStream",
     "Estimate",
     "Event",
     "Explanation",
@@ -159,6 +162,7 @@ __all__ = [
     "Token",
     "Unreachable",
     "WaitTimeout",
+    "WorkStream",
     "WorkerSet",
     "WrongArgument",
     "current_task",

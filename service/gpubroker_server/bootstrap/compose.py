@@ -28,6 +28,7 @@ from gpubroker_server.core.domain.policy import (
     Policy,
     Pool,
     Retention,
+    StreamRules,
     TaskMaximum,
     TenantPolicy,
 )
@@ -76,6 +77,7 @@ def policy_of(settings: Settings) -> Policy:
         **chosen,
         custom_limits=tuple(sorted(customs)),
         pools=pools,
+        stream_rules=StreamRules(**settings.fleet.streams.model_dump()),
         serving=serving_of(settings.triton),
         min_residency_seconds=Seconds(settings.triton.min_residency_seconds),
     )

@@ -18,6 +18,7 @@ class Since(NamedTuple):
 _PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and drain of nodes")
 _DISK = Since("0.3.0", "looking at the disks of nodes")
 _WORKERS = Since("0.3.0", "a worker set")
+_STREAM = Since("0.3.0", "a changed work stream")
 
 KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "array": Since("0.3.0", "arrays"),
@@ -34,6 +35,8 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "form": _WORKERS,
     "scale": _WORKERS,
     "signal": _WORKERS,
+    "stream": _STREAM,
+    "stream_signal": _STREAM,
 }
 """What an earlier leader ignores or does wrong. By `Request.what`, or a word of our own."""
 
