@@ -15,4 +15,4 @@ def test_it_measures_each_load_and_a_look() -> None:
     assert figures["control.falling.overshoot"] == 0.0
     assert 0.0 < figures["control.falling.settle_s"] < 300.0
     assert figures["control.look_ms"] > 0.0
-    assert len(figures) == 11
+    assert len(figures) == 13

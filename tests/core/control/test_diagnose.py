@@ -103,10 +103,13 @@ def test_a_lease_of_another_program_is_released_by_its_holder() -> None:
 
 def test_a_process_on_a_gpu_that_it_did_not_lease_chose_the_wrong_one() -> None:
     world = a_world(a_device("gpu0"), a_device("gpu1"), holding(a_task("t", name="train"), "gpu0", mb=GIB))
-    world.measure([a_sample("gpu1", LATER, used_mb=Mib(5000), by_holder={"t:1": Mib(5000)})])
+    world.measure([a_sample("gpu1", LATER, used_mb=Mib(5000), foreign_mb=Mib(5000))])
     [found] = findings(world, fleet=idle(key("gpu0")))
-    assert (found.kind, found.evidence["uses"]) == ("gpu-held-wrong-device", "n1/gpu1")
+    assert (found.kind, found.evidence["used_without_lease"]) == ("gpu-held-wrong-device", "n1/gpu1")
     assert (found.subject, found.remedy) == ("n1/gpu0 train", "gpubroker stack t")
+    world.measure([a_sample("gpu0", LATER, used_mb=Mib(9000), by_holder={"t:1": Mib(9000)})])
+    [found] = findings(world, fleet=idle(key("gpu0")))
+    assert found.kind == "gpu-held-unasked"  # it does have its data there
 
 
 @pytest.mark.parametrize(("cpu", "kind"), [(0.9, "gpu-held-on-cpu"), (0.1, "gpu-held-unasked")])

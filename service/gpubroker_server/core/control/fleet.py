@@ -68,6 +68,8 @@ class FleetSeen:
     templates: tuple[TemplateSeen, ...] = ()
     memory_failures: tuple[MemoryFailures, ...] = ()
     """Of tasks that failed so again and again."""
+    idle_grace_seconds: Seconds = Seconds(300.0)
+    """What is idle has been so for longer."""
 
 
 class FleetControl:
@@ -106,6 +108,7 @@ class FleetControl:
             tuple(self._pressures_seen(pressures, now)),
             self.fill.seen,
             self.memory_failures.often(now),
+            rules.idle.grace_seconds,
         )
         return notices
 
