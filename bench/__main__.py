@@ -31,7 +31,18 @@ BENCHMARKS: dict[str, ModuleType] = {
             "soak",
             "worker_call",
         ),
-        *("openb", "plan", "evict", "turns", "churn", "simulate", "control", "proxy", "inferences"),
+        *(
+            "openb",
+            "plan",
+            "evict",
+            "turns",
+            "churn",
+            "simulate",
+            "control",
+            "samples",
+            "proxy",
+            "inferences",
+        ),
     )
 }
 

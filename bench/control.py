@@ -1,8 +1,10 @@
-"""Fleet control: how the controller of background work settles, and what one look at a large fleet takes.
+"""Fleet control: how the controller of background work settles, what one look at a large fleet takes, and
+what idle templates make of a simulated day.
 
 The controller follows loads of higher bands on a model of a fleet of 64 GPUs
 (`tests/core/control/fleet_model.py`): background tasks end by themselves, so the share that it gives shows
-with a delay.
+with a delay. The day is that of `tests/simulation/idle_day.py`: 8 GPUs, the real planner, fewer tasks
+at night.
 """
 
 import statistics
@@ -23,6 +25,7 @@ from gpubroker_server.gateway.cluster.diagnostics import MOST_JUDGED, stuck_task
 from bench.measuring import Figure, report
 from tests.builders import GIB, a_task
 from tests.core.control.fleet_model import LOADS, overshoot, settled_after, simulate, swings
+from tests.simulation.idle_day import use_of, waits_of
 
 GPUS_PER_NODE = 8
 
@@ -30,6 +33,7 @@ GPUS_PER_NODE = 8
 def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1000, help=f"of the fleet, {GPUS_PER_NODE} GPUs each")
     parser.add_argument("--looks", type=int, default=50, help="how often it is looked at")
+    parser.add_argument("--hours", type=float, default=24.0, help="of the day with idle templates")
     parser.add_argument("--seeds", type=int, default=5, help="of each load; the worst of them counts")
 
 
@@ -46,6 +50,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
         yield Figure("control", f"control.{name}.overshoot", over, "of all GPUs", options.seeds)
     yield _look(options.nodes, options.looks)
     yield from _diagnoses(options.nodes, options.looks)
+    yield from _day(options.hours, options.seeds)
 
 
 def _look(nodes: int, looks: int) -> Figure:
@@ -82,6 +87,19 @@ def _diagnoses(nodes: int, looks: int) -> Iterator[Figure]:
         assert len(list(stuck_tasks(world, policy, now))) == MOST_JUDGED
         seconds.append(time.perf_counter() - began)
     yield Figure("control", "control.stuck_ms", statistics.median(seconds) * 1000, "ms", len(seconds))
+
+
+def _day(hours: float, seeds: int) -> Iterator[Figure]:
+    """Means over the seeds: shares of the GPUs' time in use, and waits of all higher bands."""
+    days = [[use_of(seed, hours, fills=fills) for fills in (True, False)] for seed in range(1, seeds + 1)]
+    for name, uses in zip(("filled", "plain"), zip(*days, strict=True), strict=True):
+        held = statistics.mean(use.held for use in uses)
+        yield Figure("control", f"control.day.{name}.held", held, "of all GPUs", seeds)
+    for measure in ("median", "mean", "p95"):
+        waits = [waits_of(filled, plain)[measure] for filled, plain in days]
+        for name, seconds in zip(("filled", "plain"), zip(*waits, strict=True), strict=True):
+            figure = f"control.day.{name}.wait_{measure}_s"
+            yield Figure("control", figure, statistics.mean(seconds), "s", seeds)
 
 
 def _fleet(nodes: int) -> World:

@@ -45,6 +45,7 @@ class IdleAgent:
         self._telling = [
             asyncio.create_task(self._tell(config.beat_seconds, lambda: ("beat", time.time()))),
             asyncio.create_task(self._tell(config.sample_period_seconds, self._sampled)),
+            asyncio.create_task(self._tell(config.sample_period_seconds, self._node_sampled)),
         ]
         return "welcome", self._incarnation
 
@@ -75,6 +76,11 @@ class IdleAgent:
 
     def _sampled(self) -> tuple[Any, ...]:
         return "sampled", time.time(), [(device[0], 0, 0, {}, 0.0) for device in self._config.devices or ()]
+
+    def _node_sampled(self) -> tuple[Any, ...]:
+        gpus = {device[0]: (400.0, 60.0, 1980, 2619, 0, None) for device in self._config.devices or ()}
+        disks = [("/tmp/ray", 2**40, 2**39)]
+        return "node_sampled", time.time(), 0.1, 2**18, 2**17, 0.0, disks, 2**40, 2**40, (2**16, 0), gpus
 
     def _seen(self) -> tuple[Any, ...]:
         config = self._config

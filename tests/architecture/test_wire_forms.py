@@ -26,7 +26,7 @@ ACTORS = ("NodeAgent", "Runner")
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
     "agent-8": "005da3f522c4",
-    "agent-9": "2c9649c37101",
+    "agent-9": "99efbd1bfa13",
     "runner-5": "159adbd1a83c",
     "runner-6": "bd3f1abdb241",
 }
@@ -71,7 +71,7 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "af5837540583"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 9, "aca6e40b720f"),
         ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 6, "69cdf664f028"),
     ],
     ids=["driver and agent", "agent and run process"],

@@ -1,18 +1,21 @@
-"""`python -m bench control` judges the controller, and looks at a fleet."""
+"""`python -m bench control` judges the controller, looks at a fleet, and fills a day."""
 
 from argparse import ArgumentParser
 
 from bench import control
 
 
-def test_it_measures_each_load_and_a_look() -> None:
+def test_it_measures_each_load_a_look_and_a_day() -> None:
     parser = ArgumentParser()
     control.add_options(parser)
     figures = {
         one.figure: one.value
-        for one in control.measure(parser.parse_args(["--nodes", "3", "--looks", "3", "--seeds", "1"]))
+        for one in control.measure(
+            parser.parse_args(["--nodes", "3", "--looks", "3", "--seeds", "1", "--hours", "1"])
+        )
     }
     assert figures["control.falling.overshoot"] == 0.0
     assert 0.0 < figures["control.falling.settle_s"] < 300.0
     assert figures["control.look_ms"] > 0.0
-    assert len(figures) == 13
+    assert figures["control.day.filled.held"] > figures["control.day.plain.held"]
+    assert len(figures) == 21

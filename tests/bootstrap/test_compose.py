@@ -4,8 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.bootstrap.compose import defaults_of, inventory_rules_of, policy_of, simulated_devices
+from gpubroker_server.adapters.ray.options import AgentConfig, RayOptions
+from gpubroker_server.bootstrap.compose import (
+    defaults_of,
+    inventory_rules_of,
+    policy_of,
+    ray_options_of,
+    simulated_devices,
+)
 from gpubroker_server.core.domain.device import SHIPPED_KINDS, GpuKind
 from gpubroker_server.core.domain.policy import CustomLimit, Pool, TaskMaximum
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, NodeRules
@@ -146,3 +152,10 @@ def test_pools_and_limits_of_running_tasks_come_from_the_settings() -> None:
         CustomLimit("tenant:*", 8),
         CustomLimit("tenant:acme", 4),
     )
+
+
+def test_each_agent_is_told_which_directories_to_watch() -> None:
+    options = ray_options_of(load_settings(fleet={"watched_directories": ["/data", "/scratch"]}))
+    config = options.agent_config("")
+    assert AgentConfig.from_json(config.to_json()) == config
+    assert config.watched_directories == ("/data", "/scratch")

@@ -186,6 +186,7 @@ simulated_devices: [{memory_mb: 24GiB}]
             "fleet: {targets: [{scope: all, min_percent: 90, max_percent: 80}]}\n",
             "90 is not below max_",
         ),
+        ("fleet: {watched_directories: [/data, scratch]}\n", "'scratch' is not the path of a directory"),
         ("fleet: {target_util_min_percent: 85}\n", "85 is not below target_util_max_percent 80"),
         ("fleet: {backpressure: {queue_length: {high: 5, low: 5}}}\n", "low 5 is not below high 5"),
         ("submit_from_tasks: true\nray: {address: 'h:6379'}\n", "needs tasks_url with ray.address"),

@@ -6,10 +6,11 @@ from pathlib import Path
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.device import NodeSample
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import Gone, Stacked, StackOrder
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.units import Fence, Instant, Mib, MonotonicSeconds, TaskId
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, MonotonicSeconds, NodeName, TaskId
 from gpubroker_server.core.lifecycle.change_requests import STACK_SECONDS
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 
@@ -59,3 +60,12 @@ async def test_a_stack_without_an_answer_is_given_up(tmp_path: Path) -> None:
     observer.on_requests(NOW)
     [decision] = observer.on_requests(Instant(NOW + STACK_SECONDS + 1.0))
     assert (decision.requests_done, decision.answer) == (("r1",), "")
+
+
+async def test_the_newest_sample_of_a_machine_is_in_the_world(tmp_path: Path) -> None:
+    world, blobs = a_world(), DirectoryBlobs(tmp_path)
+    rules = InventoryRules("test", Mib(0))
+    observer = Observer(world, Policy(), blobs, rules, 65536, {}, lambda: MonotonicSeconds(NOW))
+    first, second = (NodeSample(NodeName("n1"), Instant(NOW + n), 0.5, Mib(9), Mib(4)) for n in range(2))
+    assert await observer.on_reports([first, second], NOW) == []
+    assert world.node_samples == {"n1": second}

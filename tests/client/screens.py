@@ -21,6 +21,7 @@ import httpx
 from gpubroker import Broker
 from gpubroker.cli import main
 from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample
 from gpubroker_server.core.domain.orders import Started
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import TaskState
@@ -146,6 +147,12 @@ async def _scene(gateway: Gateway) -> Client:
     await api.post("/tasks/batch", json={"tasks": tasks})
     await api.submit(name="later", not_before="1970-01-13T00:00:00Z")
     await _start(gateway)
+    health = GpuHealth(power_watts=412.0, temperature_celsius=61.0)
+    for node, busy, free, left in zip(nodes, (0.42, 0.07), (96, 201), (380, 910), strict=True):
+        gpus = {device.uuid: health for device in devices if device.node == node.name}
+        memory, disks = (Mib(256 * GIB), Mib(free * GIB)), (DiskSample("/", 1000 * 2**20, left * 2**20),)
+        sample = NodeSample(node.name, gateway.clock.now(), busy, *memory, disks=disks, gpus=gpus)
+        gateway.world.measure((), [sample])
     return api
 
 

@@ -80,3 +80,42 @@ def test_stats_counts_closed_nodes(service: RecordedService, run: Run) -> None:
     )
     assert "4 of 5 ready · 2 cordoned · 1 draining" in run("stats").out
     assert "ready" not in run("stats").out
+
+
+async def test_the_sdk_asks_for_one_node_and_for_more_of_the_past() -> None:
+    async with Gateway() as gateway:
+        token = (await gateway.client("sdk")).headers["authorization"].removeprefix("Bearer ")
+        transport = httpx.ASGITransport(gateway.app)
+        async with AsyncBroker("http://127.0.0.1:8470", token, transport=transport) as broker:
+            node = await broker.node("n1", history="1h")
+            assert [gpu.uuid for gpu in node.devices] == ["gpu0"]
+            assert node.gpu_mb["total"] == (await broker.gpus()).items[0].physical_mb
+            since = [(await broker.nodes(history=text)).items[0].history["since"] for text in ("1h", "0")]
+            assert since == sorted(since)
+            with pytest.raises(Refused, match="no node"):
+                await broker.node("n9")
+
+
+@pytest.mark.parametrize(
+    ("measured", "shown"),
+    [
+        (None, []),
+        ({"stale": True}, []),
+        (
+            {"cpu": 0.5, "memory_total_mb": 100, "memory_available_mb": 40, "disks": [], "stale": False},
+            ["50%", "60%"],
+        ),
+        (
+            {
+                "cpu": 0.5, "memory_total_mb": 0, "memory_available_mb": 0, "stale": False,
+                "disks": [{"total_mb": 0, "free_mb": 0}, {"total_mb": 100, "free_mb": 10}],
+            },
+            ["50%", "100%", "90%"],
+        ),
+    ],
+)  # fmt: skip
+def test_nodes_show_how_busy_and_full_they_are(
+    service: RecordedService, run: Run, measured: dict[str, Any] | None, shown: list[str]
+) -> None:
+    service.reply_with(Reply(200, {"items": [{**NODE, "measured": measured}]}))
+    assert [word for word in run("nodes").out.split() if word.endswith("%")] == shown

@@ -56,3 +56,17 @@ def test_a_gpu_line_names_its_holders_and_the_task_that_memory_is_freed_for() ->
     assert "10.0 GiB free of 24.0" in captured.get()
     assert "train 14.0 GiB (stopping)" in captured.get()
     assert "0.0 GiB of 20.0 GiB freed for 00000009" in captured.get()
+
+
+def test_a_gpu_line_says_how_busy_and_hot_it_is_and_warns_of_errors() -> None:
+    health = {"power_watts": 412.4, "temperature_celsius": 61.0, "ecc_errors": 0, "xid": None}
+    assert "90% busy · 412 W · 61 °C" in shown(a_gpu(utilization=0.9, health=health))
+    assert "!" not in shown(a_gpu(health=health)).partition("█")[0]
+    assert "! 2 ECC errors · ! XID 79" in shown(a_gpu(health={**health, "ecc_errors": 2, "xid": 79}))
+
+
+def shown(gpu: Gpu) -> str:
+    out = Console(width=1000)
+    with out.capture() as captured:
+        out.print(GpuTable([gpu]))
+    return captured.get()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
+from gpubroker_server.core.domain.device import NodeSample
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -113,6 +114,7 @@ class Bench:
         self.heard: dict[RunId, list[Report | ObjectQuestion]] = {}
         self.nodes: list[NodeReport | NodeLost] = []
         self.samples: list[Sampled] = []
+        self.node_samples: list[NodeSample] = []
         self.beats: list[float] = []
         """When each was heard, in seconds of the event loop."""
         self._news = asyncio.Event()
@@ -211,6 +213,8 @@ class Bench:
                         self.beats.append(asyncio.get_running_loop().time())
                     case Sampled():
                         self.samples.append(report)
+                    case NodeSample():
+                        self.node_samples.append(report)
                     case _:
                         self.heard.setdefault((report.task, report.fence, report.rank), []).append(report)
             self._news.set()

@@ -54,6 +54,9 @@ class ExecutorSuite:
         assert isinstance(samples[0], Sampled)
         assert GPU in {sample.device for sample in samples[0].samples}
         assert bench.executor.status()["state"] == "connected"
+        [machine, *_] = await bench.until(lambda: bench.node_samples)
+        assert machine.node == seen.node.name
+        assert 0 < machine.memory_available_mb <= machine.memory_total_mb
 
     async def test_devices_are_measured_when_the_leader_asks(self, bench: Bench) -> None:
         node = (await bench.node()).node.name

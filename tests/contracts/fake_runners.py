@@ -2,12 +2,14 @@
 
 import asyncio
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import PROTOCOL, Report, RunOrder
+from gpubroker_server.adapters.ray.agent.host_meter import RaySession
 from gpubroker_server.adapters.ray.agent.node_agent import NodeAgent
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import WatchedProcess, process_id
@@ -122,6 +124,7 @@ class FakeRunners:
         self.node = "a Ray node"
         self.host = "10.0.0.1"
         self.object_cache_bytes = 100
+        self.session = RaySession(tempfile.gettempdir(), "", 100 * 2**20)
         self.shared: list[bytes] = []
         """What the agent has put where runs read it."""
         self.made: list[Runner] = []

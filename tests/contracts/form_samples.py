@@ -128,6 +128,10 @@ OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
     ("beat", 1000.0),
     ("node_lost", 1000.0, "a.1", "dead"),
 )
+NODE_SAMPLED = (
+    *("node_sampled", 1000.0, 0.5, 100, 60, 0.25, [("/", 1000, 400)], 7, 8, (64, 3)),
+    {"GPU-a": (300.5, 54, 1980, 2619, 0, 79)},
+)
 ASKED = (*WANTED, 5)
 """The agent says from where on it lacks the object."""
 _WANTED, _PART = ObjectWanted(*AT[:2], NOW, "abc", 5, 1), ObjectPart(*AT[:2], NOW, "abc", 9, 5, b"data", 1)
@@ -209,6 +213,7 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     first, *others = [news for news in NEWS if about_logs or news[0] not in SINCE_LOGS]
     reports = [NODE_SEEN, (*first, 999.5), *others, *OF_AN_AGENT]
     reports += [LOGGED, STACK, ASKED, PART] if about_logs else []
+    reports.append(NODE_SAMPLED)  # the form before leaves it out
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(asdict(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

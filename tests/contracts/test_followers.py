@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -12,11 +13,13 @@ from gpubroker_server.adapters.sql import connections
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import LogFollower, fill, refill
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
+from gpubroker_server.broker.background import Publisher
 from gpubroker_server.core.control.backpressure import Pressure
 from gpubroker_server.core.control.fleet import FleetSeen, TargetSeen
 from gpubroker_server.core.control.idle import Idle
+from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample, StoreSample
 from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
-from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
@@ -32,6 +35,12 @@ from tests.patience import PATIENCE_SECONDS
 
 MANY = 1500
 """More than are handed out at once."""
+
+
+NODE_SAMPLE = NodeSample(
+    NodeName("n1"), Instant(1.0), 0.5, Mib(100), Mib(60), 0.25, (DiskSample("/", 1000, 400),), 7, 8,
+    StoreSample(64, None), {"GPU-a": GpuHealth(300.5, 54.0, 1980, 2619, 0)},
+)  # fmt: skip
 
 
 async def heard_all(store: SqlStore) -> None:
@@ -172,7 +181,7 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
         pressure = Pressure("disk_percent", Instant(4.0), 96.0, 95.0, 40, Seconds(30.0))
         fleet = FleetSeen((target,), {"all": 0}, (Idle("n1", 0.0, Instant(5.0)),), (pressure,))
         said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent, fleet=fleet)
-        await one.publish(term, 1, LastValues(leader=said))
+        await one.publish(term, 1, LastValues(leader=said, nodes=(NODE_SAMPLE,)))
         jobs = dict(gateway.jobs())
         jobs["forecasts"].close()
         hearing = asyncio.create_task(jobs["last values"])
@@ -182,6 +191,7 @@ async def test_what_the_leader_says_of_its_nodes_and_of_the_fleet_is_known_in_ev
         assert gateway.leader() == said
         assert gateway.paused() == paused
         assert seen.world.background.is_closed(NodeName("n1"))
+        assert seen.world.node_samples == {"n1": NODE_SAMPLE}
         hearing.cancel()
         await asyncio.wait([hearing])
 
@@ -190,11 +200,26 @@ async def test_unknown_fields_of_a_newer_leader_are_ignored(postgres_url: str) -
     async with opened(postgres_url) as one:
         progress = first_progress(Instant(1.0), 0.25, "").followed_by(Instant(2.0), 0.5, "half")
         leader = LeaderSeen(Term(1), "one:1", Instant(1.0), {})
-        word = LastValues(progress={TaskId("one"): progress}, leader=leader)
+        word = LastValues(progress={TaskId("one"): progress}, leader=leader, nodes=(NODE_SAMPLE,))
         await one.publish(Term(1), 1, word)
         with psycopg.connect(postgres_url) as connection:
             connection.execute('UPDATE last_value SET value = (value::jsonb || \'{"mood": "fine"}\')::text')
         assert (await one.published(0))[1] == word
+
+
+async def test_a_leader_publishes_each_sample_once(postgres_url: str) -> None:
+    world, later = World(), replace(NODE_SAMPLE, at=Instant(2.0))
+    async with opened(postgres_url) as one:
+        publisher = Publisher(world, {}, lambda term: LeaderSeen(term, "one:1", Instant(1.0), {}), one)
+        term, heard, told = await next_term(one), 0, []
+        for samples in ([NODE_SAMPLE], [], [later], []):
+            world.measure([], samples)
+            await publisher.publish(term)
+            heard, values = await one.published(heard)
+            told.append(values.nodes)
+        assert told == [(NODE_SAMPLE,), (), (later,), ()]
+        await publisher.publish(await next_term(one))
+        assert (await one.published(heard))[1].nodes == (later,), "the next leader tells all"
 
 
 async def test_a_refilled_world_forgets_what_is_gone(postgres_url: str) -> None:

@@ -19,7 +19,14 @@ from gpubroker_server.adapters.ray.agent.runner_process import describe
 from gpubroker_server.adapters.ray.driver.reports import ReportReader
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import unpack
-from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.device import (
+    DeviceSample,
+    DiskSample,
+    GpuHealth,
+    Node,
+    NodeSample,
+    StoreSample,
+)
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
@@ -63,6 +70,11 @@ RUNNERS = pytest.mark.parametrize("runner", messages.SPOKEN)
 T, F, N, AT = TaskId("t"), Fence(3), NodeName("n1"), Instant(1000.0)
 OF_RUN = T, F, AT
 SAMPLE = (DeviceSample(DeviceKey("c/n1/GPU-a"), AT, Mib(5), Mib(1), {"t:3": Mib(4)}, 0.5),)
+
+NODE_SAMPLED = NodeSample(
+    N, AT, 0.5, Mib(100), Mib(60), 0.25, (DiskSample("/", 1000, 400),), 7, 8, StoreSample(64, 3),
+    {"GPU-a": GpuHealth(300.5, 54, 1980, 2619, 0, 79)},
+)  # fmt: skip
 
 
 RESULTS = (
@@ -123,6 +135,7 @@ def test_reports_are_read(agent: int) -> None:
         *([] if agent == 8 else [Stacked(*OF_RUN, "r1", "Thread 1", "", 1)]),
         *([] if agent == 8 else [ObjectWanted(*OF_RUN, "abc", 5, 1)]),
         *([] if agent == 8 else [ObjectPart(*OF_RUN, "abc", 9, 5, b"data", 1)]),
+        *([] if agent == 8 else [NODE_SAMPLED]),
     ]
 
 

@@ -1,5 +1,6 @@
 """Idle templates over HTTP, and the gateways that submit their tasks."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,11 @@ from gpubroker_server.gateway.cluster.idle_templates import (
     IdleTemplateParts,
     fill,
 )
+from gpubroker_server.ports.store import TaskFilter
 from structlog.testing import capture_logs
 
 from tests.builders import NOW
+from tests.contracts.scenes import opened
 from tests.gateway.harness import Client, Gateway, a_body, problem
 
 
@@ -174,3 +177,19 @@ async def test_other_tenants_see_and_delete_none_of_it(gateway: Gateway, api: Cl
 async def test_only_templates_have_tasks_of_their_name(api: Client) -> None:
     refused = problem(await api.post("/tasks", json=a_body(name="idle/sweep")), 422, "validation-failed")
     assert [fault["pointer"] for fault in refused["errors"]] == ["/name"]
+
+
+async def test_gateways_on_one_database_submit_each_number_once(postgres_url: str) -> None:
+    async with Gateway() as one, Gateway() as other, opened(postgres_url) as a, opened(postgres_url) as b:
+        [token] = await one.store.tokens()
+        await other.store.drop_token("admin", by="test")
+        await other.store.put_token(token, by="test")
+        await other.parts.tokens.load()
+        for gateway, store in ((one, a), (other, b)):
+            gateway.change(store=store)
+        await made(one.admin)
+        for number in range(0, 30, 3):  # both at once, and one of them with what it has seen before
+            looks = (one, number), (other, number), (other, max(0, number - 3))
+            await asyncio.gather(*(fills(it, TemplateSeen("sweep", number=n, missing=3)) for it, n in looks))
+        records = await a.records(TaskFilter("default", limit=100))
+        assert [record.task.name for record in records] == ["idle/sweep"] * 30

@@ -84,8 +84,8 @@ async def test_a_node_shows_what_its_runs_use(gateway: Gateway, api: Client) -> 
     await gateway.admit(task_id)
     node = (await api.get("/nodes")).json()["items"][0]
     assert (node["name"], node["ready"], node["gpus"]) == ("n1", True, 1)
-    assert node["cpu"] == {"total": 64.0, "used": 4.0}
-    assert node["memory_mb"] == {"total": 256 * GIB, "used": 2048}
+    assert node["cpu"] == {"total": 64.0, "used": 4.0, "free": 60.0}
+    assert node["memory_mb"] == {"total": 256 * GIB, "used": 2048, "free": 256 * GIB - 2048}
     assert node["runs"] == {"limit": 64, "used": 1}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from gpubroker.runtime.messages import Report
 from gpubroker_server.adapters.ray.driver.reports import ReportReader
 from gpubroker_server.adapters.ray.wire import write_reports
-from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.orders import Gone, NodeReport, Sampled
 
 from tests.builders import NOW
@@ -25,7 +25,7 @@ def core_report(report: Report) -> Any:
 
 
 def report_time(report: Report) -> float:
-    return float(report[1] if report[0] in ("sampled", "node_seen") else report[4])
+    return float(report[1] if report[0] in ("sampled", "node_sampled", "node_seen") else report[4])
 
 
 async def inventory(leader: Leader, true: Callable[[NodeReport], bool] = lambda _: True) -> NodeReport:
@@ -52,3 +52,13 @@ async def next_samples(leader: Leader) -> Mapping[str, DeviceSample]:
     while (report := await leader.receive("sampled"))[1] < called_at:
         leader.received.remove(report)
     return of_uuid(core_report(report))
+
+
+async def next_node_sample(leader: Leader) -> NodeSample:
+    """Measured after this call."""
+    called_at = time.time()
+    while (report := await leader.receive("node_sampled"))[1] < called_at:
+        leader.received.remove(report)
+    read = core_report(report)
+    assert isinstance(read, NodeSample)
+    return read

@@ -43,6 +43,9 @@ class Gpu:
     instances: tuple["Gpu | None", ...] = ()
     """Of MIG, by slot; None is an empty one."""
     name: str = "NVIDIA H100"
+    health: tuple[int, int, int, int, int] | None = None
+    """Milliwatts, degrees Celsius, MHz of SM and memory, ECC errors. Without it there are no XIDs either."""
+    xids: list[int] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
     """What calls answer, by their names in the library or ANY_CALL."""
     hanging: str = ""
@@ -70,6 +73,10 @@ class Gpu:
         for kind, processes in (("compute", self.compute), ("graphics", self.graphics)):
             for process in processes:
                 yield "process", self.uuid, kind, process.pid, _or_dash(process.mb)
+        if self.health is not None:
+            yield "health", self.uuid, *self.health
+        for xid in self.xids:
+            yield "xid", self.uuid, xid
         for call, code in self.errors.items():
             yield "fail", self.uuid, call, code
         if self.hanging:

@@ -7,6 +7,8 @@
        gpu       UUID NAME TOTAL USED RESERVED BUSY MIG    MiB, percent; BUSY and MIG may be - (cannot tell)
        instance  UUID NAME TOTAL USED RESERVED BUSY PARENT SLOT
        process   UUID compute|graphics PID USED            USED may be - (cannot tell)
+       health    UUID MILLIWATTS CELSIUS SM MEMORY ECC     MHz; without it the device cannot tell
+       xid       UUID NUMBER                               one critical error, the oldest first
        fail      UUID CALL CODE                            CALL may be *
        hang      UUID CALL                                 the call waits until this line is gone
 
@@ -22,9 +24,10 @@
 
 enum {
     SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6,
-    INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15, VERSION_MISMATCH = 25
+    INSUFFICIENT_SIZE = 7, TIMEOUT = 10, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15, VERSION_MISMATCH = 25
 };
 
+enum { XID_ERRORS = 8, CLOCK_SM = 1, CLOCK_MEMORY = 2 };
 enum { MOST = 64, FIELDS = 10, LINE = 1024 };
 #define MIB (1024ULL * 1024ULL)
 #define NOT_AVAILABLE 0xFFFFFFFFFFFFFFFFULL
@@ -34,6 +37,9 @@ typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } MemoryV2;
 typedef struct { unsigned int gpu, memory; } Utilization;
 typedef struct { unsigned int pid; unsigned long long used; unsigned int gpu_instance, compute_instance; } Process;
+
+typedef struct { const Device *device; int told; } EventSet;
+typedef struct { const Device *device; unsigned long long type, data; unsigned int gpu_instance, compute_instance; } Event;
 
 static Device gpus[MOST], instances[MOST][MOST];
 static int count, users;
@@ -242,4 +248,66 @@ int nvmlDeviceGetComputeRunningProcesses_v2(Device *device, unsigned int *room, 
 
 int nvmlDeviceGetGraphicsRunningProcesses_v2(Device *device, unsigned int *room, Process *processes) {
     return list(device, __func__, "graphics", room, processes);
+}
+
+/* Field `at` of the health of a device that is no instance. */
+static int health(const Device *device, const char *call, int at, unsigned long long *value) {
+    char line[LINE], *field[FIELDS];
+    int code = look(device, call, line, field), found = 0;
+    if (code) return code;
+    FILE *file = machine();
+    while (!found && next(file, "health", line, field)) found = !strcmp(field[1], device->uuid);
+    if (file) fclose(file);
+    if (found) *value = strtoull(field[at], 0, 10);
+    return found ? SUCCESS : NOT_SUPPORTED;
+}
+
+static int small(const Device *device, const char *call, int at, unsigned int *value) {
+    unsigned long long found = 0;
+    int code = health(device, call, at, &found);
+    *value = (unsigned int)found;
+    return code;
+}
+
+int nvmlDeviceGetPowerUsage(Device *device, unsigned int *milliwatts) { return small(device, __func__, 2, milliwatts); }
+
+int nvmlDeviceGetTemperature(Device *device, int sensor, unsigned int *celsius) {
+    return sensor ? INVALID_ARGUMENT : small(device, __func__, 3, celsius);
+}
+
+int nvmlDeviceGetClockInfo(Device *device, int type, unsigned int *mhz) {
+    if (type != CLOCK_SM && type != CLOCK_MEMORY) return INVALID_ARGUMENT;
+    return small(device, __func__, type == CLOCK_SM ? 4 : 5, mhz);
+}
+
+/* Uncorrected (1), since the driver was loaded (0). */
+int nvmlDeviceGetTotalEccErrors(Device *device, int type, int counter, unsigned long long *errors) {
+    return type != 1 || counter ? INVALID_ARGUMENT : health(device, __func__, 6, errors);
+}
+
+int nvmlEventSetCreate(EventSet **set) {
+    *set = calloc(1, sizeof **set);
+    return SUCCESS;
+}
+
+int nvmlDeviceRegisterEvents(Device *device, unsigned long long types, EventSet *set) {
+    unsigned long long value;
+    int code = health(device, __func__, 2, &value);
+    if (code) return code;
+    if (types != XID_ERRORS) return NOT_SUPPORTED;
+    set->device = device;
+    return SUCCESS;
+}
+
+int nvmlEventSetWait_v2(EventSet *set, Event *event, unsigned int milliseconds) {
+    (void)milliseconds;
+    LOOK(set->device);
+    FILE *file = machine();
+    int found = 0;
+    while (found <= set->told && next(file, "xid", line, field)) found += !strcmp(field[1], set->device->uuid);
+    if (file) fclose(file);
+    if (found <= set->told) return TIMEOUT;
+    set->told++;
+    *event = (Event){set->device, XID_ERRORS, strtoull(field[2], 0, 10), ~0u, ~0u};
+    return SUCCESS;
 }

@@ -13,7 +13,7 @@ from typing import Any
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.bootstrap.follower import fill
 from gpubroker_server.broker.dispatch import Dispatcher
-from gpubroker_server.broker.loop import Leader
+from gpubroker_server.broker.loop import Leader, NewFleet
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.leader_term import LeaderTerm
@@ -104,6 +104,8 @@ class FlakyStore(MemoryStore):
 
 
 class Day:
+    new_fleet: NewFleet | None = None
+
     def __init__(self, seed: int, hours: float, tamper: Tamper | None = None) -> None:
         self._seed = seed
         self._end = START + hours * 3600.0
@@ -193,6 +195,7 @@ class Day:
             observer=observer,
             dispatcher=Dispatcher(self._store, self._blobs, self._cluster, self._world, self._timeline, ()),
             clock=self._timeline,
+            new_fleet=self.new_fleet,
         )
         try:
             await self._leader.take_over()

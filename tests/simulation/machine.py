@@ -125,7 +125,9 @@ class Machine:
                 by_holder[device][f"{run.order.task}:{run.order.fence}"] = Mib(mb * 15 // 16)
         now = self._timeline.now()
         return [
-            DeviceSample(device, now, Mib(sum(holders.values())), by_holder=holders)
+            DeviceSample(
+                device, now, Mib(sum(holders.values())), by_holder=holders, utilization=float(bool(holders))
+            )
             for device, holders in by_holder.items()
         ]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -95,11 +95,30 @@ def _facts(gpu: Gpu) -> list[str]:
             for pledge in gpu.pledges
         ),
         f"! {size(foreign)} used but not leased" if foreign else "",
-        f"{gpu.utilization:.0%} busy" if gpu.utilization is not None else "",
+        _use(gpu),
+        " · ".join(_errors(gpu.health or {})),
         "" if gpu.present else "not in its machine",
         f"! {gpu.fault}" if gpu.fault else "no recent measurement" if gpu.stale else "",
     )
     return [fact for fact in facts if fact]
+
+
+def _use(gpu: Gpu) -> str:
+    health = gpu.health or {}
+    watts, celsius = health.get("power_watts"), health.get("temperature_celsius")
+    parts = (
+        "" if gpu.utilization is None else f"{gpu.utilization:.0%} busy",
+        "" if watts is None else f"{watts:.0f} W",
+        "" if celsius is None else f"{celsius:.0f} °C",
+    )
+    return " · ".join(part for part in parts if part)
+
+
+def _errors(health: Mapping[str, Any]) -> Iterator[str]:
+    if health.get("ecc_errors"):
+        yield f"! {health['ecc_errors']} ECC errors"
+    if health.get("xid"):
+        yield f"! XID {health['xid']}"
 
 
 def _holder(holder: Holder) -> str:

@@ -25,7 +25,10 @@ Because = Annotated[
 
 
 def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:
-    """List nodes, and what is used of them."""
+    """List nodes: what is held of them (CPU, MEMORY, RUNS), and how busy and full they are.
+
+    USED is host memory and DISK the fullest of the watched disks, whoever uses them.
+    """
     with connect(context) as broker:
         emit_all(output, broker.nodes().items, _nodes)
 
@@ -76,7 +79,10 @@ _NODE_COLUMNS = (
     Column("NODE", share=0.3),
     Column("STATE"),
     Column("CPU"),
+    Column("BUSY"),
     Column("MEMORY"),
+    Column("USED"),
+    Column("DISK"),
     Column("RUNS"),
     Column("GPUS"),
 )
@@ -88,14 +94,29 @@ def _nodes(listed: Sequence[Node]) -> RenderableType:
             node.name,
             _state(node),
             f"{node.cpu.get('used', 0):g}/{node.cpu.get('total', 0):g}",
+            busy,
             f"{gib(node.memory_mb.get('used', 0))}/{gib(node.memory_mb.get('total', 0))} GiB",
+            memory,
+            disk,
             f"{node.runs.get('used', 0)}/{node.runs.get('limit', 0)}",
             str(node.gpus),
         )
         for node in listed
+        for busy, memory, disk in [_measured(node)]
     ]
     notes = [Text(f"! {node.name}: {note}", style="yellow") for node in listed for note in _notes(node)]
     return Group(PlainTable(_NODE_COLUMNS, rows), *notes) if rows else Text("no nodes")
+
+
+def _measured(node: Node) -> tuple[str, str, str]:
+    """How busy its CPUs are, and how full its memory and its fullest disk."""
+    now = node.measured
+    if now is None or now["stale"]:
+        return "", "", ""
+    disks = (1 - disk["free_mb"] / disk["total_mb"] for disk in now["disks"] if disk["total_mb"])
+    fullest = max(disks, default=None)
+    used = 1 - now["memory_available_mb"] / max(1, now["memory_total_mb"])
+    return f"{now['cpu']:.0%}", f"{used:.0%}", "" if fullest is None else f"{fullest:.0%}"
 
 
 def _notes(node: Node) -> Iterator[str]:

@@ -18,19 +18,27 @@ from gpubroker.cluster.plan import FleetPlan
 from gpubroker.tasks.task import Quarantined
 from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Steps
-from gpubroker.transport.operations import Operations, operation, without_none
+from gpubroker.transport.operations import Operations, operation, path_part, without_none
 
 
 class ClusterApi(Operations):
     @operation
-    def gpus(self, *, idle: bool | None = None) -> Steps[Page[Gpu]]:
-        """All devices, with what is leased, used and free on each; or those that are idle, or are not."""
-        return page_of(Gpu, (yield from self._ask("GET", "/gpus", idle=idle)))
+    def gpus(self, *, idle: bool | None = None, history: str | None = None) -> Steps[Page[Gpu]]:
+        """All devices, with what is leased, used and free on each; or those that are idle, or are not.
+
+        `history`: how much of the past to show, such as `1h`, which is the most; the default is `5m`.
+        """
+        return page_of(Gpu, (yield from self._ask("GET", "/gpus", idle=idle, history=history)))
 
     @operation
-    def nodes(self) -> Steps[Page[Node]]:
-        """All machines, and whether they answer."""
-        return page_of(Node, (yield from self._ask("GET", "/nodes")))
+    def nodes(self, *, history: str | None = None) -> Steps[Page[Node]]:
+        """All machines, whether they answer, what is held and what is measured. `history` as in `gpus`."""
+        return page_of(Node, (yield from self._ask("GET", "/nodes", history=history)))
+
+    @operation
+    def node(self, name: str, *, history: str | None = None) -> Steps[Node]:
+        """One machine with its `devices`. Raises NotFound. `history` as in `gpus`."""
+        return decode(Node, (yield from self._ask("GET", f"/nodes/{path_part(name)}", history=history)))
 
     @operation
     def quarantine(self) -> Steps[Page[Quarantined]]:

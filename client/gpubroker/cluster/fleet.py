@@ -77,20 +77,25 @@ class Gpu:
     """Part of `free_mb` that the usual demands cannot use, weighted by their frequency."""
     utilization: float | None = None
     """0 to 1."""
+    health: Mapping[str, Any] | None = None
+    """`power_watts`, `temperature_celsius`, `sm_clock_mhz`, `memory_clock_mhz`, `ecc_errors` and `xid`; None
+    if it is simulated, an instance, or does not answer."""
     sampled_at: datetime | None = None
     stale: bool = False
     fault: str | None = None
     """Why its node's agent cannot measure it."""
     holders: tuple[Holder, ...] = ()
     pledges: tuple[Pledge, ...] = ()
+    history: Mapping[str, Any] = field(default_factory=dict)
+    """`values` by measure, one each `step_seconds` from `since` on; None where nothing was measured."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. `cpu`, `memory_mb` and `runs` say what is used of the total. `agent` has the node agent's
-    `release`, whether it is `outdated`, a `message` if something has to be done, and `gpu_faults`: GPUs that
-    it cannot use, and why."""
+    """One machine. `cpu`, `memory_mb`, `gpu_mb` and `runs` say what is held of the total. `agent` has the
+    agent's `release`, whether it is `outdated`, a `message` if something has to be done, and `gpu_faults`:
+    GPUs that it cannot use, and why."""
 
     name: str
     ready: bool = True
@@ -106,6 +111,15 @@ class Node:
     memory_mb: Mapping[str, int] = field(default_factory=dict)
     runs: Mapping[str, int] = field(default_factory=dict)
     gpus: int = 0
+    gpu_mb: Mapping[str, int] = field(default_factory=dict)
+    measured: Mapping[str, Any] | None = None
+    """What is in use, whoever uses it: `cpu` (0 to 1), `memory_total_mb`, `memory_available_mb`,
+    `memory_pressure`, `disks`, `received_bytes`, `sent_bytes`, `object_store`, `sampled_at`, `stale`."""
+    holders: tuple[Mapping[str, Any], ...] = ()
+    history: Mapping[str, Any] = field(default_factory=dict)
+    """As of a Gpu."""
+    devices: tuple[Gpu, ...] = ()
+    """Of one node that was asked for by its name."""
     labels: Mapping[str, str] = field(default_factory=dict)
     agent: Mapping[str, Any] | None = None
     raw: Raw = field(default_factory=dict, repr=False)

@@ -149,6 +149,7 @@ def ray_options_of(settings: Settings) -> RayOptions:
         log_format=settings.log_format,
         inherit_env=tuple(ray.inherit_env),
         task_env=settings.task_env,
+        watched_directories=tuple(settings.fleet.watched_directories),
     )
 
 

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from gpubroker_server.gateway.proxy.grpc_port import GrpcPort
 
 
+NODES_AT_ONCE = 20
+"""So many are taken into the history before requests have their turn."""
 FIRST_LOOK_SECONDS = 1.0
 """How long a start waits for model servers to list their models."""
 
@@ -146,6 +148,7 @@ class GatewayRole:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
         jobs.append(("idle templates", keep_filling(self._templates)))
         jobs.append(("logs that are read", self._parts.log_readers.keep()))
+        jobs.append(("history of samples", self._keep_history()))
         if self._parts.residencies is not None:
             jobs.append(("use of models", self._parts.residencies.keep_reporting()))
             jobs.append(("models of inferences", QueuedModels(self._parts.residencies).keep()))
@@ -204,6 +207,13 @@ class GatewayRole:
             return None
         self._driver = CallingDriver(ray_options_of(self._settings))
         return self._driver
+
+    async def _keep_history(self) -> None:
+        while True:
+            for taken, _ in enumerate(self._parts.history.follow(self._follower.world), 1):
+                if taken % NODES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            await asyncio.sleep(self._parts.rules.policy.sample_period_seconds)
 
     @property
     def url(self) -> str:

@@ -104,7 +104,7 @@ class LeaderStatus:
     async def _read(self) -> None:
         self._heard, values = await self._store.published(self._heard)
         world = self._follower.world
-        world.measure(values.samples)
+        world.measure(values.samples, values.nodes)
         self._published = values.leader or self._published
         if values.leader is not None and values.leader.fleet is not None:
             room = background_room(world, self._policy, values.leader.fleet.background_mb)

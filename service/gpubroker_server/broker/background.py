@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.policy import Policy, Retention
-from gpubroker_server.core.domain.units import DeviceKey, Position, Seconds, TaskId, Term
+from gpubroker_server.core.domain.units import DeviceKey, NodeName, Position, Seconds, TaskId, Term
 from gpubroker_server.core.explain.autoscaling import autoscaling_demand, room_for_all
 from gpubroker_server.core.serving.slots import AWAY_SECONDS, HOLD_SECONDS, Shares, SlotShares
 from gpubroker_server.core.world.world import World
@@ -86,6 +86,7 @@ class Publisher:
         self._number = 0
         """Of the last publication of this term."""
         self._samples: dict[DeviceKey, DeviceSample] = {}
+        self._nodes: dict[NodeName, NodeSample] = {}
         self._runs: dict[TaskId, Progress] = {}
         """What was last published."""
 
@@ -100,23 +101,24 @@ class Publisher:
         """What cannot be written now is published the next time."""
         if term != self._term:
             self._term, self._number = term, 0
-            self._samples, self._runs = {}, {}
+            self._samples, self._nodes, self._runs = {}, {}, {}
         samples = {
             key: ledger.sample for key, ledger in self._world.ledgers.items() if ledger.sample is not None
         }
-        runs = dict(self._progress)
+        nodes, runs = dict(self._world.node_samples), dict(self._progress)
         values = LastValues(
             samples=[sample for key, sample in samples.items() if sample is not self._samples.get(key)],
             progress={task: last for task, last in runs.items() if last is not self._runs.get(task)},
             leader=self._leader(term),
             ended=[task for task in self._runs if task not in runs],
+            nodes=[sample for name, sample in nodes.items() if sample is not self._nodes.get(name)],
         )
         try:
             await self._store.publish(term, self._number + 1, values)
         except StoreUnavailable:
             return
         self._number += 1
-        self._samples, self._runs = samples, runs
+        self._samples, self._nodes, self._runs = samples, nodes, runs
 
 
 class SlotDivider:

@@ -10,7 +10,7 @@ import structlog
 from gpubroker_server.broker.arrays import Arrays, with_pages_stored
 from gpubroker_server.broker.client_requests import ClientRequests
 from gpubroker_server.core.domain.decisions import Decision, Outcome
-from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
@@ -164,6 +164,8 @@ class Observer:
                         about_runs.append(report)
                 case Sampled():
                     self._world.measure(report.samples)
+                case NodeSample():
+                    self._world.measure((), [report])
                 case Gone():
                     after_gone |= {sample.device: sample for sample in report.samples}
                     about_runs.append(report)

@@ -167,7 +167,7 @@ def _parts_of_resources(parts: AppParts, telemetry: Telemetry) -> Iterator[objec
     )
     yield ClusterParts(
         world, clock, freshness, leadership, requests, parts.tokens, rules.policy, limits, rules.defaults,
-        rules.kinds, servers, parts.residencies, parts.disk_full,
+        rules.kinds, servers, parts.residencies, parts.disk_full, parts.history,
     )  # fmt: skip
     yield IdleTemplateParts(store, clock, parts.tokens, leadership, submissions)
     yield EventParts(records)

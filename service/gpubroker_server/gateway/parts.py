@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from gpubroker_server.core.control.history import FleetHistory
 from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.gateway.http.bodies import RequestLimits
@@ -63,6 +64,8 @@ class AppParts:
     """All model servers."""
     served: Sequence[tuple[ServerRules, ModelHost]] = ()
     """Those with models in the ledger."""
+    history: FleetHistory = field(default_factory=FleetHistory)
+    """The composition root has it follow the World."""
     worker_calls: WorkerCalls | None = None
     """The way to workers of sets; None if this process has no Ray driver."""
     name: str = "gateway"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from gpubroker_server.core.domain.device import GpuHealth
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 
@@ -43,6 +44,8 @@ class MeasuredDevice:
     foreign_mb: Mib | None
     by_holder: Mapping[str, Mib]
     utilization: float | None
+    health: GpuHealth | None = None
+    """None for simulated devices and for instances."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gpubroker_server.core.control.fleet import FleetSeen
-from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.core.serving.slots import Claim, Shares
@@ -44,6 +44,7 @@ class LastValues:
     leader: LeaderSeen | None = None
     ended: Sequence[TaskId] = ()
     """Runs that have ended: remove their progress."""
+    nodes: Sequence[NodeSample] = ()
 
 
 def claim_name(task: TaskId, fence: Fence) -> str:

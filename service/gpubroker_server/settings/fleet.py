@@ -90,10 +90,19 @@ class FleetSettings(Section):
     targets: list[TargetSettings] = Field(default_factory=list)
     controller: bool = False
     gains: GainSettings = Field(default_factory=GainSettings)
+    watched_directories: list[str] = Field(default_factory=list)
     idle_check_seconds: Annotated[float, Field(gt=0)] = 60.0
     idle_below_percent: Percent = 5.0
     idle_grace_seconds: Duration = 300.0
     backpressure: BackpressureSettings = Field(default_factory=BackpressureSettings)
+
+    @field_validator("watched_directories")
+    @classmethod
+    def _directories_are_absolute(cls, directories: list[str]) -> list[str]:
+        for one in directories:
+            if not one.startswith("/"):
+                raise ValueError(f"{one!r} is not the path of a directory on the nodes; write it from / on")
+        return directories
 
     @model_validator(mode="after")
     def _least_is_below_most(self) -> Self:

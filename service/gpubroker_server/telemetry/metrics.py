@@ -32,6 +32,9 @@ from gpubroker_server.telemetry.durations import DurationCollector
 from gpubroker_server.telemetry.inferences import COUNTERS as OF_INFERENCES
 from gpubroker_server.telemetry.inferences import GAUGES as ABOUT_INFERENCES
 from gpubroker_server.telemetry.inferences import inference_metrics
+from gpubroker_server.telemetry.nodes import COUNTERS as COUNTED_ON_NODES
+from gpubroker_server.telemetry.nodes import GAUGES as OF_NODES
+from gpubroker_server.telemetry.nodes import node_samples
 
 _RELEASE = version("gpubroker-server")
 
@@ -52,11 +55,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("band",),
     ),
     "gpubroker_workers": ("Workers of sets: `wanted`, and those that are `running`.", ("state",)),
-    "gpubroker_node_ready": (
-        "1 if the node's agent answers the leader, 0 if it is silent; absent without a known leader.",
-        ("hostname",),
-    ),
-    "gpubroker_node_gpu_faults": ("GPUs that the node's agent cannot use.", ("hostname",)),
+    **OF_NODES,
     "gpubroker_silent_nodes": ("Silent nodes that are not given up; absent without a known leader.", ()),
     "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
     "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
@@ -113,6 +112,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
     "gpubroker_preemptions": ("Tasks and models that made room since this process started.", ("holder",)),
+    **COUNTED_ON_NODES,
     **OF_INFERENCES,
     "gpubroker_model_server_faults": (
         "Calls of a model server that were refused, broke off or timed out.",
@@ -234,6 +234,8 @@ class WorldCollector(Collector):
         yield _gauge("gpubroker_build_info", [((_RELEASE,), 1)])
         yield from _task_metrics(sources.world, sources.now())
         yield from _device_metrics(sources.world)
+        for name, samples in node_samples(sources.world, sources.now(), sources.policy.sample_period_seconds):
+            yield (_counter if name in COUNTERS else _gauge)(name, samples)
         yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
         yield from _tenant_metrics(sources)
         yield from _forecast_metrics(sources.world)
@@ -376,7 +378,9 @@ def _device_metrics(world: World) -> Iterator[Metric]:
     yield per_device("gpubroker_gpu_memory_overused_bytes", lambda b: (b.held_mb() - b.leased_mb()) * _MIB)
     yield per_device("gpubroker_gpu_memory_foreign_bytes", lambda b: (b.foreign_mb + b.unexplained_mb) * _MIB)
     yield per_device("gpubroker_gpu_memory_free_bytes", lambda b: max(0, b.free_mb()) * _MIB)
-    yield per_device("gpubroker_gpu_utilization_ratio", _utilization)
+    yield per_device(
+        "gpubroker_gpu_utilization_ratio", lambda b: None if b.sample is None else b.sample.utilization
+    )
 
 
 def _fragmentation_metrics(
@@ -393,7 +397,3 @@ def _fragmentation_metrics(
 def _quarantined_mb(ledger: DeviceLedger) -> int:
     leases = (holding.lease for holding in ledger.holdings.values())
     return sum(lease.mb for lease in leases if lease.state is LeaseState.QUARANTINED)
-
-
-def _utilization(ledger: DeviceLedger) -> float | None:
-    return None if ledger.sample is None else ledger.sample.utilization

@@ -60,7 +60,7 @@ def idle(*devices: str, since: float = NOW) -> FleetSeen:
 
 def test_a_healthy_fleet_has_no_findings() -> None:
     world = a_world(holding(a_task("t", gpu_mb=GIB), "gpu0"), a_task("waits", gpu_mb=GIB))
-    node_shows(world, disks=(DiskSample("/", 100, 50),), store=StoreSample(Mib(10), Mib(5), Mib(0)))
+    node_shows(world, disks=(DiskSample("/", 100, 50),), store=StoreSample(10, 0))
     agents = {"n1": {"python": "3.12.1", "ray": "2.50.0", "outdated": False, "clock_ahead_seconds": 1}}
     assert findings(world, executor={**WELL.executor, "agents": agents}, fleet=idle()) == []
 
@@ -212,13 +212,13 @@ def test_a_limit_that_is_used_up_is_a_finding_while_a_task_asks_for_it() -> None
 def test_full_disks_and_a_spilling_object_store_are_found_while_they_are_measured() -> None:
     disks = DiskSample("/", 100, 50), DiskSample("/data", 1000, 50), DiskSample("/tmp/ray", 1000, 5)
     world = a_world()
-    node_shows(world, disks=disks, store=StoreSample(Mib(128), Mib(128), Mib(64)))
+    node_shows(world, disks=disks, store=StoreSample(128, 64))
     found = findings(world)
     assert kinds(found) == [
         ("disk-full", "n1:/data"), ("disk-full", "n1:/tmp/ray"), ("object-store-spills", "n1")
     ]  # fmt: skip
     assert [one.severity for one in found[:2]] == [Severity.WARNING, Severity.CRITICAL]
-    node_shows(world, at=LATER - 100.0, disks=disks, store=StoreSample(Mib(128), Mib(128), Mib(64)))
+    node_shows(world, at=LATER - 100.0, disks=disks, store=StoreSample(128, 64))
     assert findings(world) == []
 
 

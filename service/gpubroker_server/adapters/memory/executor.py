@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpubroker_server.adapters.clock import boot_seconds
-from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.device import DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -313,7 +313,10 @@ class WaitingExecutor:
 
     def _measure(self) -> None:
         """Report what every device holds now."""
-        self._report(Sampled(NodeName(self._node.name), self._clock.now(), self._samples(self._used)))
+        now, node = self._clock.now(), self._node
+        self._report(Sampled(NodeName(node.name), now, self._samples(self._used)))
+        busy, memory_mb = min(1.0, len(self._runs) / node.max_runs), Mib(node.memory_mb)
+        self._report(NodeSample(NodeName(node.name), now, busy, memory_mb, memory_mb))
 
     async def _beat(self) -> None:
         while True:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from gpubroker_server.core.domain.device import GpuHealth
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.ports.devices import (
     DeviceLost,
@@ -46,6 +47,8 @@ class GpuThread:
         self.devices: tuple[ReportedDevice, ...] | None = None
         """None before the first answer; empty while lost."""
         self.is_lost = False
+        self.health: dict[str, GpuHealth] = {}
+        """By UUID, as last read; of what answers now."""
         self._probe = probe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=probe.name)
         self._began: float | None = None
@@ -83,7 +86,9 @@ class GpuThread:
         self._silent = {name: about for name, about in self._silent.items() if name in failed}
         for uuid, why in failed.items():
             self._note([uuid], why)
-        return [reading.measured for reading in read if reading.measured is not None]
+        measured = [reading.measured for reading in read if reading.measured is not None]
+        self.health = {one.uuid: one.health for one in measured if one.health is not None}
+        return measured
 
     def note_silence(self) -> None:
         self._note(self._names, "the driver does not answer")
@@ -107,6 +112,7 @@ class GpuThread:
 
     def _note(self, names: Iterable[str], why: str) -> None:
         for name in names:
+            self.health.pop(name, None)
             _, since = self._silent.get(name, ("", time.monotonic()))
             self._silent[name] = why, since
 
@@ -134,6 +140,10 @@ class DeviceMeter:
         faults = sorted(fault for gpu in self._gpus for fault in gpu.faults())
         complete = all(gpu.devices is not None for gpu in self._gpus)
         return Inventory((*whole, *numbered), tuple(faults), complete)
+
+    def health(self) -> dict[str, GpuHealth]:
+        """Of the GPUs that were measured the last time, by UUID."""
+        return {uuid: health for gpu in self._gpus for uuid, health in gpu.health.items()}
 
     async def measure(
         self,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
+from gpubroker_server.core.domain.device import GpuHealth
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import (
@@ -22,6 +23,9 @@ MIB = 2**20
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The one that Linux starts with; its number is fixed (PROC_PID_INIT_INO)."""
 
+
+MOST_ERRORS = 100
+"""So many critical errors are taken over in one look."""
 
 NODE_GPUS = "GPUBROKER_NODE_GPUS"
 """In the environment of a node that shares its machine with others: JSON, the indexes of its GPUs, or
@@ -125,12 +129,17 @@ class NvmlProbe:
         self._shares_pids = shares_pids
         self._described: dict[str, ReportedDevice] = {}
         """By UUID, as it was when it was first read: what the driver keeps for itself varies a little."""
+        self._errors: Any = None
+        """Where the driver puts critical errors (XID); asked for once."""
+        self._asks_errors = True
+        self._xid: int | None = None
 
     def read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:
         try:
             return self._read(holders)
         except self._nvml.NVMLError_GpuIsLost as fault:
             self._described.clear()
+            self._asks_errors = True  # a GPU that comes back tells nothing where the lost one did
             raise DeviceLost(str(fault)) from None
 
     def _read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:
@@ -154,6 +163,8 @@ class NvmlProbe:
                 self._described[uuid] = device
             attributed = self._shares_pids and not (parent or split)
             measured = self._measure(uuid, handle, used_mb, holders if attributed else None)
+            if not parent:
+                measured = replace(measured, health=self._health(handle))
             return DeviceReading(replace(self._described[uuid], split=split), measured)
         except nvml.NVMLError_GpuIsLost:
             raise
@@ -236,6 +247,46 @@ class NvmlProbe:
         except self._nvml.NVMLError:
             return False
         return bool(current)
+
+    def _health(self, handle: Any) -> GpuHealth:
+        nvml = self._nvml
+        milliwatts = self._value("PowerUsage", handle)
+        return GpuHealth(
+            power_watts=None if milliwatts is None else milliwatts / 1000,
+            temperature_celsius=self._value("Temperature", handle, nvml.NVML_TEMPERATURE_GPU),
+            sm_clock_mhz=self._value("ClockInfo", handle, nvml.NVML_CLOCK_SM),
+            memory_clock_mhz=self._value("ClockInfo", handle, nvml.NVML_CLOCK_MEM),
+            ecc_errors=self._value(
+                "TotalEccErrors", handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+            xid=self._last_xid(handle),
+        )
+
+    def _value(self, what: str, handle: Any, *arguments: int) -> int | None:
+        """None if the device does not have it."""
+        try:
+            value: int = getattr(self._nvml, f"nvmlDeviceGet{what}")(handle, *arguments)
+        except self._nvml.NVMLError_GpuIsLost:
+            raise
+        except self._nvml.NVMLError:
+            return None
+        return value
+
+    def _last_xid(self, handle: Any) -> int | None:
+        nvml = self._nvml
+        try:
+            if self._asks_errors:
+                self._asks_errors, self._errors = False, nvml.nvmlEventSetCreate()
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._errors)
+            for _ in range(MOST_ERRORS if self._errors is not None else 0):
+                self._xid = nvml.nvmlEventSetWait_v2(self._errors, 0).eventData
+        except nvml.NVMLError_Timeout:
+            pass  # all have been told
+        except nvml.NVMLError_GpuIsLost:
+            raise
+        except nvml.NVMLError:
+            self._errors = None
+        return self._xid
 
     def _utilization(self, handle: Any) -> float | None:
         try:

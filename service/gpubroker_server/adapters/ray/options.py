@@ -69,6 +69,8 @@ class RayOptions:
     """Environment variables of a node that tasks inherit, besides locale and paths."""
     task_env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of every task."""
+    watched_directories: tuple[str, ...] = ()
+    """Of each node: how full their file systems are is sampled, besides that of Ray's session."""
 
     @property
     def is_local(self) -> bool:
@@ -143,6 +145,7 @@ class AgentConfig:
     """What is kept of each stream of a run's output."""
     inherit_env: tuple[str, ...] = ()
     task_env: tuple[tuple[str, str], ...] = ()
+    watched_directories: tuple[str, ...] = ()
 
     @property
     def namespace(self) -> str:
@@ -182,6 +185,7 @@ class AgentConfig:
             "task_path": tuple(given["task_path"]),
             "inherit_env": tuple(given.get("inherit_env", ())),
             "task_env": tuple(map(tuple, given.get("task_env", ()))),
+            "watched_directories": tuple(given.get("watched_directories", ())),
         }
         return cls(**{**given, **lists})
 

@@ -9,7 +9,8 @@ import msgpack
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 
-from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
+from gpubroker_server.core.domain.device import NodeSample
+from gpubroker_server.core.domain.model_orders import ServerReport
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
@@ -177,7 +178,7 @@ def write_reports(
 ) -> bytes:
     """`held_seconds`: for how long the poll that this answers waited for a report."""
     if protocol == 8:
-        reports = [_without_order_time(report) for report in reports]
+        reports = [_without_order_time(report) for report in reports if report[0] != "node_sampled"]
     return pack((protocol, node, sent_at, held_seconds, reports))
 
 
@@ -188,7 +189,7 @@ def _without_order_time(report: WireReport) -> WireReport:
 
 def run_of(report: Report | ObjectQuestion) -> RunId | None:
     """The run that a report is about; None for one about a node or a server."""
-    about_servers = ServerIndex | ServerGone | ModelsInUse
-    if isinstance(report, NodeReport | NodeLost | NodesListed | Heartbeat | Sampled | about_servers):
+    about_nodes = NodeReport | NodeLost | NodesListed | Heartbeat | Sampled | NodeSample
+    if isinstance(report, about_nodes | ServerReport):
         return None
     return report.task, report.fence, report.rank

@@ -13,7 +13,7 @@ from gpubroker_server.adapters.sql.reads import Readers
 from gpubroker_server.adapters.sql.session import Row, json_text, over, postgres_rows, postgres_text
 from gpubroker_server.adapters.sql.statements import insert_given
 from gpubroker_server.adapters.sql.system_tables import last_value
-from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.device import DeviceSample, NodeSample
 from gpubroker_server.core.domain.units import Instant, TaskId, Term
 from gpubroker_server.core.serving.slots import Claim
 from gpubroker_server.ports.executor import Progress
@@ -124,6 +124,7 @@ def _write_rows(connection: Connection, rows: Sequence[Row], *outdated: ColumnEl
 
 def _by_key(values: LastValues) -> Iterator[tuple[str, str, Any]]:
     yield from (("device", sample.device, sample) for sample in values.samples)
+    yield from (("node", sample.node, sample) for sample in values.nodes)
     yield from (("run", task, progress) for task, progress in values.progress.items())
     if values.leader is not None:
         yield "leader", "", values.leader
@@ -133,6 +134,7 @@ def _published(connection: Connection, after: int) -> tuple[int, LastValues]:
     """What was published after a revision, and the newest revision. A leader of a newer release may publish
     more fields, which msgspec ignores."""
     samples: list[DeviceSample] = []
+    nodes: list[NodeSample] = []
     progress: dict[TaskId, Progress] = {}
     leader: LeaderSeen | None = None
     newest = after
@@ -141,11 +143,13 @@ def _published(connection: Connection, after: int) -> tuple[int, LastValues]:
         match kind:
             case "device":
                 samples.append(msgspec.json.decode(value, type=DeviceSample))
+            case "node":
+                nodes.append(msgspec.json.decode(value, type=NodeSample))
             case "run":
                 progress[TaskId(key)] = msgspec.json.decode(value, type=Progress)
             case "leader":
                 leader = msgspec.json.decode(value, type=LeaderSeen)
-    return newest, LastValues(tuple(samples), progress, leader)
+    return newest, LastValues(tuple(samples), progress, leader, nodes=tuple(nodes))
 
 
 def _claims(connection: Connection) -> Sequence[Claim]:

@@ -170,14 +170,14 @@ class FleetControl:
 
     def _readings(self, world: World, now: Instant) -> Iterator[Reading]:
         """Of all devices that take work, and of the CPUs of all nodes."""
-        old_seconds = 3 * self._policy.sample_period_seconds
+        period = self._policy.sample_period_seconds
         for key, ledger in world.ledgers.items():
             if ledger.device.offers:
-                stale = ledger.is_stale(now, self._policy.sample_period_seconds)
+                stale = ledger.is_stale(now, period)
                 use = None if stale or ledger.sample is None else ledger.sample.utilization
                 yield self._reading(key, use, now, is_filled=_is_filled(ledger))
         for name, seen in world.node_samples.items():
-            use = seen.cpu if now - seen.at <= old_seconds else None
+            use = None if seen.is_stale(now, period) else seen.cpu
             yield self._reading(name, use, now, is_filled=_runs_idle_work(world, name))
 
     def _reading(self, name: str, utilization: float | None, now: Instant, *, is_filled: bool) -> Reading:

@@ -1,18 +1,16 @@
 """An hour of measured values in bounded memory: one value each ten seconds."""
 
 from array import array
+from collections.abc import Iterator, Mapping
 from math import isnan, nan
-from typing import NamedTuple
 
+from gpubroker_server.core.domain.device import GpuHealth
 from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.world.world import World
 
 STEP_SECONDS = Seconds(10.0)
 POINTS = 360
-
-
-class Point(NamedTuple):
-    at: Instant
-    value: float
+OLDEST_SECONDS = Seconds(POINTS * STEP_SECONDS)
 
 
 class History:
@@ -29,7 +27,7 @@ class History:
 
     def add(self, value: float, at: Instant) -> None:
         """Values come in order of time; one from before the newest step is dropped."""
-        number = int(at / STEP_SECONDS)
+        number = step_of(at)
         if number < self._newest:
             return
         if number > self._newest:
@@ -41,8 +39,57 @@ class History:
         before = 0.0 if self._count == 1 else self._means[place]
         self._means[place] = before + (value - before) / self._count
 
-    def points(self, since: Instant) -> list[Point]:
-        """The oldest first; steps without a value are left out."""
-        numbers = range(self._newest - POINTS + 1, self._newest + 1)
-        found = (Point(Instant(number * STEP_SECONDS), self._means[number % POINTS]) for number in numbers)
-        return [point for point in found if point.at >= since and not isnan(point.value)]
+    def means(self, steps: range) -> list[float | None]:
+        """Of each of these steps, in their order; None: there was no value, or it is too long ago."""
+        kept = range(self._newest - POINTS + 1, self._newest + 1)
+        values = (self._means[number % POINTS] if number in kept else nan for number in steps)
+        return [None if isnan(value) else value for value in values]
+
+
+def step_of(at: Instant) -> int:
+    return int(at / STEP_SECONDS)
+
+
+class FleetHistory:
+    """Of the values of all nodes and devices: a part of the World's past, for people to see."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[str, History]] = {}
+        """By the name of the node or the key of the device, then by measure."""
+        self._taken: dict[str, Instant] = {}
+        """When the last sample was measured that was taken over."""
+
+    def follow(self, world: World) -> Iterator[None]:
+        """Take over the newest samples, node by node: after each one, others may have their turn."""
+        for name in list(world.nodes):
+            seen = world.node_samples.get(name)
+            if seen is not None:
+                used_mb = seen.memory_total_mb - seen.memory_available_mb
+                of_node = {"cpu": seen.cpu, "memory_used_mb": used_mb, "disk": seen.disk_share}
+                self._add(name, seen.at, of_node)
+            for key in world.by_node.get(name, ()):
+                ledger = world.ledgers[key]
+                if ledger.sample is not None:
+                    health = seen.gpus.get(ledger.device.uuid) if seen is not None else None
+                    watts, celsius, *_ = health or GpuHealth()
+                    about = {"used_mb": ledger.sample.used_mb, "utilization": ledger.sample.utilization}
+                    about |= {"power_watts": watts, "temperature_celsius": celsius}
+                    self._add(key, ledger.sample.at, about)
+            yield
+        for gone in self._values.keys() - world.nodes.keys() - world.ledgers.keys():
+            del self._values[gone], self._taken[gone]
+
+    def means(self, name: str, steps: range) -> dict[str, list[float | None]]:
+        """By measure; without those that were never measured."""
+        return {measure: values.means(steps) for measure, values in self._values.get(name, {}).items()}
+
+    def _add(self, name: str, at: Instant, measured: Mapping[str, float | None]) -> None:
+        if at <= self._taken.get(name, Instant(0.0)):
+            return
+        self._taken[name] = at
+        values = self._values.setdefault(name, {})
+        for measure, value in measured.items():
+            if value is not None:
+                if measure not in values:
+                    values[measure] = History()
+                values[measure].add(value, at)

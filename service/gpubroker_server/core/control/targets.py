@@ -135,7 +135,7 @@ def measured(
         for node in world.nodes.values():
             if selector is not None and may_use_node(selector, node):
                 sample = world.node_samples.get(node.name)
-                if sample is not None and now - sample.at <= 3 * policy.sample_period_seconds:
+                if sample is not None and not sample.is_stale(now, policy.sample_period_seconds):
                     sums.add_node(sample)
                 for ledger in _fresh(world, node.name, policy, now):
                     if may_use_device(selector, ledger.device):

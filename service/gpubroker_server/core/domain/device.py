@@ -1,7 +1,7 @@
 """Nodes and devices, their kinds, and the last measurement of each device."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -144,16 +144,31 @@ class DiskSample(NamedTuple):
 
 
 class StoreSample(NamedTuple):
-    """Ray's object store on a node."""
+    """Ray's object store on a node. How much of it is in use, Ray tells no process of another program."""
 
-    total_mb: Mib
-    used_mb: Mib
-    spilled_mb: Mib
-    """Written to disk for lack of room since the node began, and not deleted yet."""
+    total_mb: int
+    spilled_mb: int | None
+    """Written to disk below Ray's session for lack of room, and not deleted yet; None if that does not
+    answer."""
+
+
+class GpuHealth(NamedTuple):
+    """What the driver says of a whole GPU besides its use; None where it does not."""
+
+    power_watts: float | None = None
+    temperature_celsius: float | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    ecc_errors: int | None = None
+    """Uncorrected ones since the driver was loaded."""
+    xid: int | None = None
+    """The number of the last critical error that the driver told this agent; None: of none."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSample:
+    """The machine of a node; a report of its agent, which is kept in memory and is no event."""
+
     node: NodeName
     at: Instant
     cpu: float
@@ -168,6 +183,12 @@ class NodeSample:
     sent_bytes: int = 0
     store: StoreSample | None = None
     """None where Ray does not say."""
+    gpus: Mapping[str, GpuHealth] = field(default_factory=dict)
+    """By UUID; without simulated ones and without those that do not answer now."""
+
+    def is_stale(self, now: Instant, period_seconds: float) -> bool:
+        """As the sample of a device is: it is older than three periods."""
+        return now - self.at > 3 * period_seconds
 
     @property
     def disk_share(self) -> float | None:

@@ -165,3 +165,7 @@ class DropOrder:
 
 
 InferenceOrder = InferOrder | DropOrder
+
+
+ServerReport = ServerIndex | ServerGone | ModelsInUse
+"""About a server of models, not a run."""

@@ -8,9 +8,9 @@ it has already started.
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.device import DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.lease import Proof
-from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
+from gpubroker_server.core.domain.model_orders import ServerReport
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import (
     DeviceKey,
@@ -393,8 +393,7 @@ Report = (
     | NodesListed
     | Heartbeat
     | Sampled
-    | ServerIndex
-    | ServerGone
-    | ModelsInUse
+    | NodeSample
+    | ServerReport
 )
 """`task`, `fence` and `rank` of the first nine name the run; a report with a stale fence changes nothing."""

@@ -76,7 +76,6 @@ class World:
         self.nodes: dict[NodeName, Node] = {}
         self.ledgers: dict[DeviceKey, DeviceLedger] = {}
         self.node_samples: dict[NodeName, NodeSample] = {}
-        """The newest of each node."""
         self.background = BackgroundRoom()
         self.full_disks: dict[NodeName, str] = {}
         """Nodes on which nothing starts because a disk is too full, and which one."""
@@ -132,8 +131,9 @@ class World:
         """Of its next claim."""
         return Fence(max(holder.fence, self.lineage) + 1)
 
-    def measure(self, samples: Iterable[DeviceSample]) -> None:
-        """Take over device samples; unknown devices are ignored."""
+    def measure(self, samples: Iterable[DeviceSample], nodes: Iterable[NodeSample] = ()) -> None:
+        """Take over samples of devices and nodes; unknown devices are ignored."""
+        self.node_samples.update((sample.node, sample) for sample in nodes)
         for sample in samples:
             ledger = self.ledgers.get(sample.device)
             if ledger is not None and ledger.takes(sample):

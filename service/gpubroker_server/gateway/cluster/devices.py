@@ -1,6 +1,6 @@
 """GPUs: what is leased, used and free, and by which holders."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated
 
 from fastapi import Query, Response
@@ -8,12 +8,12 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.policy import band_of
-from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.units import DeviceKey, TaskId
 from gpubroker_server.core.planning.fragmentation import FreeMemory, fragmentation
 from gpubroker_server.core.world.ledger import DeviceLedger, Holding
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.parts import Parts
-from gpubroker_server.gateway.http.bodies import Query as QueryModel
+from gpubroker_server.gateway.cluster.history import HistoryQuery, HistoryView
+from gpubroker_server.gateway.cluster.parts import ClusterParts, Parts
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.routing import Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339, rfc3339_or_none
@@ -72,6 +72,17 @@ class DeviceView(TypedDict):
     reserve_mb: Annotated[int, Field(description="Never leased.")]
 
 
+class HealthView(TypedDict):
+    """Null where the driver does not say."""
+
+    power_watts: float | None
+    temperature_celsius: float | None
+    sm_clock_mhz: int | None
+    memory_clock_mhz: int | None
+    ecc_errors: Annotated[int | None, Field(description="Uncorrected, since the driver was loaded.")]
+    xid: Annotated[int | None, Field(description="The last critical error that the driver told the agent.")]
+
+
 class GpuView(DeviceView):
     """A device, its holders, and what is free of it."""
 
@@ -83,19 +94,26 @@ class GpuView(DeviceView):
     free_mb: Annotated[int, Field(description="What a task without a pledge could take now.")]
     stranded_mb: Annotated[int, Field(description="Of that, what the usual demands cannot use.")]
     utilization: Annotated[float | None, Field(description="0 to 1, as last measured.")]
+    health: Annotated[
+        HealthView | None,
+        Field(
+            description="Null of a simulated device, of an instance, and while its driver does not answer."
+        ),
+    ]
     idle_seconds: Annotated[float | None, Field(description="How long it has been idle; null: it is not.")]
     sampled_at: Time | None
     stale: Annotated[bool, Field(description="Not measured recently: takes nothing new.")]
     fault: Annotated[str | None, Field(description="Why its node's agent cannot measure it.")]
     holders: list[HolderView]
     pledges: list[PledgeView]
+    history: HistoryView
 
 
 class GpuList(AsOf):
     items: list[GpuView]
 
 
-class GpuQuery(QueryModel):
+class GpuQuery(HistoryQuery):
     idle: Annotated[bool | None, Field(description="True: only those that are idle; false: the others.")] = (
         None
     )
@@ -103,45 +121,50 @@ class GpuQuery(QueryModel):
 
 @resource.route("GET /gpus", "gpus_list", Scope.CLUSTER_READ, GpuList, "follower-stale validation-failed")
 async def list_gpus(call: Call, parts: Parts, query: Annotated[GpuQuery, Query()]) -> Response:
-    """List all devices: what is leased, used, unaccounted for and free, and their holders.
+    """List all devices: what is leased, used, unaccounted for and free, their holders, and the last minutes.
 
     One is idle that has used less than `fleet.idle_below_percent` for `fleet.idle_grace_seconds`.
     """
-    as_of, world = parts.freshness.as_of(), parts.world
-    awaited = awaited_by_lease(world)
+    as_of, idle = parts.freshness.as_of(), parts.idle_seconds()
+    wanted = (key for key in sorted(parts.world.ledgers) if query.idle in (None, key in idle))
+    view: GpuList = {**as_of, "items": list(gpu_views(call, parts, wanted, query))}
+    return answer(view)
+
+
+def gpu_views(
+    call: Call, parts: ClusterParts, keys: Iterable[DeviceKey], query: HistoryQuery
+) -> Iterator[GpuView]:
+    world, now = parts.world, parts.clock.now()
+    awaited, idle_seconds = awaited_by_lease(world), parts.idle_seconds()
     agents = parts.leadership.executor_status().get("agents", {})
-    sums = fragmentation(world, parts.policy, parts.clock.now()).devices
-    items: list[GpuView] = []
-    idle_seconds = parts.idle_seconds()
-    for key in sorted(world.ledgers):
-        if query.idle is not None and query.idle is not (key in idle_seconds):
-            continue
+    sums = fragmentation(world, parts.policy, now).devices
+    for key in keys:
         ledger, sample = world.ledgers[key], world.ledgers[key].sample
         device = ledger.device
-        items.append(
-            {
-                **view_of(DeviceView, device),
-                "leased_mb": ledger.leased_mb(),
-                "used_mb": None if sample is None else sample.used_mb,
-                "foreign_mb": ledger.foreign_mb,
-                "unaccounted_mb": ledger.unexplained_mb,
-                "pledged_mb": sum(pledge.mb for pledge in ledger.pledges.values()),
-                "free_mb": max(0, ledger.free_mb()),
-                "stranded_mb": sums.get(key, FreeMemory()).stranded_mb,
-                "utilization": None if sample is None else sample.utilization,
-                "idle_seconds": idle_seconds.get(key),
-                "sampled_at": rfc3339_or_none(ledger.sampled_at),
-                "stale": ledger.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
-                "fault": agents.get(device.node, {}).get("gpu_faults", {}).get(device.uuid),
-                "holders": [
-                    _holder_view(world, ledger.holdings[holding], call.identity, awaited)
-                    for holding in sorted(ledger.holdings)
-                ],
-                "pledges": _pledge_views(ledger, call.identity),
-            }
-        )
-    view: GpuList = {**as_of, "items": items}
-    return answer(view)
+        seen = world.node_samples.get(device.node)
+        health = None if seen is None else seen.gpus.get(device.uuid)
+        yield {
+            **view_of(DeviceView, device),
+            "leased_mb": ledger.leased_mb(),
+            "used_mb": None if sample is None else sample.used_mb,
+            "foreign_mb": ledger.foreign_mb,
+            "unaccounted_mb": ledger.unexplained_mb,
+            "pledged_mb": sum(pledge.mb for pledge in ledger.pledges.values()),
+            "free_mb": max(0, ledger.free_mb()),
+            "stranded_mb": sums.get(key, FreeMemory()).stranded_mb,
+            "utilization": None if sample is None else sample.utilization,
+            "health": None if health is None else view_of(HealthView, health),
+            "idle_seconds": idle_seconds.get(key),
+            "sampled_at": rfc3339_or_none(ledger.sampled_at),
+            "stale": ledger.is_stale(now, parts.policy.sample_period_seconds),
+            "fault": agents.get(device.node, {}).get("gpu_faults", {}).get(device.uuid),
+            "holders": [
+                _holder_view(world, ledger.holdings[holding], call.identity, awaited)
+                for holding in sorted(ledger.holdings)
+            ],
+            "pledges": _pledge_views(ledger, call.identity),
+            "history": query.of(parts, key),
+        }
 
 
 def _holder_view(

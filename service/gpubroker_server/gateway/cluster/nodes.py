@@ -2,36 +2,44 @@
 
 from typing import Annotated, Any, NotRequired
 
-from fastapi import Response
+from fastapi import Query, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.device import Node, NodeSample
+from gpubroker_server.core.domain.lease import HolderKind
 from gpubroker_server.core.domain.node_capacity import NodeUsage
-from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.planning.draining import still_on
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.cluster.parts import Parts
+from gpubroker_server.gateway.cluster.devices import GpuView, gpu_views
+from gpubroker_server.gateway.cluster.history import HistoryQuery, HistoryView
+from gpubroker_server.gateway.cluster.parts import ClusterParts, Parts
 from gpubroker_server.gateway.http.bodies import Because, Body
-from gpubroker_server.gateway.http.identity import Scope
+from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer
+from gpubroker_server.gateway.http.routing import STORED, Call, Resource, answer, view_of
 from gpubroker_server.gateway.http.times import AsOf, Time, rfc3339, rfc3339_or_none
 
 resource = Resource("cluster")
 
+MIB = 2**20
 MOST_SECONDS = 30 * 86_400.0
 MOST_NAMED = 20
 
 
 class Amount(TypedDict):
+    """`used`: held by what runs there, whatever it really uses."""
+
     total: float
     used: float
+    free: float
 
 
 class MebibyteAmount(TypedDict):
     total: int
     used: int
+    free: int
 
 
 class RunAmount(TypedDict):
@@ -68,6 +76,53 @@ class DrainView(TypedDict):
     done: Annotated[bool, Field(description="Nothing is left: the machine can be taken away.")]
 
 
+class DiskView(TypedDict):
+    path: str
+    total_mb: int
+    free_mb: int
+
+
+class ObjectStoreView(TypedDict):
+    """Ray's, which does not say how much of it is in use."""
+
+    total_mb: int
+    spilled_mb: Annotated[int | None, Field(description="On disk for lack of memory; null if unknown.")]
+
+
+class MeasuredView(TypedDict):
+    """The machine as last measured, whatever uses it."""
+
+    sampled_at: Time
+    stale: Annotated[bool, Field(description="Not measured recently.")]
+    cpu: Annotated[float, Field(description="Share of its CPUs that was busy: 0 to 1.")]
+    memory_total_mb: int
+    memory_available_mb: int
+    memory_pressure: Annotated[
+        float | None,
+        Field(
+            description="Share of the last 10 s in which processes waited for memory (PSI); null: unknown."
+        ),
+    ]
+    disks: Annotated[
+        list[DiskView],
+        Field(description="Of Ray's session and of `fleet.watched_directories`, if they answer."),
+    ]
+    received_bytes: Annotated[int, Field(description="By all interfaces but loopback, since it booted.")]
+    sent_bytes: int
+    object_store: ObjectStoreView | None
+
+
+class NodeHolderView(TypedDict):
+    """`id` and `name` are null for other tenants' holders, unless the token is an admin's."""
+
+    kind: str
+    id: str | None
+    name: str | None
+    tenant: str
+    gpus: Annotated[int, Field(description="Devices on which it has a lease; 0: it has CPU and memory only.")]
+    gpu_mb: int
+
+
 class NodeView(TypedDict):
     name: str
     ready: Annotated[bool, Field(description="Its agent has answered the leader.")]
@@ -83,6 +138,10 @@ class NodeView(TypedDict):
     memory_mb: MebibyteAmount
     runs: RunAmount
     gpus: int
+    gpu_mb: Annotated[MebibyteAmount, Field(description="Of its GPUs that take tasks; `used`: leased.")]
+    measured: Annotated[MeasuredView | None, Field(description="Null before the first sample.")]
+    holders: list[NodeHolderView]
+    history: HistoryView
     idle_seconds: Annotated[
         float | None, Field(description="How long its CPUs have been idle; null: they are not.")
     ]
@@ -90,15 +149,37 @@ class NodeView(TypedDict):
     agent: Annotated[AgentView | None, Field(description="Null while it does not answer.")]
 
 
+class NodeDetailView(NodeView):
+    devices: list[GpuView]
+
+
 class NodeList(AsOf):
     items: list[NodeView]
 
 
-@resource.route("GET /nodes", "nodes_list", Scope.CLUSTER_READ, NodeList, "follower-stale")
-async def list_nodes(parts: Parts) -> Response:
-    """List all nodes with their CPU, host memory and run slots, in total and in use, and their agents."""
-    items = [_node_view(parts, parts.world.nodes[name]) for name in sorted(parts.world.nodes)]
-    view: NodeList = {**parts.freshness.as_of(), "items": items}
+@resource.route("GET /nodes", "nodes_list", Scope.CLUSTER_READ, NodeList, "follower-stale validation-failed")
+async def list_nodes(call: Call, parts: Parts, query: Annotated[HistoryQuery, Query()]) -> Response:
+    """List all nodes: CPU, host memory, run slots and GPU memory in total, held and free, what is measured,
+    and their agents."""
+    as_of = parts.freshness.as_of()
+    nodes = (parts.world.nodes[name] for name in sorted(parts.world.nodes))
+    view: NodeList = {**as_of, "items": [_node_view(call, parts, node, query) for node in nodes]}
+    return answer(view)
+
+
+@resource.route(
+    "GET /nodes/{node}",
+    "nodes_get",
+    Scope.CLUSTER_READ,
+    NodeDetailView,
+    "not-found follower-stale validation-failed",
+)
+async def get_node(call: Call, parts: Parts, node: str, query: Annotated[HistoryQuery, Query()]) -> Response:
+    """One node, with its devices as `GET /gpus` has them."""
+    parts.freshness.as_of()
+    known, keys = _known(parts, node), parts.world.by_node.get(NodeName(node), ())
+    devices = list(gpu_views(call, parts, keys, query))
+    view: NodeDetailView = {**_node_view(call, parts, known, query), "devices": devices}
     return answer(view)
 
 
@@ -190,12 +271,20 @@ async def _ask(call: Call, parts: Parts, name: str, what: str, about: dict[str, 
     """Raises Problem if there is no such node."""
     await parts.freshness.catch_up()
     parts.freshness.as_of()
-    if NodeName(name) not in parts.world.nodes:
-        known = ", ".join(sorted(parts.world.nodes)[:MOST_NAMED]) or "none yet"
-        raise Problem("not-found", f'there is no node "{name[:100]}"; nodes: {known}')
+    _known(parts, name)
     fields = {**about, "by": call.identity.name}
     settled = await parts.requests.ask(name, call.identity.tenant, what, fields)
-    return answer(_node_view(parts, parts.world.nodes[NodeName(name)]), 200 if settled else 202)
+    view = _node_view(call, parts, _known(parts, name), HistoryQuery())
+    return answer(view, 200 if settled else 202)
+
+
+def _known(parts: ClusterParts, name: str) -> Node:
+    """Raises Problem if there is no such node."""
+    node = parts.world.nodes.get(NodeName(name))
+    if node is None:
+        known = ", ".join(sorted(parts.world.nodes)[:MOST_NAMED]) or "none yet"
+        raise Problem("not-found", f'there is no node "{name[:100]}"; nodes: {known}')
+    return node
 
 
 def _drain_view(world: World, node: Node, since: Instant) -> DrainView:
@@ -208,12 +297,14 @@ def _drain_view(world: World, node: Node, since: Instant) -> DrainView:
     }
 
 
-def _node_view(parts: Parts, node: Node) -> NodeView:
+def _node_view(call: Call, parts: ClusterParts, node: Node, query: HistoryQuery) -> NodeView:
     """Its agent as the leader knows it."""
     world, leader = parts.world, parts.leadership.leader()
     agent = parts.leadership.executor_status().get("agents", {}).get(node.name)
     silent_since = None if leader is None else leader.silent.get(node.name)
-    use = world.use.get(node.name, NodeUsage())
+    use, keys = world.use.get(node.name, NodeUsage()), world.by_node.get(node.name, ())
+    ledgers = [ledger for key in keys if (ledger := world.ledgers[key]).device.offers]
+    sample = world.node_samples.get(node.name)
     return {
         "name": node.name,
         "ready": node.ready,
@@ -222,11 +313,71 @@ def _node_view(parts: Parts, node: Node) -> NodeView:
         "cordon_reason": node.cordon_reason,
         "drain": None if node.draining_since is None else _drain_view(world, node, node.draining_since),
         "incarnation": node.incarnation,
-        "cpu": {"total": node.cpu, "used": use.cpu},
-        "memory_mb": {"total": node.memory_mb, "used": use.memory_mb},
+        "cpu": {"total": node.cpu, "used": use.cpu, "free": max(0.0, node.cpu - use.cpu)},
+        "memory_mb": {
+            "total": node.memory_mb,
+            "used": use.memory_mb,
+            "free": max(0, node.memory_mb - use.memory_mb),
+        },
         "runs": {"limit": node.max_runs, "used": use.runs},
-        "gpus": len(world.by_node.get(node.name, ())),
+        "gpus": len(keys),
+        "gpu_mb": {
+            "total": sum(ledger.device.physical_mb for ledger in ledgers),
+            "used": sum(ledger.leased_mb() for ledger in ledgers),
+            "free": sum(max(0, ledger.free_mb()) for ledger in ledgers),
+        },
+        "measured": None if sample is None else _measured_view(parts, sample),
+        "holders": _holder_views(world, node.name, call.identity),
+        "history": query.of(parts, node.name),
         "idle_seconds": parts.idle_seconds().get(node.name),
         "labels": dict(node.labels),
         "agent": agent,
+    }
+
+
+def _measured_view(parts: ClusterParts, sample: NodeSample) -> MeasuredView:
+    store = sample.store
+    return {
+        "sampled_at": rfc3339(sample.at),
+        "stale": sample.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
+        "cpu": sample.cpu,
+        "memory_total_mb": sample.memory_total_mb,
+        "memory_available_mb": sample.memory_available_mb,
+        "memory_pressure": sample.memory_pressure,
+        "disks": [
+            {"path": disk.path, "total_mb": disk.total_bytes // MIB, "free_mb": disk.free_bytes // MIB}
+            for disk in sample.disks
+        ],
+        "received_bytes": sample.received_bytes,
+        "sent_bytes": sample.sent_bytes,
+        "object_store": None if store is None else view_of(ObjectStoreView, store),
+    }
+
+
+def _holder_views(world: World, node: NodeName, viewer: Identity) -> list[NodeHolderView]:
+    """What has leases on its devices, then tasks that have none there."""
+    found: dict[str, NodeHolderView] = {}
+    for key in world.by_node.get(node, ()):
+        for _, holding in sorted(world.ledgers[key].holdings.items()):
+            lease = holding.lease
+            kind, holder = lease.holder_kind.value, lease.holder
+            view = found.setdefault(holder, _holder_view(world, kind, holder, lease.tenant, viewer))
+            view["gpus"] += 1
+            view["gpu_mb"] += lease.mb
+    for task in sorted(world.runs.get(node, ())):
+        row = world.tasks[task]
+        kind = HolderKind.GANG_MEMBER if row.members else HolderKind.RUN
+        found.setdefault(task, _holder_view(world, kind.value, task, row.tenant, viewer))
+    return list(found.values())
+
+
+def _holder_view(world: World, kind: str, holder: str, tenant: str, viewer: Identity) -> NodeHolderView:
+    task, is_named = world.tasks.get(TaskId(holder)), viewer.may_see(tenant)
+    return {
+        "kind": kind,
+        "id": holder if is_named else None,
+        "name": task.name if task is not None and is_named else None,
+        "tenant": tenant,
+        "gpus": 0,
+        "gpu_mb": 0,
     }

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from gpubroker_server.core.control.history import FleetHistory
 from gpubroker_server.core.domain.device import GpuKind
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
@@ -35,6 +36,7 @@ class ClusterParts:
     servers: tuple[Server, ...]
     residencies: Residencies | None
     disk_full: Callable[[], str]
+    history: FleetHistory
     first_seen: dict[tuple[str, str], Instant] = field(default_factory=dict)
     """Of the findings of the last diagnosis that this process made."""
     diagnoses: OneAtATime = field(

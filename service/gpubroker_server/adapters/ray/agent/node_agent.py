@@ -20,6 +20,7 @@ from gpubroker.runtime.messages import Report, RunKey, RunOrder
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter, Inventory
 from gpubroker_server.adapters.nvml.probe import NODE_GPUS, find_probes
+from gpubroker_server.adapters.ray.agent.host_meter import HostMeter
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners
 from gpubroker_server.adapters.ray.agent.runner_process import retry_until_done
 from gpubroker_server.adapters.ray.agent.runs import NodeRuns
@@ -41,9 +42,7 @@ OPENING_MEASURE_SECONDS = 5.0
 """The answer to an announcement waits no longer for the devices; they can be measured later."""
 
 LOG_LIMIT_SECONDS = 30.0
-
 WATCH_HEAD_SECONDS = 1.0
-
 LOST_HEAD_GRACE_SECONDS = 30.0
 """What runs get to leave a head that has lost a vital process, from notice to force."""
 
@@ -63,6 +62,7 @@ class NodeAgent:
         self._meter = DeviceMeter(find_probes(self._config.simulated, os.environ.get(NODE_GPUS)))
         self._has_own_process = runners is None
         self._runners = runners or RayRunners(self._config)
+        self._host = HostMeter(self._runners.session, self._config.watched_directories)
         self._id = uuid4().hex[:8]
         self._announcements = 0
         self._term = LineageTerm(0, 0)
@@ -79,9 +79,8 @@ class NodeAgent:
         self._announced: Inventory | None = None
         """What the leader knows of the devices."""
         self._runs: NodeRuns | None = None
-        self._sampling: asyncio.Task[None] | None = None
+        self._telling: tuple[asyncio.Task[None], ...] = ()
         self._measure_now = asyncio.Event()
-        self._beating: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
@@ -195,6 +194,11 @@ class NodeAgent:
         else:
             journal.add(report, delay_seconds)
 
+    def _note(self, report: Report) -> None:
+        """Only the newest of its kind waits for the next poll."""
+        if self._mailbox is not None:
+            self._mailbox.journal.note(report[0], report, AT_ONCE)
+
     @property
     def _incarnation(self) -> str:
         return f"{self._id}.{self._announcements}"
@@ -268,11 +272,9 @@ class NodeAgent:
         for reports in (runs.table.all_reports(), runs.external.all_reports(), runs.objects.questions()):
             for report in reports:
                 self.report(report)
-        for task in (self._sampling, self._beating):
-            if task is not None:
-                task.cancel()
-        self._sampling = asyncio.create_task(self._sample(runs))
-        self._beating = asyncio.create_task(self._beat())
+        for task in self._telling:
+            task.cancel()
+        self._telling = asyncio.create_task(self._sample(runs)), asyncio.create_task(self._beat())
 
     async def _leave(self) -> None:
         if self._runs is not None:
@@ -327,8 +329,7 @@ class NodeAgent:
     async def _beat(self) -> None:
         """In a task of its own: a node is not dead because its devices do not answer."""
         while True:
-            if self._mailbox is not None:
-                self._mailbox.journal.note("beat", ("beat", time.time()), AT_ONCE)
+            self._note(("beat", time.time()))
             await asyncio.sleep(self._config.beat_seconds)
 
     async def _sample(self, runs: NodeRuns) -> None:
@@ -336,17 +337,17 @@ class NodeAgent:
             self._measure_now.clear()
             asked_at = time.time()  # the answer may come later, and be older than a release meanwhile
             samples = await self._sampled(runs, MEASURE_SECONDS)
-            if samples is not None and self._mailbox is not None:
-                self._mailbox.journal.note("sampled", ("sampled", asked_at, samples), AT_ONCE)
+            if samples is not None:
+                self._note(("sampled", asked_at, samples))
             try:
                 await self._look_after(runs)
+                self._note(await self._host.report(self._meter.health()))
             except Exception:
                 log.exception("looking after the node failed; the agent goes on")
             since = time.monotonic() - self._announced_at
             pause = min(self._config.sample_period_seconds, max(FIRST_SAMPLE_SECONDS, since))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._measure_now.wait()
+                await asyncio.wait_for(self._measure_now.wait(), pause)
 
     async def _look_after(self, runs: NodeRuns) -> None:
         self._exit_if_replaced()
@@ -376,8 +377,7 @@ class NodeAgent:
             await asyncio.sleep(WATCH_HEAD_SECONDS)
         log.error("the head lost a process that Ray needs; its runs get notice", fault=lost.read_text())
         self._head_is_lost = True
-        if self._mailbox is not None:
-            self.report(self._described(runs))
+        self.report(self._described(runs))
         for key in list(runs.table.runs):
             runs.stop(key, LOST_HEAD_GRACE_SECONDS)
         while runs.table.has_processes or (self._is_polled and self._keeps_news(runs)):

@@ -13,6 +13,7 @@ from gpubroker.runtime.messages import Report
 from gpubroker.runtime.objects import SharedBytes
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from gpubroker_server.adapters.ray.agent.host_meter import RaySession
 from gpubroker_server.adapters.ray.agent.runner import Runner
 from gpubroker_server.adapters.ray.agent.runner_process import RunnerProcess, describe
 from gpubroker_server.adapters.ray.options import AgentConfig
@@ -50,7 +51,11 @@ class RayRunners:
         about = _about(self.node)
         self.host = str(about["NodeManagerAddress"])
         """Where other nodes reach this one."""
-        self.object_cache_bytes = int(about["Resources"].get("object_store_memory", 0) * OBJECT_CACHE_SHARE)
+        store_bytes = int(about["Resources"].get("object_store_memory", 0))
+        self.object_cache_bytes = int(store_bytes * OBJECT_CACHE_SHARE)
+        context = ray.get_runtime_context()
+        session = f"{context.get_temp_dir()}/{context.get_session_name()}"
+        self.session = RaySession(session, f"{session}/ray_spilled_objects_{self.node}", store_bytes)
 
     def make(self, *, shared: bool) -> tuple[str, Any]:
         """Name and handle of a new one, which may still be starting."""

@@ -8,7 +8,14 @@ import structlog
 from msgspec import Meta, Struct
 
 from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
-from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.device import (
+    DeviceSample,
+    DiskSample,
+    GpuHealth,
+    Node,
+    NodeSample,
+    StoreSample,
+)
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     MOST_HELD,
@@ -51,6 +58,7 @@ Text = Annotated[str, Meta(max_length=128 * 1024)]
 Time = Annotated[float, Meta(ge=0.0)]
 Number = Annotated[float, Meta(ge=0.0, le=1e6)]
 """Finite."""
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 LogTail = Annotated[bytes, Meta(max_length=1024 * 1024)]
 
 
@@ -107,6 +115,9 @@ class Source(NamedTuple):
 Sample = tuple[Name, Count, Count | None, dict[Name, Count], Number | None]
 """(UUID, used MiB, foreign MiB or None, MiB by holder, utilization or None)"""
 
+Health = tuple[Number | None, Number | None, Count | None, Count | None, Position | None, Position | None]
+"""Watts, degrees Celsius, MHz of the SM and of the memory, ECC errors, XID; as GpuHealth."""
+
 
 class Form(Struct, array_like=True, forbid_unknown_fields=True):
     """A report as it is written: its kind, then these fields in their order."""
@@ -119,6 +130,21 @@ class BeatForm(Form, tag="beat"):
 class SampledForm(Form, tag="sampled"):
     at: Time
     samples: tuple[Sample, ...]
+
+
+class NodeSampledForm(Form, tag="node_sampled"):
+    at: Time
+    cpu: Share
+    memory_total_mb: Count
+    memory_available_mb: Count
+    memory_pressure: Share | None
+    disks: tuple[tuple[Name, Position, Position], ...]
+    """(path, bytes in total, free ones)"""
+    received_bytes: Position
+    sent_bytes: Position
+    store: tuple[Count, Count | None] | None
+    """(MiB in total, spilled)"""
+    gpus: dict[Name, Health]
 
 
 class NodeForm(Struct):
@@ -165,7 +191,7 @@ class ReadyForm(RunForm, tag="ready"):
 
 
 class ProgressedForm(RunForm, tag="progressed"):
-    fraction: Annotated[float, Meta(ge=0.0, le=1.0)] | None
+    fraction: Share | None
     message: Text
 
 
@@ -242,7 +268,7 @@ OfRun = (
     | PartForm
     | GoneForm
 )
-OfNode = BeatForm | SampledForm | NodeSeenForm | NodeLostForm
+OfNode = BeatForm | SampledForm | NodeSampledForm | NodeSeenForm | NodeLostForm
 
 _MESSAGE = msgspec.msgpack.Decoder(tuple[int, str, float, float, tuple[msgspec.Raw, ...]])
 _REPORT: msgspec.msgpack.Decoder[OfRun | OfNode] = msgspec.msgpack.Decoder(OfRun | OfNode)
@@ -333,6 +359,13 @@ def _of_node(source: Source, it: OfNode) -> Report:
             return Heartbeat(source.node, at)
         case SampledForm():
             return Sampled(source.node, at, _samples(source, at, it.samples))
+        case NodeSampledForm():
+            return NodeSample(
+                source.node, at, it.cpu, Mib(it.memory_total_mb), Mib(it.memory_available_mb),
+                it.memory_pressure, tuple(DiskSample(*disk) for disk in it.disks),
+                it.received_bytes, it.sent_bytes, None if it.store is None else StoreSample(*it.store),
+                {uuid: GpuHealth(*health) for uuid, health in it.gpus.items()},
+            )  # fmt: skip
         case NodeLostForm():
             return NodeLost(source.node, it.incarnation, at, it.why)
         case NodeSeenForm():

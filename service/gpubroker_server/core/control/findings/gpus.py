@@ -50,8 +50,8 @@ def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, s
     elif elsewhere is not None:
         kind, remedy = "gpu-held-wrong-device", f"gpubroker stack {task.id}"
         cause = (
-            f"{task.name} uses nothing of its GPU, and {elsewhere.device.label} is used without a lease: does "
-            "it choose a GPU by number, instead of those in CUDA_VISIBLE_DEVICES?"
+            f"{task.name} uses nothing of its GPU, and {elsewhere.device.label} is used without a lease: "
+            "does it choose a GPU by number, instead of those in CUDA_VISIBLE_DEVICES?"
         )
         evidence["used_without_lease"] = elsewhere.device.label
         evidence["without_lease_mb"] = _unleased_mb(elsewhere)

@@ -1,0 +1,139 @@
+"""Measures the machine of a node besides its GPUs: CPUs, memory, disks, network, Ray's object store."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import structlog
+from gpubroker.runtime.messages import Report
+
+from gpubroker_server.core.domain.device import GpuHealth
+
+log = structlog.get_logger("gpubroker.agent")
+
+ANSWER_SECONDS = 0.5
+"""A sample waits no longer for a file system. It then goes without it, and asks it again once it has
+answered."""
+MIB = 2**20
+PRESSURE = Path("/proc/pressure/memory")
+
+Answer = tuple[int, ...] | None
+
+
+class FileQuestion:
+    """One question about files, asked in a thread of its own: on a mount that hangs it hangs."""
+
+    def __init__(self, path: str, ask: Callable[[str], tuple[int, ...]]) -> None:
+        self._path = path
+        self._ask = ask
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=path)
+        self._asked: Future[Answer] | None = None
+        self._fault = ""
+        """Why the last answer is missing."""
+
+    def begin(self) -> "asyncio.Future[Answer] | None":
+        """The answer is None if there is none; no question while the last one has no answer yet."""
+        if self._asked is not None and not self._asked.done():
+            self._note("it does not answer")
+            return None
+        self._asked = self._thread.submit(self._answer)
+        return asyncio.wrap_future(self._asked)
+
+    def _answer(self) -> Answer:
+        try:
+            answer = self._ask(self._path)
+        except OSError as fault:
+            self._note(fault.strerror or repr(fault))
+            return None
+        self._fault = ""
+        return answer
+
+    def _note(self, fault: str) -> None:
+        if fault != self._fault:
+            self._fault = fault
+            log.warning("a directory cannot be measured", path=self._path, fault=fault)
+
+
+class RaySession(NamedTuple):
+    """Of the Ray of a node."""
+
+    directory: str
+    spill_directory: str
+    """Where it puts objects for lack of memory, unless it is configured otherwise."""
+    object_store_bytes: int
+    """0: it has none, or it is unknown."""
+
+
+class HostMeter:
+    def __init__(self, session: RaySession, directories: Iterable[str]) -> None:
+        """`directories`: whose file systems are measured besides the session's."""
+        paths = dict.fromkeys((session.directory, *directories))
+        self._disks = {path: FileQuestion(path, _room) for path in paths}
+        self._spill = FileQuestion(session.spill_directory, _total_mb)
+        self._store_mb = session.object_store_bytes // MIB
+        psutil.cpu_percent()  # each call tells the time since the one before
+
+    async def report(self, gpus: Mapping[str, GpuHealth]) -> Report:
+        """A `node_sampled` with what answers at once."""
+        at, memory, (received_bytes, sent_bytes) = time.time(), psutil.virtual_memory(), _network()
+        cpu = min(1.0, psutil.cpu_percent() / 100)
+        asked = {path: answer for path, disk in self._disks.items() if (answer := disk.begin())}
+        spill = self._spill.begin() if self._store_mb else None
+        if waited := [*asked.values(), *([spill] if spill else ())]:
+            await asyncio.wait(waited, timeout=ANSWER_SECONDS)
+        disks = [(path, *room) for path, answer in asked.items() if (room := _given(answer))]
+        spilled = _given(spill)
+        return (
+            "node_sampled",
+            at,
+            cpu,
+            memory.total // MIB,
+            memory.available // MIB,
+            _memory_pressure(),
+            disks,
+            received_bytes,
+            sent_bytes,
+            (self._store_mb, spilled[0] if spilled else None) if self._store_mb else None,
+            {uuid: tuple(health) for uuid, health in gpus.items()},
+        )
+
+
+def _given(answer: "asyncio.Future[Answer] | None") -> Answer:
+    return answer.result() if answer is not None and answer.done() else None
+
+
+def _room(path: str) -> tuple[int, int]:
+    """Bytes in total, and free for a process without privileges."""
+    found = os.statvfs(path)
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def _total_mb(path: str) -> tuple[int]:
+    """Of the files in a directory, which Ray makes at its first spill. It may delete files meanwhile."""
+    total_bytes = 0
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            with contextlib.suppress(FileNotFoundError):
+                total_bytes += os.stat(os.path.join(path, name)).st_size
+    return (total_bytes // MIB,)
+
+
+def _network() -> tuple[int, int]:
+    """Bytes received and sent by all interfaces but loopback."""
+    interfaces = [it for name, it in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    return sum(it.bytes_recv for it in interfaces), sum(it.bytes_sent for it in interfaces)
+
+
+def _memory_pressure() -> float | None:
+    """The share of the last 10 s in which processes waited for memory; None if the kernel does not say."""
+    try:
+        some = PRESSURE.read_text().split()
+        return min(1.0, float(some[1].removeprefix("avg10=")) / 100)
+    except (OSError, IndexError, ValueError):
+        return None

@@ -1,0 +1,58 @@
+"""What was measured lately, beside what is measured now."""
+
+from typing import Annotated
+
+from gpubroker.units import seconds
+from pydantic import AfterValidator, Field
+from typing_extensions import TypedDict
+
+from gpubroker_server.core.control.history import OLDEST_SECONDS, STEP_SECONDS, step_of
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.gateway.cluster.parts import ClusterParts
+from gpubroker_server.gateway.http.bodies import Query as QueryModel
+from gpubroker_server.gateway.http.times import Time, rfc3339
+
+DIGITS = 4
+"""Of the numbers in a history."""
+
+
+class HistoryView(TypedDict):
+    """Means of `step_seconds` each, the oldest first; null: nothing was measured then."""
+
+    since: Time
+    step_seconds: float
+    values: Annotated[
+        dict[str, list[float | None]],
+        Field(
+            description="Of a GPU `utilization` (0 to 1), `used_mb`, `power_watts`, `temperature_celsius`; "
+            "of a node `cpu` and `disk` (0 to 1) and `memory_used_mb`. What was never measured is left out."
+        ),
+    ]
+
+
+def _check(text: str) -> str:
+    if seconds(text) > OLDEST_SECONDS:
+        raise ValueError("an hour is kept, and no more: ask for 1h or less")
+    return text
+
+
+class HistoryQuery(QueryModel):
+    history: Annotated[
+        str,
+        AfterValidator(_check),
+        Field(description="How much of the past to show, such as `1h`, which is the most, or `0`."),
+    ] = "5m"
+
+    def of(self, parts: ClusterParts, name: str) -> HistoryView:
+        """`name`: of a node, or the key of a device."""
+        newest = step_of(parts.clock.now())
+        steps = range(newest + 1 - round(seconds(self.history) / STEP_SECONDS), newest + 1)
+        means = parts.history.means(name, steps)
+        return {
+            "since": rfc3339(Instant(steps.start * STEP_SECONDS)),
+            "step_seconds": STEP_SECONDS,
+            "values": {
+                measure: [None if value is None else round(value, DIGITS) for value in values]
+                for measure, values in means.items()
+            },
+        }

@@ -1,0 +1,165 @@
+"""What nodes and their devices hold, what is measured of them now, and what was in the last hour."""
+
+from typing import Any
+
+import pytest
+from gpubroker_server.core.control.history import STEP_SECONDS, step_of
+from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample, StoreSample
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName
+
+from tests.builders import GIB, a_sample
+from tests.gateway.harness import Client, Gateway, problem
+
+HEALTH = GpuHealth(412.5, 61.0, 1980, 2619, 3, 79)
+
+
+def measure(gateway: Gateway, cpu: float = 0.25, **fields: Any) -> None:
+    now = gateway.clock.now()
+    disks = (DiskSample("/", 1000 * 2**20, 250 * 2**20),)
+    about: dict[str, Any] = {"memory_pressure": 0.5, "disks": disks, "received_bytes": 7, "sent_bytes": 8}
+    about |= {"store": StoreSample(64, 3), "gpus": {"gpu0": HEALTH}, **fields}
+    sample = NodeSample(NodeName("n1"), now, cpu, Mib(1000), Mib(400), **about)
+    gateway.world.measure([a_sample("gpu0", now, utilization=cpu, used_mb=2 * GIB)], [sample])
+    for _ in gateway.parts.history.follow(gateway.world):
+        pass
+
+
+async def test_a_node_shows_what_is_held_and_what_is_measured(gateway: Gateway, api: Client) -> None:
+    gpu_task = await api.submit(name="gpu", resources={"gpu_mb": 10 * GIB})
+    cpu_task = await api.submit(name="cpu", resources={"cpu": 4})
+    for task in (gpu_task, cpu_task):
+        await gateway.admit(task)
+    measure(gateway)
+    [node] = (await api.get("/nodes")).json()["items"]
+    assert node["gpu_mb"] == {"total": 80 * GIB, "used": 10 * GIB, "free": 68 * GIB}, (
+        "2 GiB are in use unasked"
+    )
+    about = {"kind": "run", "tenant": "default"}
+    assert node["holders"] == [
+        {"id": gpu_task, "name": "gpu", "gpus": 1, "gpu_mb": 10 * GIB, **about},
+        {"id": cpu_task, "name": "cpu", "gpus": 0, "gpu_mb": 0, **about},
+    ]
+    assert node["measured"] == {
+        "sampled_at": node["measured"]["sampled_at"],
+        "stale": False,
+        "cpu": 0.25,
+        "memory_total_mb": 1000,
+        "memory_available_mb": 400,
+        "memory_pressure": 0.5,
+        "disks": [{"path": "/", "total_mb": 1000, "free_mb": 250}],
+        "received_bytes": 7,
+        "sent_bytes": 8,
+        "object_store": {"total_mb": 64, "spilled_mb": 3},
+    }
+    gateway.clock.advance(3 * gateway.policy.sample_period_seconds + 1)
+    [node] = (await api.get("/nodes")).json()["items"]
+    assert node["measured"]["stale"] is True
+
+
+async def test_holders_of_other_tenants_have_no_names(gateway: Gateway, api: Client) -> None:
+    await gateway.admit(await api.submit(name="secret", resources={"gpu_mb": GIB}))
+    other = await gateway.client("other", "cluster:read", tenant="acme")
+    for path in ("/nodes", "/gpus"):
+        [item] = (await other.get(path)).json()["items"]
+        assert [(one["id"], one["name"], one["tenant"]) for one in item["holders"]] == [
+            (None, None, "default")
+        ]
+
+
+async def test_one_node_is_shown_with_its_devices(gateway: Gateway, api: Client) -> None:
+    measure(gateway)
+    node = (await api.get("/nodes/n1")).json()
+    [listed] = (await api.get("/nodes")).json()["items"]
+    assert {name: value for name, value in node.items() if name != "devices"} == listed
+    assert node["devices"] == (await api.get("/gpus")).json()["items"]
+    assert "nodes: n1" in problem(await api.get("/nodes/n7"), 404, "not-found")["detail"]
+
+
+async def test_a_gpu_shows_its_health_while_its_driver_answers(gateway: Gateway, api: Client) -> None:
+    [gpu] = (await api.get("/gpus")).json()["items"]
+    assert gpu["health"] is None
+    measure(gateway)
+    [gpu] = (await api.get("/gpus")).json()["items"]
+    assert gpu["health"] == HEALTH._asdict()
+    measure(gateway, gpus={})
+    [gpu] = (await api.get("/gpus")).json()["items"]
+    assert gpu["health"] is None
+
+
+async def test_a_node_that_was_never_measured_says_so(api: Client) -> None:
+    [node] = (await api.get("/nodes")).json()["items"]
+    assert (node["measured"], node["holders"], node["history"]["values"]) == (None, [], {})
+
+
+@pytest.mark.parametrize(
+    ("query", "points"), [("", 30), ("?history=0", 0), ("?history=1h", 360), ("?history=90s", 9)]
+)
+async def test_the_history_is_as_long_as_asked_for(
+    gateway: Gateway, api: Client, query: str, points: int
+) -> None:
+    measure(gateway, 0.25)
+    gateway.clock.advance(2 * STEP_SECONDS)
+    measure(gateway, 0.5)
+    [node] = (await api.get(f"/nodes{query}")).json()["items"]
+    [gpu] = (await api.get(f"/gpus{query}")).json()["items"]
+    assert (await api.get(f"/nodes/n1{query}")).json()["history"] == node["history"]
+    assert node["history"]["step_seconds"] == STEP_SECONDS
+    for name, of in (("cpu", node), ("utilization", gpu)):
+        values = of["history"]["values"][name]
+        assert len(values) == points
+        assert [value for value in values if value is not None] == [0.25, 0.5][: 2 if points else 0]
+        assert values[-1:] == [0.5][:points]
+    assert sorted(gpu["history"]["values"]) == [
+        "power_watts",
+        "temperature_celsius",
+        "used_mb",
+        "utilization",
+    ]
+    assert sorted(node["history"]["values"]) == ["cpu", "disk", "memory_used_mb"]
+
+
+async def test_a_history_begins_with_a_step(gateway: Gateway, api: Client) -> None:
+    measure(gateway)
+    [gpu] = (await api.get("/gpus?history=10s")).json()["items"]
+    at = Instant(step_of(gateway.clock.now()) * STEP_SECONDS)
+    assert gpu["history"]["since"].endswith("Z")
+    assert at <= gateway.clock.now()
+    assert gpu["history"]["values"]["used_mb"] == [2 * GIB]
+
+
+@pytest.mark.parametrize(("text", "said"), [("2h", "1h or less"), ("soon", "write 90s, 15m or 1h30m")])
+@pytest.mark.parametrize("path", ["/nodes", "/nodes/n1", "/gpus"])
+async def test_a_history_that_is_not_kept_is_refused(api: Client, path: str, text: str, said: str) -> None:
+    refused = problem(await api.get(f"{path}?history={text}"), 422, "validation-failed")
+    assert said in refused["errors"][0]["detail"]
+
+
+async def test_metrics_show_what_was_measured_lately(gateway: Gateway, api: Client) -> None:
+    measure(gateway)
+    found = set((await api.get("/metrics")).text.splitlines())
+    gpu = 'UUID="gpu0",gpu="0",hostname="n1"'
+    for line in (
+        'gpubroker_node_cpu_utilization_ratio{hostname="n1"} 0.25',
+        'gpubroker_node_memory_capacity_bytes{hostname="n1"} 1.048576e+09',
+        'gpubroker_node_memory_available_bytes{hostname="n1"} 4.194304e+08',
+        'gpubroker_node_memory_pressure_ratio{hostname="n1"} 0.5',
+        'gpubroker_node_disk_capacity_bytes{hostname="n1",path="/"} 1.048576e+09',
+        'gpubroker_node_disk_free_bytes{hostname="n1",path="/"} 2.62144e+08',
+        'gpubroker_node_network_received_bytes_total{hostname="n1"} 7.0',
+        'gpubroker_node_network_sent_bytes_total{hostname="n1"} 8.0',
+        'gpubroker_node_object_store_capacity_bytes{hostname="n1"} 6.7108864e+07',
+        'gpubroker_node_object_store_spilled_bytes{hostname="n1"} 3.145728e+06',
+        f"gpubroker_gpu_power_watts{{{gpu}}} 412.5",
+        f"gpubroker_gpu_temperature_celsius{{{gpu}}} 61.0",
+        f"gpubroker_gpu_sm_clock_hertz{{{gpu}}} 1.98e+09",
+        f"gpubroker_gpu_memory_clock_hertz{{{gpu}}} 2.619e+09",
+        f"gpubroker_gpu_ecc_errors_total{{{gpu}}} 3.0",
+        f"gpubroker_gpu_xid{{{gpu}}} 79.0",
+    ):
+        assert line in found
+    measure(gateway, memory_pressure=None, store=None, gpus={"gpu0": GpuHealth()})
+    text = (await api.get("/metrics")).text
+    for name in ("pressure_ratio{", "spilled_bytes{", "object_store_capacity_bytes{", "gpu_xid{", "hertz{"):
+        assert name not in text
+    gateway.clock.advance(60.0)
+    assert "gpubroker_node_cpu_utilization_ratio{" not in (await api.get("/metrics")).text
